@@ -39,7 +39,7 @@ SIZES = {
     "45M": {"hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8, "intermediate_size": 2048},
     "130M": {"hidden_size": 896, "num_hidden_layers": 10, "num_attention_heads": 14, "intermediate_size": 3584},
 }
-NOTHING = ("", "none", {"algorithm": NO_KL, "model": {"logits_mb": 1}, "train": {"micro_batch_tokens": 1}})
+NOTHING = ("", "none", {"algorithm": NO_KL, "model": {"logits_mb": 1}, "train": {"max_tokens_per_micro_batch": 1}})
 """The same run of a model of next to nothing: what the program itself takes."""
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("float32", "45M", {"algorithm": NO_KL}),
@@ -50,7 +50,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("LoRA, bfloat16", "45M", {"algorithm": KL, "model": {"lora": {"rank": 16}, "dtype": "bfloat16"}}),
     ("bfloat16, reference", "45M", {"algorithm": KL, "model": {"dtype": "bfloat16"}}),
     ("bfloat16, checkpointing", "45M", {"algorithm": NO_KL, "model": {"dtype": "bfloat16", "gradient_checkpointing": True}}),
-    ("float32, one micro-batch", "16M", {"algorithm": KL, "train": {"micro_batch_tokens": 8192}}),
+    ("float32, one micro-batch", "16M", {"algorithm": KL, "train": {"max_tokens_per_micro_batch": 8192}}),
     ("float32, reference, checkpointing", "130M", {"algorithm": KL, "model": {"gradient_checkpointing": True}}),
 ]
 
@@ -61,13 +61,13 @@ def tree(case: int | None, folder: Path) -> dict[str, Any]:
     own = {"path": str(folder / size), "dtype": "float32", **more.get("model", {})}
     return {
         "run": {"dir": str(folder / "runs"), "name": f"case{case}", "progress": False, "threads": 1},
-        "data": {"sources": [str(folder / "rows.jsonl")], "chat": False},
-        "rollout": {"prompts": GROUPS, "samples": SAMPLES},
+        "data": {"sources": [str(folder / "rows.jsonl")], "apply_chat_template": False},
+        "rollout": {"prompts_per_step": GROUPS, "group_size": SAMPLES},
         "sampling": {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER},
         "reward": {"terms": [{"function": f"{folder / 'reward.py'}:varied"}]},
         "log": {"tensorboard": False},
         "algorithm": more["algorithm"],
-        "train": {"steps": STEPS, "micro_batch_tokens": 640, **more.get("train", {})},
+        "train": {"steps": STEPS, "max_tokens_per_micro_batch": 640, **more.get("train", {})},
         "model": own,
     }
 

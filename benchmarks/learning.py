@@ -38,8 +38,8 @@ ENOUGH = 0.2
 """What an accuracy has to gain to count as learned."""
 
 RECIPE: dict[str, Any] = {
-    "rollout": {"prompts": 16, "samples": 8},
-    "train": {"steps": STEPS, "mini_batches": 2},
+    "rollout": {"prompts_per_step": 16, "group_size": 8},
+    "train": {"steps": STEPS, "num_mini_batches": 2},
     "optimizer": {"lr": 3e-4},
     "eval": {"every": 3},
     "checkpoint": {"every": 0, "keep": 1},
@@ -70,7 +70,7 @@ OWN: dict[str, Own] = {
         "the paper trains the critic alone for 50 steps first; here for 3 of the 12, so that it has to learn faster",
     ),
     "prime": Own(
-        {"process": {"optimizer": {"lr": 1e-4}}}, "its reward model has 12 steps to learn from the start, as the policy has"
+        {"prm": {"optimizer": {"lr": 1e-4}}}, "its reward model has 12 steps to learn from the start, as the policy has"
     ),
 }
 
@@ -78,7 +78,8 @@ ON_POLICY = ("reinforce", "rloo", "remax", "opo", "pass_at_k", "maxrl", "gpg", "
 OWN.update(
     {
         name: Own(
-            {"train": {"mini_batches": 1}}, "no ratio: published for answers of the policy itself, so one optimizer step a batch"
+            {"train": {"num_mini_batches": 1}},
+            "no ratio: published for answers of the policy itself, so one optimizer step a batch",
         )
         for name in ON_POLICY
     }
@@ -293,7 +294,7 @@ ABOUT = """\
 All go on from the same model, the demo's after its supervised warm-up, which mostly guesses and knows how to work a problem out. A step is
 16 problems x 8 answers, in two optimizer steps, so that ratios leave 1 and clipping acts. Accuracy is that of greedy answers to 200
 problems that were never trained on. *Lowest gain* is that of the worst seed; *clipped* the share of tokens whose ratio the loss clipped or
-capped, over all optimizer steps (what a gate leaves out is not in it); *seconds* a whole run with its evaluations, by the clock of a busy
+capped, over all optimizer steps (what a token mask leaves out is not in it); *seconds* a whole run with its evaluations, by the clock of a busy
 machine, and *CPU* the seconds that it computed, the mean over seeds."""
 
 

@@ -75,7 +75,7 @@ def work(kind: str, folder: Path, steps: int) -> dict[str, Any]:
     batch = Batch(Segments.of(rows[:2]), Segments.of(rows[2:]), torch.tensor([0, 1]))
     with init_process_group(5.0) as ranks:
         settings: dict[str, Any] = {"kind": kind, "device": "cpu"}
-        strategy = strategy_of(StrategyConfig(**settings, **({"stage": 3} if kind == "deepspeed" else {})), ranks)
+        strategy = strategy_of(StrategyConfig(**settings, **({"zero_stage": 3} if kind == "deepspeed" else {})), ranks)
 
         class Timed(Actor):
             """It knows when its weights were there: shards are read when they are placed, and the optimizer comes after."""

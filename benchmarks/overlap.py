@@ -69,10 +69,10 @@ def prepare(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "run": {"dir": str(folder)},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"sources": [{"path": str(folder / "train.jsonl")}]},
-        "rollout": {"prompts": args.prompts, "samples": args.samples},
+        "rollout": {"prompts_per_step": args.prompts, "group_size": args.samples},
         "sampling": {"max_new_tokens": args.tokens},
         "reward": {"terms": [{"function": f"{folder / 'reward.py'}:slow", "options": {"seconds": args.reward_seconds}}]},
-        "algorithm": {"preset": "grpo", "corrections": ["tis"]},
+        "algorithm": {"preset": "grpo", "importance_sampling": ["tis"]},
         "train": {"steps": args.steps},
         "log": {"tensorboard": False, "rollouts_every": 0},
     }

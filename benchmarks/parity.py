@@ -39,7 +39,7 @@ FLOOR = 0.02
 FLOORS = {"policy/kl_per_answer": 0.12}
 """The same for differences of near-equal numbers: here of the log-probs of six tokens, about 20 in all. Float32 keeps such a sum to 2e-6:
 a difference of 0 has no digits of its own. Over 0.12, 1e-5 are 1.2e-6."""
-NOT_COMPARED = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
+NOT_COMPARED = ("time", "seconds", "tokens_per_second", "policy/rollout_logprob_diff")
 """How the names begin of what depends on the clock, or measures rounding itself."""
 WORKERS = ("/restarts", "/weights_resent")
 """How they end where there are workers only."""
@@ -64,7 +64,7 @@ class Way:
 
 def zero(stage: int) -> Tree:
     """The settings that ask for a stage of ZeRO."""
-    return {"strategy": {"kind": "deepspeed", "stage": stage}}
+    return {"strategy": {"kind": "deepspeed", "zero_stage": stage}}
 
 
 def on_ray(**ray: Any) -> Tree:
@@ -98,24 +98,24 @@ REWARD = "def varied(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n"
 
 BASE: Tree = {
     "run": {"seed": 5, "threads": 1, "progress": False},
-    "strategy": {"device": "cpu", "timeout": 2.0},
+    "strategy": {"device": "cpu", "timeout_minutes": 2.0},
     "model": {"dtype": "float32"},
-    "train": {"steps": 3, "micro_batch_tokens": 60},
+    "train": {"steps": 3, "max_tokens_per_micro_batch": 60},
     # Adam makes a gradient that is nothing but rounding, as that of a bias of keys, as large as any other unless eps is above it.
     "optimizer": {"lr": 1e-3, "eps": 1e-4},
     "log": {"tensorboard": False},
 }
-ROLLOUTS: Tree = {"rollout": {"prompts": 5, "samples": 3}, "sampling": {"max_new_tokens": 6}}
+ROLLOUTS: Tree = {"rollout": {"prompts_per_step": 5, "group_size": 3}, "sampling": {"max_new_tokens": 6}}
 """Five groups of three, which neither two nor three ranks divide, in micro-batches of a few rows."""
 
 CASES: dict[str, Tree] = {
     "grpo": {"algorithm": {"preset": "grpo"}},
-    "ppo": {"algorithm": {"preset": "ppo", "kl": {"coef": 0.01}}, "train": {"updates": 2, "mini_batches": 2}},
+    "ppo": {"algorithm": {"preset": "ppo", "kl": {"coef": 0.01}}, "train": {"ppo_epochs": 2, "num_mini_batches": 2}},
     "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
     # Rows with pictures are few: of the ranks that draw, and of those that train, some have none.
     "pictures": {"algorithm": {"preset": "grpo"}, "train": {"steps": 2}},
     # One answer: every other rank has no row at all.
-    "one row": {"algorithm": {"preset": "reinforce"}, "rollout": {"prompts": 1, "samples": 1}},
+    "one row": {"algorithm": {"preset": "reinforce"}, "rollout": {"prompts_per_step": 1, "group_size": 1}},
     "sft": {"batch_size": 5},
 }
 """What is run, as changes of ``BASE``; ``sft`` by that verb, all others by ``rl``."""
@@ -215,7 +215,7 @@ def run_here(plan: Path) -> None:
     torch.set_num_threads(1)
     trees = json.loads(plan.read_text(encoding="utf-8"))
     with ExitStack() as stack:
-        stack.enter_context(init_process_group(BASE["strategy"]["timeout"]))
+        stack.enter_context(init_process_group(BASE["strategy"]["timeout_minutes"]))
         for tree in trees:
             supervised = "batch_size" in tree
             config = build(SFTConfig if supervised else RLConfig, tree)

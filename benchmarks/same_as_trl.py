@@ -134,12 +134,12 @@ def run_ours(name: str, seed: int, steps: int, start: Path, scratch: Path) -> li
         "run": {"dir": str(scratch), "name": "run", "seed": seed, "progress": False},
         "model": {"path": str(start), "dtype": "float32"},
         "data": {"sources": [{"path": str(scratch / "problems.jsonl")}], "shuffle": False},
-        "rollout": {"prompts": PROMPTS, "samples": ANSWERS},
+        "rollout": {"prompts_per_step": PROMPTS, "group_size": ANSWERS},
         "sampling": {"max_new_tokens": NEW_TOKENS},
         "reward": {"terms": ["math"]},
         "algorithm": SETTINGS[name].ours,
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": 1.0},
-        "train": {"steps": steps, "updates": SETTINGS[name].updates},
+        "train": {"steps": steps, "ppo_epochs": SETTINGS[name].updates},
         "log": {"tensorboard": False, "rollouts_every": 0},
     }
     run_rl(build(RLConfig, tree))

@@ -74,12 +74,12 @@ def cases() -> Iterator[tuple[str, list[str]]]:
     for preset in sorted(PRESETS):
         yield f"preset {preset}", ["rl", f"algorithm={preset}"]
     for layout in ("prefix_shared", "packed", "padded"):
-        yield f"layout {layout}", ["rl", "algorithm=ppo", f"model.layout={layout}", "train.micro_batch_tokens=60"]
+        yield f"layout {layout}", ["rl", "algorithm=ppo", f"model.layout={layout}", "train.max_tokens_per_micro_batch=60"]
     yield "bfloat16", ["rl", "algorithm=gspo", "model.dtype=bfloat16"]
     yield "adapters", ["rl", "algorithm=grpo", "model.lora.rank=4", "algorithm.kl.coef=0.1"]
     yield "ahead", ["rl", "algorithm=grpo", "rollout.staleness=1", "train.steps=4"]
-    yield "partial", ["rl", "algorithm=dapo", "rollout.partial=true", "rollout.step_tokens=3", "algorithm.filters=[]"]
-    yield "mini-batches", ["rl", "algorithm=ppo", "train.updates=2", "train.mini_batches=2"]
+    yield "partial", ["rl", "algorithm=dapo", "rollout.partial=true", "rollout.max_tokens_per_step=3", "algorithm.filters=[]"]
+    yield "mini-batches", ["rl", "algorithm=ppo", "train.ppo_epochs=2", "train.num_mini_batches=2"]
     yield (
         "greedy evaluation",
         ["rl", "algorithm=grpo", "eval.data.sources={data}", "eval.every=1", "eval.sampling.max_new_tokens=6"],
@@ -105,8 +105,8 @@ def arguments_of(words: list[str], name: str, folder: Path) -> list[str]:
     if verb == "rl":
         common += [
             f"reward.terms={folder / 'rewards.py'}:digits",
-            "rollout.prompts=3",
-            "rollout.samples=4",
+            "rollout.prompts_per_step=3",
+            "rollout.group_size=4",
             "sampling.max_new_tokens=6",
             "train.steps=3",
         ]

@@ -175,7 +175,7 @@ class Work:
 
     def data(self, scratch: Path) -> dict[str, Any]:
         """The ``data`` part of a config."""
-        return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": False}
+        return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "apply_chat_template": False}
 
     def dataset(self, rows: list[dict[str, Any]]) -> Any:
         """TRL's, of what ``prompts`` gave."""
@@ -289,12 +289,12 @@ def rl_config(job: Job, steps: int) -> Any:
         "run": {"dir": str(job.scratch), "name": "run", "progress": False},
         "model": {"path": str(job.folder), "dtype": job.work.dtype},
         "data": job.work.data(job.scratch),
-        "rollout": {"prompts": job.work.groups, "samples": job.work.answers},
+        "rollout": {"prompts_per_step": job.work.groups, "group_size": job.work.answers},
         "sampling": {"max_new_tokens": job.work.new_tokens, "min_new_tokens": job.work.new_tokens * job.full},
         "reward": {"terms": [f"{job.folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
-        "train": {"steps": steps, "micro_batch_tokens": job.group_tokens * job.variant.rows // job.work.answers},
+        "train": {"steps": steps, "max_tokens_per_micro_batch": job.group_tokens * job.variant.rows // job.work.answers},
         "eval": {"at_start": False},
         "log": {"tensorboard": False, "rollouts_every": 0},
     }
@@ -338,7 +338,7 @@ def run_lightrft(job: Job) -> dict[str, Any]:
             spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
             tokens = result.collected.tokens["trained"]
             assert not job.full or tokens == work.whole * work.new_tokens
-            assert values["policy/active_rows"] == 1
+            assert values["policy/frac_rows_with_loss"] == 1
             rows.append({**spent, "update": values["time/update"], "generate": values["time/generate"], "tokens": tokens})
         worker_mb, peak = work.workers_mb(), work.peak_mb()
     return {"rows": rows[1:], "peak_mb": peak, "before_mb": before, "reward_worker_mb": worker_mb}

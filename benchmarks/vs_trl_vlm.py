@@ -92,7 +92,7 @@ class Pictures(Work):
         return case.pictures * (case.side**2 + MARKS) + case.text_tokens + TEMPLATE
 
     def data(self, scratch: Path) -> dict[str, Any]:
-        return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": True}
+        return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "apply_chat_template": True}
 
     def dataset(self, rows: list[dict[str, Any]]) -> Any:
         from datasets import Image, List

@@ -107,7 +107,7 @@ TITLES = {
     "advantage": "Advantages",
     "loss": "Policy losses",
     "correction": "Corrections",
-    "gate": "Gates",
+    "token_mask": "Token masks",
     "shaping": "Shapings of the reward",
     "filter": "Filters of groups",
     "aggregation": "Aggregations",

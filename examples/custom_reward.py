@@ -14,7 +14,7 @@ and the run's YAML names this function, with its options:
           options: {form: 0.1}
         - {function: length, weight: 0.2, options: {limit: 512, buffer: 128}}
       workers: 2        # processes that score while the engine is still drawing answers
-      deadline: 5       # seconds for one call; one that takes longer fails its own sample, never the run
+      timeout: 5       # seconds for one call; one that takes longer fails its own sample, never the run
       memory_mb: 512
 
 What a reward function may rely on:

@@ -324,7 +324,7 @@ class Batch:
     returns: Tensor | None = token_column()  # [N]
     loss_weights: Tensor | None = token_column()  # [N] weight of each token's loss in the loss of the global batch
     positive_weights: Tensor | None = token_column()  # [N] weight of each token's log-likelihood among positive responses
-    gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 masks a token
+    token_mask: Tensor | None = token_column()  # [N] factor of the policy loss; 0 masks a token
     correction: Tensor | None = token_column()  # [N] factor of the policy loss where it depends on the whole mini-batch
     energy: Tensor | None = token_column()  # [N] squared norm of the gradient of the policy's log-prob in its logits
     steps: Tensor | None = token_column()  # [N] long: step of the response that the token belongs to

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from lightrft.observability.trackers import read_rows
 
-CLOCK = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
+CLOCK = ("time", "seconds", "tokens_per_second", "policy/rollout_logprob_diff")
 """What depends on the clock, or measures rounding itself."""
 RELATIVE, LEAST = 1e-5, 2e-7
 KINDS = {
@@ -38,12 +38,12 @@ def tree(folder: Path, kind: str, device: str, steps: int) -> dict[str, Any]:
     more = KINDS[kind]
     return {
         "model": {"path": str(folder / "model"), "dtype": "float32", **more.get("model", {})},
-        "data": {"sources": [str(folder / "prompts.jsonl")], "chat": False},
-        "rollout": {"prompts": 5, "samples": 3},
+        "data": {"sources": [str(folder / "prompts.jsonl")], "apply_chat_template": False},
+        "rollout": {"prompts_per_step": 5, "group_size": 3},
         "sampling": {"max_new_tokens": 16},
         "reward": {"terms": [f"{folder / 'model' / 'rewards.py'}:varied"]},
         "algorithm": more["algorithm"],
-        "train": {"steps": steps, "micro_batch_tokens": 120},
+        "train": {"steps": steps, "max_tokens_per_micro_batch": 120},
         "optimizer": {"lr": 1e-3},
         "log": {"tensorboard": False},
         "strategy": {"device": device},

@@ -40,13 +40,16 @@ def tree(args: Any, folder: Path, prompts: Path) -> dict[str, Any]:
             "lora": {"rank": 16} if args.lora else None,
             "gradient_checkpointing": args.checkpointing,
         },
-        "data": {"sources": [str(prompts)], "chat": False},
-        "rollout": {"prompts": args.prompts, "samples": args.samples},
+        "data": {"sources": [str(prompts)], "apply_chat_template": False},
+        "rollout": {"prompts_per_step": args.prompts, "group_size": args.samples},
         "sampling": {"max_new_tokens": args.answer, "min_new_tokens": args.answer},
-        "engine": {"max_rows": args.prompts * args.samples, "token_budget": 4 * args.samples * args.prompts * args.answer},
+        "engine": {
+            "max_num_seqs": args.prompts * args.samples,
+            "max_cache_tokens": 4 * args.samples * args.prompts * args.answer,
+        },
         "reward": {"terms": [f"{folder / args.size / 'rewards.py'}:varied"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "loss", "coef": 0.01}},
-        "train": {"steps": args.steps + 1, "micro_batch_tokens": args.micro},
+        "train": {"steps": args.steps + 1, "max_tokens_per_micro_batch": args.micro},
         "log": {"tensorboard": False, "rollouts_every": 0, "entropy": False},
     }
 

@@ -322,7 +322,7 @@ def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     latex=r"\delta_t=r_t+\gamma V_{t+1}-V_t,\quad \hat A_t=\delta_t+\gamma\lambda\hat A_{t+1},\quad \hat R_t=\hat A_t+V_t",
     paper="GAE, arXiv 1506.02438, eq. 16; lam_critic: VC-PPO, arXiv 2503.01491",
     needs=["critic"],
-    reads=["gamma", "lam"],
+    reads=["gamma", "gae_lambda"],
 )
 def gae(
     batch: Batch,
@@ -336,9 +336,9 @@ def gae(
     A truncated row is bootstrapped with the value of the state after its last token.
 
     Args:
-        lam_critic: Trace decay of the returns. ``None`` uses ``lam`` for advantages and returns.
+        lam_critic: Trace decay of the returns. ``None`` uses ``gae_lambda`` for advantages and returns.
     """
-    return traced(batch, token_rewards, settings.gamma, settings.lam, lam_critic)
+    return traced(batch, token_rewards, settings.gamma, settings.gae_lambda, lam_critic)
 
 
 @ADVANTAGES.register(
@@ -390,7 +390,7 @@ def traced(
         token_rewards: ``[N]``.
         gamma: Discount factor per token.
         lam: Trace decay, one number for all rows or ``[B]``.
-        lam_critic: Trace decay of the returns. ``None`` uses ``lam``.
+        lam_critic: Trace decay of the returns. ``None`` uses ``gae_lambda``.
 
     Returns:
         Advantages and returns, ``[N]`` each.

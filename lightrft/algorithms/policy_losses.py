@@ -161,7 +161,7 @@ def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, set
     """Compute the geometric mean of clipped token ratios.
 
     Each token carries the gradient of its own ratio. This equals the gradient of the mean if the
-    advantage is constant over the response. A gate can therefore mask a token without affecting the
+    advantage is constant over the response. A token mask can therefore mask a token without affecting the
     others.
     """
     gap = logprobs - old
@@ -224,7 +224,7 @@ def cispo_cap(
     formula="L_t = -min( d_t A_t, clip(d_t, log(1 - clip_low), log(1 + clip_high)) A_t ),  d_t = logp - logp_old",
     latex=r"L_{i,t}=-\min\!\big(\log\rho_t\,\hat A_t,\ "
     r"\operatorname{clip}(\log\rho_t,\log(1-\epsilon_l),\log(1+\epsilon_h))\,\hat A_t\big)",
-    paper="CPGD, arXiv 2505.12504, section 4; its policy drift is algorithm.drift",
+    paper="CPGD, arXiv 2505.12504, section 4; its policy drift is algorithm.policy_drift",
     needs=["old"],
     reads=["clip_low", "clip_high"],
 )

@@ -29,7 +29,7 @@ class Requirements:
         reward: Something reads a reward; otherwise only a teacher trains the policy.
         old: The loss reads old log-probs.
         old_always: A KL term or the teacher reads old log-probs, whatever the number of updates.
-        current: A gate or a correction reads the log-probs before each optimizer step.
+        current: A token mask or a correction reads the log-probs before each optimizer step.
         entropy: Something reads the policy's entropy before the update.
         energy: Something reads the policy's energy before the update.
         sampler: Something reads the log-probs of the sampler.
@@ -59,10 +59,10 @@ class Requirements:
         """Determine what ``algorithm`` reads."""
         needs = _needs(algorithm)
         kl = algorithm.kl
-        from_policy = algorithm.proximal == "policy"
+        from_policy = algorithm.old_logprobs == "policy"
         read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
         read_by_teacher = algorithm.distill.kind == "sampled"
-        interpolated = algorithm.proximal == "interpolated"
+        interpolated = algorithm.old_logprobs == "interpolated"
         return Requirements(
             needs=needs,
             groups="groups" in needs,
@@ -78,7 +78,7 @@ class Requirements:
             current="current" in needs,
             entropy="entropy" in needs,
             energy="energy" in needs,
-            sampler=bool(algorithm.corrections) or interpolated or "behavior" in needs,
+            sampler=bool(algorithm.importance_sampling) or interpolated or "behavior" in needs,
             ignores_sampler_logprobs=from_policy and "behavior" not in needs,
         )
 
@@ -98,12 +98,12 @@ def _needs(algorithm: AlgorithmConfig) -> frozenset[str]:
     """Return the union of the ``needs`` that the functions in use are registered with."""
     loss = algorithm.loss.name
     functions = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
-    functions += [IS_CORRECTIONS.about(part.name) for part in algorithm.corrections]
-    functions += [TOKEN_MASKS.about(part.name) for part in algorithm.gates]
+    functions += [IS_CORRECTIONS.about(part.name) for part in algorithm.importance_sampling]
+    functions += [TOKEN_MASKS.about(part.name) for part in algorithm.token_masks]
     needs = set().union(*(function.needs for function in functions))
     # A user's loss is passed the old log-probs, and nothing tells whether it reads them.
     is_users_loss = loss not in POLICY_LOSSES
-    if is_users_loss or algorithm.drift.coef or algorithm.kl.weighted:
+    if is_users_loss or algorithm.policy_drift.coef or algorithm.kl.weighted:
         needs.add("old")
     if algorithm.entropy.target is not None:
         needs.add("entropy")

@@ -5,8 +5,8 @@ the order of responses may change a choice.
 
 Args:
     batch: The whole mini-batch, with advantages and old log-probs. ``logprobs`` holds the policy's
-        log-probs at the start of the optimizer step if the gate needs ``current``. ``entropy`` is
-        filled in if the gate needs it.
+        log-probs at the start of the optimizer step if the token mask needs ``current``. ``entropy`` is
+        filled in if the token mask needs it.
     settings: ``algorithm.loss``.
     generator: Source of random choices.
 """
@@ -27,7 +27,7 @@ from lightrft.utils.registry import Registry
 
 @dataclass(slots=True)
 class TokenMask:
-    """Effect of a gate on each token.
+    """Effect of a token mask on each token.
 
     Attributes:
         weight: ``[N]``, multiplies the policy loss.
@@ -40,7 +40,7 @@ class TokenMask:
 
 
 TokenMaskFunction = Callable[..., TokenMask]
-TOKEN_MASKS: Registry[TokenMaskFunction] = Registry("gate")
+TOKEN_MASKS: Registry[TokenMaskFunction] = Registry("token mask")
 
 
 @TOKEN_MASKS.register(
@@ -239,23 +239,23 @@ def with_token_masks(
     settings: LossConfig,
     generator: torch.Generator,
 ) -> Batch:
-    """Apply all gates to a whole mini-batch.
+    """Apply all token masks to a whole mini-batch.
 
     Args:
         batch: A whole mini-batch.
-        parts: The gates with their options.
+        parts: The token masks with their options.
         settings: ``algorithm.loss``.
         generator: Source of random choices.
 
     Returns:
-        ``batch`` with ``gate``, the product of all gates, and ``pull``, the sum of all pulls.
+        ``batch`` with ``token_mask``, the product of all weights, and ``pull``, the sum of all pulls.
     """
     for part in parts:
-        gate = TOKEN_MASKS[part.name](batch, settings, generator, **part.options)
-        keep = gate.weight.to(torch.float32)
-        batch = batch.replace(gate=keep if batch.gate is None else batch.gate * keep)
-        if gate.kl_pull_coef is not None:
-            pull = gate.kl_pull_coef if batch.pull is None else batch.pull + gate.kl_pull_coef
+        found = TOKEN_MASKS[part.name](batch, settings, generator, **part.options)
+        keep = found.weight.to(torch.float32)
+        batch = batch.replace(token_mask=keep if batch.token_mask is None else batch.token_mask * keep)
+        if found.kl_pull_coef is not None:
+            pull = found.kl_pull_coef if batch.pull is None else batch.pull + found.kl_pull_coef
             batch = batch.replace(pull=pull)
     return batch
 

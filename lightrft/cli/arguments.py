@@ -107,7 +107,7 @@ def memory_errors() -> Generator[None]:
         text = str(error)
         if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
             raise ResourceError(
-                "out of memory; lower train.micro_batch_tokens, engine.token_budget or "
+                "out of memory; lower train.max_tokens_per_micro_batch, engine.max_cache_tokens or "
                 f"model.logits_mb, or set model.gradient_checkpointing=true ({first_line(error)})"
             ) from error
         raise

@@ -33,7 +33,7 @@ def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -
     if config.launch.kind == "ray" or config.launch.processes == 1 or under_torchrun:
         return None
     words = ["-m", "lightrft", verb, *arguments]
-    status = run_processes(f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout)
+    status = run_processes(f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout_minutes)
     return status or status_in(config.run)
 
 

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except MemoryError:
         sys.stderr.write(
-            f"lightrft {verb}: out of memory; lower train.micro_batch_tokens, engine.token_budget or model.logits_mb\n"
+            f"lightrft {verb}: out of memory; lower train.max_tokens_per_micro_batch, engine.max_cache_tokens or model.logits_mb\n"
         )
         return 2
     except KeyboardInterrupt:

@@ -20,13 +20,13 @@ class AdvantageConfig(NamedFunction):
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount of rewards per token, in [0, 1]. 1 gives every token of a response the undiscounted
     return."""
-    lam: float = Field(0.95, ge=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
     """Trace of GAE (arXiv 1506.02438), in [0, 1]. Lower it to trust the critic more: less variance,
     more bias."""
     eps: float = Field(1e-6, ge=0)
     """Added to a standard deviation, or another denominator of the advantage, so that no division
     is by 0."""
-    whiten: Literal["none", "group", "batch"] = "none"
+    normalize: Literal["none", "group", "batch"] = "none"
     """Standardise advantages over the trained tokens of the global ``batch`` or of each ``group``.
     ``none`` leaves them as they are."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -254,14 +254,14 @@ class AlgorithmConfig(Settings):
     """Rewards to advantages."""
     loss: LossConfig = LossConfig()
     """Policy loss."""
-    proximal: Literal["policy", "behavior", "interpolated"] = "policy"
+    old_logprobs: Literal["policy", "rollout", "interpolated"] = "policy"
     """Source of the old log-probs in the ratio. ``policy``: the policy before the update.
-    ``behavior``: the sampler that generated the tokens. ``interpolated``: between the sampler and
+    ``rollout``: the sampler that generated the tokens. ``interpolated``: between the sampler and
     the current policy, by the version that generated each token, without a forward pass (AReaL)."""
-    corrections: tuple[ComponentConfig, ...] = ()
+    importance_sampling: tuple[ComponentConfig, ...] = ()
     """Weights on token losses, by the distance of sampler and old policy. Functions by name,
     multiplied. Set it when responses come from other weights."""
-    gates: tuple[ComponentConfig, ...] = ()
+    token_masks: tuple[ComponentConfig, ...] = ()
     """Functions that leave tokens of a mini-batch out of the loss."""
     aggregation: str = "token"
     """Token losses to the loss of the global batch. A registered name, ``package.module:function``
@@ -275,7 +275,7 @@ class AlgorithmConfig(Settings):
     """Distillation from ``teacher``."""
     entropy: EntropyConfig = EntropyConfig()
     """Entropy bonus."""
-    drift: PolicyDriftConfig = PolicyDriftConfig()
+    policy_drift: PolicyDriftConfig = PolicyDriftConfig()
     """Distance to the old policy."""
     positive_nll: PositiveNLLConfig = PositiveNLLConfig()
     """Likelihood of good responses as a further loss."""
@@ -307,7 +307,7 @@ class AlgorithmConfig(Settings):
         return deep_merge(row, tree)
 
 
-PARTS = ("shaping", "filters", "corrections", "gates")
+PARTS = ("shaping", "filters", "importance_sampling", "token_masks")
 
 
 def _renamed(preset: Any, given: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lightrft.config.other_names import REMOVED, own_name
+from lightrft.config.other_names import own_name, why_removed
 from lightrft.config.setting_paths import branch_of, made_absolute, read_beside
 from lightrft.utils.errors import ConfigError
 
@@ -328,7 +328,7 @@ def _parse_override(text: str) -> Tree:
 
 
 def _translated(cls: type[Settings], name: str, given: Any) -> str:
-    """Return which settings of ``cls`` do what ``name`` does in other programs, as text.
+    """Return which settings of ``cls`` do what ``name`` does elsewhere, as text.
 
     Names below ``name`` count too. Empty if none is known.
     """
@@ -360,8 +360,8 @@ def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, s
         for part in path[:-1]:
             owner = branch_of(owner, part)
         names = list(owner.model_fields)
-        if name in REMOVED:
-            return f"unknown setting {name}{where}; {REMOVED[name]}"
+        if advice := why_removed(name):
+            return f"unknown setting {name}{where}; {advice}"
         if told := _translated(cls, name, error["input"]):
             return f"unknown setting {name}{where}; {told}"
         near = difflib.get_close_matches(path[-1], names, n=1)

@@ -152,10 +152,10 @@ class DataConfig(Settings):
     """Columns of a row."""
     media: MediaConfig = MediaConfig()
     """Pictures, video and sound of rows."""
-    chat: bool | Literal["auto"] = "auto"
+    apply_chat_template: bool | Literal["auto"] = "auto"
     """Write prompts by the chat template of the tokenizer. ``auto`` does so if there is one and no
     ``template``."""
-    chat_options: dict[str, Any] = Field(default_factory=dict)
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the chat template."""
     template: str | None = None
     """Text of a text prompt, with ``{prompt}`` or ``{any_column}``; ``{{`` is a brace. It is the
@@ -173,11 +173,11 @@ class DataConfig(Settings):
     """Take rows in a new random order in each epoch. Off, rows keep the order of the sources."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt, in tokens. Supervised data is limited by ``max_tokens`` instead."""
-    overlong: Literal["drop", "error", "truncate"] = "drop"
+    overlong_prompts: Literal["drop", "error", "truncate"] = "drop"
     """What happens to a row that is too long: ``drop`` it, stop with an ``error``, or ``truncate``.
     A cut prompt loses the start of its last message, a cut conversation its end. Prompts with media
     are never cut."""
-    malformed: Literal["error", "skip"] = "error"
+    bad_rows: Literal["error", "skip"] = "error"
     """Stop with an ``error`` at a row that cannot be read, or ``skip`` and count it."""
     turns: Literal["all", "last", "each"] = "all"
     """Assistant turns of a conversation that supervised training learns: ``all`` in one example,

@@ -31,7 +31,7 @@ class RayConfig(Settings):
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Ray's strategy for the bundles of ranks and workers. ``PACK``: few nodes; ``SPREAD``: many.
     ``STRICT_PACK``: exactly one; ``STRICT_SPREAD``: a node for each bundle."""
-    wait: float = Field(5.0, gt=0)
+    placement_timeout_minutes: float = Field(5.0, gt=0)
     """Minutes that the requested resources have to become free. Raise it on a cluster that grows on
     demand."""
     restarts: int = Field(3, ge=0)
@@ -62,9 +62,9 @@ class RayConfig(Settings):
     memory that both sides see. ``message``: through Ray."""
     bucket_mb: int = Field(256, ge=1)
     """Size in MiB of the buckets in which weights travel."""
-    silence: float | None = Field(None, gt=0)
+    call_timeout_minutes: float | None = Field(None, gt=0)
     """Minutes after which a worker that does not reply is restarted; its start counts too.
-    ``null``: half of ``strategy.timeout``. Must be below ``strategy.timeout``, or the ranks that
+    ``null``: half of ``strategy.timeout_minutes``. Must be below ``strategy.timeout_minutes``, or the ranks that
     wait time out first."""
 
     @property
@@ -90,7 +90,7 @@ class RayConfig(Settings):
             "bucket_mb": ("engines",),
             "model_devices": ("references", "teachers"),
             "worker_cpus": tuple(self.staff),
-            "silence": tuple(self.staff),
+            "call_timeout_minutes": tuple(self.staff),
         }
         for name, kinds in needed.items():
             value = getattr(self, name)

@@ -74,7 +74,7 @@ class ModelConfig(Settings):
     unproved_family: Literal["refuse", "allow"] = "refuse"
     """Load a language model of a family that no test proves, or refuse it. ``refuse`` stops at
     start. ``allow`` runs the model by its own forward, in padded rows, and by its own cache. Allow
-    it for custom code and for new families, and watch ``policy/sampler_gap``."""
+    it for custom code and for new families, and watch ``policy/rollout_logprob_diff``."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: parts (``language``, ``tower``, ``projector``) or prefixes
     of parameters' names."""

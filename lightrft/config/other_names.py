@@ -1,4 +1,4 @@
-"""Names of settings in TRL, verl and OpenRLHF, with the names that they have here."""
+"""Names of settings in TRL, verl, OpenRLHF and earlier versions, with the names they have here."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ OTHER_NAMES: dict[str, str] = {
     "image_key": "data.columns.images",
     "max_prompt_length": "data.max_prompt_tokens",
     "prompt_max_len": "data.max_prompt_tokens",
-    "apply_chat_template": "data.chat",
-    "filter_overlong_prompts": "data.overlong",
+    "apply_chat_template": "data.apply_chat_template",
+    "filter_overlong_prompts": "data.overlong_prompts",
     "max_seq_length": "max_tokens",
     "max_length": "max_tokens",
     # rollout and sampling
-    "num_generations": "rollout.samples",
-    "n_samples_per_prompt": "rollout.samples",
-    "rollout.n": "rollout.samples",
-    "rollout_batch_size": "rollout.prompts",
-    "data.train_batch_size": "rollout.prompts",
+    "num_generations": "rollout.group_size",
+    "n_samples_per_prompt": "rollout.group_size",
+    "rollout.n": "rollout.group_size",
+    "rollout_batch_size": "rollout.prompts_per_step",
+    "data.train_batch_size": "rollout.prompts_per_step",
     "max_completion_length": "sampling.max_new_tokens",
     "max_response_length": "sampling.max_new_tokens",
     "generate_max_len": "sampling.max_new_tokens",
@@ -56,7 +56,7 @@ OTHER_NAMES: dict[str, str] = {
     "top_k": "sampling.top_k",
     "min_p": "sampling.min_p",
     "repetition_penalty": "sampling.repetition_penalty",
-    "steps_per_generation": "train.mini_batches",
+    "steps_per_generation": "train.num_mini_batches",
     "dynamic_filtering": "algorithm.filters",
     "filter_groups": "algorithm.filters",
     "async_training": "rollout.staleness",
@@ -101,19 +101,19 @@ OTHER_NAMES: dict[str, str] = {
     "ref_model_mixup_alpha": "algorithm.kl.refresh_decay",
     "entropy_coeff": "algorithm.entropy.coef",
     "entropy_loss_coef": "algorithm.entropy.coef",
-    "top_entropy_quantile": "algorithm.gates",
+    "top_entropy_quantile": "algorithm.token_masks",
     "gamma": "algorithm.advantage.gamma",
-    "lam": "algorithm.advantage.lam",
-    "lambd": "algorithm.advantage.lam",
-    "gae_lambda": "algorithm.advantage.lam",
+    "lam": "algorithm.advantage.gae_lambda",
+    "lambd": "algorithm.advantage.gae_lambda",
+    "gae_lambda": "algorithm.advantage.gae_lambda",
     "scale_rewards": "algorithm.advantage.name",
     "norm_adv_by_std_in_grpo": "algorithm.advantage.name",
     "whiten_rewards": "algorithm.normalize.rewards",
     "normalize_reward": "algorithm.normalize.rewards",
     "value_clip": "algorithm.value.clip",
     "cliprange_value": "algorithm.value.clip",
-    "vllm_importance_sampling_correction": "algorithm.corrections",
-    "tis_imp_ratio_cap": "algorithm.corrections",
+    "vllm_importance_sampling_correction": "algorithm.importance_sampling",
+    "tis_imp_ratio_cap": "algorithm.importance_sampling",
     "freezing_actor_steps": "critic.warmup_steps",
     "critic_warmup": "critic.warmup_steps",
     # training
@@ -122,19 +122,19 @@ OTHER_NAMES: dict[str, str] = {
     "total_epochs": "train.epochs",
     "max_steps": "train.steps",
     "total_training_steps": "train.steps",
-    "num_iterations": "train.updates",
-    "num_ppo_epochs": "train.updates",
-    "ppo_epochs": "train.updates",
-    "num_mini_batches": "train.mini_batches",
-    "ppo_mini_batch_size": "train.mini_batches",
-    "train_batch_size": "train.mini_batches",
-    "per_device_train_batch_size": "train.micro_batch_tokens",
-    "gradient_accumulation_steps": "train.micro_batch_tokens",
-    "micro_train_batch_size": "train.micro_batch_tokens",
-    "micro_rollout_batch_size": "engine.max_rows",
-    "ppo_micro_batch_size_per_gpu": "train.micro_batch_tokens",
-    "ppo_max_token_len_per_gpu": "train.micro_batch_tokens",
-    "train_max_tokens_per_gpu": "train.micro_batch_tokens",
+    "num_iterations": "train.ppo_epochs",
+    "num_ppo_epochs": "train.ppo_epochs",
+    "ppo_epochs": "train.ppo_epochs",
+    "num_mini_batches": "train.num_mini_batches",
+    "ppo_mini_batch_size": "train.num_mini_batches",
+    "train_batch_size": "train.num_mini_batches",
+    "per_device_train_batch_size": "train.max_tokens_per_micro_batch",
+    "gradient_accumulation_steps": "train.max_tokens_per_micro_batch",
+    "micro_train_batch_size": "train.max_tokens_per_micro_batch",
+    "micro_rollout_batch_size": "engine.max_num_seqs",
+    "ppo_micro_batch_size_per_gpu": "train.max_tokens_per_micro_batch",
+    "ppo_max_token_len_per_gpu": "train.max_tokens_per_micro_batch",
+    "train_max_tokens_per_gpu": "train.max_tokens_per_micro_batch",
     "critic_learning_rate": "critic.optimizer.lr",
     "actor_learning_rate": "optimizer.lr",
     "learning_rate": "optimizer.lr",
@@ -151,26 +151,26 @@ OTHER_NAMES: dict[str, str] = {
     "grad_clip": "optimizer.max_grad_norm",
     "lr_scheduler_type": "optimizer.schedule",
     "lr_scheduler": "optimizer.schedule",
-    "warmup_ratio": "optimizer.warmup",
-    "lr_warmup_ratio": "optimizer.warmup",
-    "lr_warmup_steps": "optimizer.warmup",
-    "lr_warmup_steps_ratio": "optimizer.warmup",
-    "warmup_steps": "optimizer.warmup",
+    "warmup_ratio": "optimizer.warmup_ratio",
+    "lr_warmup_ratio": "optimizer.warmup_ratio",
+    "lr_warmup_steps": "optimizer.warmup_steps",
+    "lr_warmup_steps_ratio": "optimizer.warmup_ratio",
+    "warmup_steps": "optimizer.warmup_steps",
     # where it runs
-    "zero_stage": "strategy.stage",
-    "adam_offload": "strategy.offload",
-    "param_offload": "strategy.offload",
-    "optimizer_offload": "strategy.offload",
-    "ring_attn_size": "strategy.sequence",
-    "ulysses_sequence_parallel_size": "strategy.sequence",
-    "ds_tensor_parallel_size": "strategy.tensor",
-    "tensor_model_parallel_size": "strategy.tensor",
-    "vllm_enable_sleep": "strategy.sleep",
+    "zero_stage": "strategy.zero_stage",
+    "adam_offload": "strategy.cpu_offload",
+    "param_offload": "strategy.cpu_offload",
+    "optimizer_offload": "strategy.cpu_offload",
+    "ring_attn_size": "strategy.sequence_parallel",
+    "ulysses_sequence_parallel_size": "strategy.sequence_parallel",
+    "ds_tensor_parallel_size": "strategy.tensor_parallel",
+    "tensor_model_parallel_size": "strategy.tensor_parallel",
+    "vllm_enable_sleep": "strategy.offload_during_generation",
     "n_gpus_per_node": "launch.processes",
     "nproc_per_node": "launch.processes",
     "num_processes": "launch.processes",
     "vllm_num_engines": "launch.ray.engines",
-    "max_num_seqs": "engine.max_rows",
+    "max_num_seqs": "engine.max_num_seqs",
     # run
     "output_dir": "run.dir",
     "default_local_dir": "run.dir",
@@ -206,20 +206,65 @@ Units may differ; see ``docs/configuration.md``.
 """
 
 
-_LEARNS = "the ranks train it, and strategy.kind fsdp2 or deepspeed shards it over them; leave it out"
+OLD_NAMES: dict[str, str] = {
+    "rollout.prompts": "rollout.prompts_per_step",
+    "rollout.samples": "rollout.group_size",
+    "rollout.step_tokens": "rollout.max_tokens_per_step",
+    "train.updates": "train.ppo_epochs",
+    "train.mini_batches": "train.num_mini_batches",
+    "train.micro_batch_tokens": "train.max_tokens_per_micro_batch",
+    "algorithm.proximal": "algorithm.old_logprobs",
+    "algorithm.drift": "algorithm.policy_drift",
+    "algorithm.gates": "algorithm.token_masks",
+    "algorithm.corrections": "algorithm.importance_sampling",
+    "algorithm.advantage.lam": "algorithm.advantage.gae_lambda",
+    "algorithm.advantage.whiten": "algorithm.advantage.normalize",
+    "reward.deadline": "reward.timeout",
+    "data.chat": "data.apply_chat_template",
+    "data.chat_options": "data.chat_template_options",
+    "data.overlong": "data.overlong_prompts",
+    "data.malformed": "data.bad_rows",
+    "strategy.sleep": "strategy.offload_during_generation",
+    "strategy.offload": "strategy.cpu_offload",
+    "strategy.tensor": "strategy.tensor_parallel",
+    "strategy.sequence": "strategy.sequence_parallel",
+    "strategy.shard": "strategy.hsdp_shard_size",
+    "strategy.reshard": "strategy.reshard_after_forward",
+    "strategy.stage": "strategy.zero_stage",
+    "strategy.timeout": "strategy.timeout_minutes",
+    "engine.max_rows": "engine.max_num_seqs",
+    "engine.token_budget": "engine.max_cache_tokens",
+    "launch.ray.silence": "launch.ray.call_timeout_minutes",
+    "launch.ray.wait": "launch.ray.placement_timeout_minutes",
+    "optimizer.min_lr": "optimizer.min_lr_ratio",
+    "process": "prm",
+}
+"""Settings of earlier versions, as they end, to their names now."""
+
+_TRAINED_BY_RANKS = "the ranks train it, and strategy.kind fsdp2 or deepspeed shards it over them; leave it out"
 
 REMOVED: dict[str, str] = {
-    "launch.ray.critic": f"it was removed: a critic in one worker cannot be sharded; {_LEARNS}",
-    "launch.ray.process": f"it was removed: a process reward model in one worker cannot be sharded; {_LEARNS}",
+    "launch.ray.critic": f"it was removed: a critic in one worker cannot be sharded; {_TRAINED_BY_RANKS}",
+    "launch.ray.process": (f"it was removed: a process reward model in one worker cannot be sharded; {_TRAINED_BY_RANKS}"),
+    "optimizer.warmup": "set optimizer.warmup_steps, or optimizer.warmup_ratio for a share of all steps",
 }
-"""Settings that earlier versions had, with what to do instead."""
+"""Settings of earlier versions, as they end, with what to do instead."""
+
+
+def why_removed(name: str) -> str | None:
+    """Return what to do in place of the setting ``name`` of an earlier version, or None."""
+    return next((advice for old, advice in REMOVED.items() if f".{name}".endswith(f".{old}")), None)
 
 
 def own_name(name: str) -> str | None:
-    """Return the setting that does what ``name`` does in another program, or None.
+    """Return the setting that does what ``name`` does in an earlier version or another program.
 
-    The longest known ending of the dotted name decides.
+    The longest known ending of the dotted name decides. None if no ending is known.
     """
+    for old, new in OLD_NAMES.items():
+        before, found, after = f".{name}.".partition(f".{old}.")
+        if found:
+            return f"{before}.{new}.{after}".strip(".")
     words = name.lower().replace("-", "_").strip("_").split(".")
     known = (OTHER_NAMES.get(".".join(words[k:])) for k in range(len(words)))
     return next((found for found in known if found is not None), None)

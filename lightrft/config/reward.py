@@ -37,7 +37,7 @@ class RewardConfig(Settings):
     """Data source to the terms of its rows, in place of ``terms``."""
     workers: int = Field(1, ge=1)
     """Number of processes that call the functions."""
-    deadline: float = Field(10.0, gt=0)
+    timeout: float = Field(10.0, gt=0)
     """Limit of each call in seconds."""
     memory_mb: int = Field(2048, ge=64)
     """Memory limit of a worker in MiB, on top of what it needs to start."""

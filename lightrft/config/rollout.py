@@ -30,9 +30,9 @@ class CurriculumConfig(NamedFunction):
 class RolloutConfig(Settings):
     """The groups of responses of a step, and how many steps generation may run ahead."""
 
-    prompts: int = Field(32, ge=1)
+    prompts_per_step: int = Field(32, ge=1)
     """Number of groups in a step, one prompt each."""
-    samples: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1)
     """Number of responses to each prompt."""
     max_rounds: int = Field(8, ge=1)
     """Most rounds of generation in a step. Each round replaces groups that filters dropped."""
@@ -52,8 +52,8 @@ class RolloutConfig(Settings):
     algorithm wants a correction."""
     partial: bool = False
     """Continue unfinished responses in the next step, by its weights, instead of dropping them.
-    Needs ``step_tokens``, or ``oversample`` above 1."""
-    step_tokens: int | None = Field(None, ge=1)
+    Needs ``max_tokens_per_step``, or ``oversample`` above 1."""
+    max_tokens_per_step: int | None = Field(None, ge=1)
     """Most tokens that a response grows by in one step, so that no step waits for the longest. A
     step trains on the groups that it finishes (Kimi k1.5, arXiv 2501.12599, section 2.6.2). Needs
     ``partial``; ``null`` sets no bound."""

@@ -27,13 +27,25 @@ class OptimizerConfig(Settings):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay; it is multiplied by the learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after ``warmup``."""
-    warmup: float = Field(0.0, ge=0)
-    """Optimizer steps of linear warm-up. A value below 1 is a share of all steps."""
-    min_lr: float = Field(0.1, ge=0, le=1)
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    warmup_ratio: float = Field(0.0, ge=0, lt=1)
+    """Share of all optimizer steps that is linear warm-up, rounded up to whole steps. Set it in
+    place of ``warmup_steps``."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Floor of the ``cosine`` and ``linear`` schedules, as a share of ``lr``, in [0, 1]."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the gradient to this global norm; ``null`` does not clip."""
+
+    @model_validator(mode="after")
+    def _has_one_warmup(self) -> OptimizerConfig:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio:g} set "
+                "the same thing; set one of them to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _destroys_no_model(self) -> OptimizerConfig:
@@ -50,13 +62,13 @@ class OptimizerConfig(Settings):
         return self
 
 
-SHARDING = ("shard", "reshard", "offload")
+SHARDING = ("hsdp_shard_size", "reshard_after_forward", "cpu_offload")
 """Settings that act only if FSDP2 shards the weights."""
 
 _OF_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SHARDING, ("auto", "fsdp2")),
-    **dict.fromkeys(("offload_activations", "sleep"), ("auto", "fsdp2", "single")),
-    **dict.fromkeys(("stage", "deepspeed"), ("deepspeed",)),
+    **dict.fromkeys(("offload_activations", "offload_during_generation"), ("auto", "fsdp2", "single")),
+    **dict.fromkeys(("zero_stage", "deepspeed"), ("deepspeed",)),
 }
 
 
@@ -69,29 +81,29 @@ class StrategyConfig(Settings):
     device: str = "auto"
     """Device of each process, such as ``cpu`` or ``cuda:1``; ``auto`` takes an accelerator where
     there is one."""
-    timeout: float = Field(10.0, gt=0)
+    timeout_minutes: float = Field(10.0, gt=0)
     """Minutes after which a rank that others wait for ends the run. Raise it where one step of a
     rank may take longer."""
-    tensor: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1)
     """Number of neighbouring ranks that split the heads and the inner width of each layer (tensor
     parallelism, by the plan of transformers). For ``fsdp2``."""
-    sequence: int = Field(1, ge=1)
+    sequence_parallel: int = Field(1, ge=1)
     """Number of ranks that split the tokens of each micro-batch (sequence parallelism by exchange
-    of heads: Ulysses, arXiv 2309.14509). A group has ``sequence`` times ``tensor`` ranks. Raise it
-    for responses too long for one device; for ``fsdp2``."""
-    shard: int | None = Field(None, ge=1)
+    of heads: Ulysses, arXiv 2309.14509). A group has ``sequence_parallel`` times
+    ``tensor_parallel`` ranks. Raise it for responses too long for one device; for ``fsdp2``."""
+    hsdp_shard_size: int | None = Field(None, ge=1)
     """Number of neighbouring ranks that hold one copy of the weights between them (HSDP). ``null``
     spreads one copy over all ranks. For ``fsdp2``."""
-    reshard: bool | Annotated[int, Field(ge=2)] = True
+    reshard_after_forward: bool | Annotated[int, Field(ge=2)] = True
     """Weights kept from a block's forward pass to its backward pass: its shard (true), all (false),
     or the shard of so many ranks. Keep more to gather less. For ``fsdp2``."""
-    offload: bool = False
+    cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the host's memory. For ``fsdp2``."""
     offload_activations: bool = False
     """Keep in the host's memory what the forward pass saves for the backward pass."""
-    sleep: bool = False
+    offload_during_generation: bool = False
     """Keep optimizer state and frozen models in the host's memory during generation."""
-    stage: int = Field(2, ge=1, le=3)
+    zero_stage: int = Field(2, ge=1, le=3)
     """ZeRO stage (arXiv 1910.02054): shard optimizer state (1), gradients too (2), weights too (3).
     For ``deepspeed``."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
@@ -99,7 +111,7 @@ class StrategyConfig(Settings):
 
     @model_validator(mode="after")
     def _of_kind(self) -> StrategyConfig:
-        for name in ("tensor", "sequence"):
+        for name in ("tensor_parallel", "sequence_parallel"):
             if getattr(self, name) > 1 and self.kind not in ("auto", "fsdp2"):
                 raise ValueError(
                     f"strategy.{name} = {getattr(self, name)} needs strategy.kind fsdp2, which "
@@ -157,10 +169,10 @@ class EngineConfig(Settings):
 
     kind: Literal["native"] = "native"
     """Engine to use."""
-    token_budget: int = Field(262_144, ge=1)
+    max_cache_tokens: int = Field(262_144, ge=1)
     """Most tokens, of prompts and responses, whose keys and values are in memory at once. Lower it
     when memory runs out during generation."""
-    max_rows: int = Field(256, ge=1)
+    max_num_seqs: int = Field(256, ge=1)
     """Most responses that grow at once."""
     check_logprobs: bool = True
     """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where

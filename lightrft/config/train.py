@@ -46,7 +46,7 @@ class CriticConfig(Settings):
     """Rollout steps at the start that train the critic alone, on responses of the frozen policy."""
 
 
-class ProcessConfig(Settings):
+class PRMConfig(Settings):
     """The process reward model of ``prime`` (arXiv 2502.01456). It learns whether the reward of a
     response reaches ``threshold``."""
 
@@ -76,7 +76,7 @@ class PtxConfig(Settings):
     batch_size: int = Field(8, ge=1)
     """Number of conversations in an optimizer step."""
     max_tokens: int = Field(2048, ge=2)
-    """Longest conversation, in tokens. ``overlong`` of ``data`` says what happens to longer
+    """Longest conversation, in tokens. ``data.overlong_prompts`` says what happens to longer
     ones."""
 
 
@@ -87,10 +87,10 @@ class TrainConfig(Settings):
     """Number of rollout steps; of optimizer steps for ``sft``. ``null`` leaves it to ``epochs``."""
     epochs: float = Field(1.0, gt=0)
     """Passes over the data; read without ``steps``."""
-    updates: int = Field(1, ge=1)
+    ppo_epochs: int = Field(1, ge=1)
     """Passes over each rollout batch."""
-    mini_batches: int = Field(1, ge=1)
+    num_mini_batches: int = Field(1, ge=1)
     """Optimizer steps in each pass over a rollout batch."""
-    micro_batch_tokens: int = Field(16_384, ge=1)
+    max_tokens_per_micro_batch: int = Field(16_384, ge=1)
     """Most tokens in one forward pass; a longer row goes alone. Lower it when memory runs out; the
     loss stays the same, up to rounding."""

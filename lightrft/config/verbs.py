@@ -15,7 +15,7 @@ from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig, RolloutConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
-from lightrft.config.train import CriticConfig, ProcessConfig, PtxConfig, TeacherConfig, TrainConfig
+from lightrft.config.train import CriticConfig, PRMConfig, PtxConfig, TeacherConfig, TrainConfig
 
 
 class RLConfig(Settings):
@@ -34,7 +34,7 @@ class RLConfig(Settings):
     """Teacher of ``algorithm.distill``."""
     critic: CriticConfig = CriticConfig()
     """Critic of advantages that need one."""
-    process: ProcessConfig = ProcessConfig()
+    prm: PRMConfig = PRMConfig()
     """Process reward model of ``prime``."""
     ptx: PtxConfig = PtxConfig()
     """Supervised data next to the rollouts."""
@@ -85,7 +85,7 @@ class SFTConfig(Settings):
     batch_size: int = Field(32, ge=1)
     """Number of conversations in an optimizer step."""
     max_tokens: int = Field(2048, ge=2)
-    """Longest conversation, in tokens. ``data.overlong`` says what happens to longer ones."""
+    """Longest conversation, in tokens. ``data.overlong_prompts`` says what happens to longer ones."""
     train: TrainConfig = TrainConfig()
     """Optimizer steps."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
@@ -119,7 +119,7 @@ class EvaluateConfig(Settings):
 
 
 class GenerateConfig(Settings):
-    """The settings of ``lightrft generate``: ``samples`` responses to every prompt, in the file
+    """The settings of ``lightrft generate``: responses to every prompt, in the file
     ``output``."""
 
     run: RunConfig = RunConfig(name="generate")

@@ -40,7 +40,7 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of interch
 MARKER = re.compile(f"{OPEN}(\\d+){CLOSE}")
 MARKUP = re.compile(r"[<\[]\S+[>\]]")
 FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}")
-WAYS_OUT = "set model.chat_template to a template file, or data.chat: false with data.template"
+WAYS_OUT = "set model.chat_template to a template file, or data.apply_chat_template: false with data.template"
 
 
 class ChatEncoder:
@@ -53,8 +53,8 @@ class ChatEncoder:
             reads only text.
 
     Raises:
-        ModelError: ``chat`` is true and the tokenizer has no chat template.
-        ConfigError: a system prompt or ``chat_options`` without a chat template, or a ``template``
+        ModelError: ``apply_chat_template`` is true and the tokenizer has no chat template.
+        ConfigError: a system prompt or ``chat_template_options`` without a chat template, or a ``template``
             without a field.
     """
 
@@ -63,18 +63,18 @@ class ChatEncoder:
         self.tokenizer: Any = tokenizer
         self.media = None if processor is None else MediaReader(config.media, processor)
         has_template = bool(tokenizer.chat_template)
-        if config.chat is True and not has_template:
+        if config.apply_chat_template is True and not has_template:
             problem = f"the tokenizer {_name(tokenizer)} has no chat template"
-            raise ModelError(f"data.chat is true, but {problem}; {WAYS_OUT}")
-        if config.chat == "auto":
+            raise ModelError(f"data.apply_chat_template is true, but {problem}; {WAYS_OUT}")
+        if config.apply_chat_template == "auto":
             self.chat = has_template and config.template is None
         else:
-            self.chat = config.chat
+            self.chat = config.apply_chat_template
         self.template = None
         if config.template is not None:
             self.template = _parse_template(config.template, self.media is not None)
         self.system = config.system
-        self.options = dict(config.chat_options)
+        self.options = dict(config.chat_template_options)
         self._as_text = config.special_tokens == "text"
         if not self.chat:
             _refuse_chat_settings(config)
@@ -545,7 +545,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, obj
 
     Raises ``ModelError`` with the first violation and the possible settings.
     """
-    encoder = ChatEncoder(DataConfig(chat=True, chat_options=dict(options or {})), tokenizer)
+    encoder = ChatEncoder(DataConfig(apply_chat_template=True, chat_template_options=dict(options or {})), tokenizer)
     where = f"the tokenizer {_name(tokenizer)}"
     turns: list[Message] = [
         {"role": "user", "content": "1+1=?"},
@@ -584,7 +584,7 @@ def prefix_error(tokenizer: PreTrainedTokenizerBase, shorter: str, longer: str) 
         f"the chat template of {_name(tokenizer)} does not keep what came before: {change}, "
         "so its turns cannot share one row of tokens. Set data.turns: each (or last) "
         "if it is earlier turns that change, model.chat_template to a template without this, "
-        "or data.chat_options to switch it off"
+        "or data.chat_template_options to switch it off"
     )
 
 
@@ -626,8 +626,8 @@ def _refuse_chat_settings(config: DataConfig) -> None:
     """Raise ``ConfigError`` for settings that act only through a chat template."""
     if config.system is not None:
         named = "data.system"
-    elif config.chat_options:
-        named = "data.chat_options"
+    elif config.chat_template_options:
+        named = "data.chat_template_options"
     else:
         return
     problem = f"{named} needs a chat template, and none is in use"

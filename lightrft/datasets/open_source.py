@@ -245,7 +245,7 @@ def _listed(items: Iterable[object], name: str, malformed: Malformed) -> InMemor
             good.append(as_row(item, f"{name}, row {i + 1}"))
         except MalformedRow as error:
             if malformed == "error":
-                raise MalformedRow(f"{error}. Mend the row, or set data.malformed: skip") from None
+                raise MalformedRow(f"{error}. Mend the row, or set data.bad_rows: skip") from None
             bad += 1
             first = first or str(error)
     return InMemoryRows(good, name, bad, first)

@@ -65,7 +65,7 @@ class Sources:
     def chunks(self, source: int) -> Iterator[list[tuple[int, ParsedRow]]]:
         """Yield chunks of numbered records of a source.
 
-        A bad row is an error or is counted, depending on ``data.malformed``.
+        A bad row is an error or is counted, depending on ``data.bad_rows``.
         """
         chunk: list[tuple[int, ParsedRow]] = []
         for row in range(len(self.rows[source])):
@@ -80,18 +80,18 @@ class Sources:
         yield chunk
 
     def skip(self, error: MalformedRow) -> None:
-        """Raise ``error`` if ``data.malformed`` is ``error``, else count a malformed row."""
-        if self.config.malformed == "error":
+        """Raise ``error`` if ``data.bad_rows`` is ``error``, else count a malformed row."""
+        if self.config.bad_rows == "error":
             raise error
         self.counts["malformed"] += 1
         self.first_problem = self.first_problem or str(error)
 
     def lose(self, error: MalformedRow) -> None:
-        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable row.
+        """Raise ``error`` if ``data.bad_rows`` is ``error``, else count an unreadable row.
 
         The media of such a row were readable on construction.
         """
-        if self.config.malformed == "error":
+        if self.config.bad_rows == "error":
             raise error
         self.counts["unreadable"] += 1
 
@@ -110,7 +110,7 @@ class Sources:
         return pairs
 
     def overlong(self, where: str, tokens: int, limit: int, setting: str) -> None:
-        """Raise an error if ``data.overlong`` is ``error``, else count an overlong row.
+        """Raise an error if ``data.overlong_prompts`` is ``error``, else count an overlong row.
 
         Args:
             where: location of the row, for messages.
@@ -119,11 +119,11 @@ class Sources:
             setting: name of the setting of the limit.
 
         Raises:
-            DataError: ``data.overlong`` is ``error``.
+            DataError: ``data.overlong_prompts`` is ``error``.
         """
         problem = f"{where}: {tokens} tokens, more than {setting} = {limit}"
-        if self.config.overlong == "error":
-            raise DataError(f"{problem}. Raise it, or set data.overlong: drop or truncate")
+        if self.config.overlong_prompts == "error":
+            raise DataError(f"{problem}. Raise it, or set data.overlong_prompts: drop or truncate")
         self.counts["overlong"] += 1
         self.first_problem = self.first_problem or problem
 
@@ -223,7 +223,7 @@ class Sources:
         return facts["lengths"], entry.names if facts["unique"] else list(entry.names)
 
     def _open(self, indexes: Sequence[Indexes]) -> None:
-        self.rows = [open_source(source, self.config.malformed, index) for source, index in zip(self.config.sources, indexes)]
+        self.rows = [open_source(source, self.config.bad_rows, index) for source, index in zip(self.config.sources, indexes)]
         self.counts["malformed"] += sum(rows.malformed for rows in self.rows)
         problems = [rows.first_problem for rows in self.rows if rows.first_problem]
         self.first_problem = problems[0] if problems else ""
@@ -349,7 +349,7 @@ class PromptDataset:
         self._fetcher.prefetch(indices)
 
     def lose(self, error: MalformedRow) -> None:
-        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable prompt."""
+        """Raise ``error`` if ``data.bad_rows`` is ``error``, else count an unreadable prompt."""
         self._sources.lose(error)
 
     def places(self, ids: Sequence[str]) -> list[int]:
@@ -412,7 +412,7 @@ class PromptDataset:
         ), ids in zip(good, self.encoder.encode_prompts([full for _, (full,) in good])):
             cut = 0
             if len(ids) > self.config.max_prompt_tokens:
-                shorter = self._truncate(record, ids) if self.config.overlong == "truncate" and not record.media else None
+                shorter = self._truncate(record, ids) if self.config.overlong_prompts == "truncate" and not record.media else None
                 if shorter is None:
                     self._sources.overlong(record.where, len(ids), self.config.max_prompt_tokens, "data.max_prompt_tokens")
                     continue

@@ -271,7 +271,7 @@ class _Skipped:
     def add(self, line: int, error: ValueError) -> None:
         problem = f"{self.path}, line {line}: {error}"
         if self._malformed == "error":
-            raise MalformedRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
+            raise MalformedRow(f"{problem}. Mend the row, or set data.bad_rows: skip") from None
         self.count += 1
         self.first = self.first or problem
 

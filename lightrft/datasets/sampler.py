@@ -188,7 +188,7 @@ class Sampler(Protocol):
 def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
     """Return the next ``count`` readable entries of ``dataset``.
 
-    An unreadable entry is an error or is counted and skipped, depending on ``data.malformed``.
+    An unreadable entry is an error or is counted and skipped, depending on ``data.bad_rows``.
     Reading the entries of the next call starts in the background.
 
     Args:

@@ -171,7 +171,7 @@ class SFTDataset:
         self._fetcher.prefetch(indices)
 
     def lose(self, error: MalformedRow) -> None:
-        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable example."""
+        """Raise ``error`` if ``data.bad_rows`` is ``error``, else count an unreadable example."""
         self._sources.lose(error)
 
     @property
@@ -249,7 +249,7 @@ class SFTDataset:
                 return False
         if len(ids) > self.max_tokens:
             # media cannot be cut: their placeholders must fit their features
-            may_cut = self.config.overlong == "truncate" and placeholders.isdisjoint(ids[self.max_tokens :])
+            may_cut = self.config.overlong_prompts == "truncate" and placeholders.isdisjoint(ids[self.max_tokens :])
             if not may_cut or not any(trained[: self.max_tokens]):
                 self._sources.overlong(part.record.where, len(ids), self.max_tokens, "max_tokens")
                 return False
@@ -296,7 +296,7 @@ class SFTDataset:
         if self._marks_answers(record, turns):
             return [_Part(row, record, turns, shown[: spoken[-1] + ahead + 1])]
         if len(turns) > 1 and not self._checked:
-            check_template(self.encoder.tokenizer, self.config.chat_options)
+            check_template(self.encoder.tokenizer, self.config.chat_template_options)
             self._checked = True
         return [_Part(row, record, turns, [])]
 

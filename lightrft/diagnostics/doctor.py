@@ -183,20 +183,20 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
     if (needs_several and processes == 1) or (strategy.kind == "single" and processes > 1):
         says = f"= {strategy.kind} with launch.processes = {processes}; set strategy.kind=auto"
         yield Finding("settings", "bad", "strategy.kind", says)
-    team = strategy.tensor * strategy.sequence
+    team = strategy.tensor_parallel * strategy.sequence_parallel
     if processes % team:
         says = (
-            f"= {processes}, which teams of {team} (strategy.tensor x strategy.sequence) "
+            f"= {processes}, which teams of {team} (strategy.tensor_parallel x strategy.sequence_parallel) "
             f"do not divide; set it to a multiple of {team}"
         )
         yield Finding("settings", "bad", "launch.processes", says)
-    rows = processes // strategy.tensor
-    if strategy.shard is not None and rows % strategy.shard:
+    rows = processes // strategy.tensor_parallel
+    if strategy.hsdp_shard_size is not None and rows % strategy.hsdp_shard_size:
         says = (
-            f"= {strategy.shard}, which does not divide {rows} (launch.processes / "
-            "strategy.tensor); set it to a divisor, or leave it out"
+            f"= {strategy.hsdp_shard_size}, which does not divide {rows} (launch.processes / "
+            "strategy.tensor_parallel); set it to a divisor, or leave it out"
         )
-        yield Finding("settings", "bad", "strategy.shard", says)
+        yield Finding("settings", "bad", "strategy.hsdp_shard_size", says)
     if strategy.kind == "deepspeed" and find_spec("deepspeed") is None:
         says = "= deepspeed, and the package is not installed here: pip install 'lightrft[deepspeed]', or set strategy.kind=fsdp2"
         yield Finding("settings", "bad", "strategy.kind", says)
@@ -318,15 +318,15 @@ def _bounds(config: RLConfig | SFTConfig) -> Lengths:
     return Lengths(
         config.data.max_prompt_tokens,
         config.sampling.max_new_tokens,
-        config.rollout.prompts,
-        config.rollout.samples,
+        config.rollout.prompts_per_step,
+        config.rollout.group_size,
     )
 
 
 def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
-    chat = config.data.template is None if config.data.chat == "auto" else config.data.chat
+    chat = config.data.template is None if config.data.apply_chat_template == "auto" else config.data.apply_chat_template
     if not chat:
-        says = "not used, as data.chat or data.template says"
+        says = "not used, as data.apply_chat_template or data.template says"
         return Finding("data", "ok", "chat template", says)
     if not tokenizer.chat_template:
         says = (
@@ -334,7 +334,7 @@ def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
         )
         return Finding("data", "warn", "chat template", says)
     try:
-        check_template(tokenizer, config.data.chat_options)
+        check_template(tokenizer, config.data.chat_template_options)
     except UserError as error:
         return Finding("data", "warn", "chat template", str(error))
     says = "there, and a turn begins as it does within a longer conversation"
@@ -388,17 +388,17 @@ def _context(config: RLConfig, longest: int) -> Finding:
 
 
 def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
-    budget = config.train.micro_batch_tokens
+    budget = config.train.max_tokens_per_micro_batch
     if budget < lengths.longest:
         says = (
             f"= {budget} is less than the longest row, {lengths.longest} tokens: such a row goes "
             "alone, and takes more than said; raise it, or bound the lengths"
         )
-        yield Finding("settings", "warn", "train.micro_batch_tokens", says)
-    engine_budget = config.engine.token_budget
+        yield Finding("settings", "warn", "train.max_tokens_per_micro_batch", says)
+    engine_budget = config.engine.max_cache_tokens
     if isinstance(config, RLConfig) and engine_budget < lengths.longest:
         says = f"= {engine_budget} cannot hold one prompt and response of {lengths.longest} tokens, which ends the run; raise it"
-        yield Finding("settings", "bad", "engine.token_budget", says)
+        yield Finding("settings", "bad", "engine.max_cache_tokens", says)
     answers = lengths.groups * lengths.samples
     if config.launch.processes > answers:
         says = f"= {config.launch.processes}, and a step has {answers} responses: some processes have nothing to do"

@@ -95,7 +95,7 @@ def _idle_advantage(leaf: str, algorithm: AlgorithmConfig) -> bool:
     read = reads(COMPONENT_KINDS["advantage"], algorithm.advantage.name)
     if read is None or leaf in read:
         return False
-    read_by_whitening = leaf == "eps" and algorithm.advantage.whiten != "none"
+    read_by_whitening = leaf == "eps" and algorithm.advantage.normalize != "none"
     return not read_by_whitening
 
 
@@ -105,12 +105,12 @@ def _idle_loss(leaf: str, algorithm: AlgorithmConfig) -> bool:
     read = reads(COMPONENT_KINDS["loss"], algorithm.loss.name)
     if read is None or leaf in read:
         return False
-    read_by_gates: set[str] = set()
-    for gate in algorithm.gates:
-        # A gate of the user may read every setting of the loss.
-        built_in = gate.name in TOKEN_MASKS
-        read_by_gates |= TOKEN_MASKS.about(gate.name).reads if built_in else SHARED["loss"]
-    return leaf not in read_by_gates
+    read_by_masks: set[str] = set()
+    for mask in algorithm.token_masks:
+        # A token mask of the user may read every setting of the loss.
+        built_in = mask.name in TOKEN_MASKS
+        read_by_masks |= TOKEN_MASKS.about(mask.name).reads if built_in else SHARED["loss"]
+    return leaf not in read_by_masks
 
 
 def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
@@ -139,7 +139,7 @@ def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:
 
 
 SHARED = {
-    "advantage": frozenset({"gamma", "lam", "eps"}),
+    "advantage": frozenset({"gamma", "gae_lambda", "eps"}),
     "loss": frozenset({"ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"}),
 }
 
@@ -156,7 +156,7 @@ IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
     "distill": _idle_distill,
     "entropy": lambda leaf, algorithm: leaf != "coef" and algorithm.entropy.target is None,
     "normalize": _idle_normalize,
-    "drift": lambda leaf, algorithm: algorithm.drift.coef == 0,
+    "policy_drift": lambda leaf, algorithm: algorithm.policy_drift.coef == 0,
     "positive_nll": lambda leaf, algorithm: algorithm.positive_nll.coef == 0,
     "value": lambda leaf, algorithm: not Requirements.of(algorithm).critic,
     "constant_length": lambda leaf, algorithm: algorithm.aggregation != "constant",
@@ -242,14 +242,14 @@ def _beside(config: RLConfig) -> Iterator[tuple[str, object]]:
         yield "critic.warmup_steps", config.critic.warmup_steps
         yield "critic.optimizer.lr", config.critic.optimizer.lr
     if requirements.process:
-        yield "process.beta", config.process.beta
-        yield "process.threshold", config.process.threshold
-        yield "process.forward", config.process.forward
-        yield "process.optimizer.lr", config.process.optimizer.lr
+        yield "prm.beta", config.prm.beta
+        yield "prm.threshold", config.prm.threshold
+        yield "prm.forward", config.prm.forward
+        yield "prm.optimizer.lr", config.prm.optimizer.lr
     if config.ptx.coef:
         yield "ptx.coef", config.ptx.coef
         yield "ptx.batch_size", config.ptx.batch_size
-    yield "rollout.samples", config.rollout.samples
+    yield "rollout.group_size", config.rollout.group_size
     select = config.rollout.select
     if select is not None:
         yield from _options("rollout.select", select.options, SELECTIONS[select.name])
@@ -258,7 +258,7 @@ def _beside(config: RLConfig) -> Iterator[tuple[str, object]]:
         yield "rollout.curriculum.threshold", curriculum.threshold
         yield "rollout.curriculum.momentum", curriculum.momentum
         yield from _options("rollout.curriculum", curriculum.options, CURRICULA[curriculum.name])
-    yield "train.updates", config.train.updates
-    yield "train.mini_batches", config.train.mini_batches
+    yield "train.ppo_epochs", config.train.ppo_epochs
+    yield "train.num_mini_batches", config.train.num_mini_batches
     yield "sampling.temperature", config.sampling.temperature
     yield "sampling.max_new_tokens", config.sampling.max_new_tokens

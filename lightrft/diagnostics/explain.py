@@ -38,7 +38,7 @@ SYMBOLS = {
     "clip_low": r"\epsilon_l",
     "clip_high": r"\epsilon_h",
     "gamma": r"\gamma",
-    "lam": r"\lambda",
+    "gae_lambda": r"\lambda",
     "eps": r"\epsilon",
 }
 
@@ -104,8 +104,8 @@ def _terms(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if kl.used and kl.where == "loss":
         ratio, latex = ("rho_t ", r"\rho_t") if kl.weighted else ("", "")
         yield f"+ {kl.coef:g} {ratio}kl_t", rf"+{kl.coef:g}\,{latex}k_{{i,t}}"
-    if algorithm.drift.coef:
-        yield f"+ {algorithm.drift.coef:g} drift_t", rf"+{algorithm.drift.coef:g}\,\delta_{{i,t}}"
+    if algorithm.policy_drift.coef:
+        yield f"+ {algorithm.policy_drift.coef:g} drift_t", rf"+{algorithm.policy_drift.coef:g}\,\delta_{{i,t}}"
     if algorithm.distill.whole:
         yield f"+ {algorithm.distill.coef:g} D_t", rf"+{algorithm.distill.coef:g}\,D_{{i,t}}"
     entropy = algorithm.entropy
@@ -134,11 +134,11 @@ def _lines(config: RLConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Li
         own = _below("algorithm.kl", found)
         symbol = ("kl_t", "k_{i,t}")
         yield _distance(f"kl in the {kl.where}", kl.estimator, symbol, TO_REFERENCE, own)
-    if algorithm.drift.coef:
-        yield _drift(algorithm, _below("algorithm.drift", found))
+    if algorithm.policy_drift.coef:
+        yield _drift(algorithm, _below("algorithm.policy_drift", found))
     yield from _other_terms(algorithm, found)
     yield from _listed("correction of L", "correction", algorithm, found)
-    yield from _listed("gate of L", "gate", algorithm, found)
+    yield from _listed("token mask of L", "token_mask", algorithm, found)
     aggregation = algorithm.aggregation
     yield Line("aggregation", aggregation, COMPONENT_KINDS["aggregation"].registry.about(aggregation))
     if config.ptx.coef:
@@ -164,7 +164,7 @@ def _token_rewards(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ..
         latex += rf"-{kl.coef:g}\,k_{{i,t}}"
     yield Line("token reward", "outcome", About(formula, latex))
     if Requirements.of(algorithm).process:
-        own = _below("process", found)
+        own = _below("prm", found)
         yield Line("token reward", "process", IMPLICIT, _only("beta", own))
         threshold = _only("threshold", own)
         yield Line("loss of the process model", "outcome", OUTCOME_LOSS, threshold)
@@ -177,8 +177,8 @@ def _advantage(settings: AdvantageConfig, found: tuple[EffectiveSetting, ...]) -
     if "eps" not in about.reads:
         own = tuple(number for number in own if symbol_of(number) != "eps")
     yield Line("advantage", settings.name, about, own)
-    if settings.whiten != "none":
-        over = f"over all trained tokens of the {settings.whiten}"
+    if settings.normalize != "none":
+        over = f"over all trained tokens of the {settings.normalize}"
         eps = tuple(number for number in found if number.key == "algorithm.advantage.eps")
         whitening = About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED)
         yield Line("advantage", "whiten", whitening, eps)
@@ -261,7 +261,7 @@ def _distance(
 
 def _drift(algorithm: AlgorithmConfig, own: tuple[EffectiveSetting, ...]) -> Line:
     """Return the KL from the old to the new policy. Its tokens were sampled by the old policy."""
-    drift = algorithm.drift
+    drift = algorithm.policy_drift
     bound = "" if drift.cap is None else ";  its gradient, exp(-d) - 1, is at most cap"
     if drift.level == "token":
         symbol = ("drift_t", r"\delta_{i,t}")
@@ -332,7 +332,7 @@ def _below(branch: str, found: tuple[EffectiveSetting, ...]) -> tuple[EffectiveS
     return tuple(number for number in below if symbol_of(number) not in NAMES)
 
 
-NAMES = ("name", "whiten", "where", "estimator", "kind", "weighted", "terms", "rewards", "values")
+NAMES = ("name", "normalize", "where", "estimator", "kind", "weighted", "terms", "rewards", "values")
 
 
 def to_text(explanation: Explanation) -> str:

@@ -108,7 +108,7 @@ def _run(
     """
     replayed = Replayed(batch)
     requirements = Requirements.of(config.algorithm)
-    max_tokens, temperature = config.train.micro_batch_tokens, sampling_temperature(config.sampling)
+    max_tokens, temperature = config.train.max_tokens_per_micro_batch, sampling_temperature(config.sampling)
     if "policy" in phases:
         batch = with_policy(batch, roles, config, requirements)
     if "reference" in phases:
@@ -117,7 +117,7 @@ def _run(
     if "values" in phases:
         batch = with_values(batch, roles, config, controls)
     if "process" in phases:
-        batch = with_process_rewards(batch, roles, config.process, max_tokens, temperature, replayed.metrics)
+        batch = with_process_rewards(batch, roles, config.prm, max_tokens, temperature, replayed.metrics)
     if "advantages" in phases:
         batch = with_advantages(batch, config, controls, requirements)
     if "update" in phases:

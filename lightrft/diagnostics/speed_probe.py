@@ -111,7 +111,7 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     times = _timed_passes(strategy, state, actor, rollouts, config)
 
     rows = lengths.groups * lengths.samples
-    width = min(rows, config.engine.max_rows)
+    width = min(rows, config.engine.max_num_seqs)
     token_counts = [len(rollout) for rollout in rollouts]
     mean = sum(token_counts) / len(rollouts)
     fastest = min(wide, key=_seconds)
@@ -170,7 +170,7 @@ class _PassTimes:
                 trained += each.passes
             else:
                 plain += each.passes
-        steps = config.train.updates * config.train.mini_batches
+        steps = config.train.ppo_epochs * config.train.num_mini_batches
         scored = choose(self.forward) * scale * plain
         learned = choose(self.update) * scale * trained + choose(self.step) * steps
         return scored, learned
@@ -197,7 +197,7 @@ def _timed_passes(
         rollout.reward = 0.0
         groups.setdefault(rollout.prompt.id, []).append(rollout)
     batch = collate(list(groups.values()))
-    indices = micro_batches(batch, config.train.micro_batch_tokens, actor.layout)
+    indices = micro_batches(batch, config.train.max_tokens_per_micro_batch, actor.layout)
     parts = [batch.select(index).to(strategy.device) for index in indices]
 
     def forward() -> None:

@@ -48,8 +48,8 @@ def forward_passes(config: RLConfig) -> Iterator[Forward]:
     """Yield all passes over the batch of a step, in order, after generation."""
     algorithm = config.algorithm
     requirements = Requirements.of(algorithm)
-    updates = config.train.updates
-    old = requirements.old_logprobs(updates * config.train.mini_batches)
+    updates = config.train.ppo_epochs
+    old = requirements.old_logprobs(updates * config.train.num_mini_batches)
     wanted = ["log-probs"] if old else []
     wanted += [word for word in ("entropy", "energy") if word in requirements.needs]
     if wanted:
@@ -62,10 +62,10 @@ def forward_passes(config: RLConfig) -> Iterator[Forward]:
         yield Forward("critic", 1, False, "values before the update")
     if requirements.process:
         yield Forward("process model", 1, True, "the outcome loss, forward and backward")
-        if config.process.forward == "double":
+        if config.prm.forward == "double":
             yield Forward("process model", 1, False, "log-probs after that")
     if requirements.current:
-        readers = "gates" if algorithm.gates else "corrections"
+        readers = "token_masks" if algorithm.token_masks else "importance_sampling"
         what = f"log-probs before each optimizer step, for the {readers}"
         yield Forward("policy", updates, False, what)
     if algorithm.distill.whole:
@@ -80,8 +80,8 @@ def gradient(config: RLConfig) -> Iterator[str]:
     algorithm = config.algorithm
     yield "Tokens that the policy sampled get gradient; prompt, tool and environment tokens do not."
     yield from _updates(config)
-    if algorithm.gates:
-        yield "Tokens that a gate leaves out get none from the policy loss."
+    if algorithm.token_masks:
+        yield "Tokens that a token mask leaves out get none from the policy loss."
     reached = list(_reach_every_row(algorithm))
     if reached:
         yield f"Rows with advantage 0 still get gradient from {' and '.join(reached)}."
@@ -95,8 +95,8 @@ def gradient(config: RLConfig) -> Iterator[str]:
 
 
 def _updates(config: RLConfig) -> Iterator[str]:
-    steps = config.train.updates * config.train.mini_batches
-    on_policy = config.algorithm.proximal == "policy"
+    steps = config.train.ppo_epochs * config.train.num_mini_batches
+    on_policy = config.algorithm.old_logprobs == "policy"
     if steps > 1:
         yield (f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts.")
         return
@@ -125,7 +125,7 @@ def _reach_every_row(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield "the KL term"
     if algorithm.entropy.used:
         yield "the entropy term"
-    if algorithm.drift.coef:
+    if algorithm.policy_drift.coef:
         yield "the drift term"
     if algorithm.distill.whole:
         yield "the teacher's divergence"

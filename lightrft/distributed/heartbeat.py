@@ -160,7 +160,7 @@ class Heartbeat:
         # A rank that is done sends no heartbeats while it waits for others to clean up.
         silent = [rank for rank in late if not self._store.check([f"done/{rank}"])]
         if silent:
-            verdict = f"{self._named(silent)} has sent no heartbeat for strategy.timeout = {self.limit / 60:g} minutes"
+            verdict = f"{self._named(silent)} has sent no heartbeat for strategy.timeout_minutes = {self.limit / 60:g} minutes"
             self._store.set("verdict", verdict)
         elif not self._store.check(["verdict"]):
             return

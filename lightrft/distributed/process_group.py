@@ -143,7 +143,7 @@ def _lost(error: RuntimeError, minutes: float, blame: str) -> LostRankError:
     """Build the error of a lost connection, which names the rank in ``blame`` if one was found."""
     blame = blame or "a rank has ended or timed out; see the messages of the other ranks"
     return LostRankError(
-        f"{blame} (strategy.timeout = {minutes:g} minutes; {first_line(error)}). The same command resumes from the last checkpoint"
+        f"{blame} (strategy.timeout_minutes = {minutes:g} minutes; {first_line(error)}). The same command resumes from the last checkpoint"
     )
 
 
@@ -173,7 +173,7 @@ def check_parallel_sizes(ranks: ProcessGroup, size: int) -> None:
     """Raise ``ConfigError`` if ``size`` does not divide the number of ranks."""
     if ranks.size % size:
         raise ConfigError(
-            f"{size} processes work on the same rows (strategy.sequence times strategy.tensor), which does not divide the {ranks.size} of "
+            f"{size} processes work on the same rows (strategy.sequence_parallel times strategy.tensor_parallel), which does not divide the {ranks.size} of "
             f"this run; set launch.processes to a multiple of {size}, or both to 1"
         )
 
@@ -300,7 +300,7 @@ def _meeting(minutes: float) -> tuple[Any, int, int]:
     except (dist.DistError, TimeoutError) as error:
         _stores.pop(place, None)
         raise LostRankError(
-            f"{size} processes were to meet at {address}:{port} (MASTER_ADDR, MASTER_PORT) and have not within strategy.timeout = "
+            f"{size} processes were to meet at {address}:{port} (MASTER_ADDR, MASTER_PORT) and have not within strategy.timeout_minutes = "
             f"{minutes:g} minutes ({first_line(error)}); see that all were started and can reach that address"
         ) from error
 

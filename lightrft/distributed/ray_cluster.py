@@ -53,7 +53,7 @@ def cluster(config: RayConfig) -> Generator[None]:
         return
     with _token(ray) if config.address is None else nullcontext():
         if config.address is None:
-            _start(ray, config.wait)
+            _start(ray, config.placement_timeout_minutes)
         else:
             _join(ray, config.address)
         try:
@@ -91,10 +91,10 @@ def _start(ray: Any, minutes: float) -> None:
             if late and time.monotonic() < until:
                 log.warning("Ray did not start in time (%s); it is started again", first_line(error))
                 continue
-            limit = f" within launch.ray.wait = {minutes:g} minutes" if late else ""
+            limit = f" within launch.ray.placement_timeout_minutes = {minutes:g} minutes" if late else ""
             raise ResourceError(
                 f"launch.kind = 'ray': Ray did not start on this machine{limit} ({first_line(error)}); free processors and memory, raise "
-                "launch.ray.wait, or start it with ray start --head and set launch.ray.address=auto"
+                "launch.ray.placement_timeout_minutes, or start it with ray start --head and set launch.ray.address=auto"
             ) from error
 
 
@@ -153,7 +153,7 @@ def create_placement_group(plan: PlacementPlan, launch: LaunchConfig, stop: Stop
     groups = package().util
     group = groups.placement_group([dict(bundle) for bundle in plan.bundles], strategy=launch.ray.placement)
     try:
-        until = time.monotonic() + 60 * launch.ray.wait
+        until = time.monotonic() + 60 * launch.ray.placement_timeout_minutes
         own = launch.ray.address is None  # a local cluster does not grow, so waiting is pointless
         while not group.wait(1):
             if stop:
@@ -186,7 +186,7 @@ def no_room(plan: PlacementPlan, launch: LaunchConfig) -> str:
     return (
         f"launch.ray: {launch.processes} ranks and {len(plan.workers)} workers ask for {asked} in {len(plan.bundles)} bundles "
         f"({launch.ray.placement}), and the cluster has {there} on {nodes} node{'s' if nodes != 1 else ''}: no room within "
-        f"launch.ray.wait = {launch.ray.wait:g} minutes; lower launch.processes or launch.ray.cpus, choose another launch.ray.placement, "
+        f"launch.ray.placement_timeout_minutes = {launch.ray.placement_timeout_minutes:g} minutes; lower launch.processes or launch.ray.cpus, choose another launch.ray.placement, "
         f"or {way}"
     )
 

@@ -85,10 +85,10 @@ def check_launch(config: RLConfig | SFTConfig) -> None:
         for name in ("devices", "engine_devices", "model_devices"):
             if (share := getattr(asked, name)) is not None:
                 raise ConfigError(f"launch.ray.{name} = {share} changes nothing: strategy.device is cpu; leave one of them out")
-    limit = config.strategy.timeout
-    if asked.silence is not None and asked.silence >= limit and config.launch.processes > 1:
+    limit = config.strategy.timeout_minutes
+    if asked.call_timeout_minutes is not None and asked.call_timeout_minutes >= limit and config.launch.processes > 1:
         raise ConfigError(
-            f"launch.ray.silence = {asked.silence:g} minutes is not below strategy.timeout = {limit:g}: ranks that wait for a worker would "
+            f"launch.ray.call_timeout_minutes = {asked.call_timeout_minutes:g} minutes is not below strategy.timeout_minutes = {limit:g}: ranks that wait for a worker would "
             "time out before it is restarted; lower the first or raise the second"
         )
     if isinstance(config, SFTConfig):
@@ -314,7 +314,9 @@ class RayLauncher:
         plan = plan_placement(self.config.launch, uses_devices(self.config))
         with create_placement_group(plan, self.config.launch, self.stop) as group:
             host = str(Path.cwd()), self.asked.environment, self._desk
-            self.roster = beside_driver(WorkerRegistry, group, 60 * self.asked.wait, host) if plan.workers else None
+            self.roster = (
+                beside_driver(WorkerRegistry, group, 60 * self.asked.placement_timeout_minutes, host) if plan.workers else None
+            )
             actors = [actor(RankActor, group, slot).remote() for slot in plan.ranks]
             try:
                 return self.see_through(actors, plan)
@@ -357,16 +359,18 @@ class RayLauncher:
             what: action of the ranks, for the message.
 
         Raises:
-            RankLost: a result does not arrive within ``launch.ray.wait`` minutes, or an actor died.
+            RankLost: a result does not arrive within ``launch.ray.placement_timeout_minutes`` minutes, or an actor died.
             UserError: the call raised it.
         """
         ray = package()
         try:
-            return ray.get(refs, timeout=60 * self.asked.wait)
+            return ray.get(refs, timeout=60 * self.asked.placement_timeout_minutes)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except ray.exceptions.GetTimeoutError:
-            raise RankLost(f"{len(actors)} ranks did not {what} within launch.ray.wait = {self.asked.wait:g} minutes") from None
+            raise RankLost(
+                f"{len(actors)} ranks did not {what} within launch.ray.placement_timeout_minutes = {self.asked.placement_timeout_minutes:g} minutes"
+            ) from None
         except ray.exceptions.RayError as error:  # an actor that died, a node or a connection that is gone
             raise RankLost(f"a rank ended before it could {what} ({reason_of(error)})") from None
 

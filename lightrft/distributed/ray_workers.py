@@ -121,7 +121,7 @@ class WorkerRegistry:
         ranks.
 
         Raises:
-            ResourceError: it finds no place within ``launch.ray.wait`` minutes.
+            ResourceError: it finds no place within ``launch.ray.placement_timeout_minutes`` minutes.
         """
         post = self._posts[name]
         async with post.lock:
@@ -158,7 +158,7 @@ class WorkerRegistry:
         except TimeoutError:
             package().kill(post.actor)
             raise ResourceError(
-                f"{post.name} found no place within launch.ray.wait = {self._seconds / 60:g} minutes: its node is gone, and no other has "
+                f"{post.name} found no place within launch.ray.placement_timeout_minutes = {self._seconds / 60:g} minutes: its node is gone, and no other has "
                 "what it asks for; add one, and give the same command again"
             ) from None
         except package().exceptions.RayActorError:

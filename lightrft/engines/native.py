@@ -77,7 +77,7 @@ class NativeEngine:
     ) -> Iterator[Rollout]:
         """Yield responses, see ``Engine.generate``.
 
-        Raise ``ResourceError`` at once for a request that exceeds ``token_budget``.
+        Raise ``ResourceError`` at once for a request that exceeds ``max_cache_tokens``.
 
         Args:
             requests: The prompts to respond to, with their seeds and token limits.
@@ -190,10 +190,10 @@ def check_requests(
     Args:
         requests: The requests to check.
         sampling: Holds ``max_new_tokens`` for requests without a limit.
-        config: Holds ``token_budget``, in tokens of one prompt with its response.
+        config: Holds ``max_cache_tokens``, in tokens of one prompt with its response.
 
     Raises:
-        ResourceError: A request exceeds ``token_budget``.
+        ResourceError: A request exceeds ``max_cache_tokens``.
         ValueError: A request has no tokens left to generate.
     """
     for request in requests:
@@ -208,11 +208,11 @@ def check_requests(
             raise ValueError(f"{held}; it ends at {end}")
         prompt_tokens = len(request.prompt.token_ids)
         tokens = prompt_tokens + limit
-        if tokens > config.token_budget:
+        if tokens > config.max_cache_tokens:
             needed = f"{prompt_tokens} prompt tokens + max_new_tokens {limit} = {tokens}"
             raise ResourceError(
-                f"engine.token_budget = {config.token_budget} cannot hold prompt {prompt}: {needed}; "
-                f"raise engine.token_budget to at least {tokens}, "
+                f"engine.max_cache_tokens = {config.max_cache_tokens} cannot hold prompt {prompt}: {needed}; "
+                f"raise engine.max_cache_tokens to at least {tokens}, "
                 "or lower max_new_tokens or the prompt length"
             )
 
@@ -454,7 +454,7 @@ class _RunningRequests:
     def width(self) -> int:
         """Number of rows that grow, now or once the first requests are admitted."""
         waiting = sum(len(group.waiting) for group in self._waiting)
-        return len(self._rows) or min(self._config.max_rows, waiting)
+        return len(self._rows) or min(self._config.max_num_seqs, waiting)
 
     @property
     def unfinished(self) -> bool:
@@ -531,14 +531,14 @@ class _RunningRequests:
             rows=len(self._rows),
             answer_tokens=max((_room(r, self._sampling) for r in self._rows.requests), default=0),
         )
-        while self._waiting and shape.rows < self._config.max_rows:
+        while self._waiting and shape.rows < self._config.max_num_seqs:
             group = self._waiting[0]
             request = group.waiting[0]
             new = group.handle < 0 and (not fresh or fresh[-1] is not group)
             prompt_tokens = len(group.prompt.token_ids) if new else None
             larger = shape.with_row(_room(request, self._sampling), prompt_tokens)
             # in order: if requests that fit overtook it, a long request might wait forever
-            if self._session.tokens(*larger) > self._config.token_budget:
+            if self._session.tokens(*larger) > self._config.max_cache_tokens:
                 break
             shape = larger
             if new:
@@ -548,7 +548,7 @@ class _RunningRequests:
                 self._waiting.popleft()
         if not entering:
             return []
-        self._session.reserve(*shape, self._config.token_budget)
+        self._session.reserve(*shape, self._config.max_cache_tokens)
         self._prefill(fresh)
         sealed = {group.handle for group, _ in entering if not group.waiting}
         self._session.admit([group.handle for group, _ in entering], sorted(sealed))

@@ -91,13 +91,13 @@ class Objective:
         A row whose policy loss is 0 has none, unless another term of the loss reaches it.
         """
         rows = TokenRows.of(batch)
-        leaves = batch.old_logprobs is not None or self.algorithm.proximal == "interpolated"
-        drifts = self.algorithm.drift.coef > 0 and (leaves or self.algorithm.drift.estimator not in FLAT_AT_0)
+        leaves = batch.old_logprobs is not None or self.algorithm.old_logprobs == "interpolated"
+        drifts = self.algorithm.policy_drift.coef > 0 and (leaves or self.algorithm.policy_drift.estimator not in FLAT_AT_0)
         if self.wants_entropy or self.wants_kl or drifts or self.algorithm.distill.whole or batch.pull is not None:
             return (rows.count() > 0).nonzero()[:, 0]
         useful = require_column(batch.advantages) != 0
-        if batch.gate is not None:
-            useful = useful & (batch.gate != 0)
+        if batch.token_mask is not None:
+            useful = useful & (batch.token_mask != 0)
         if batch.positive_weights is not None:
             useful = useful | (batch.positive_weights != 0)
         return (rows.sum(useful.long()) > 0).nonzero()[:, 0]
@@ -108,7 +108,7 @@ class Objective:
         ``batch.loss_weights`` contain the denominator. A token with an infinite or NaN log-prob
         counts as not sampled; ``policy/nonfinite_tokens`` counts them.
         """
-        old = old_logprobs(batch, scores.logprobs, self.algorithm.proximal, self.version)
+        old = old_logprobs(batch, scores.logprobs, self.algorithm.old_logprobs, self.version)
         lost = self._lost(batch, scores, old)
         batch = without_tokens(batch, lost)
         rows = TokenRows.of(batch)
@@ -141,29 +141,29 @@ class Objective:
         return batch.mask & ~finite
 
     def _policy(self, batch: Batch, rows: TokenRows, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
-        """Compute the policy loss with its corrections, gates and pulls."""
+        """Compute the policy loss with its corrections, token masks and KL pulls."""
         algorithm, settings = self.algorithm, self.algorithm.loss
         advantages = _counted(require_column(batch.advantages), rows)
         losses, stats = POLICY_LOSSES[settings.name](logprobs, old, advantages, rows, settings, **settings.options)
-        if algorithm.corrections:
+        if algorithm.importance_sampling:
             factor = batch.correction
             if factor is None:
                 behavior = _counted(require_column(batch.behavior_logprobs), rows)
-                factor = correction_weights(algorithm.corrections, logprobs.detach(), old, behavior, advantages, rows)
+                factor = correction_weights(algorithm.importance_sampling, logprobs.detach(), old, behavior, advantages, rows)
             losses, stats = _times(losses, factor), {**stats, "correction": factor}
-        if batch.gate is not None:
-            losses, stats = _times(losses, batch.gate), {**stats, "gate": batch.gate}
+        if batch.token_mask is not None:
+            losses, stats = _times(losses, batch.token_mask), {**stats, "token_mask": batch.token_mask}
         if batch.pull is not None:
             losses = losses + batch.pull * absolute_gap(logprobs, old)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
         if batch.behavior_logprobs is not None:
-            metrics.add("policy/sampler_gap", Mean.of((old - batch.behavior_logprobs).abs(), rows.mask))
+            metrics.add("policy/rollout_logprob_diff", Mean.of((old - batch.behavior_logprobs).abs(), rows.mask))
         metrics.add("policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask))
         return weighted_sum(losses, batch), metrics
 
     def _drift(self, batch: Batch, logprobs: Tensor, old: Tensor) -> Tensor | float:
         """Compute the divergence from the old policy, times its coefficient."""
-        drift = self.algorithm.drift
+        drift = self.algorithm.policy_drift
         if not drift.coef:
             return 0.0
         rows = TokenRows.of(batch)
@@ -188,7 +188,7 @@ class Objective:
         return self.kl_coef * weighted_sum(losses, batch)
 
 
-def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) -> Tensor:
+def old_logprobs(batch: Batch, logprobs: Tensor, source: str, version: int) -> Tensor:
     """Return the log-probs in the denominator of the ratio, ``[N]``, without gradient.
 
     If the batch has none, they are the policy's own. With ``interpolated`` they are interpolated
@@ -197,12 +197,12 @@ def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) ->
     Args:
         batch: The batch.
         logprobs: ``[N]``. Log-probs of the current policy.
-        proximal: The setting ``algorithm.proximal``.
+        source: The setting ``algorithm.old_logprobs``.
         version: Version of the policy before the update.
     """
     if batch.old_logprobs is not None:
         return batch.old_logprobs
-    if proximal == "interpolated":
+    if source == "interpolated":
         return interpolated_proximal(
             logprobs, require_column(batch.behavior_logprobs), require_column(batch.versions), version, version + 1
         )
@@ -237,7 +237,7 @@ class UpdateSettings:
 def update(roles: Roles, batch: Batch, settings: UpdateSettings, controls: Controllers, step: int) -> Metrics:
     """Train policy and critic on ``batch``.
 
-    This takes ``train.updates`` passes of ``train.mini_batches`` optimizer steps each.
+    This takes ``train.ppo_epochs`` passes of ``train.num_mini_batches`` optimizer steps each.
 
     Args:
         roles: The models and the strategy.
@@ -251,18 +251,18 @@ def update(roles: Roles, batch: Batch, settings: UpdateSettings, controls: Contr
     frozen = actor_frozen(roles, settings.warmup_steps, step)
     batch = controls.for_critic(batch)
     metrics = Metrics()
-    for epoch in range(train.updates):
+    for epoch in range(train.ppo_epochs):
         generator = torch_generator(derive_seed(settings.seed, "mini-batches", step, epoch))
-        for index in mini_batches(batch, train.mini_batches, generator):
+        for index in mini_batches(batch, train.num_mini_batches, generator):
             # Weights first: tokens that are dropped below stay in the denominator of the loss.
             mini = with_loss_weights(batch.select(index), algorithm, settings.max_new_tokens)
             mini = readable(with_current(mini, roles, settings, step), requirements)
-            mini = with_token_masks(mini, algorithm.gates, algorithm.loss, generator)
+            mini = with_token_masks(mini, algorithm.token_masks, algorithm.loss, generator)
             mini = with_importance_weights(mini, algorithm)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, settings))
             if roles.critic is not None:
-                clip, max_tokens = algorithm.value.clip, train.micro_batch_tokens
+                clip, max_tokens = algorithm.value.clip, train.max_tokens_per_micro_batch
                 metrics.merge(critic_step(roles.strategy, roles.critic, mini, clip, max_tokens))
     return metrics
 
@@ -300,7 +300,7 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: 
 def with_current(mini: Batch, roles: Roles, settings: UpdateSettings, version: int) -> Batch:
     """Add the policy's log-probs before this optimizer step, and the old log-probs.
 
-    Nothing is added unless a gate or a correction reads them.
+    Nothing is added unless a token mask or a correction reads them.
 
     Args:
         mini: A whole mini-batch.
@@ -310,18 +310,18 @@ def with_current(mini: Batch, roles: Roles, settings: UpdateSettings, version: i
     """
     if not settings.requirements.current:
         return mini
-    logprobs = compute_logprobs(roles.actor, mini, roles, settings.train.micro_batch_tokens, settings.temperature)
-    return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, settings.algorithm.proximal, version))
+    logprobs = compute_logprobs(roles.actor, mini, roles, settings.train.max_tokens_per_micro_batch, settings.temperature)
+    return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, settings.algorithm.old_logprobs, version))
 
 
 def with_importance_weights(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Add correction weights to ``mini``, a whole mini-batch, if they depend on all of it."""
-    if not compares_whole_batch(algorithm.corrections):
+    if not compares_whole_batch(algorithm.importance_sampling):
         return mini
     rows = TokenRows.of(mini)
     columns = (mini.logprobs, mini.old_logprobs, mini.behavior_logprobs, mini.advantages)
     now, old, behavior, advantages = (_counted(require_column(column), rows) for column in columns)
-    return mini.replace(correction=correction_weights(algorithm.corrections, now, old, behavior, advantages, rows))
+    return mini.replace(correction=correction_weights(algorithm.importance_sampling, now, old, behavior, advantages, rows))
 
 
 def policy_step(roles: Roles, mini: Batch, objective: Objective, settings: UpdateSettings) -> Metrics:
@@ -342,10 +342,10 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, settings: Updat
 
     active = mini.select(objective.active(mini))
     additional = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
-    budget = settings.train.micro_batch_tokens
+    budget = settings.train.max_tokens_per_micro_batch
     loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, budget, loss_of, additional)
     metrics.add("policy/loss", Mean(loss))
-    metrics.add("policy/active_rows", Mean(len(active), max(1, len(mini))))
+    metrics.add("policy/frac_rows_with_loss", Mean(len(active), max(1, len(mini))))
     return metrics
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightrft.algorithms.token_ops import TokenRows
-from lightrft.config.train import ProcessConfig
+from lightrft.config.train import PRMConfig
 from lightrft.learner.forward_passes import MicroBatches, compute_logprobs
 from lightrft.learner.micro_batches import local_micro_batches
 from lightrft.learner.policy_update import optimizer_step
@@ -23,17 +23,17 @@ from lightrft.types import Batch, rows_of
 
 
 def with_process_rewards(
-    batch: Batch, roles: Roles, settings: ProcessConfig, max_tokens: int, temperature: float, metrics: Metrics
+    batch: Batch, roles: Roles, settings: PRMConfig, max_tokens: int, temperature: float, metrics: Metrics
 ) -> Batch:
     """Train the process reward model on ``batch`` and add its token rewards.
 
-    With ``process.forward`` single, the rewards come from the forward pass of the training step.
+    With ``prm.forward`` single, the rewards come from the forward pass of the training step.
     With double, another forward pass of the trained model computes them.
 
     Args:
         batch: The batch of the step.
         roles: Gives the process reward model.
-        settings: The settings ``process``.
+        settings: The settings ``prm``.
         max_tokens: Largest number of tokens of a micro-batch.
         temperature: Temperature of the log-probs.
         metrics: The training metrics are added to it.
@@ -49,7 +49,7 @@ def with_process_rewards(
 
 
 def process_step(
-    strategy: Strategy, process: TrainableModel, batch: Batch, settings: ProcessConfig, max_tokens: int, temperature: float
+    strategy: Strategy, process: TrainableModel, batch: Batch, settings: PRMConfig, max_tokens: int, temperature: float
 ) -> tuple[Tensor, Metrics]:
     """Take one optimizer step of the process reward model.
 
@@ -57,7 +57,7 @@ def process_step(
         strategy: Runs the backward pass and the step.
         process: The process reward model with its optimizer.
         batch: Has rewards and log-probs of the reference.
-        settings: The settings ``process``.
+        settings: The settings ``prm``.
         max_tokens: Largest number of tokens of a micro-batch.
         temperature: Temperature of the log-probs.
 

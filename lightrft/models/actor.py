@@ -644,9 +644,9 @@ def _only(head: nn.Module, places: Tensor) -> Generator[None]:
 
 def _rows_of_their_own(team: ModelParallelGroup) -> ModelError:
     return ModelError(
-        f"strategy.sequence = {team.size} splits the tokens of one row, "
+        f"strategy.sequence_parallel = {team.size} splits the tokens of one row, "
         "but this model runs with model.layout = padded, in separate rows, "
-        "because it is set so or cannot do otherwise; set strategy.sequence=1"
+        "because it is set so or cannot do otherwise; set strategy.sequence_parallel=1"
     )
 
 

@@ -88,7 +88,7 @@ RULES = (
     Rule(
         "policy/old_kl",
         1.0,
-        "one update moved the policy by {value:.3g} nats per token; lower optimizer.lr or train.updates",
+        "one update moved the policy by {value:.3g} nats per token; lower optimizer.lr or train.ppo_epochs",
     ),
     Rule(
         "policy/kl",
@@ -123,7 +123,7 @@ def is_not_trained(values: Values) -> bool | None:
     if no response has an advantage, unless another loss trains the model (``OTHER_LESSONS``). The
     remaining terms of the loss only keep the policy close to its present state.
     """
-    if "rollout/sampled" not in values and "sft/tokens" not in values:
+    if "rollout/tokens_sampled" not in values and "sft/tokens" not in values:
         return None
     if not any(_of_kind(values, "/optimizer_steps")):
         return True

@@ -95,7 +95,7 @@ def _broken(reward: Reward, case: Case, limit: float) -> str:
     for outcome in outcomes:
         if not outcome.problem:
             continue
-        text = outcome.problem.replace("reward.deadline =", "the limit of")
+        text = outcome.problem.replace("reward.timeout =", "the limit of")
         if not reward.batched:
             response = case.texts[outcome.call % len(case.texts)]
             text += f" on the response {response[:40]!r}"

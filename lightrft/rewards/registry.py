@@ -35,7 +35,7 @@ def ungraded_beyond(cpu_seconds: float) -> Callable[[F], F]:
     """Limit the CPU time of a reward function; a call beyond ``cpu_seconds`` counts as wrong.
 
     Such a response gets reward 0 and the term ``ungraded`` = 1. Without this limit the call costs
-    ``reward.deadline`` and fails, so the policy never learns to avoid the response. Applies to
+    ``reward.timeout`` and fails, so the policy never learns to avoid the response. Applies to
     functions of one rollout that are not ``async``.
     """
 

@@ -302,7 +302,7 @@ class Scorer:
             if self._closed:
                 worker.interrupt()
         try:
-            error = worker.begin(WorkerInit(specs, self.config.deadline, self.config.memory_mb))
+            error = worker.begin(WorkerInit(specs, self.config.timeout, self.config.memory_mb))
             if error:
                 raise RewardError(error)
         except BaseException:
@@ -398,7 +398,7 @@ class Scorer:
         Raises ``WorkerDied``, also after a long silence, and ``Garbled`` for a message out of
         order.
         """
-        patience = self.config.deadline + GRACE_SECONDS
+        patience = self.config.timeout + GRACE_SECONDS
         heard = time.monotonic()
         begun = False
         while left:
@@ -502,7 +502,7 @@ class Scorer:
 
     def _fail(self, call: _Call, kind: str, reason: str) -> None:
         standard = {
-            "deadline": f"deadline {self.config.deadline:g} s",
+            "deadline": f"deadline {self.config.timeout:g} s",
             "memory": f"memory {self.config.memory_mb} MiB",
         }
         with self._lock:

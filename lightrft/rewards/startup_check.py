@@ -83,7 +83,7 @@ def tried(
         reward = load_reward(trial.term.function, trial.term.options)
         calls = calls_on(reward, trial.rollouts)
         specs = [(reward.name, dict(reward.options))]
-        yield trial, try_rewards(specs, calls, config.deadline)
+        yield trial, try_rewards(specs, calls, config.timeout)
 
 
 def _trials(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[Trial]:

@@ -250,7 +250,7 @@ def _account(collected: CollectedRollouts) -> Metrics:
     metrics.add("rollout/failed_answers", Sum(sum(collected.failures.values())))
     ungraded = sum(any(name.endswith(f"/{UNGRADED}") for name in r.terms) for r in collected.rollouts)
     metrics.add("rollout/ungraded_answers", Sum(ungraded))
-    metrics.add("rollout/aborted_answers", Sum(sum(r.finish_reason == "abort" for r in collected.rollouts)))
+    metrics.add("rollout/num_aborted", Sum(sum(r.finish_reason == "abort" for r in collected.rollouts)))
     metrics.add("rollout/rounds", Sum(collected.rounds))
     metrics.add("rollout/groups", Sum(len(collected.groups)))
     return metrics

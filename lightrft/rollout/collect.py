@@ -120,7 +120,7 @@ def collect_rollouts(
     stopped: Callable[[], bool] = never_stop,
     ranks: ProcessGroup | None = None,
 ) -> CollectedRollouts:
-    """Generate and score groups until ``rollout.prompts`` groups pass the filters.
+    """Generate and score groups until ``rollout.prompts_per_step`` groups pass the filters.
 
     Groups carried over from the step before count too. Stops after ``rollout.max_rounds`` rounds.
 
@@ -176,7 +176,7 @@ def plan_round(
         The round, or ``None`` if the step needs none.
     """
     rollout = settings.rollout
-    missing = rollout.prompts - len(collected.groups)
+    missing = rollout.prompts_per_step - len(collected.groups)
     if missing <= 0 or collected.rounds >= rollout.max_rounds:
         return None
     wanted = math.ceil(missing * rollout.oversample) - len(collected.partial)
@@ -185,8 +185,8 @@ def plan_round(
     begun = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
     prompts = source.draw(wanted - len(begun)) if wanted > len(begun) else []
     seeds = (settings.seed, step, collected.rounds)
-    fresh = requests_for(prompts, rollout.samples, *seeds, greedy=settings.requirements.greedy)
-    requests = with_token_budget([*map(unfinished_requests, begun), *fresh], rollout.step_tokens)
+    fresh = requests_for(prompts, rollout.group_size, *seeds, greedy=settings.requirements.greedy)
+    requests = with_token_budget([*map(unfinished_requests, begun), *fresh], rollout.max_tokens_per_step)
     return Round(requests, begun, GroupQuota(missing, settings.judge))
 
 
@@ -215,7 +215,7 @@ def _admit_group(
         collected.save_partial(group)
     elif used or verdict.reason:
         collected.add_group(group, verdict)
-    elif rollout.carry_over and len(collected.carried) < rollout.prompts:
+    elif rollout.carry_over and len(collected.carried) < rollout.prompts_per_step:
         collected.carry_over(group, verdict)
     else:
         collected.add_group(group, FilterResult(reason="surplus"))

@@ -55,7 +55,7 @@ def evaluate(
     ``eval/accuracy`` is the mean over prompts of the fraction of correct responses. ``eval/pass``
     is the fraction of prompts with at least one correct response, reported if there are several
     samples. A failed response counts as wrong and in ``eval/failed``. A prompt that is no longer
-    readable is skipped and counted in ``eval/unreadable``.
+    readable is skipped and counted in ``eval/media_errors``.
 
     Args:
         engine: Generates the responses.
@@ -78,7 +78,7 @@ def evaluate(
         _count(metrics, "eval", members, config)
         if len(by_source) > 1:
             _count(metrics, f"eval/{source or 'unnamed'}", members, config)
-    metrics.add("eval/unreadable", Sum(len(prompts) - len(groups)))
+    metrics.add("eval/media_errors", Sum(len(prompts) - len(groups)))
     return Evaluation(groups, metrics)
 
 

@@ -89,7 +89,7 @@ class DeepSpeedStrategy(SingleStrategy):
         if odd := sorted(set(config.deepspeed) & set(OURS)):
             raise ConfigError(f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out")
         if "stage" in config.deepspeed.get("zero_optimization", {}):
-            raise ConfigError("strategy.deepspeed.zero_optimization.stage: set strategy.stage in its place")
+            raise ConfigError("strategy.deepspeed.zero_optimization.stage: set strategy.zero_stage in its place")
         if (config.deepspeed.get("zero_optimization", {}).get("offload_param") or {}).get("device") == "nvme":
             raise ConfigError(
                 "strategy.deepspeed.zero_optimization.offload_param.device = 'nvme': shards are read into memory; set cpu"
@@ -104,7 +104,7 @@ class DeepSpeedStrategy(SingleStrategy):
         self.deepspeed = _deepspeed()
 
     def loading(self) -> AbstractContextManager[torch.device]:
-        return nullcontext(torch.device("meta") if self.config.stage == 3 else self.device)
+        return nullcontext(torch.device("meta") if self.config.zero_stage == 3 else self.device)
 
     def place(self, model: nn.Module) -> None:
         """Move a frozen ``model`` to its device; in stage 3, shard it.
@@ -112,7 +112,7 @@ class DeepSpeedStrategy(SingleStrategy):
         Its forward must be called as a module.
         """
         self._spread(model)
-        if self.config.stage == 3:
+        if self.config.zero_stage == 3:
             if isinstance(model, TrainableModule):
                 model.run_towers = True  # a call of a sharded module is collective, so every rank must make it
             self._fetch_by_blocks(model, self._engine(model, None, {}).optimizer)
@@ -162,7 +162,7 @@ class DeepSpeedStrategy(SingleStrategy):
             model.run_towers = True  # every rank waits for the gradient of every parameter, so towers must always run
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         engine = self._engine(model, adamw, {"gradient_clipping": optimizer.max_grad_norm or 0.0, **precision})
-        if self.config.stage == 3:
+        if self.config.zero_stage == 3:
             self._fetch_by_blocks(model, engine.optimizer.parameter_offload)
             _share_masters(engine.optimizer)
         state = TrainState(model, adamw, None, optimizer, Zero(engine, parameters, 0, total_steps), shapes)
@@ -194,7 +194,7 @@ class DeepSpeedStrategy(SingleStrategy):
             "communication_data_type": "fp32",
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.config.stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {"stage": self.config.zero_stage, "stage3_param_persistence_threshold": 0},
             "steps_per_print": 2**31,
         }
         return deep_merge(ours, self.config.deepspeed)

@@ -30,13 +30,13 @@ def mesh_of(
         tensor: Ranks that shard each layer.
 
     Raises:
-        ConfigError: ``shard`` does not divide the number of ranks over ``tensor``.
+        ConfigError: ``strategy.hsdp_shard_size`` does not divide the number of ranks over ``tensor``.
     """
     rows = ranks.size // tensor
     if shard is not None and rows % shard:
-        of = f"the {ranks.size} processes of this run" + (f" over strategy.tensor = {tensor}" if tensor > 1 else "")
+        of = f"the {ranks.size} processes of this run" + (f" over strategy.tensor_parallel = {tensor}" if tensor > 1 else "")
         raise ConfigError(
-            f"strategy.shard = {shard} does not divide {of}; set it to a divisor, or leave it out to spread one copy of the weights over "
+            f"strategy.hsdp_shard_size = {shard} does not divide {of}; set it to a divisor, or leave it out to spread one copy of the weights over "
             "all of them"
         )
     shard = shard or rows

@@ -39,9 +39,9 @@ class Fsdp2Strategy(SingleStrategy):
     def __init__(self, config: StrategyConfig, ranks: ProcessGroup) -> None:
         super().__init__(config)
         self.ranks = ranks
-        self.team, self._teams = build_parallel_groups(ranks, config.sequence, config.tensor)
-        self.mesh, self.across = mesh_of(self.device, ranks, config.shard, config.tensor)
-        self.home = torch.device("cpu") if config.offload else self.device
+        self.team, self._teams = build_parallel_groups(ranks, config.sequence_parallel, config.tensor_parallel)
+        self.mesh, self.across = mesh_of(self.device, ranks, config.hsdp_shard_size, config.tensor_parallel)
+        self.home = torch.device("cpu") if config.cpu_offload else self.device
         """Device of the shards between calls."""
         self._types: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
 
@@ -94,8 +94,10 @@ class Fsdp2Strategy(SingleStrategy):
         options: dict[str, Any] = {
             "mesh": self.mesh,
             # A frozen model has no backward pass to reshard it, so it must reshard after forward.
-            "reshard_after_forward": self.config.reshard if trained else True,
-            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.config.offload else OffloadPolicy(),
+            "reshard_after_forward": self.config.reshard_after_forward if trained else True,
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+            if self.config.cpu_offload
+            else OffloadPolicy(),
         }
         for module in (*alone, *outermost_blocks(model), model):
             compute = None if module in alone else half

@@ -117,7 +117,7 @@ class SingleStrategy:
 
     @contextmanager
     def offloaded(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> Generator[None]:
-        if not self.config.sleep or self.config.offload:  # offloaded state stays on the host all the time
+        if not self.config.offload_during_generation or self.config.cpu_offload:  # offloaded state stays on the host all the time
             yield
             return
         states, frozen = list(states), list(frozen)

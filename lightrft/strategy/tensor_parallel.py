@@ -162,4 +162,4 @@ def _check_sizes(config: Any, size: int) -> None:
 
 
 def _refused(size: int, why: str, way: str = "") -> ConfigError:
-    return ConfigError(f"strategy.tensor = {size}: {why}; {way}set strategy.tensor=1")
+    return ConfigError(f"strategy.tensor_parallel = {size}: {why}; {way}set strategy.tensor_parallel=1")

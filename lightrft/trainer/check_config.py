@@ -20,11 +20,11 @@ def check(config: RLConfig) -> None:
     check_reward(config)
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what prompts come from, e.g. data.sources=[{path: train.jsonl}]")
-    kl, answers = config.algorithm.kl, config.rollout.prompts * config.rollout.samples
+    kl, answers = config.algorithm.kl, config.rollout.prompts_per_step * config.rollout.group_size
     # The coefficient is multiplied by 1 + error * answers / horizon, with error >= -0.2.
     if kl.used and kl.controller == "adaptive" and answers >= 5 * kl.horizon:
         raise ConfigError(
-            f"algorithm.kl.horizon = {kl.horizon}: with {answers} responses per step (rollout.prompts x rollout.samples) the adaptive "
+            f"algorithm.kl.horizon = {kl.horizon}: with {answers} responses per step (rollout.prompts_per_step x rollout.group_size) the adaptive "
             f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
@@ -34,10 +34,10 @@ def check(config: RLConfig) -> None:
     check_roles(config, requirements)
     check_workers(config, requirements)
     warn_of_staleness(config, requirements)
-    if requirements.groups and config.rollout.samples < 2:
+    if requirements.groups and config.rollout.group_size < 2:
         name = config.algorithm.advantage.name
         raise ConfigError(
-            f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares the responses of a group; set it to 2 or more"
+            f"rollout.group_size = {config.rollout.group_size}: advantage {name!r} compares the responses of a group; set it to 2 or more"
         )
 
 
@@ -73,7 +73,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
         raise ConfigError(
             f"reference = {config.reference!r} changes nothing: no part in force reads it; set algorithm.kl, or leave it out"
         )
-    if not requirements.process and config.process != type(config.process)():
+    if not requirements.process and config.prm != type(config.prm)():
         raise ConfigError(f"process changes nothing: advantage {algorithm.advantage.name!r} has no process reward; take prime")
     if config.ptx.coef and not config.ptx.data.sources:
         raise ConfigError(
@@ -97,7 +97,7 @@ def warn_of_staleness(config: RLConfig, requirements: Requirements) -> None:
     rollout = config.rollout
     if (rollout.staleness or rollout.partial) and requirements.ignores_sampler_logprobs:
         log.warning(
-            "rollout.%s: tokens come from an older policy, and nothing corrects for it; set algorithm.corrections=[tis], or "
-            "algorithm.proximal=behavior with a loss that clips the ratio",
+            "rollout.%s: tokens come from an older policy, and nothing corrects for it; set algorithm.importance_sampling=[tis], or "
+            "algorithm.old_logprobs=rollout with a loss that clips the ratio",
             f"staleness = {rollout.staleness}" if rollout.staleness else "partial = True",
         )

@@ -50,15 +50,15 @@ def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[
         yield f"rollout.{what} reads rewards, and this algorithm has none: all that it learns comes from a teacher; leave it out"
     if rollout.carry_over and rollout.oversample == 1:
         yield "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no group is left over"
-    if rollout.partial and rollout.oversample == 1 and rollout.step_tokens is None:
+    if rollout.partial and rollout.oversample == 1 and rollout.max_tokens_per_step is None:
         yield (
-            "rollout.partial = True changes nothing: no response is left unfinished; set rollout.step_tokens, or rollout.oversample above 1"
+            "rollout.partial = True changes nothing: no response is left unfinished; set rollout.max_tokens_per_step, or rollout.oversample above 1"
         )
-    if rollout.step_tokens is not None and not rollout.partial:
-        yield f"rollout.step_tokens = {rollout.step_tokens} needs rollout.partial=true, which continues unfinished responses"
-    if rollout.step_tokens is not None and rollout.step_tokens >= config.sampling.max_new_tokens:
+    if rollout.max_tokens_per_step is not None and not rollout.partial:
+        yield f"rollout.max_tokens_per_step = {rollout.max_tokens_per_step} needs rollout.partial=true, which continues unfinished responses"
+    if rollout.max_tokens_per_step is not None and rollout.max_tokens_per_step >= config.sampling.max_new_tokens:
         yield (
-            f"rollout.step_tokens = {rollout.step_tokens} changes nothing: responses have at most sampling.max_new_tokens = "
+            f"rollout.max_tokens_per_step = {rollout.max_tokens_per_step} changes nothing: responses have at most sampling.max_new_tokens = "
             f"{config.sampling.max_new_tokens} tokens"
         )
     if rollout.carry_over and rollout.staleness:
@@ -69,16 +69,16 @@ def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[
     if rollout.carry_over and requirements.ignores_sampler_logprobs:
         yield (
             "rollout.carry_over = True trains on responses of an older policy, which nothing corrects: set "
-            "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio"
+            "algorithm.importance_sampling=[tis], or algorithm.old_logprobs=rollout with a loss that clips the ratio"
         )
 
 
 def _kept(config: RLConfig, part: ComponentConfig, requirements: Requirements) -> Iterator[str]:
-    keep, samples = part.options.get("keep"), config.rollout.samples
+    keep, samples = part.options.get("keep"), config.rollout.group_size
     if part.name not in SELECTIONS or not isinstance(keep, int):
         return
     if keep >= samples:
-        yield f"rollout.select.options.keep = {keep} leaves out none of rollout.samples = {samples} responses; lower it, or generate more"
+        yield f"rollout.select.options.keep = {keep} leaves out none of rollout.group_size = {samples} responses; lower it, or generate more"
     if keep < 2 and requirements.groups:
         name = config.algorithm.advantage.name
         yield f"rollout.select.options.keep = {keep}: advantage {name!r} compares the responses of a group; set it to 2 or more"

@@ -143,7 +143,7 @@ class Chat:
         self.engine = CheckedEngine(engine, actor, config.engine)
         bound, context = length_bound(actor.base.config), context_length(actor.base.config)
         self.context = context if bound is None else min(bound.tokens, context or bound.tokens)
-        self.encoder = ChatEncoder(DataConfig(chat=True, media=config.media), tokenizer, self.processor)
+        self.encoder = ChatEncoder(DataConfig(apply_chat_template=True, media=config.media), tokenizer, self.processor)
         self.messages: list[dict[str, Any]] = []
         self.attached: list[dict[str, str]] = []
         self.turn = 0

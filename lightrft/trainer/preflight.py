@@ -84,8 +84,8 @@ def _sampling(config: RLConfig) -> Iterator[str]:
             f"{why}: all responses of a group are the same, and advantage {name!r} compares them, so nothing would be learned; "
             "sample, e.g. with sampling.temperature=1"
         )
-    elif config.rollout.samples > 1:
-        log.warning("%s: the %d responses to a prompt are all the same", why, config.rollout.samples)
+    elif config.rollout.group_size > 1:
+        log.warning("%s: the %d responses to a prompt are all the same", why, config.rollout.group_size)
 
 
 def greedy_setting(sampling: SamplingConfig) -> str:

@@ -138,7 +138,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
     """Train as configured and return the content of ``summary.json``."""
     check(config)
     with (
-        init_process_group(config.strategy.timeout) as ranks,
+        init_process_group(config.strategy.timeout_minutes) as ranks,
         open_session(config, config.run, config.checkpoint, config.log, "rl", observer or NullObserver(), ranks) as session,
     ):
         run = prepare(config, session)
@@ -164,7 +164,7 @@ def prepare(config: RLConfig, session: RunSession) -> RLRun:
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
-    check_enough("rollout.prompts", config.rollout.prompts, len(stream.dataset), "prompts")
+    check_enough("rollout.prompts_per_step", config.rollout.prompts_per_step, len(stream.dataset), "prompts")
     steps = rollout_steps(config, len(stream.dataset))
     check_labels(stream.dataset, config.reward, "data.sources")
     prompts = load_eval_prompts(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)

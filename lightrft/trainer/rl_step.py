@@ -130,7 +130,7 @@ def learn(
             probe.expect(roles)
         return _nothing_learned(roles, step, collected, timers)
     metrics = Metrics()
-    max_tokens, temperature = config.train.micro_batch_tokens, sampling_temperature(config.sampling)
+    max_tokens, temperature = config.train.max_tokens_per_micro_batch, sampling_temperature(config.sampling)
     batch = collate(collected.groups)
     with timers("layout"):
         verify_layouts(roles, batch)
@@ -147,7 +147,7 @@ def learn(
     readable_tokens = readable(batch, requirements)
     metrics.add("policy/nonfinite_tokens", Sum(int(batch.mask.sum()) - int(readable_tokens.mask.sum())))
     with timers("process"):
-        batch = with_process_rewards(readable_tokens, roles, config.process, max_tokens, temperature, metrics)
+        batch = with_process_rewards(readable_tokens, roles, config.prm, max_tokens, temperature, metrics)
     with timers("advantages"):
         batch, kept = with_shaped_rewards(batch, config, controls, requirements)
         collected.keep(kept.tolist())
@@ -200,11 +200,11 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requ
         config: settings of the run.
         requirements: what the algorithm reads.
     """
-    if config.algorithm.proximal == "behavior":
+    if config.algorithm.old_logprobs == "rollout":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
     wanted = {name: MicroBatches() for name in ("entropy", "energy") if name in requirements.needs}
     train, temperature = config.train, sampling_temperature(config.sampling)
-    if not wanted and not requirements.old_logprobs(train.updates * train.mini_batches):
+    if not wanted and not requirements.old_logprobs(train.ppo_epochs * train.num_mini_batches):
         return batch
 
     asked: dict[str, Any] = dict.fromkeys(wanted, True)
@@ -215,8 +215,8 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requ
             column.put(rows_of(batch.lengths, index), getattr(scores, name))
         return scores.logprobs
 
-    logprobs = map_micro_batches(batch, score, roles, train.micro_batch_tokens)
-    old = logprobs if config.algorithm.proximal == "policy" else batch.old_logprobs
+    logprobs = map_micro_batches(batch, score, roles, train.max_tokens_per_micro_batch)
+    old = logprobs if config.algorithm.old_logprobs == "policy" else batch.old_logprobs
     columns = {name: roles.strategy.data_parallel_group.sum(column.column(batch.tokens)) for name, column in wanted.items()}
     return batch.replace(old_logprobs=old, **columns)
 
@@ -233,7 +233,7 @@ def with_reference(batch: Batch, roles: Roles, config: RLConfig, requirements: R
     reference = roles.reference
     if reference is None or not requirements.reference:
         return batch
-    max_tokens, temperature = config.train.micro_batch_tokens, sampling_temperature(config.sampling)
+    max_tokens, temperature = config.train.max_tokens_per_micro_batch, sampling_temperature(config.sampling)
     return batch.replace(ref_logprobs=compute_logprobs(reference, batch, roles, max_tokens, temperature))
 
 
@@ -257,7 +257,7 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controll
         final.put(index, controls.values(after))
         return controls.values(values)
 
-    values = map_micro_batches(batch, score, roles, config.train.micro_batch_tokens)
+    values = map_micro_batches(batch, score, roles, config.train.max_tokens_per_micro_batch)
     return batch.replace(values=values, final_values=roles.strategy.data_parallel_group.sum(final.column(len(batch))))
 
 
@@ -312,5 +312,7 @@ def advantages_from(batch: Batch, config: RLConfig, controls: Controllers) -> Ba
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
     settings = algorithm.advantage
     advantages, returns = ADVANTAGES[settings.name](batch, rewards, settings, **settings.options)
-    advantages = add_distillation_reward(WHITENINGS[settings.whiten](advantages, batch, settings.eps), batch, algorithm.distill)
+    advantages = add_distillation_reward(
+        WHITENINGS[settings.normalize](advantages, batch, settings.eps), batch, algorithm.distill
+    )
     return batch.replace(advantages=advantages.float(), returns=returns.float())

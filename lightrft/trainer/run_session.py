@@ -270,7 +270,7 @@ class RunSession:
         """
         metrics.merge(self.timers.take())
         values = metrics.compute()
-        tokens = values.get("rollout/sampled", values.get("sft/tokens", 0.0))
+        tokens = values.get("rollout/tokens_sampled", values.get("sft/tokens", 0.0))
         row = {"step": step, "phase": self.phase, "seconds": self.seconds, **values, **more}
         if tokens:  # an evaluation before the first step has no throughput
             row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))

@@ -38,7 +38,7 @@ class SFTRun(TrainingRun):
         """Take one step on the next ``batch_size`` conversations."""
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         with self.session.timers("update"):
-            return sft_step(self.roles.strategy, self.roles.policy, batch, self.config.train.micro_batch_tokens)
+            return sft_step(self.roles.strategy, self.roles.policy, batch, self.config.train.max_tokens_per_micro_batch)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the sampler."""
@@ -59,7 +59,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
             "eval.data has sources but reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
         )
     with (
-        init_process_group(config.strategy.timeout) as ranks,
+        init_process_group(config.strategy.timeout_minutes) as ranks,
         open_session(config, config.run, config.checkpoint, config.log, "sft", observer or NullObserver(), ranks) as session,
     ):
         run = prepare(config, session)

@@ -162,7 +162,7 @@ def _curves(run: RunData) -> str:
 
 def _account(run: RunData) -> str:
     """Return the account of all sampled tokens."""
-    sampled = run.total("rollout/sampled")
+    sampled = run.total("rollout/tokens_sampled")
     if not sampled:
         return ""
     parts = {name: run.total(f"rollout/{name}") or 0.0 for name in ("trained", "filtered", "failed")}

@@ -170,14 +170,14 @@ class EngineWorkerGroup:
                 with finish reason ``abort``.
 
         Raises:
-            ResourceError: a request exceeds ``token_budget``. It is raised at once.
+            ResourceError: a request exceeds ``max_cache_tokens``. It is raised at once.
         """
         wanted = list(requests)
         check_requests(wanted, sampling, self.config)
         return self._answers(wanted, sampling, stopped)
 
     def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
-        job = _Job(self.crew, self.config.max_rows, requests, sampling, self._losses)
+        job = _Job(self.crew, self.config.max_num_seqs, requests, sampling, self._losses)
         try:
             while job.unfinished:
                 if stopped():
@@ -344,6 +344,6 @@ class _Job:
             raise WorkerError(
                 f"{restarts + 2} engines were lost one after another while they generated the same {len(often)} responses, e.g. to prompt "
                 f"{often[0].prompt.id!r} (the last: {desk.worker.name}: {why}), more than launch.ray.restarts = {restarts}; see what "
-                "the lines above say of it. Where it is memory, lower engine.max_rows, engine.token_budget or the length of responses. The "
+                "the lines above say of it. Where it is memory, lower engine.max_num_seqs, engine.max_cache_tokens or the length of responses. The "
                 "same command resumes from the last checkpoint"
             )

@@ -47,7 +47,7 @@ def strategy_of(config: StrategyConfig, ranks: ProcessGroup) -> Strategy:
     Raises ``ConfigError`` if the strategy does not fit the number of ranks or its package is
     missing.
     """
-    check_parallel_sizes(ranks, config.sequence * config.tensor)
+    check_parallel_sizes(ranks, config.sequence_parallel * config.tensor_parallel)
     if config.kind in ("fsdp2", "deepspeed") and ranks.size == 1:
         raise ConfigError(
             f"strategy.kind = {config.kind!r} shards over several processes; set launch.processes, or strategy.kind=auto"
@@ -93,7 +93,7 @@ def local_policy(
     if weights is not None:
         load_weights(actor, weights)
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
-    return placed, actor, NativeEngine(KVDecoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor)
+    return placed, actor, NativeEngine(KVDecoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor_parallel)
 
 
 def local_scorer(config: RewardConfig, unscored: float | None = None) -> RewardScorer:
@@ -128,7 +128,7 @@ def local_roles(
     )()  # must come first: its processes start while models are loaded
     try:
         strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
-        per_step = config.train.updates * config.train.mini_batches
+        per_step = config.train.ppo_epochs * config.train.num_mini_batches
         frozen = config.critic.warmup_steps if requirements.critic else 0
         # The policy takes no optimizer step while the critic trains alone.
         policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
@@ -269,12 +269,12 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trainable
         strategy: strategy that places and trains it.
         steps: number of steps of the run. Each takes one optimizer step.
     """
-    model = config.model.model_copy(update={"path": config.process.path or config.model.path, "lora": None})
+    model = config.model.model_copy(update={"path": config.prm.path or config.model.path, "lora": None})
     with strategy.loading() as device:
         actor = Actor.load(model, device=device)
-    return TrainableModel(actor, strategy.prepare(actor, config.process.optimizer, steps))
+    return TrainableModel(actor, strategy.prepare(actor, config.prm.optimizer, steps))
 
 
 def rollout_steps(config: RLConfig, prompts: int) -> int:
     """Return ``train.steps``, or the steps that ``train.epochs`` passes over ``prompts`` take."""
-    return config.train.steps or max(1, math.ceil(config.train.epochs * prompts / config.rollout.prompts))
+    return config.train.steps or max(1, math.ceil(config.train.epochs * prompts / config.rollout.prompts_per_step))

@@ -45,11 +45,11 @@ class FaultPolicy:
     def of(config: RLConfig) -> FaultPolicy:
         """Return the limits that ``launch.ray`` sets.
 
-        The timeout defaults to half of ``strategy.timeout``. A dead worker is then restarted before
+        The timeout defaults to half of ``strategy.timeout_minutes``. A dead worker is then restarted before
         the ranks that wait for it time out.
         """
         asked = config.launch.ray
-        minutes = config.strategy.timeout / 2 if asked.silence is None else asked.silence
+        minutes = config.strategy.timeout_minutes / 2 if asked.call_timeout_minutes is None else asked.call_timeout_minutes
         return FaultPolicy(asked.restarts, 60 * minutes)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightrft.config import verbs as configs
 from lightrft.config.base import Settings
-from lightrft.config.other_names import OTHER_NAMES
+from lightrft.config.other_names import OLD_NAMES, OTHER_NAMES
 from tests.architecture.tree import modules
 
 VERBS = (
@@ -82,7 +82,7 @@ def test_every_setting_that_a_message_names_exists() -> None:
     [
         ('x = "set run.rollouts_every 0"', ["run.rollouts_every"]),
         ('raise E(f"run.wandb = {x!r} needs wandb, or set log.wandb to null")', ["run.wandb"]),
-        ('x = "lower engine.token_budget, algorithm.loss.clip or kl.coef"', ["algorithm.loss.clip"]),
+        ('x = "lower engine.max_cache_tokens, algorithm.loss.clip or kl.coef"', ["algorithm.loss.clip"]),
         ('"""A docstring may name run.nothing at all."""', []),
         ('x = "see model.safetensors in strategy.deepspeed.zero_optimization and run.seed"', []),
     ],
@@ -93,3 +93,8 @@ def test_a_name_that_does_not_exist_is_found(text: str, found: list[str]) -> Non
 
 def test_every_name_of_another_program_stands_for_a_setting() -> None:
     assert sorted(set(OTHER_NAMES.values()) - set(PATHS)) == []
+
+
+def test_every_name_of_an_earlier_version_stands_for_a_setting_and_is_one_no_more() -> None:
+    assert sorted(set(OLD_NAMES.values()) - set(PATHS)) == []
+    assert sorted(set(OLD_NAMES) & set(PATHS)) == []

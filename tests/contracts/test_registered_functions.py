@@ -32,7 +32,7 @@ TABLES: list[tuple[Registry[Any], list[Callable[[Any], None]]]] = [
     (AGGREGATIONS, checks.AGGREGATION_CHECKS),
     (KL_ESTIMATORS, checks.KL_CHECKS),
     (IS_CORRECTIONS, checks.CORRECTION_CHECKS),
-    (TOKEN_MASKS, checks.GATE_CHECKS),
+    (TOKEN_MASKS, checks.TOKEN_MASK_CHECKS),
     (SHAPINGS, checks.SHAPING_CHECKS),
     (FILTERS, checks.FILTER_CHECKS),
 ]

@@ -77,7 +77,7 @@ def rl_tree(model_folder: Path, data_folder: Path, tmp_path: Path) -> dict[str, 
         "run": {"dir": str(tmp_path), "name": "run", "seed": 5},
         "model": {"path": str(model_folder), "dtype": "float32"},
         "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]},
-        "rollout": {"prompts": 3, "samples": 4},
+        "rollout": {"prompts_per_step": 3, "group_size": 4},
         "sampling": {"max_new_tokens": 6},
         "reward": {"terms": [f"{data_folder / 'rewards.py'}:ones"]},
         "algorithm": {"preset": "grpo"},
@@ -100,8 +100,8 @@ def uneven_tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
     """Three steps of five groups of three, which do not divide by two or three ranks, in micro-batches of a few rows; held-out answers
     too. Adam makes a gradient that is nothing but rounding as large as any other unless eps is above it."""
     more = {
-        "rollout": {"prompts": 5, "samples": 3},
-        "train": {"micro_batch_tokens": 60, "steps": 3},
+        "rollout": {"prompts_per_step": 5, "group_size": 3},
+        "train": {"max_tokens_per_micro_batch": 60, "steps": 3},
         "eval": {"data": {"sources": rl_tree["data"]["sources"]}, "every": 2, "sampling": {"max_new_tokens": 4}},
         "checkpoint": {"every": 2},
         "optimizer": {"lr": 1e-3, "eps": 1e-4},

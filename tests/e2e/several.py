@@ -32,11 +32,11 @@ BEYOND: dict[str, Tree] = {
     "distils": {"algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}},
     "refills": {
         "rollout": {"staleness": 1, "max_rounds": 3},
-        "algorithm": {"filters": ["zero_variance"], "corrections": ["tis"]},
-        "train": {"mini_batches": 2},
+        "algorithm": {"filters": ["zero_variance"], "importance_sampling": ["tis"]},
+        "train": {"num_mini_batches": 2},
     },
-    "further": {"rollout": {"staleness": 2}, "algorithm": {"proximal": "behavior"}},
-    "alone": {"rollout": {"staleness": 2, "max_rounds": 1}, "algorithm": {"proximal": "behavior"}},
+    "further": {"rollout": {"staleness": 2}, "algorithm": {"old_logprobs": "rollout"}},
+    "alone": {"rollout": {"staleness": 2, "max_rounds": 1}, "algorithm": {"old_logprobs": "rollout"}},
     "adapters": {"rollout": {"staleness": 1}, "model": {"lora": {"rank": 4}}},
 }
 """What reaches beyond a step: a reference that follows the policy, a teacher's whole vocabulary, answers drawn beside training."""
@@ -57,7 +57,7 @@ def beside(teacher: Path) -> Tree:
     return {
         "algorithm": {"preset": "prime", "filters": [], "kl": kl, "distill": {"kind": "jsd", "coef": 0.1}},
         "teacher": {"path": str(teacher)},
-        "process": {"forward": "double", "optimizer": {"lr": 1e-3, "eps": 1e-4}},  # or rounding would grow
+        "prm": {"forward": "double", "optimizer": {"lr": 1e-3, "eps": 1e-4}},  # or rounding would grow
         "train": {"steps": 3},
     }
 

@@ -149,7 +149,7 @@ def models(ranks: ProcessGroup, folder: Path) -> dict[str, Any]:
 
 def limit_of(ranks: ProcessGroup) -> float:
     """Seconds that a rank waits for the others of its team."""
-    across = Fsdp2Strategy(StrategyConfig(device="cpu", tensor=2), ranks).across
+    across = Fsdp2Strategy(StrategyConfig(device="cpu", tensor_parallel=2), ranks).across
     assert across is not None
     return across.get_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 

@@ -140,10 +140,10 @@ def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn
 def test_staleness_without_a_correction_warns_and_says_what_to_set(rl_config, caplog):
     with caplog.at_level(logging.WARNING):
         rl.check(rl_config(rollout={"staleness": 1}))
-        assert "algorithm.corrections" in caplog.text and "algorithm.proximal" in caplog.text
+        assert "algorithm.importance_sampling" in caplog.text and "algorithm.old_logprobs" in caplog.text
         caplog.clear()
-        rl.check(rl_config(rollout={"staleness": 1}, algorithm={"corrections": ["tis"]}))
-        rl.check(rl_config(rollout={"staleness": 1}, algorithm={"proximal": "behavior"}))
+        rl.check(rl_config(rollout={"staleness": 1}, algorithm={"importance_sampling": ["tis"]}))
+        rl.check(rl_config(rollout={"staleness": 1}, algorithm={"old_logprobs": "rollout"}))
         rl.check(rl_config())
         assert not caplog.text
 
@@ -170,9 +170,9 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
         {
             "reward": {"terms": [f"{folder}:sometimes_fails"]},
             "checkpoint": {"every": 1, "keep": 10},
-            "algorithm": {"filters": ["zero_variance"], "corrections": ["tis"]},
+            "algorithm": {"filters": ["zero_variance"], "importance_sampling": ["tis"]},
             "rollout": {"staleness": 1, "max_rounds": 3},
-            "train": {"mini_batches": 2, "steps": 5},
+            "train": {"num_mini_batches": 2, "steps": 5},
         },
     )
 

@@ -29,8 +29,8 @@ def rl(capsys, monkeypatch, model_folder, data_folder, tmp_path) -> Rl:
             "model": model_folder,
             "data.sources": data_folder / "train.jsonl",
             "reward.terms": f"[{data_folder / 'rewards.py'}:varied]",
-            "rollout.prompts": 2,
-            "rollout.samples": 2,
+            "rollout.prompts_per_step": 2,
+            "rollout.group_size": 2,
             "sampling.max_new_tokens": 4,
             "train.steps": 1,
             "log.tensorboard": "false",
@@ -60,7 +60,7 @@ def copied(folder: Path, to: Path) -> Path:
     ("word", "said"),
     [
         ("sampling.temprature=1", ["unknown setting sampling.temprature", "command line", "did you mean sampling.temperature?"]),
-        ("rollout.smaples=4", ["unknown setting rollout.smaples", "did you mean rollout.samples?"]),
+        ("rollout.smaples=4", ["unknown setting rollout.smaples", "did you mean rollout.group_size?"]),
         ("modl.path=x", ["unknown setting modl", "did you mean model?"]),
         ("train.steps=many", ["train.steps = 'many'", "integer"]),
         ("train.steps=-1", ["train.steps = -1", "greater than or equal to 1"]),
@@ -71,7 +71,7 @@ def copied(folder: Path, to: Path) -> Path:
         ("run.seed=[1", ["run.seed", "not a YAML value"]),
         ("no_equals_sign", ["'no_equals_sign'", "neither a .yaml file nor key=value"]),
         ("nowhere.yaml", ["no config file nowhere.yaml"]),
-        ("data.chat=perhaps", ["data.chat"]),
+        ("data.apply_chat_template=perhaps", ["data.apply_chat_template"]),
         ("model.dtype=float12", ["model.dtype = 'float12'", "'bfloat16'"]),
         ("strategy.device=cuda:99", ["strategy.device", "cuda:99"]),
         ("algorithm.filters=[nothing_like_it]", ["algorithm.filters.0", "nothing_like_it"]),
@@ -101,8 +101,8 @@ def test_a_config_file_that_is_not_yaml_or_holds_a_wrong_key_is_named(rl, tmp_pa
 
 
 def test_an_adaptive_kl_that_could_turn_negative_is_assert_refused(rl):
-    kl = ["algorithm.kl.controller=adaptive", "algorithm.kl.horizon=4", "rollout.prompts=5", "rollout.samples=4"]
-    assert_refused(rl(*kl), "algorithm.kl.horizon = 4", "rollout.prompts", "20", "above 4")
+    kl = ["algorithm.kl.controller=adaptive", "algorithm.kl.horizon=4", "rollout.prompts_per_step=5", "rollout.group_size=4"]
+    assert_refused(rl(*kl), "algorithm.kl.horizon = 4", "rollout.prompts_per_step", "20", "above 4")
 
 
 # data
@@ -124,8 +124,8 @@ def test_an_empty_data_set_is_assert_refused(rl, tmp_path):
 
 def test_a_malformed_row_is_named_by_file_and_line_and_can_be_skipped(rl, tmp_path):
     data = jsonl(tmp_path / "torn.jsonl", [{"prompt": "1+1=", "label": "2"}, '{"prompt": "2+', {"prompt": "3+3=", "label": "6"}])
-    assert_refused(rl(data__sources=data), "torn.jsonl, line 2", "data.malformed: skip")
-    assert rl("data.malformed=skip", data__sources=data).status == 0
+    assert_refused(rl(data__sources=data), "torn.jsonl, line 2", "data.bad_rows: skip")
+    assert rl("data.bad_rows=skip", data__sources=data).status == 0
 
 
 def test_a_row_without_a_prompt_is_named(rl, tmp_path):
@@ -137,9 +137,12 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error_as_set(rl, t
     data = jsonl(tmp_path / "long.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "9" * 500, "label": "2"}])
     limit = "data.max_prompt_tokens=100"
     assert_refused(
-        rl(limit, "data.overlong=error", data__sources=data), "long.jsonl, line 2", "data.max_prompt_tokens = 100", "overlong"
+        rl(limit, "data.overlong_prompts=error", data__sources=data),
+        "long.jsonl, line 2",
+        "data.max_prompt_tokens = 100",
+        "overlong",
     )
-    assert rl(limit, "rollout.prompts=1", data__sources=data).status == 0
+    assert rl(limit, "rollout.prompts_per_step=1", data__sources=data).status == 0
     log = (tmp_path / "runs" / "run" / "log.txt").read_text()
     assert "1 overlong" in log and "long.jsonl, line 2" in log
     only = jsonl(tmp_path / "only.jsonl", [{"prompt": "9" * 500, "label": "2"}])
@@ -188,7 +191,9 @@ def test_a_model_without_a_chat_template_says_how_to_give_one(rl, model_folder, 
     tokenizer.chat_template = None
     (plain / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(plain)
-    assert_refused(rl("data.chat=true", model=plain), "data.chat", "no chat template", "model.chat_template")
+    assert_refused(
+        rl("data.apply_chat_template=true", model=plain), "data.apply_chat_template", "no chat template", "model.chat_template"
+    )
     assert rl(model=plain).status == 0
 
 
@@ -238,7 +243,7 @@ def test_lengths_beyond_what_the_model_was_made_for_are_refused_at_the_start(rl,
 
 
 def test_an_engine_budget_that_cannot_hold_one_answer_is_assert_refused(rl):
-    assert_refused(rl("engine.token_budget=5"), "engine.token_budget = 5", "raise engine.token_budget")
+    assert_refused(rl("engine.max_cache_tokens=5"), "engine.max_cache_tokens = 5", "raise engine.max_cache_tokens")
 
 
 # rewards
@@ -286,11 +291,11 @@ def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(rl
 
 
 def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(rl, rewards, tmp_path):
-    outcome = rl("rollout.prompts=4", "rollout.samples=4", reward__terms=f"[{rewards}:half_nan]")
+    outcome = rl("rollout.prompts_per_step=4", "rollout.group_size=4", reward__terms=f"[{rewards}:half_nan]")
     assert outcome.status == 0, outcome.err
     (row,) = read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")
     assert 0 < row["rollout/failed_answers"] < 16
-    assert row["rollout/trained"] > 0 and row["rollout/failed"] > 0
+    assert row["rollout/tokens_trained"] > 0 and row["rollout/tokens_failed"] > 0
     assert "responses were not scored: " in (tmp_path / "runs" / "run" / "log.txt").read_text()
 
 
@@ -429,11 +434,11 @@ def test_too_little_memory_says_what_to_lower(model_folder, data_folder, tmp_pat
     many = jsonl(tmp_path / "many.jsonl", [{"prompt": f"{i}+" * 300, "label": "1"} for i in range(64)])
     words = [f"model={model_folder}", f"data.sources={many}", f"reward.terms=[{data_folder / 'rewards.py'}:ones]"]
     large = [
-        "rollout.prompts=64",
-        "rollout.samples=16",
+        "rollout.prompts_per_step=64",
+        "rollout.group_size=16",
         "sampling.max_new_tokens=400",
         "train.steps=1",
         "data.max_prompt_tokens=1600",
     ]
-    outcome = process("rl", *words, *large, "train.micro_batch_tokens=2000000", cwd=tmp_path, prelude=bound, fresh=True)
-    assert_refused(outcome, "out of memory", "train.micro_batch_tokens", "engine.token_budget")
+    outcome = process("rl", *words, *large, "train.max_tokens_per_micro_batch=2000000", cwd=tmp_path, prelude=bound, fresh=True)
+    assert_refused(outcome, "out of memory", "train.max_tokens_per_micro_batch", "engine.max_cache_tokens")

@@ -56,11 +56,11 @@ def test_a_verb_like_no_other_shows_all_of_them(capsys):
 
 def test_the_settings_and_files_may_come_in_any_order(capsys, tmp_path):
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
-    one.write_text("rollout: {samples: 3}\nsampling: {temperature: 0.5}\n")
-    two.write_text("rollout: {samples: 5}\n")
+    one.write_text("rollout: {group_size: 3}\nsampling: {temperature: 0.5}\n")
+    two.write_text("rollout: {group_size: 5}\n")
     out = command(capsys, "explain", "sampling.max_new_tokens=9", one, two).out
     values = {line.split()[0]: line.split()[1] for line in out.splitlines() if line.startswith("  ") and len(line.split()) > 2}
-    assert values["rollout.samples"] == "5"
+    assert values["rollout.group_size"] == "5"
     assert values["sampling.temperature"] == "0.5"
     assert values["sampling.max_new_tokens"] == "9"
 
@@ -74,7 +74,13 @@ def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(model_
         f"data.sources={data_folder / 'train.jsonl'}",
         f"reward.terms=[{data_folder}/rewards.py:varied]",
     ]
-    small = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=600", "train.steps=2", "log.tensorboard=false"]
+    small = [
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=2",
+        "sampling.max_new_tokens=600",
+        "train.steps=2",
+        "log.tensorboard=false",
+    ]
     outcome = process(*words, *small, *more, cwd=tmp_path)
     assert outcome.status == 0, outcome.err
     assert [line.split(" · ")[0] for line in outcome.err.splitlines()] == ["rl 1/2", "rl 2/2"], outcome.err
@@ -93,7 +99,7 @@ def test_what_a_run_says_to_type_next_works(capsys, monkeypatch, model_folder, d
     words = [f"model={model_folder}", f"data.sources={data}", f"eval.data.sources={data}"]
     words.append(f"reward.terms=[{data_folder}/rewards.py:varied]")
     small = ["train.steps=1", "eval.sampling.max_new_tokens=4", "log.tensorboard=false", "run.progress=false"]
-    only_rl = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=4"]
+    only_rl = ["rollout.prompts_per_step=2", "rollout.group_size=2", "sampling.max_new_tokens=4"]
     for verb, more in (("rl", only_rl), ("sft", ["batch_size=2"])):
         outcome = command(capsys, verb, *words, *small, *more, f"run.name={verb}")
         assert outcome.status == 0, outcome.err
@@ -125,7 +131,13 @@ def test_ctrl_c_during_training_saves_and_the_same_command_goes_on(model_folder,
         f"data.sources={data_folder / 'train.jsonl'}",
         f"reward.terms=[{data_folder}/rewards.py:varied]",
     ]
-    small = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=4", "log.tensorboard=false", "run.progress=false"]
+    small = [
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=2",
+        "sampling.max_new_tokens=4",
+        "log.tensorboard=false",
+        "run.progress=false",
+    ]
     running = subprocess.Popen(
         [sys.executable, "-m", "lightrft", *words, *small, "train.steps=2000"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -187,7 +199,7 @@ def test_a_run_asks_for_its_first_token_within_six_seconds_of_a_processor(model_
         f"model={model_folder}",
         f"data.sources={data_folder / 'train.jsonl'}",
         "reward.terms=[math]",
-        "rollout.prompts=4",
+        "rollout.prompts_per_step=4",
     ]
     found = []
     for name in ("a", "b", "c"):

@@ -60,7 +60,7 @@ def reward(tmp_path: Path) -> str:
 @pytest.mark.parametrize("block", BLOCKS, ids=[param.id for param in CHECKED])
 def test_a_step_is_trained_with_an_example(rl_config, tmp_path, reward, block):
     config = rl_config(
-        algorithm={"preset": "grpo", **here(block)}, reward={"terms": [reward]}, train={"steps": 1, "mini_batches": 2}
+        algorithm={"preset": "grpo", **here(block)}, reward={"terms": [reward]}, train={"steps": 1, "num_mini_batches": 2}
     )
     summary = run_rl(config)
     assert summary["finished"]

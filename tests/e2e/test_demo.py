@@ -24,8 +24,8 @@ FEW = [
     "sft.eval.limit=12",
     "rl.eval.limit=12",
     "rl.train.steps=2",
-    "rl.rollout.prompts=4",
-    "rl.rollout.samples=2",
+    "rl.rollout.prompts_per_step=4",
+    "rl.rollout.group_size=2",
 ]
 
 

@@ -31,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def doctor(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> Outcome:
     own = [f"model={folder / 'model'}", f"data.sources={folder / 'rows.jsonl'}", f"reward.terms=[{folder / 'reward.py'}:same]"]
-    return command(capsys, "doctor", *own, "rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=16", *words)
+    return command(
+        capsys, "doctor", *own, "rollout.prompts_per_step=2", "rollout.group_size=2", "sampling.max_new_tokens=16", *words
+    )
 
 
 def line(outcome: Outcome, about: str) -> str:
@@ -61,7 +63,7 @@ def test_no_weight_is_read(capsys: pytest.CaptureFixture[str], folder: Path) -> 
 
 
 def test_a_device_that_is_too_small_is_bad_and_the_way_out_is_named(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    for memory, way in (("1MiB", "model.lora"), ("2MiB", "train.micro_batch_tokens")):
+    for memory, way in (("1MiB", "model.lora"), ("2MiB", "train.max_tokens_per_micro_batch")):
         found = doctor(capsys, folder, "doctor.device=cuda", f"doctor.device_memory={memory}")
         assert found.status == 2
         assert "does not fit" in line(found, "peak")
@@ -70,19 +72,21 @@ def test_a_device_that_is_too_small_is_bad_and_the_way_out_is_named(capsys: pyte
 
 
 def test_several_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    words = ("rollout.samples=1", "engine.token_budget=8", f"reward.terms=[{folder / 'reward.py'}:broken]")
-    found = doctor(capsys, folder, *words, "model.dtype=float16", "data.max_prompt_tokens=34", "train.micro_batch_tokens=8")
+    words = ("rollout.group_size=1", "engine.max_cache_tokens=8", f"reward.terms=[{folder / 'reward.py'}:broken]")
+    found = doctor(
+        capsys, folder, *words, "model.dtype=float16", "data.max_prompt_tokens=34", "train.max_tokens_per_micro_batch=8"
+    )
     assert found.status == 2
     assert "compares the responses of a group" in line(found, "algorithm")
-    assert line(found, "engine.token_budget").split()[0] == "bad"
+    assert line(found, "engine.max_cache_tokens").split()[0] == "bad"
     assert "ZeroDivisionError" in line(found, "reference response")
     assert line(found, "model.dtype").split()[0] == "warn"
-    assert line(found, "train.micro_batch_tokens").split()[0] == "warn"
+    assert line(found, "train.max_tokens_per_micro_batch").split()[0] == "warn"
 
 
 def test_rows_that_are_left_out_are_shares(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     longest = json.loads((folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()[-1])["prompt"]
-    plain = doctor(capsys, folder, "data.chat=false", f"data.max_prompt_tokens={len(longest) - 1}")
+    plain = doctor(capsys, folder, "data.apply_chat_template=false", f"data.max_prompt_tokens={len(longest) - 1}")
     assert "2 overlong" in line(plain, "rows")
     assert "17% are left out" in line(plain, "rows")
 
@@ -106,7 +110,7 @@ def test_a_config_of_supervised_fine_tuning_is_known_by_what_it_has(capsys: pyte
 def test_a_chat_template_with_a_template_counts_as_used(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     template = "data.template='{prompt}'"
     assert "not used" in line(doctor(capsys, folder, template), "chat template")
-    assert "not used" not in line(doctor(capsys, folder, template, "data.chat=true"), "chat template")
+    assert "not used" not in line(doctor(capsys, folder, template, "data.apply_chat_template=true"), "chat template")
 
 
 def test_what_is_written_for_items_where_no_chat_template_writes_it_is_told(
@@ -151,10 +155,15 @@ def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], fold
 
 
 def test_what_draws_too_much_is_told_by_the_settings_of_the_engine(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    long = ("model.dtype=bfloat16", "sampling.max_new_tokens=2000", "rollout.samples=64", "train.micro_batch_tokens=2100")
+    long = (
+        "model.dtype=bfloat16",
+        "sampling.max_new_tokens=2000",
+        "rollout.group_size=64",
+        "train.max_tokens_per_micro_batch=2100",
+    )
     found = doctor(capsys, folder, *long, "doctor.device=cuda", "doctor.device_memory=40MiB")
     assert "generation" in line(found, "peak")
-    assert "engine.token_budget" in line(found, "peak")
+    assert "engine.max_cache_tokens" in line(found, "peak")
 
 
 def test_a_device_that_is_not_here_is_bad_unless_another_machine_is_spoken_of(
@@ -173,13 +182,13 @@ def test_what_several_processes_share_out_is_said(capsys: pytest.CaptureFixture[
     machine = ("doctor.device=cuda", "doctor.device_memory=80GiB", "launch.processes=2")
     found = doctor(capsys, folder, *machine)
     assert "weights 1/2, masters and moments 1/2, gradients 1/2" in line(found, "spread")
-    zero = doctor(capsys, folder, *machine, "strategy.kind=deepspeed", "strategy.stage=1")
+    zero = doctor(capsys, folder, *machine, "strategy.kind=deepspeed", "strategy.zero_stage=1")
     assert "weights whole, masters and moments 1/2, gradients whole" in line(zero, "spread")
 
 
 def test_a_tokenizer_of_another_model_is_seen(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     tiny_tokenizer(chars="abcdefgh").save_pretrained(tmp_path / "other")
-    found = doctor(capsys, folder, f"model.tokenizer={tmp_path / 'other'}", "data.chat=false", "doctor.rows=0")
+    found = doctor(capsys, folder, f"model.tokenizer={tmp_path / 'other'}", "data.apply_chat_template=false", "doctor.rows=0")
     assert "are not those of" in line(found, "model.tokenizer")
     assert any("are unknown to it" in x for x in found.out.splitlines())
     tiny_tokenizer(chars="".join(map(chr, range(0x4E00, 0x4F00)))).save_pretrained(tmp_path / "large")

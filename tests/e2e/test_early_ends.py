@@ -170,7 +170,7 @@ rl.run_rl(load_settings(RLConfig, [sys.argv[1]]).settings)
 def test_a_rank_that_fails_while_the_others_draw_ends_them_at_once(tree, tmp_path):
     over = {
         "rollout": {"staleness": 2},
-        "algorithm": {"proximal": "behavior"},
+        "algorithm": {"old_logprobs": "rollout"},
         "eval": {"data": {"sources": []}, "every": 0},
         "train": {"steps": 4},
     }
@@ -181,4 +181,4 @@ def test_a_rank_that_fails_while_the_others_draw_ends_them_at_once(tree, tmp_pat
     first, second = (one.communicate(timeout=400)[1] for one in both)
     assert "ZeroDivisionError: broken" in second.splitlines()[-1]
     assert "rank 1: ZeroDivisionError: broken" in first
-    assert time.monotonic() - began < 300  # strategy.timeout is ten minutes
+    assert time.monotonic() - began < 300  # strategy.timeout_minutes is ten minutes

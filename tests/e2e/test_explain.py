@@ -46,7 +46,7 @@ def test_a_function_of_ones_own_is_shown_by_its_name(capsys, tmp_path):
         (["algorithm.loss=ppo_clop"], ["ppo_clop", "ppo_clip"]),
         (["algorithm.advantage=nowhere.py:f"], ["nowhere.py"]),
         (["nowhere.yaml"], ["no config file", "nowhere.yaml"]),
-        (["grpo", "algorithm.loss.ratio=sequence", "algorithm.gates=[high_entropy]"], ["sequence_token"]),
+        (["grpo", "algorithm.loss.ratio=sequence", "algorithm.token_masks=[high_entropy]"], ["sequence_token"]),
     ],
 )
 def test_what_does_not_exist_or_makes_no_sense_is_refused(capsys, words, said):

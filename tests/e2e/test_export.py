@@ -45,7 +45,7 @@ def runs(tmp_path_factory, model_folder, data_folder) -> Path:
         "run": {"dir": str(folder)},
         "model": {"path": str(model_folder)},
         "data": {"sources": [str(data_folder / "train.jsonl")]},
-        "rollout": {"prompts": 2, "samples": 2},
+        "rollout": {"prompts_per_step": 2, "group_size": 2},
         "sampling": {"max_new_tokens": 4},
         "reward": {"terms": [f"{data_folder / 'rewards.py'}:varied"]},
         "algorithm": "grpo",

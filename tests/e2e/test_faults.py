@@ -33,7 +33,7 @@ END = 300.0
 """Seconds after which a run in which a process was killed has ended everywhere. It takes 35: torch's launcher gives the others thirty. On
 a busy machine it is more; one that waits for the rank that is gone takes ten minutes."""
 TIMEOUT = 16.0
-"""Seconds of ``strategy.timeout`` where a process is stopped."""
+"""Seconds of ``strategy.timeout_minutes`` where a process is stopped."""
 GRACE = 15
 """Seconds that a stopped process has to end by itself, which it never does. A launcher gives it a minute or more."""
 
@@ -56,8 +56,8 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
     """Five groups of three, a checkpoint at every step, and a reward that tells all answers apart."""
     terms = rl_tree["reward"]["terms"]
     more = {
-        "rollout": {"prompts": 5, "samples": 3},
-        "train": {"steps": STEPS, "micro_batch_tokens": 60},
+        "rollout": {"prompts_per_step": 5, "group_size": 3},
+        "train": {"steps": STEPS, "max_tokens_per_micro_batch": 60},
         "checkpoint": {"every": 1, "keep": 2},
         "optimizer": {"lr": 1e-3, "eps": 1e-4},
         "reward": {"terms": [terms[0].replace(":ones", ":varied")]},
@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_time_and_the_same_command_goes_on
 
 @pytest.mark.slow
 def test_a_rank_that_is_paused_for_less_than_the_limit_changes_nothing(tree, whole, tmp_path):
-    file = config_file(deep_merge(tree, {"strategy": {"timeout": 1.0}}), tmp_path, "run")
+    file = config_file(deep_merge(tree, {"strategy": {"timeout_minutes": 1.0}}), tmp_path, "run")
     ended = run_until(file, "backward", 5, 1, "stop:8")
     assert ended.status == 0, ended.said
     check_whole(tmp_path / "run", whole)
@@ -152,7 +152,7 @@ def test_a_rank_that_is_paused_for_less_than_the_limit_changes_nothing(tree, who
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "nth", "rank"), [("backward", 5, 1), ("an answer", 12, 0)])
 def test_a_rank_that_is_paused_for_longer_ends_the_run_in_time_and_is_named(tree, whole, tmp_path, where, nth, rank):
-    file = config_file(deep_merge(tree, {"strategy": {"timeout": TIMEOUT / 60}}), tmp_path, "run")
+    file = config_file(deep_merge(tree, {"strategy": {"timeout_minutes": TIMEOUT / 60}}), tmp_path, "run")
     ended = run_until(file, where, nth, rank, "stop")
     assert ended.status == 2 and ended.seconds < TIMEOUT + END, ended
     assert ended.last_line.startswith(f"lightrft rl: rank {rank} (process ") and "sends no heartbeat" in ended.last_line, (
@@ -227,7 +227,7 @@ def test_sigterm_to_the_launcher_reaches_all_ranks_which_save_and_leave(tree, tm
 @pytest.mark.slow
 def test_a_reward_that_never_returns_costs_its_own_answers_on_any_number_of_ranks(tree, tmp_path):
     terms = [tree["reward"]["terms"][0].replace(":varied", ":sometimes_hangs")]
-    tree = deep_merge(tree, {"reward": {"terms": terms, "deadline": 1.0}, "train": {"steps": 2}})
+    tree = deep_merge(tree, {"reward": {"terms": terms, "timeout": 1.0}, "train": {"steps": 2}})
     one = train(tree, tmp_path, "one", 1)
     check_equal(train(tree, tmp_path, "several", 2), one)
     assert sum(row["rollout/failed_answers"] for row in read_rows(one / "metrics.jsonl")) > 0

@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_answers_come_in_the_order_of_the_prompts_whatever_the_order_they_end_in(generate, data_folder, tmp_path):
-    outcome = generate("samples=3", "engine.max_rows=4")
+    outcome = generate("samples=3", "engine.max_num_seqs=4")
     assert outcome.status == 0, outcome.err
     assert outcome.out == "30 responses in answers.jsonl\n" and outcome.err == ""
     rows = lines(tmp_path / "answers.jsonl")
@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_answers_and_another_gives_others(generate,
 
 
 def test_an_answer_does_not_depend_on_how_many_are_drawn_beside_it(generate, tmp_path):
-    assert generate("samples=2", "engine.max_rows=1", output="alone.jsonl").status == 0
+    assert generate("samples=2", "engine.max_num_seqs=1", output="alone.jsonl").status == 0
     assert generate("samples=2", output="together.jsonl").status == 0
     assert lines(tmp_path / "alone.jsonl") == lines(tmp_path / "together.jsonl")
 

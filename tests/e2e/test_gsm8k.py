@@ -50,7 +50,7 @@ def test_fine_tuning_then_reinforcement_then_every_test_question_is_graded(recip
     few = ("eval.limit=6", *limits, *SMALL)
     recipe("sft", "recipes/gsm8k_sft.yaml", f"model={model}", "batch_size=4", "train.steps=3", *few)
     tuned = tmp_path / "gsm8k_sft" / "model"
-    smaller = ("rollout.prompts=3", "rollout.samples=2", "sampling.max_new_tokens=8", "train.steps=2")
+    smaller = ("rollout.prompts_per_step=3", "rollout.group_size=2", "sampling.max_new_tokens=8", "train.steps=2")
     recipe("rl", "recipes/gsm8k_grpo.yaml", f"model={tuned}", *smaller, *few)
     rows = read_rows(tmp_path / "gsm8k_grpo" / "metrics.jsonl")
     assert [r["step"] for r in rows] == [0, 1, 2]
@@ -72,7 +72,13 @@ def test_fine_tuning_then_reinforcement_then_every_test_question_is_graded(recip
 
 @pytest.mark.parametrize("name", ["reinforce", "ppo"])
 def test_the_other_algorithms_go_on_top_of_the_first(recipe, model, tmp_path, name):
-    words = ("rollout.prompts=3", "rollout.samples=2", "sampling.max_new_tokens=4", "train.steps=2", "eval.at_start=false")
+    words = (
+        "rollout.prompts_per_step=3",
+        "rollout.group_size=2",
+        "sampling.max_new_tokens=4",
+        "train.steps=2",
+        "eval.at_start=false",
+    )
     limits = ("data.max_prompt_tokens=2048", "eval.data.max_prompt_tokens=2048", "eval.sampling.max_new_tokens=4")
     files = ("recipes/gsm8k_grpo.yaml", f"recipes/gsm8k_{name}.yaml")
     critic = ("critic.warmup_steps=1",) if name == "ppo" else ()

@@ -70,7 +70,11 @@ def rollouts(run: Path) -> list[dict[str, Any]]:
 def test_every_kind_of_file_gives_the_same_prompts_and_labels(rl_config, tmp_path, capsys, write):
     path = write(tmp_path)
     capsys.readouterr()
-    run_rl(rl_config(data={"sources": [{"path": str(path)}], "columns": COLUMNS}, rollout={"prompts": 6}, train={"steps": 1}))
+    run_rl(
+        rl_config(
+            data={"sources": [{"path": str(path)}], "columns": COLUMNS}, rollout={"prompts_per_step": 6}, train={"steps": 1}
+        )
+    )
     seen = {
         (r["prompt"]["text"].split("\n")[1].removesuffix("<|im_end|>"), r["prompt"]["label"]) for r in rollouts(tmp_path / "run")
     }
@@ -90,7 +94,7 @@ def test_sources_are_blended_by_their_weights_and_each_has_its_own_reward(rl_con
         rl_config(
             data={"sources": [often, seldom], "blend": "sample"},
             reward={"terms": [{"function": ones, "name": "usual"}], "per_source": {"rare": [{"function": ones, "name": "own"}]}},
-            rollout={"prompts": 100, "samples": 2},
+            rollout={"prompts_per_step": 100, "group_size": 2},
             sampling={"max_new_tokens": 2},
             train={"steps": 1},
         )
@@ -160,7 +164,7 @@ def test_an_advantage_a_loss_a_filter_and_a_shaping_of_ones_own_are_what_runs(rl
                 "shaping": [{"name": f"{own}:minus_one", "options": {"by": 0.5}}],
                 "kl": {"coef": 0.0},
             },
-            rollout={"prompts": 4, "max_rounds": 4},
+            rollout={"prompts_per_step": 4, "max_rounds": 4},
             train={"steps": 2},
         )
     )

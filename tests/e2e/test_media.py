@@ -89,7 +89,7 @@ def tree(root: Path, tmp_path: Path) -> dict[str, Any]:
         "run": {"dir": str(tmp_path), "name": "run", "seed": 5},
         "model": {"path": str(root / "model"), "dtype": "float32"},
         "data": {"sources": [{"path": str(root / "train.jsonl")}]},
-        "rollout": {"prompts": 4, "samples": 4},
+        "rollout": {"prompts_per_step": 4, "group_size": 4},
         "sampling": {"max_new_tokens": 5},
         "reward": {"terms": [f"{root / 'rewards.py'}:ones"]},
         "algorithm": {"preset": "grpo"},
@@ -147,8 +147,10 @@ def test_a_kept_batch_with_media_replays_to_the_bit(tree, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_with_media_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path):
     rollout = {"oversample": 1.5, "carry_over": True}
-    tree = deep_merge(tree, {"checkpoint": {"every": 1, "keep": 10}, "train": {"mini_batches": 2}, "rollout": rollout})
-    tree = deep_merge(tree, {"algorithm": {"proximal": "behavior"}, "optimizer": {"lr_of": {"tower": 1e-3, "projector": 5e-3}}})
+    tree = deep_merge(tree, {"checkpoint": {"every": 1, "keep": 10}, "train": {"num_mini_batches": 2}, "rollout": rollout})
+    tree = deep_merge(
+        tree, {"algorithm": {"old_logprobs": "rollout"}, "optimizer": {"lr_of": {"tower": 1e-3, "projector": 5e-3}}}
+    )
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     killed = start(tree, "killed", "update", 5, tmp_path)
@@ -208,9 +210,9 @@ def test_with_eight_answers_a_prompt_a_tower_sees_each_picture_once_in_generatio
         "model": {"check_layout": False},
         "engine": {"check_logprobs": False},
         "data": {"sources": [str(root / "three.jsonl")]},
-        "rollout": {"prompts": 3, "samples": 8},
+        "rollout": {"prompts_per_step": 3, "group_size": 8},
         "algorithm": {"preset": "grpo", "kl": kl, "shaping": [], "filters": []},
-        "train": {"steps": 1, "mini_batches": 1, "updates": 2},
+        "train": {"steps": 1, "num_mini_batches": 1, "ppo_epochs": 2},
     }
     tree["data"] = {}
     run_rl(build(RLConfig, deep_merge(tree, once)))

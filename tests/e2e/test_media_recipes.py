@@ -99,12 +99,12 @@ def test_a_recipe_takes_a_step_on_rows_of_its_layout(name, family, reader, held_
         "run.progress=false",
         "log.tensorboard=false",
         "reward.workers=1",
-        "rollout.prompts=2",
-        "rollout.samples=2",
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=2",
         "sampling.max_new_tokens=4",
         "eval.sampling.max_new_tokens=4",
         "train.steps=1",
-        "train.mini_batches=1",
+        "train.num_mini_batches=1",
     )
     # A model with random weights may get no reward at all, and a run that learns nothing ends with 2.
     assert outcome.status == 0 or "nothing was trained (steps: 1)" in outcome.err, outcome.err

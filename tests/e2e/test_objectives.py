@@ -1,4 +1,4 @@
-"""Whole runs of objectives whose parts read something of their own: gates, corrections, controllers and further terms."""
+"""Whole runs of objectives whose parts read something of their own: token masks, corrections, controllers and further terms."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from lightrft.trainer.rl import run_rl
 
 KL = {"where": "loss", "coef": 0.2}
 OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
-    "m2po": ({"preset": "m2po"}, "policy/gate"),
-    "clip_cov": ({"preset": "clip_cov", "gates": [{"name": "clip_cov", "options": {"share": 0.2, "low": 0.0}}]}, "policy/gate"),
-    "kl_cov": ({"preset": "kl_cov"}, "policy/gate"),
-    "high_entropy": ({"preset": "high_entropy"}, "policy/gate"),
-    "decoupled": ({"preset": "gspo", "corrections": ["importance"]}, "policy/correction"),
-    "interpolated": ({"preset": "dapo", "proximal": "interpolated", "corrections": ["importance"]}, "policy/correction"),
+    "m2po": ({"preset": "m2po"}, "policy/token_mask"),
+    "clip_cov": (
+        {"preset": "clip_cov", "token_masks": [{"name": "clip_cov", "options": {"share": 0.2, "low": 0.0}}]},
+        "policy/token_mask",
+    ),
+    "kl_cov": ({"preset": "kl_cov"}, "policy/token_mask"),
+    "high_entropy": ({"preset": "high_entropy"}, "policy/token_mask"),
+    "decoupled": ({"preset": "gspo", "importance_sampling": ["importance"]}, "policy/correction"),
+    "interpolated": (
+        {"preset": "dapo", "old_logprobs": "interpolated", "importance_sampling": ["importance"]},
+        "policy/correction",
+    ),
     "sequence mask": (
-        {"preset": "cispo", "corrections": [{"name": "sequence_mask", "options": {"low": 0.5, "high": 2.0}}]},
+        {"preset": "cispo", "importance_sampling": [{"name": "sequence_mask", "options": {"low": 0.5, "high": 2.0}}]},
         "policy/correction",
     ),
     "weighted and scheduled KL": (
@@ -44,7 +50,7 @@ def varied(rl_config: Callable[..., RLConfig], tmp_path: Path) -> Callable[..., 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_of_several_parts_trains_and_logs_what_they_did(varied, tmp_path, name):
     algorithm, metric = OBJECTIVES[name]
-    summary = run_rl(varied(algorithm=algorithm, train={"steps": 2, "mini_batches": 2}))
+    summary = run_rl(varied(algorithm=algorithm, train={"steps": 2, "num_mini_batches": 2}))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert summary["finished"]
     assert all(metric in row for row in rows), rows[0].keys()
@@ -63,7 +69,7 @@ def test_a_run_resumed_in_the_middle_of_a_schedule_is_the_run_that_was_never_sto
     algorithm = {"preset": "clip_cov", "kl": {**KL, "controller": "linear", "steps": 4}, "entropy": {"target": 9.0}}
     over = {
         "algorithm": algorithm,
-        "train": {"mini_batches": 2},
+        "train": {"num_mini_batches": 2},
         "checkpoint": {"every": 2, "keep": 9},
     }
     run_rl(varied(**over, run={"name": "whole"}))
@@ -71,5 +77,5 @@ def test_a_run_resumed_in_the_middle_of_a_schedule_is_the_run_that_was_never_sto
     halfway = tmp_path / "whole" / "checkpoints" / "step_000002"
     run_rl(varied(**over, run={"name": "again", "resume": str(halfway)}))
     again = read_rows(tmp_path / "again" / "metrics.jsonl")
-    names = ("policy/kl_coef", "policy/entropy_coef", "policy/loss", "policy/grad_norm", "policy/gate")
+    names = ("policy/kl_coef", "policy/entropy_coef", "policy/loss", "policy/grad_norm", "policy/token_mask")
     assert [[row[n] for n in names] for row in again[-2:]] == [[row[n] for n in names] for row in whole[-2:]]

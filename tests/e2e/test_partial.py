@@ -27,8 +27,8 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
         rl_tree,
         {
             "reward": {"terms": [f"{folder}:sometimes_fails"]},
-            "algorithm": {"corrections": ["tis"]},
-            "rollout": {"partial": True, "step_tokens": 7, "oversample": 2.0, "max_rounds": 3},
+            "algorithm": {"importance_sampling": ["tis"]},
+            "rollout": {"partial": True, "max_tokens_per_step": 7, "oversample": 2.0, "max_rounds": 3},
             "sampling": {"max_new_tokens": 24, "stop_token_ids": list(range(4, 8))},
             "checkpoint": {"every": 1, "keep": 10},
             "train": {"steps": 7},
@@ -66,7 +66,7 @@ def test_answers_grow_over_several_versions_and_no_token_is_lost(tree, tmp_path,
 
 
 def test_without_a_pause_what_oversampling_leaves_unfinished_goes_on(tree, tmp_path):
-    run_rl(config(tree, rollout={"step_tokens": None, "oversample": 3.0}))
+    run_rl(config(tree, rollout={"max_tokens_per_step": None, "oversample": 3.0}))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert all(r["rollout/groups"] == 3 and "rollout/dropped/aborted" not in r for r in rows)
     assert any(len(set(r["versions"])) > 1 for r in answers(tmp_path / "run"))

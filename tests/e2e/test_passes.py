@@ -53,7 +53,7 @@ def test_a_step_makes_the_passes_that_are_shown(rl_config, teacher: Path, tmp_pa
         "engine": {"check_logprobs": False},
         "algorithm": {"preset": preset},
         "reward": {"terms": [f"{tmp_path}/reward.py:reward"]},
-        "train": {"steps": 1, "updates": updates},
+        "train": {"steps": 1, "ppo_epochs": updates},
     }
     taught = {"teacher": {"path": str(teacher)}} if preset == "opd" else {}
     config = rl_config(**deep_merge(tree, taught))

@@ -171,7 +171,7 @@ def test_paused_and_killed_ranks_have_all_start_again_until_restarts_are_used_up
     nodes, tree, tmp_path, caplog
 ):
     """Not for a pause that is shorter than the limit."""
-    over = {"launch": {"ray": {"restarts": 1}}, "strategy": {"timeout": PATIENCE / 60}}
+    over = {"launch": {"ray": {"restarts": 1}}, "strategy": {"timeout_minutes": PATIENCE / 60}}
     config = config_of(tree, tmp_path, "cluster", **deep_merge(TWO, over))
     acts = {1: stopped(rank(1), seconds=3), 2: killed(rank(0)), 3: stopped(rank(1))}
     with pytest.raises(RankError) as caught:
@@ -250,7 +250,7 @@ def test_supervised_training_runs_there_too_and_an_error_of_the_program_is_the_c
     kept = {name: tree[name] for name in ("model", "data", "log")}
     kept |= {
         "strategy": {"device": "cpu"},
-        "train": {"steps": 2, "micro_batch_tokens": 60},
+        "train": {"steps": 2, "max_tokens_per_micro_batch": 60},
         "batch_size": 5,
         "run": {"threads": 1, "dir": str(tmp_path)},
     }
@@ -263,7 +263,13 @@ def test_supervised_training_runs_there_too_and_an_error_of_the_program_is_the_c
 
 
 def test_room_that_the_cluster_has_not_is_an_error_that_says_what_is_there(nodes, tree, tmp_path):
-    over = {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 64, "address": nodes.address, "wait": 0.02}}}
+    over = {
+        "launch": {
+            "kind": "ray",
+            "processes": 2,
+            "ray": {"cpus": 64, "address": nodes.address, "placement_timeout_minutes": 0.02},
+        }
+    }
     said = r"2 ranks and 0 workers ask for 128 CPU in 2 bundles \(PACK\), and the cluster has \d CPU .* launch\.ray\.wait = 0\.02 min"
     with pytest.raises(ResourceError, match=said):
         run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), NullObserver())

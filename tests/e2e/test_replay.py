@@ -34,7 +34,7 @@ def without_rewards(batch: Batch) -> Batch:
 def test_every_phase_again_gives_the_batch_and_the_metrics_of_the_run(rl_config, tmp_path, preset, step):
     over = {
         "algorithm": {"preset": preset, "filters": []},
-        "train": {"updates": 2, "mini_batches": 2},
+        "train": {"ppo_epochs": 2, "num_mini_batches": 2},
         "optimizer": {"schedule": "cosine"},
     }
     run_rl(rl_config(**over, **KEPT))
@@ -67,7 +67,7 @@ def test_other_settings_make_something_else_of_the_same_answers(rl_config, data_
 
 
 def test_a_run_with_generation_ahead_is_replayed_too(rl_config, tmp_path):
-    run_rl(rl_config(rollout={"staleness": 1}, algorithm={"corrections": ["tis"]}, **KEPT))
+    run_rl(rl_config(rollout={"staleness": 1}, algorithm={"importance_sampling": ["tis"]}, **KEPT))
     row = read_rows(tmp_path / "run" / "metrics.jsonl")[2]
     found = replay(tmp_path / "run", 3).metrics.compute()
     assert {k: v for k, v in row.items() if k in found} == found

@@ -74,8 +74,8 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
         {
             "checkpoint": {"every": 1, "keep": 10},
             "algorithm": {"preset": "ppo", "kl": kl, "normalize": {"rewards": "standard", "values": True}},
-            "train": {"mini_batches": 2, "updates": 2},
-            "optimizer": {"schedule": "cosine", "warmup": 2},
+            "train": {"num_mini_batches": 2, "ppo_epochs": 2},
+            "optimizer": {"schedule": "cosine", "warmup_steps": 2},
         },
     )
 
@@ -107,7 +107,7 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, whe
 def test_pass_rates_and_groups_that_are_carried_over_survive_a_kill(tree, tmp_path):
     rollout = {"oversample": 1.5, "carry_over": True, "curriculum": {"name": "priority"}}
     together = {"min_new_tokens": 6}  # so that groups are left over
-    tree = deep_merge(tree, {"rollout": rollout, "algorithm": {"proximal": "behavior"}, "sampling": together})
+    tree = deep_merge(tree, {"rollout": rollout, "algorithm": {"old_logprobs": "rollout"}, "sampling": together})
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     killed = start(tree, "killed", "update", 18, tmp_path)

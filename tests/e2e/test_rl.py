@@ -52,7 +52,7 @@ def test_every_sampled_token_is_trained_filtered_or_failed(rl_config, data_folde
     config = rl_config(
         reward={"terms": [f"{data_folder / 'rewards.py'}:sometimes_fails"]},
         algorithm={"filters": ["zero_variance"]},
-        rollout={"samples": 3, "max_rounds": 4},
+        rollout={"group_size": 3, "max_rounds": 4},
     )
     run_rl(config)
     for row in rows_of(tmp_path / "run"):
@@ -61,19 +61,19 @@ def test_every_sampled_token_is_trained_filtered_or_failed(rl_config, data_folde
             for line in (tmp_path / "run" / "rollouts" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()
         ]
         sampled = sum(len(r["token_ids"]) for r in written)
-        assert row["rollout/sampled"] == sampled
-        assert sampled == row["rollout/trained"] + row["rollout/filtered"] + row["rollout/failed"]
-        assert row["rollout/failed"] == sum(len(r["token_ids"]) for r in written if r["failed"])
-        assert row["rollout/trained"] == sum(len(r["advantages"]) for r in written)
-    assert sum(r["rollout/failed"] for r in rows_of(tmp_path / "run")) > 0
-    assert sum(r["rollout/filtered"] for r in rows_of(tmp_path / "run")) > 0
+        assert row["rollout/tokens_sampled"] == sampled
+        assert sampled == row["rollout/tokens_trained"] + row["rollout/tokens_filtered"] + row["rollout/tokens_failed"]
+        assert row["rollout/tokens_failed"] == sum(len(r["token_ids"]) for r in written if r["failed"])
+        assert row["rollout/tokens_trained"] == sum(len(r["advantages"]) for r in written)
+    assert sum(r["rollout/tokens_failed"] for r in rows_of(tmp_path / "run")) > 0
+    assert sum(r["rollout/tokens_filtered"] for r in rows_of(tmp_path / "run")) > 0
 
 
 def test_filtered_groups_are_replaced_up_to_the_exact_batch(rl_config, data_folder, tmp_path):
     config = rl_config(
         reward={"terms": [f"{data_folder / 'rewards.py'}:sometimes_fails"]},
         algorithm={"filters": ["zero_variance"]},
-        rollout={"samples": 3, "max_rounds": 50},
+        rollout={"group_size": 3, "max_rounds": 50},
     )
     run_rl(config)
     rows = rows_of(tmp_path / "run")
@@ -107,7 +107,7 @@ def test_a_bfloat16_run_keeps_float32_master_weights_in_its_checkpoint(rl_config
 def test_gradient_checkpointing_and_small_micro_batches_change_no_weight_beyond_rounding(rl_config, tmp_path, preset):
     steady: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}  # or Adam would make rounding as large as a gradient
     own = {"optimizer": steady, **({"critic": {"optimizer": steady}} if preset == "ppo" else {})}
-    thrift = {"model": {"gradient_checkpointing": True}, "train": {"micro_batch_tokens": 24}}
+    thrift = {"model": {"gradient_checkpointing": True}, "train": {"max_tokens_per_micro_batch": 24}}
     run_rl(rl_config(run={"name": "plain"}, algorithm={"preset": preset}, **own))
     run_rl(rl_config(run={"name": "thrifty"}, algorithm={"preset": preset}, **own, **thrift))
     plain, thrifty = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "thrifty"))
@@ -126,7 +126,7 @@ def test_reward_rises_and_a_wrong_sign_makes_it_fall(rl_config, data_folder, tmp
                 run={"name": name},
                 algorithm={"preset": preset, "kl": {"coef": 0.0}},
                 reward={"terms": [f"{data_folder / 'rewards.py'}:{function}"]},
-                rollout={"prompts": 8, "samples": 8},
+                rollout={"prompts_per_step": 8, "group_size": 8},
                 sampling={"min_new_tokens": 6},
                 train={"steps": 25},
                 **({"critic": {"optimizer": {"lr": 1e-2}}} if preset == "ppo" else {}),
@@ -143,7 +143,7 @@ def test_reward_rises_and_a_wrong_sign_makes_it_fall(rl_config, data_folder, tmp
     [
         ({"reward": {"terms": []}}, "reward.terms is empty"),
         ({"data": {"sources": []}}, "data.sources is empty"),
-        ({"rollout": {"samples": 1}}, "rollout.samples = 1"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size = 1"),
         ({"model": {"path": ""}}, "model.path is empty"),
         ({"algorithm": {"advantage": {"name": "grppo"}}}, "grpo"),
         ({"algorithm": {"filters": [{"name": "reward_bounds", "options": {"lo": 1}}]}}, "reward_bounds"),
@@ -171,8 +171,8 @@ def test_a_run_with_every_part_of_drawing_accounts_for_every_token(rl_config, da
     rows = rows_of(tmp_path / "run")
     for row in rows:
         filtered = sum(value for name, value in row.items() if name.startswith("rollout/filtered/"))
-        assert row["rollout/filtered"] == filtered
-        assert row["rollout/sampled"] == row["rollout/trained"] + filtered + row["rollout/failed"]
+        assert row["rollout/tokens_filtered"] == filtered
+        assert row["rollout/tokens_sampled"] == row["rollout/tokens_trained"] + filtered + row["rollout/tokens_failed"]
         assert row["rollout/filtered/baseline"] > 0
         assert row["rollout/filtered/not_selected"] > 0
         assert 0 <= row["rollout/dropped_share"] < 1

@@ -56,7 +56,7 @@ def test_a_policy_comes_near_to_its_teacher_without_any_reward(rl_config, teache
         algorithm={"preset": "opd", "distill": {"kind": kind}},
         teacher={"path": str(teacher_folder)},
         reward={"terms": []},
-        rollout={"prompts": 6, "samples": 4},
+        rollout={"prompts_per_step": 6, "group_size": 4},
         sampling={"min_new_tokens": 6},
         train={"steps": 12},
     )
@@ -66,12 +66,12 @@ def test_a_policy_comes_near_to_its_teacher_without_any_reward(rl_config, teache
     name = "policy/teacher_kl" if kind == "sampled" else "policy/divergence"
     start, end = (sum(r[name] for r in part) / 2 for part in (rows[:2], rows[-2:]))
     assert 0 < end < 0.8 * start
-    assert sum(r["rollout/failed"] for r in rows) == 0
+    assert sum(r["rollout/tokens_failed"] for r in rows) == 0
 
 
 def test_distillation_goes_on_from_a_checkpoint_bit_for_bit(rl_config, teacher_folder, tmp_path):
     over = {"algorithm": {"preset": "opd"}, "teacher": {"path": str(teacher_folder)}, "reward": {"terms": []}}
-    assert_goes_on_bit_for_bit(rl_config, tmp_path, rollout={"samples": 1}, **over)
+    assert_goes_on_bit_for_bit(rl_config, tmp_path, rollout={"group_size": 1}, **over)
 
 
 def test_a_teacher_beside_a_reward_changes_the_advantages_of_each_token(rl_config, teacher_folder, tmp_path):
@@ -106,14 +106,14 @@ def test_a_reference_that_never_moves_is_not_saved(rl_config, tmp_path):
 
 PRIME = {
     "algorithm": {"preset": "prime", "filters": []},
-    "process": {"threshold": 0.02, "beta": 0.5, "optimizer": {"lr": 1e-2}},
+    "prm": {"threshold": 0.02, "beta": 0.5, "optimizer": {"lr": 1e-2}},
     "sampling": {"min_new_tokens": 6},
 }
 
 
 @pytest.mark.parametrize("forward", ["single", "double"])
 def test_a_process_reward_model_is_trained_saved_and_goes_on_bit_for_bit(rl_config, tmp_path, forward):
-    over = deep_merge(PRIME, {"process": {"forward": forward}})
+    over = deep_merge(PRIME, {"prm": {"forward": forward}})
     assert_goes_on_bit_for_bit(rl_config, tmp_path, **over)
     states = [load_file(tmp_path / "whole" / "checkpoints" / f"step_{n:06d}" / "process" / "state.safetensors") for n in (1, 3)]
     assert any(not states[0][k].equal(states[1][k]) for k in states[0] if k.startswith("weights/"))
@@ -124,7 +124,7 @@ def test_a_process_reward_model_is_trained_saved_and_goes_on_bit_for_bit(rl_conf
 
 def test_the_first_process_rewards_of_a_single_forward_are_nothing_and_those_of_a_double_one_are_not(rl_config, tmp_path):
     for forward in ("single", "double"):
-        over = deep_merge(PRIME, {"process": {"forward": forward}})
+        over = deep_merge(PRIME, {"prm": {"forward": forward}})
         run_rl(rl_config(run={"name": forward}, train={"steps": 1}, **over))
 
     def even(name: str) -> list[bool]:
@@ -137,14 +137,14 @@ def test_the_first_process_rewards_of_a_single_forward_are_nothing_and_those_of_
 
 def test_a_process_reward_model_learns_to_foretell_outcomes(rl_config, tmp_path):
     over = deep_merge(PRIME, {"optimizer": {"lr": 0.0}})
-    run_rl(rl_config(rollout={"prompts": 6, "samples": 8}, train={"steps": 12}, **over))
+    run_rl(rl_config(rollout={"prompts_per_step": 6, "group_size": 8}, train={"steps": 12}, **over))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert sum(r["process/loss"] for r in rows[-3:]) < 0.8 * sum(r["process/loss"] for r in rows[:3])
 
 
 def test_supervised_data_beside_the_rollouts_is_learned_and_its_place_is_saved(rl_config, data_folder, tmp_path):
     ptx = {"coef": 1.0, "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]}, "batch_size": 4}
-    assert_goes_on_bit_for_bit(rl_config, tmp_path, steps=4, ptx=ptx, train={"mini_batches": 2})
+    assert_goes_on_bit_for_bit(rl_config, tmp_path, steps=4, ptx=ptx, train={"num_mini_batches": 2})
     state = load_state(tmp_path / "whole" / "checkpoints" / "step_000004" / "trainer")
     assert "ptx" in state
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
@@ -188,7 +188,7 @@ def test_supervised_data_is_learned_also_where_no_answer_has_an_advantage(rl_con
         ),
         ({"algorithm": {"kl": {"where": "none", "coef": 0.0, "refresh_every": 3}}}, "refresh_every = 3 changes nothing"),
         ({"algorithm": {"kl": {"refresh_every": 3}}, "model": {"lora": {"rank": 2}}}, "model.lora=null"),
-        ({"process": {"beta": 0.1}}, "process changes nothing"),
+        ({"prm": {"beta": 0.1}}, "process changes nothing"),
         ({"critic": {"warmup_steps": 3}}, "critic changes nothing: advantage 'grpo' has no critic"),
         ({"algorithm": "dr_grpo", "reference": "x"}, "reference = 'x' changes nothing"),
         ({"ptx": {"coef": 0.1}}, "needs ptx.data.sources"),

@@ -78,7 +78,7 @@ def test_only_the_answers_tokens_are_counted_and_trained(sft, data_folder):
 def test_micro_batches_change_nothing(sft, tmp_path):
     above = {"eps": 1e-4}  # rounding, which Adam would make as large as a gradient
     whole = sft(run={"name": "whole"}, optimizer=above)
-    split = sft(run={"name": "split"}, optimizer=above, train={"micro_batch_tokens": 40})
+    split = sft(run={"name": "split"}, optimizer=above, train={"max_tokens_per_micro_batch": 40})
     assert [r["loss"] for r in whole] == pytest.approx([r["loss"] for r in split], abs=1e-5)
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "split")
     assert all(torch.allclose(one[k], other[k], rtol=0, atol=1e-5) for k in one)

@@ -46,8 +46,8 @@ def rl(capsys, monkeypatch, model_folder, data_folder, tmp_path) -> Rl:
         "reward.terms": "[own.py:varied]",
         "algorithm.kl.where": "none",
         "algorithm.kl.coef": 0,
-        "rollout.prompts": 2,
-        "rollout.samples": 4,
+        "rollout.prompts_per_step": 2,
+        "rollout.group_size": 4,
         "sampling.max_new_tokens": 4,
         "train.steps": 2,
         "log.tensorboard": "false",
@@ -70,7 +70,7 @@ def warnings(outcome: Outcome) -> list[str]:
 
 
 def test_a_reward_that_raises_on_some_samples_is_said_with_the_share_and_the_cause(rl, tmp_path):
-    outcome = rl("reward.terms=[own.py:one_in_four]", "rollout.samples=8")
+    outcome = rl("reward.terms=[own.py:one_in_four]", "rollout.group_size=8")
     assert outcome.status == 0
     failed = [row["rollout/frac_reward_failed"] for row in rows(tmp_path)]
     assert any(0 < share < 1 for share in failed)
@@ -94,7 +94,7 @@ def test_a_constant_reward_with_a_kl_term_has_learned_nothing_either(rl):
 
 
 def test_a_reward_of_0_for_several_steps_is_said_once_and_again_when_the_number_has_doubled(rl, tmp_path):
-    outcome = rl("reward.terms=[own.py:zero]", "train.steps=6", "rollout.samples=2")
+    outcome = rl("reward.terms=[own.py:zero]", "train.steps=6", "rollout.group_size=2")
     assert [row["rollout/steps_reward_zero"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
     said = [line for line in warnings(outcome) if "every reward was 0" in line]
     assert [line.split("in the last ")[1][0] for line in said] == list("36")
@@ -118,7 +118,10 @@ def test_a_run_that_learns_says_nothing(rl):
         (["optimizer.lr=1000"], ["optimizer", "lr = 1000", "AdamW", "1e-6"]),
         (["eval.every=2"], ["eval.every = 2", "eval.data.sources"]),
         (["checkpoint.best=eval/acc"], ["checkpoint.best = 'eval/acc'", "eval.data.sources"]),
-        (["rollout.prompts=11"], ["rollout.prompts = 11", "10 prompts", "lower rollout.prompts to 10"]),
+        (
+            ["rollout.prompts_per_step=11"],
+            ["rollout.prompts_per_step = 11", "10 prompts", "lower rollout.prompts_per_step to 10"],
+        ),
         (["algorithm={preset: grpo, preset: dapo}"], ["algorithm", "'preset' is given twice"]),
     ],
 )

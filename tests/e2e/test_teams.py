@@ -33,13 +33,13 @@ from tests.e2e.several import PRESETS, check_equal, config_file, rows_with_pictu
 from tests.e2e.teams import MEDIA, PLANNED
 from tests.model_helpers import float32_bound, small_actor, small_model
 
-SEQUENCE, TENSOR, BOTH = {"sequence": 2}, {"tensor": 2}, {"tensor": 2, "sequence": 2}
+SEQUENCE, TENSOR, BOTH = {"sequence_parallel": 2}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": 2}
 CELLS: dict[int, list[tuple[str, dict[str, int]]]] = {
     2: [
         *((name, SEQUENCE) for name in (*PRESETS, "pictures")),
         *((name, TENSOR) for name in ("ppo", "pictures", "ppo taken up", "lora", "lora taken up", "lora left")),
     ],
-    4: [("grpo", SEQUENCE), ("lora", {"sequence": 4}), ("lora", TENSOR), ("ppo", BOTH)],
+    4: [("grpo", SEQUENCE), ("lora", {"sequence_parallel": 4}), ("lora", TENSOR), ("ppo", BOTH)],
 }
 """By the number of processes, the runs and how teams work in them. One process has begun what is taken up, and ends what is left.
 Five groups are more than teams, and do not divide by two of them."""
@@ -61,10 +61,10 @@ def trees_in(folder: Path, data: Path) -> dict[str, dict[str, Any]]:
         "run": {"seed": 5},
         "model": {"path": str(folder / "four"), "dtype": "float32"},
         "data": {"sources": [{"path": str(data / "train.jsonl")}]},
-        "rollout": {"prompts": 5, "samples": 3},
+        "rollout": {"prompts_per_step": 5, "group_size": 3},
         "sampling": {"max_new_tokens": 6},
         "reward": {"terms": [f"{data / 'rewards.py'}:ones"]},
-        "train": {"micro_batch_tokens": 60, "steps": 2},
+        "train": {"max_tokens_per_micro_batch": 60, "steps": 2},
         "optimizer": {"lr": 1e-3, "eps": 1e-4},
         "log": {"tensorboard": False},
     }
@@ -158,7 +158,7 @@ def test_processes_that_teams_do_not_divide_are_refused():
         with pytest.raises(
             ConfigError, match=rf"^4 processes work .* the {ranks.size} of this run; .*launch.processes to a multiple of 4"
         ):
-            strategy_of(StrategyConfig(sequence=2, tensor=2, device="cpu"), ranks)
+            strategy_of(StrategyConfig(sequence_parallel=2, tensor_parallel=2, device="cpu"), ranks)
 
 
 @pytest.mark.parametrize("name", ["tensor", "sequence"])
@@ -171,7 +171,7 @@ def test_teams_are_refused_with_a_strategy_that_has_none(kind, name):
 @pytest.mark.parametrize(("ranks", "way"), [(3, "set it to 1 or 2$"), (8, "set it to 1 or 2 or 4$")])
 def test_heads_that_a_team_does_not_divide_are_refused_with_what_would(ranks, way):
     actor = small_actor("qwen2")
-    with pytest.raises(ModelError, match=rf"strategy.sequence = {ranks} does not divide the 4 heads .*{way}"):
+    with pytest.raises(ModelError, match=rf"strategy.sequence_parallel = {ranks} does not divide the 4 heads .*{way}"):
         actor.team = ModelParallelGroup(0, ranks)
 
 
@@ -179,7 +179,8 @@ def test_heads_are_shared_out_among_those_that_shared_layers_leave():
     actor = small_actor("qwen2", num_attention_heads=4, num_key_value_heads=2)
     actor.team = ModelParallelGroup(0, 4)
     with pytest.raises(
-        ModelError, match=r"strategy.sequence = 4 .* the 2 heads .* strategy.tensor = 2 leaves .*1 of keys.*set it to 1 or 2$"
+        ModelError,
+        match=r"strategy.sequence_parallel = 4 .* the 2 heads .* strategy.tensor_parallel = 2 leaves .*1 of keys.*set it to 1 or 2$",
     ):
         actor.team = ModelParallelGroup(0, 4, tensor=2)
     actor.team = ModelParallelGroup(0, 2, tensor=2)
@@ -187,7 +188,9 @@ def test_heads_are_shared_out_among_those_that_shared_layers_leave():
 
 def test_rows_of_their_own_are_refused_in_a_team():
     actor = small_actor("qwen2", layout="padded")
-    with pytest.raises(ModelError, match=r"strategy.sequence = 2 .*model.layout = padded.*set strategy.sequence=1"):
+    with pytest.raises(
+        ModelError, match=r"strategy.sequence_parallel = 2 .*model.layout = padded.*set strategy.sequence_parallel=1"
+    ):
         actor.team = ModelParallelGroup(0, 2)
 
 
@@ -200,13 +203,13 @@ def test_rows_of_their_own_are_refused_in_a_team():
     ],
 )
 def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(family, options, why):
-    with pytest.raises(ConfigError, match=rf"strategy.tensor = 4: .*{why}.*set strategy.tensor=1"):
+    with pytest.raises(ConfigError, match=rf"strategy.tensor_parallel = 4: .*{why}.*set strategy.tensor_parallel=1"):
         shard_layers(small_actor(family, **options), SimpleNamespace(size=lambda: 4))
 
 
 def test_adapters_with_weight_decomposition_are_refused_where_layers_are_shared_out():
     actor = Actor(add_adapters(small_actor("qwen2").base, LoRAConfig(rank=4, dora=True)))
     with pytest.raises(
-        ConfigError, match=r"strategy.tensor = 2: model.lora.dora = true .*set model.lora.dora=false; or set strategy"
+        ConfigError, match=r"strategy.tensor_parallel = 2: model.lora.dora = true .*set model.lora.dora=false; or set strategy"
     ):
         shard_layers(actor, SimpleNamespace(size=lambda: 2))

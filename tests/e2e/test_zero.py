@@ -26,7 +26,7 @@ def cells(uneven_tree, teacher_folder, tmp_path) -> dict[str, Tree]:
     save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
     rows = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
-    optimizer = {"max_grad_norm": 0.05, "weight_decay": 0.1, "schedule": "cosine", "warmup": 2, "lr_of": {"language": 2e-3}}
+    optimizer = {"max_grad_norm": 0.05, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2, "lr_of": {"language": 2e-3}}
     recomputed = {"optimizer": optimizer, "model": {"gradient_checkpointing": True}}
     trees: dict[str, Tree] = {
         "ppo": PRESETS["ppo"],
@@ -36,7 +36,7 @@ def cells(uneven_tree, teacher_folder, tmp_path) -> dict[str, Tree]:
         "averages": BEYOND["averages"],
         "distils": BEYOND["distils"] | {"teacher": {"path": str(teacher_folder)}},
         "refills": BEYOND["refills"],
-        "few": {"rollout": {"prompts": 2, "samples": 2}, "train": {"steps": 2}},
+        "few": {"rollout": {"prompts_per_step": 2, "group_size": 2}, "train": {"steps": 2}},
         "long": deep_merge(PRESETS["ppo"], {"eval": {"every": 1}, "train": {"steps": len(MOVES)}}),
     }
     return {name: deep_merge(uneven_tree, tree) for name, tree in trees.items()}

@@ -100,12 +100,12 @@ def gated(case: Case, rows: Rows, kept: Mask) -> Rows:
 
 
 def clip_cov(case: Case, advantages: Rows, low: float, high: float, chosen: Mask) -> Rows:
-    """PPO, and nothing on the tokens ``chosen`` (see ``oracles_gates``). Entropy mechanism, arXiv 2505.22617."""
+    """PPO, and nothing on the tokens ``chosen`` (see ``oracles_token_masks``). Entropy mechanism, arXiv 2505.22617."""
     return gated(case, ppo(case, advantages, low, high), [[not c for c in row] for row in chosen])
 
 
 def kl_cov(case: Case, advantages: Rows, beta: float, chosen: Mask) -> Rows:
-    """-r A, plus beta |log r| on the tokens ``chosen`` (see ``oracles_gates``). Entropy mechanism, arXiv 2505.22617.
+    """-r A, plus beta |log r| on the tokens ``chosen`` (see ``oracles_token_masks``). Entropy mechanism, arXiv 2505.22617.
     At r = 1 the penalty has no gradient."""
     rows = unclipped(case, advantages)
     for i in range(len(case)):

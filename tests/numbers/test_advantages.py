@@ -61,7 +61,7 @@ def test_reinforce_is_the_discounted_return(gamma: float, case: Case, seed: int)
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0), (0.97, 1.0), (0.5, 0.0), (0.0, 0.5)])
 def test_gae_is_the_sum_of_discounted_errors(gamma: float, lam: float, case: Case, seed: int) -> None:
     (rewards,) = rows_for(case, seed)
-    settings = AdvantageConfig(name="gae", gamma=gamma, lam=lam)
+    settings = AdvantageConfig(name="gae", gamma=gamma, gae_lambda=lam)
     advantages, returns = ADVANTAGES["gae"](batch_of(case), tensor_of(rewards), settings)
     expected = oracles.gae(case, rewards, gamma, lam)
     assert_equal(advantages, expected[0])
@@ -73,7 +73,7 @@ def test_gae_with_lambda_one_is_monte_carlo_less_the_value(case: Case, seed: int
     (rewards,) = rows_for(case, seed)
     case.truncated = [False] * len(case)
     batch = batch_of(case)
-    _, returns = ADVANTAGES["gae"](batch, tensor_of(rewards), AdvantageConfig(name="gae", gamma=0.9, lam=1.0))
+    _, returns = ADVANTAGES["gae"](batch, tensor_of(rewards), AdvantageConfig(name="gae", gamma=0.9, gae_lambda=1.0))
     monte_carlo, _ = ADVANTAGES["reinforce"](batch, tensor_of(rewards), AdvantageConfig(name="reinforce", gamma=0.9))
     assert_equal(returns, monte_carlo.tolist())
 
@@ -81,7 +81,7 @@ def test_gae_with_lambda_one_is_monte_carlo_less_the_value(case: Case, seed: int
 @every_case()
 def test_gae_with_lambda_zero_is_the_temporal_difference(case: Case, seed: int) -> None:
     (rewards,) = rows_for(case, seed)
-    advantages, _ = ADVANTAGES["gae"](batch_of(case), tensor_of(rewards), AdvantageConfig(name="gae", gamma=0.9, lam=0.0))
+    advantages, _ = ADVANTAGES["gae"](batch_of(case), tensor_of(rewards), AdvantageConfig(name="gae", gamma=0.9, gae_lambda=0.0))
     flat = iter(advantages.tolist())
     for i in range(len(case)):
         found = [next(flat) for _ in range(case.lengths[i])]
@@ -96,7 +96,7 @@ def test_gae_with_lambda_zero_is_the_temporal_difference(case: Case, seed: int) 
 @pytest.mark.parametrize("name", ["reinforce", "gae"])
 def test_tokens_that_were_not_sampled_are_no_steps(name: str, case: Case, seed: int) -> None:
     (rewards,) = rows_for(case, seed)
-    settings = AdvantageConfig(name=name, gamma=0.9, lam=0.8)
+    settings = AdvantageConfig(name=name, gamma=0.9, gae_lambda=0.8)
     batch = batch_of(case)
     with_holes = ADVANTAGES[name](batch, tensor_of(rewards), settings)
     kept = batch.mask
@@ -204,7 +204,7 @@ def test_gae_by_hand() -> None:
     # r = 0, 0, 1; V = 1, 2, 4; gamma 1/2, lam 1/2. delta = 0+1-1, 0+2-2, 1+0-4 = 0, 0, -3; A = -3/16, -3/4, -3
     case = plain_case([[True, True, True]], [0])
     case.values, case.truncated = [[1.0, 2.0, 4.0]], [False]
-    settings = AdvantageConfig(name="gae", gamma=0.5, lam=0.5)
+    settings = AdvantageConfig(name="gae", gamma=0.5, gae_lambda=0.5)
     rewards = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     advantages, returns = ADVANTAGES["gae"](batch_of(case), rewards, settings)
     assert advantages.tolist() == [-0.1875, -0.75, -3.0]
@@ -219,7 +219,7 @@ def test_gae_passes_tool_tokens_through() -> None:
     case = plain_case([[True, False, False, True, True, False]], [0])
     case.values, case.truncated = [[1.0, 99.0, 98.0, 2.0, 4.0, 97.0]], [False]
     rewards = torch.tensor([0.0, 9.0, 9.0, 0.0, 1.0, 9.0], dtype=torch.float64)
-    found = ADVANTAGES["gae"](batch_of(case), rewards, AdvantageConfig(name="gae", gamma=0.5, lam=0.5))
+    found = ADVANTAGES["gae"](batch_of(case), rewards, AdvantageConfig(name="gae", gamma=0.5, gae_lambda=0.5))
     assert found[0].tolist() == [-0.1875, 0, 0, -0.75, -3.0, 0]
     assert found[1].tolist() == [0.8125, 0, 0, 1.25, 1.0, 0]
 

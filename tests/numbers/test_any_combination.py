@@ -68,17 +68,22 @@ def combination(rng: random.Random) -> dict[str, Any]:
     kl = {"where": where, "estimator": rng.choice(sorted(KL_ESTIMATORS)), "coef": 0.1, **maybe(0.2, weighted=True)}
     return {
         "preset": None,
-        "advantage": {"name": rng.choice(sorted(ADVANTAGES)), "whiten": rng.choice(["none", "none", "group", "batch"])},
+        "advantage": {"name": rng.choice(sorted(ADVANTAGES)), "normalize": rng.choice(["none", "none", "group", "batch"])},
         "loss": {"name": rng.choice(sorted(POLICY_LOSSES)), **maybe(0.2, ratio="sequence"), **maybe(0.2, ratio="sequence_token")},
         "aggregation": rng.choice(sorted(AGGREGATIONS)),
-        "proximal": rng.choice(["policy", "policy", "behavior", "interpolated"]),
-        "corrections": some(IS_CORRECTIONS, [0, 0, 1, 2]),
-        "gates": some(TOKEN_MASKS, [0, 0, 1, 2]),
+        "old_logprobs": rng.choice(["policy", "policy", "rollout", "interpolated"]),
+        "importance_sampling": some(IS_CORRECTIONS, [0, 0, 1, 2]),
+        "token_masks": some(TOKEN_MASKS, [0, 0, 1, 2]),
         "shaping": some(SHAPINGS, [0, 0, 1]),
         **({} if where == "none" else {"kl": kl}),
         **maybe(0.3, entropy={"coef": rng.choice([0.01, -0.1])}),
         **maybe(
-            0.3, drift={"coef": 0.1, "estimator": rng.choice(sorted(KL_ESTIMATORS)), "level": rng.choice(["token", "response"])}
+            0.3,
+            policy_drift={
+                "coef": 0.1,
+                "estimator": rng.choice(sorted(KL_ESTIMATORS)),
+                "level": rng.choice(["token", "response"]),
+            },
         ),
         **maybe(0.3, positive_nll={"coef": 0.1, "threshold": 0.5}),
         **maybe(
@@ -128,19 +133,19 @@ def batch_for(rng: random.Random) -> tuple[Batch, Tensor]:
 def mini_batch(algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, on_policy: bool) -> tuple[Batch, Objective]:
     """As the phases of a step leave it; ``on_policy`` without old log-probs, which a single update does not need."""
     config, controls = RLConfig(algorithm=algorithm), Controllers.of(algorithm)
-    if algorithm.proximal == "behavior":
+    if algorithm.old_logprobs == "rollout":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
     batch = with_loss_weights(
         with_advantages(batch, config, controls, Requirements.of(config.algorithm)),
         config.algorithm,
         config.sampling.max_new_tokens,
     )
-    if algorithm.proximal == "interpolated" or (on_policy and algorithm.proximal == "policy"):
+    if algorithm.old_logprobs == "interpolated" or (on_policy and algorithm.old_logprobs == "policy"):
         batch = batch.replace(old_logprobs=None)
     if "current" in Requirements.of(algorithm).needs:
-        old = old_logprobs(batch, logprobs, algorithm.proximal, VERSION)
+        old = old_logprobs(batch, logprobs, algorithm.old_logprobs, VERSION)
         batch = readable(batch.replace(logprobs=logprobs, old_logprobs=old), Requirements.of(algorithm))
-    batch = with_token_masks(batch, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
+    batch = with_token_masks(batch, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(0))
     batch = with_importance_weights(batch, algorithm)
     return batch, Objective.of(algorithm, Requirements.of(algorithm), controls, batch, VERSION)
 

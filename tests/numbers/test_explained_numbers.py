@@ -52,7 +52,7 @@ def objective(config: RLConfig) -> tuple[float, Tensor, Tensor]:
         config.algorithm,
         config.sampling.max_new_tokens,
     )
-    whole = with_token_masks(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(1))
+    whole = with_token_masks(whole, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(1))
     leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
     entropy = (leaf * 0.3).sin() + 2
     loss, _ = Objective.of(algorithm, Requirements.of(algorithm), controls, whole, 1)(whole, TokenScores(leaf, entropy))
@@ -84,7 +84,7 @@ def listed(tree: Any) -> Any:
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_the_shown_numbers_alone_give_the_loss_and_gradient_of_the_preset(preset: str, updates: int) -> None:
-    config = build(RLConfig, {**BESIDE, "algorithm": preset, "train": {"updates": updates}})
+    config = build(RLConfig, {**BESIDE, "algorithm": preset, "train": {"ppo_epochs": updates}})
     shown = explain(config, {}).numbers
     again = build(RLConfig, rebuilt(shown))
     assert again.algorithm.preset is None
@@ -108,6 +108,6 @@ def test_the_shown_numbers_choose_the_same_functions_and_models(preset: str) -> 
 
 def test_a_number_that_is_left_out_is_seen() -> None:
     config = build(RLConfig, {**BESIDE, "algorithm": "cpgd"})
-    shown = tuple(n for n in explain(config, {}).numbers if n.key != "algorithm.drift.cap")
+    shown = tuple(n for n in explain(config, {}).numbers if n.key != "algorithm.policy_drift.cap")
     assert objective(build(RLConfig, rebuilt(shown)))[0] != objective(config)[0]
     assert not torch.equal(objective(build(RLConfig, rebuilt(shown)))[1], objective(config)[1])

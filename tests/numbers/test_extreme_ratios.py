@@ -41,8 +41,11 @@ LOSSES = [
 TERMS: list[dict[str, Any]] = [
     {"kl": {"where": "loss", "coef": 0.1, "estimator": e, "weighted": w}} for e, w in (("k2", False), ("k3", False), ("k3", True))
 ]
-TERMS += [{"kl": {"where": "loss", "coef": 0.1, "estimator": "k1", "weighted": True}}, {"drift": {"coef": 0.1, "cap": 5.0}}]
-TERMS += [{"drift": {"coef": 0.1, "estimator": e}} for e in ("k1", "k2", "k3")]
+TERMS += [
+    {"kl": {"where": "loss", "coef": 0.1, "estimator": "k1", "weighted": True}},
+    {"policy_drift": {"coef": 0.1, "cap": 5.0}},
+]
+TERMS += [{"policy_drift": {"coef": 0.1, "estimator": e}} for e in ("k1", "k2", "k3")]
 
 
 def far(policy: float, sampler: float, advantages: tuple[float, ...] = (2.0, -2.0, 0.0, 2.0, -2.0, 1.0)) -> tuple[Batch, Tensor]:
@@ -108,14 +111,14 @@ def test_every_policy_loss_is_finite_however_far_the_policy_went(loss: dict[str,
 def test_every_correction_of_every_loss_is_finite_however_far_the_sampler_is(
     name: str, correction: str, options: dict[str, Any]
 ) -> None:
-    tree = {"loss": {"name": name}, "corrections": [{"name": correction, "options": options}]}
+    tree = {"loss": {"name": name}, "importance_sampling": [{"name": correction, "options": options}]}
     assert_numbers(tree)
     if correction in OF_A_BATCH and name == "importance":
         assert_numbers_apart(tree)
 
 
 def test_several_corrections_that_are_all_large_are_finite_together() -> None:
-    assert_numbers({"loss": {"name": "importance"}, "corrections": ["importance", "importance", "importance"]})
+    assert_numbers({"loss": {"name": "importance"}, "importance_sampling": ["importance", "importance", "importance"]})
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
@@ -126,9 +129,9 @@ def test_every_term_beside_the_policy_loss_is_finite(terms: dict[str, Any]) -> N
 @pytest.mark.parametrize("name", [*POLICY_LOSSES])
 def test_a_gate_of_0_leaves_nothing_of_a_token_however_far_it_is(name: str) -> None:
     shut = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
-    assert_numbers({"loss": {"name": name}}, gate=shut)
+    assert_numbers({"loss": {"name": name}}, token_mask=shut)
     batch, logprobs = everywhere()
-    _, slope = through({"loss": {"name": name}}, batch.replace(gate=shut.repeat(len(WHERE))), logprobs)
+    _, slope = through({"loss": {"name": name}}, batch.replace(token_mask=shut.repeat(len(WHERE))), logprobs)
     assert not slope.view(len(WHERE), 6)[:, :5].any()
 
 

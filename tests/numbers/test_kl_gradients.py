@@ -94,7 +94,7 @@ def test_the_drift_pulls_along_the_kl_of_old_and_new(estimator: str, seed: int, 
     """On tokens of the old policy; k1 has the same expectation as k3, and more noise."""
     logits, ref, old = policies(seed, size)
     algorithm = AlgorithmConfig.model_validate(
-        {"preset": None, "advantage": {"name": "reinforce"}, "drift": {"coef": COEF, "estimator": estimator}}
+        {"preset": None, "advantage": {"name": "reinforce"}, "policy_drift": {"coef": COEF, "estimator": estimator}}
     )
     check_parts(algorithm)
     found = expected_gradient(algorithm, logits, ref, old)

@@ -122,7 +122,7 @@ def test_vapo(alpha: float, gamma: float, case: Case, seed: int) -> None:
 @pytest.mark.parametrize("lam_critic", [0.0, 0.7, 1.0])
 def test_gae_with_a_trace_of_its_own_for_the_critic(lam_critic: float, case: Case, seed: int) -> None:
     (token,) = rows_for(case, seed)
-    settings = AdvantageConfig(name="gae", gamma=0.9, lam=0.6)
+    settings = AdvantageConfig(name="gae", gamma=0.9, gae_lambda=0.6)
     found, targets = ADVANTAGES["gae"](batch_of(case), tensor_of(token), settings, lam_critic=lam_critic)
     assert_equal(found, oracles.gae(case, token, 0.9, 0.6)[0])
     assert_equal(targets, oracles.gae(case, token, 0.9, lam_critic)[1])

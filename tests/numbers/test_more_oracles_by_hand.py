@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.numbers import oracles_advantages as advantages
 from tests.numbers import oracles_corrections as corrections
-from tests.numbers import oracles_gates as gates
 from tests.numbers import oracles_losses as losses
 from tests.numbers import oracles_rewards as rewards
+from tests.numbers import oracles_token_masks as masks
 from tests.numbers.oracles import Case, aggregate_token, flat, on_sampled, unclipped
 from tests.numbers.scalars import Rows, gradients, leaves, mean, number
 from tests.numbers.strategies import cases, cases_with_scores
@@ -246,23 +246,23 @@ ENTROPIES: Rows = [[1.0, 99.0, 2.0], [3.0], [4.0]]
 
 
 def test_quantiles_are_interpolated() -> None:
-    assert [gates.quantile([4.0, 1.0, 2.0, 3.0], q) for q in (0.0, 0.5, 1.0)] == [1.0, 2.5, 4.0]
-    assert gates.quantile([5.0], 0.8) == 5.0
+    assert [masks.quantile([4.0, 1.0, 2.0, 3.0], q) for q in (0.0, 0.5, 1.0)] == [1.0, 2.5, 4.0]
+    assert masks.quantile([5.0], 0.8) == 5.0
 
 
 def test_the_top_of_the_entropy_of_a_batch() -> None:
     # rho 1/2: threshold 2.5; rho 1/4: the 3/4 quantile 3.25; rho 0.2: 3.4
-    assert gates.top_entropy(FOUR, ENTROPIES, 0.5) == [[False, False, False], [True], [True]]
-    assert gates.top_entropy(FOUR, ENTROPIES, 0.2) == [[False, False, False], [False], [True]]
-    assert gates.top_entropy(FOUR, ENTROPIES, 1.0) == FOUR.mask
-    assert gates.top_entropy_by_count(FOUR, ENTROPIES, 0.3) == [[False, False, False], [True], [True]]  # ceil(1.2)
-    assert gates.top_entropy(FOUR, [[1.0, 9.0, 1.0], [1.0], [1.0]], 0.2) == FOUR.mask  # all at the threshold
+    assert masks.top_entropy(FOUR, ENTROPIES, 0.5) == [[False, False, False], [True], [True]]
+    assert masks.top_entropy(FOUR, ENTROPIES, 0.2) == [[False, False, False], [False], [True]]
+    assert masks.top_entropy(FOUR, ENTROPIES, 1.0) == FOUR.mask
+    assert masks.top_entropy_by_count(FOUR, ENTROPIES, 0.3) == [[False, False, False], [True], [True]]  # ceil(1.2)
+    assert masks.top_entropy(FOUR, [[1.0, 9.0, 1.0], [1.0], [1.0]], 0.2) == FOUR.mask  # all at the threshold
 
 
 def test_the_top_of_the_entropy_of_each_response() -> None:
-    assert gates.top_entropy(FOUR, ENTROPIES, 0.5, "sequence") == [[False, False, True], [True], [True]]
-    assert gates.top_entropy_by_count(FOUR, ENTROPIES, 0.2, "sequence") == [[False, False, True], [True], [True]]
-    assert gates.top_entropy(case_of([[], [False]]), [[], [1.0]], 0.2, "sequence") == [[], [False]]
+    assert masks.top_entropy(FOUR, ENTROPIES, 0.5, "sequence") == [[False, False, True], [True], [True]]
+    assert masks.top_entropy_by_count(FOUR, ENTROPIES, 0.2, "sequence") == [[False, False, True], [True], [True]]
+    assert masks.top_entropy(case_of([[], [False]]), [[], [1.0]], 0.2, "sequence") == [[], [False]]
 
 
 # log-probs -1, -3 | -2 | -6 have mean -3; advantages 1, 1 | -1 | 3 mean 1: covariances 0, 0 | -2 | -6; masked ones do not count
@@ -275,33 +275,33 @@ PULLS: Rows = [[1.0, 50.0, 1.0], [-1.0], [3.0]]
 
 
 def test_covariances_are_around_the_means_of_the_batch() -> None:
-    assert list(gates.covariances(COVARIANCE, PULLS).values()) == [0.0, 0.0, -2.0, -6.0]
-    assert gates.covariances(case_of([[False]]), [[1.0]]) == {}
+    assert list(masks.covariances(COVARIANCE, PULLS).values()) == [0.0, 0.0, -2.0, -6.0]
+    assert masks.covariances(case_of([[False]]), [[1.0]]) == {}
 
 
 def test_tokens_that_clip_cov_may_choose() -> None:
     # strictly inside (-6, 0): only the third; in (-7, 1) all four, unless the clip holds them: r = e on a negative advantage does not
-    assert gates.clip_cov_eligible(COVARIANCE, PULLS, (-6.0, 0.0), 0.2, 0.2) == [[False, False, False], [True], [False]]
-    assert gates.clip_cov_eligible(COVARIANCE, PULLS, (-7.0, 1.0), 0.2, 0.2) == COVARIANCE.mask
+    assert masks.clip_cov_eligible(COVARIANCE, PULLS, (-6.0, 0.0), 0.2, 0.2) == [[False, False, False], [True], [False]]
+    assert masks.clip_cov_eligible(COVARIANCE, PULLS, (-7.0, 1.0), 0.2, 0.2) == COVARIANCE.mask
     held = case_of([[True, True]], logprobs=[[-1.0, -1.0]], old=[[-2.0, -2.0]])  # r = e
-    assert gates.clip_cov_eligible(held, [[1.0, -1.0]], (-1.0, 1.0), 0.2, 0.2) == [[False, True]]
+    assert masks.clip_cov_eligible(held, [[1.0, -1.0]], (-1.0, 1.0), 0.2, 0.2) == [[False, True]]
 
 
 def test_kl_cov_chooses_the_largest_share() -> None:
-    assert gates.kl_cov_chosen(COVARIANCE, PULLS, 0.5) == [[True, False, True], [False], [False]]
-    assert gates.kl_cov_chosen(COVARIANCE, PULLS, 0.01) == [[True, False, False], [False], [False]]
-    assert gates.kl_cov_chosen(COVARIANCE, PULLS, 0.01, at_least_one=False) == [[False] * 3, [False], [False]]
-    assert (gates.share_of(0, 0.5), gates.share_of(10, 0.25), gates.share_of(10, 0.01, False)) == (0, 2, 0)
+    assert masks.kl_cov_chosen(COVARIANCE, PULLS, 0.5) == [[True, False, True], [False], [False]]
+    assert masks.kl_cov_chosen(COVARIANCE, PULLS, 0.01) == [[True, False, False], [False], [False]]
+    assert masks.kl_cov_chosen(COVARIANCE, PULLS, 0.01, at_least_one=False) == [[False] * 3, [False], [False]]
+    assert (masks.share_of(0, 0.5), masks.share_of(10, 0.25), masks.share_of(10, 0.01, False)) == (0, 2, 0)
 
 
 def test_m2po_drops_the_fewest_far_tokens() -> None:
     # squares 1, 4 | 9 | 0: mean 14/4 = 3.5; without 9: 5/3; without 4: 1/2
     case = case_of([[True, False, True], [True], [True]], logprobs=[[1.0, 9.0, -2.0], [3.0], [0.0]])
-    assert gates.m2po(case, 3.5) == case.mask
-    assert gates.m2po(case, 2.0) == [[True, False, True], [False], [True]]
-    assert gates.m2po(case, 0.5) == [[True, False, False], [False], [True]]
-    assert gates.m2po(case, 0.1) == [[False] * 3, [False], [True]]
-    assert gates.m2po(case_of([[True]], logprobs=[[1.0]]), 0.5) == [[False]]
+    assert masks.m2po(case, 3.5) == case.mask
+    assert masks.m2po(case, 2.0) == [[True, False, True], [False], [True]]
+    assert masks.m2po(case, 0.5) == [[True, False, False], [False], [True]]
+    assert masks.m2po(case, 0.1) == [[False] * 3, [False], [True]]
+    assert masks.m2po(case_of([[True]], logprobs=[[1.0]]), 0.5) == [[False]]
 
 
 # Corrections. Weights 2, -, 8 | 1/2: products 16, 1/2; geometric means 4, 1/2
@@ -450,8 +450,8 @@ def test_dppo_without_bounds_is_the_weighted_policy_gradient_of_the_sampler(draw
 @settings(deadline=None)
 @given(cases(), st.floats(0, 50))
 def test_m2po_keeps_as_much_as_it_may(case: Case, tau: float) -> None:
-    kept = gates.m2po(case, tau)
-    moment = {at: gates.second_moment(case, at) for at in gates.places(case)}
+    kept = masks.m2po(case, tau)
+    moment = {at: masks.second_moment(case, at) for at in masks.places(case)}
     inside = [m for (i, t), m in moment.items() if kept[i][t]]
     outside = [m for (i, t), m in moment.items() if not kept[i][t]]
     assert not inside or mean(inside) <= tau

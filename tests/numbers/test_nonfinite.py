@@ -44,8 +44,8 @@ def loss_of(algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, left_out
     """Loss and gradient of a whole step; without the token ``left_out``, whose share of the denominator stays."""
     mini, objective = mini_batch(algorithm, batch, logprobs, on_policy=False)
     if left_out is not None:
-        mini = without(mini, left_out).replace(gate=None, pull=None)  # gates must not have seen that token
-        mini = with_token_masks(mini, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
+        mini = without(mini, left_out).replace(token_mask=None, pull=None)  # token masks must not have seen that token
+        mini = with_token_masks(mini, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(0))
     return through(mini, objective, logprobs, [torch.arange(len(mini))])
 
 
@@ -58,7 +58,11 @@ def without(batch: Batch, token: int) -> Batch:
 
 def reads(algorithm: AlgorithmConfig, column: str) -> bool:
     """Whether a sampler's log-prob is part of the loss. The other columns are there only where they are read."""
-    by_sampler = algorithm.proximal != "policy" or bool(algorithm.corrections) or "behavior" in Requirements.of(algorithm).needs
+    by_sampler = (
+        algorithm.old_logprobs != "policy"
+        or bool(algorithm.importance_sampling)
+        or "behavior" in Requirements.of(algorithm).needs
+    )
     return column != "behavior_logprobs" or by_sampler
 
 
@@ -72,7 +76,7 @@ def faulty(batch: Batch, column: str, value: float, token: int) -> Batch:
 def test_a_column_that_is_not_finite_at_a_token_gives_the_loss_without_that_token(preset: str, column: str) -> None:
     algorithm = algorithm_of(preset)
     batch, logprobs = batch_for(random.Random(1))
-    if column == "old_logprobs" and algorithm.proximal == "behavior":
+    if column == "old_logprobs" and algorithm.old_logprobs == "rollout":
         column = "behavior_logprobs"  # which old ones are taken from
     for value, token in FAULTS:
         assert batch.mask[token]
@@ -172,7 +176,7 @@ def test_a_rollout_whose_reward_is_not_finite_counts_as_failed(value: float) -> 
     metrics = rollout_metrics(got).compute()
     assert [r.reward for r in got.groups[0]] == [1.0, 0.0]
     assert group[1].failed == f"the reward is {value}"
-    assert (metrics["rollout/failed_answers"], metrics["rollout/failed"], metrics["rollout/trained"]) == (1, 3, 6)
+    assert (metrics["rollout/failed_answers"], metrics["rollout/tokens_failed"], metrics["rollout/tokens_trained"]) == (1, 3, 6)
     assert metrics["reward/mean"] == 0.5
 
 
@@ -183,7 +187,7 @@ def test_responses_that_shaping_spoiled_move_from_trained_to_failed() -> None:
         got.add_group(group, filter_and_select(group, (), None, 1))
     got.keep([0])
     metrics = rollout_metrics(got).compute()
-    assert (metrics["rollout/sampled"], metrics["rollout/trained"], metrics["rollout/failed"]) == (10, 2, 8)
+    assert (metrics["rollout/tokens_sampled"], metrics["rollout/tokens_trained"], metrics["rollout/tokens_failed"]) == (10, 2, 8)
     assert metrics["rollout/failed_answers"] == 2
     assert [len(group) for group in got.groups] == [1]
 

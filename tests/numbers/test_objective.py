@@ -228,7 +228,7 @@ def test_a_policy_that_is_its_reference_has_no_kl_loss(case: Case, seed: int) ->
 @every_case(examples=25, max_gap=3.0)
 def test_gae_returns_are_made_before_whitening(case: Case, seed: int) -> None:
     config = RLConfig.model_validate(
-        {"algorithm": {"preset": "ppo", "advantage": {"lam": 0.9, "gamma": 0.97}, "kl": {"coef": 0.05}}}
+        {"algorithm": {"preset": "ppo", "advantage": {"gae_lambda": 0.9, "gamma": 0.97}, "kl": {"coef": 0.05}}}
     )
     found = with_advantages(batch_of(case), config, Controllers.of(config.algorithm), Requirements.of(config.algorithm))
     token = oracles.token_rewards(case, case.rewards, 0.05, "k1")

@@ -1,4 +1,4 @@
-"""The objective with corrections, gates and pulls: what they do to loss and gradient of the global batch, from the slow loops."""
+"""The objective with corrections, token masks and pulls: what they do to loss and gradient of the global batch, from the slow loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.learner.policy_update import Objective
 from lightrft.types import Batch
-from tests.numbers import oracles, oracles_corrections, oracles_gates, oracles_losses
+from tests.numbers import oracles, oracles_corrections, oracles_losses, oracles_token_masks
 from tests.numbers.compare import assert_equal, every_case, rows_for, scores_for
 from tests.numbers.oracles import Case, Mask
 from tests.numbers.scalars import Rows, gradients, number
@@ -42,7 +42,7 @@ def assert_objective(batch: Batch, case: Case, algorithm: AlgorithmConfig, slow:
 @every_case(examples=25, max_gap=5.0)
 def test_cpgd_with_its_drift(cap: float | None, aggregation: str, case: Case, seed: int) -> None:
     loss, drift = {"name": "cpgd", "clip_low": 0.2, "clip_high": 0.3}, {"coef": 0.6, "cap": cap}
-    algorithm = algorithm_of(aggregation, loss=loss, drift=drift)
+    algorithm = algorithm_of(aggregation, loss=loss, policy_drift=drift)
     slow, advantages = case.with_leaves("logprobs"), oracles.on_sampled(case, scores_for(case, seed))
     expected = oracles_losses.cpgd_with_drift(slow, advantages, 0.2, 0.3, 0.6, cap)
     assert_objective(prepared(case, seed, algorithm), case, algorithm, slow, expected)
@@ -83,7 +83,7 @@ def bits(mask: Mask) -> torch.Tensor:
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @every_case(examples=25, max_gap=5.0)
 def test_a_correction_multiplies_the_losses_of_tokens_and_carries_no_gradient(aggregation: str, case: Case, seed: int) -> None:
-    algorithm = algorithm_of(aggregation, corrections=[{"name": "tis", "options": {"high": 2.0}}])
+    algorithm = algorithm_of(aggregation, importance_sampling=[{"name": "tis", "options": {"high": 2.0}}])
     slow, advantages = case.with_leaves("logprobs"), oracles.on_sampled(case, scores_for(case, seed))
     weights, plain = oracles_corrections.truncated(case, "token", 2.0), oracles.ppo(slow, advantages, 0.2, 0.28)
     expected = [[w * x for w, x in zip(*both, strict=True)] for both in zip(weights, plain, strict=True)]
@@ -94,10 +94,10 @@ def test_a_correction_multiplies_the_losses_of_tokens_and_carries_no_gradient(ag
 @every_case(examples=25, max_gap=5.0)
 def test_a_gate_takes_loss_and_gradient_away_but_not_the_denominator(aggregation: str, case: Case, seed: int) -> None:
     algorithm = algorithm_of(aggregation)
-    kept = oracles_gates.top_entropy(case, rows_for(case, seed)[0], 0.4)
+    kept = oracles_token_masks.top_entropy(case, rows_for(case, seed)[0], 0.4)
     slow, advantages = case.with_leaves("logprobs"), oracles.on_sampled(case, scores_for(case, seed))
     expected = oracles_losses.gated(slow, oracles.ppo(slow, advantages, 0.2, 0.28), kept)
-    assert_objective(prepared(case, seed, algorithm).replace(gate=bits(kept)), case, algorithm, slow, expected)
+    assert_objective(prepared(case, seed, algorithm).replace(token_mask=bits(kept)), case, algorithm, slow, expected)
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
@@ -106,6 +106,6 @@ def test_a_pull_is_the_distance_to_the_old_log_prob_on_the_chosen_tokens(aggrega
     loss = {"name": "ppo_clip", "clip_low": 1e9, "clip_high": 1e9}  # no clip: the plain weighted gradient
     algorithm = algorithm_of(aggregation, loss=loss)
     slow, advantages = case.with_leaves("logprobs"), oracles.on_sampled(case, scores_for(case, seed))
-    chosen = oracles_gates.kl_cov_chosen(case, advantages, 0.3)
+    chosen = oracles_token_masks.kl_cov_chosen(case, advantages, 0.3)
     expected = oracles_losses.kl_cov(slow, advantages, 0.7, chosen)
     assert_objective(prepared(case, seed, algorithm).replace(pull=0.7 * bits(chosen)), case, algorithm, slow, expected)

@@ -75,7 +75,7 @@ def test_dppo_kl_at_tokens_that_are_certain(old: float, now: float, held: bool) 
 @every_case(max_gap=3.0)
 @pytest.mark.parametrize("tau", [0.1, 2.0])
 def test_the_preset_of_kimi_k15_has_the_gradient_of_its_squared_loss(tau: float, case: Case, seed: int) -> None:
-    algorithm = build(RLConfig, {"algorithm": {"preset": "kimi_k15", "drift": {"coef": tau}}}).algorithm
+    algorithm = build(RLConfig, {"algorithm": {"preset": "kimi_k15", "policy_drift": {"coef": tau}}}).algorithm
     scores, leafs = oracles.dr_grpo(case, case.rewards), case.with_leaves("logprobs")
     batch = batch_of(case).replace(advantages=tensor_of(oracles.on_sampled(case, scores)))
     logprobs = tensor_of(case.logprobs).requires_grad_()
@@ -198,7 +198,7 @@ def test_groups_of_steps_in_equal_states(std: bool, case: Case, seed: int) -> No
 
 
 def test_an_advantage_of_steps_is_refused_at_the_start_while_nothing_names_states() -> None:
-    config = build(RLConfig, {"algorithm": {"preset": None, "advantage": {"name": "gigpo"}}, "rollout": {"samples": 4}})
+    config = build(RLConfig, {"algorithm": {"preset": None, "advantage": {"name": "gigpo"}}, "rollout": {"group_size": 4}})
     with pytest.raises(ConfigError, match="no environment of this version names states; take grpo"):
         check_rollout(config)
 
@@ -227,7 +227,7 @@ def test_process_rewards_as_prime_releases_them(case: Case, seed: int) -> None:
 
 
 def test_rejected_tokens_stay_in_the_denominator() -> None:
-    algorithm = build(RLConfig, {"algorithm": {"preset": None, "corrections": [{"name": "icepop"}]}}).algorithm
+    algorithm = build(RLConfig, {"algorithm": {"preset": None, "importance_sampling": [{"name": "icepop"}]}}).algorithm
     batch = Batch(
         Segments.of([[0]]),
         Segments.of([[1, 2, 3, 4]]),

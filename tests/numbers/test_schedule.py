@@ -22,7 +22,8 @@ SHARES = st.integers(0, 99).map(lambda n: n / 100)
 @example(10, "linear", 40.0, 0.0)
 def test_the_rate_of_every_step(total: int, schedule: str, warmup: float, floor: float) -> None:
     """W warm-up steps rise evenly to the full rate of the step after them: a ramp of W + 1 whose top is the first step of the fall."""
-    config = OptimizerConfig(schedule=schedule, warmup=warmup, min_lr=floor)  # type: ignore[arg-type]
+    given = {"warmup_ratio": warmup} if warmup < 1 else {"warmup_steps": int(warmup)}
+    config = OptimizerConfig(schedule=schedule, **given, min_lr_ratio=floor)  # type: ignore[arg-type]
     ramp = dist.warmup_steps(warmup, total)
     for step in range(total + 2 if ramp < total else total):
         if step < ramp:

@@ -34,11 +34,11 @@ LONG: Tree = {"train": {"steps": 3}}
 SLOW: Tree = {"reward": {"terms": ["{root}/reward.py:slow"]}}
 BOTH: Tree = {"reward": {"terms": [{"function": "{root}/reward.py:digits", "options": {}}, "{root}/reward.py:length"]}}
 HELD: Tree = {"eval": {"data": {"sources": [ROWS]}, "sampling": {"max_new_tokens": 5}}}
-WIDE: Tree = {"rollout": {"prompts": 6}}
+WIDE: Tree = {"rollout": {"prompts_per_step": 6}}
 PENALTY: Tree = {"algorithm": {"preset": "ppo"}}
 RAY: Tree = {"launch": {"kind": "ray", "processes": 2}}
 STAFF: Tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1, "references": 1}}}
-FAR: Tree = {"algorithm": {"preset": None, "proximal": "behavior"}}
+FAR: Tree = {"algorithm": {"preset": None, "old_logprobs": "rollout"}}
 
 ADAPTIVE: Tree = {
     "reference": "{root}/second",
@@ -69,8 +69,9 @@ OPTIMIZER: dict[str, tuple[Any, Tree]] = {
     "eps": (0.1, {}),
     "weight_decay": (0.5, {}),
     "schedule": ("linear", {}),
-    "warmup": (2.0, {}),
-    "min_lr": (0.9, {"schedule": "linear"}),
+    "warmup_steps": (2, {}),
+    "warmup_ratio": (0.5, {}),
+    "min_lr_ratio": (0.9, {"schedule": "linear"}),
     "max_grad_norm": (1e-4, {}),
 }
 DATA: dict[str, tuple[Any, str, Tree]] = {
@@ -89,17 +90,17 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "columns.reference": ("question", "prompts", {}),
     "columns.data_source": ("kind", "prompts", {}),
     "columns.id": ("key", "prompts", {}),
-    "chat": (True, "prompts", {"chat": False}),
-    "chat_options": ({"shout": True}, "prompts", {"chat": True}),
+    "apply_chat_template": (True, "prompts", {"apply_chat_template": False}),
+    "chat_template_options": ({"shout": True}, "prompts", {"apply_chat_template": True}),
     "template": ("Q: {prompt}", "prompts", {}),
-    "system": ("Be brief.", "prompts", {"chat": True}),
+    "system": ("Be brief.", "prompts", {"apply_chat_template": True}),
     "special_tokens": ("control", "prompts", {"sources": ["{root}/marked.jsonl"]}),
     "blend": ("sample_all", "prompts", {"sources": [{"path": ROWS}, {"path": OTHER}], "shuffle": False}),
     "shuffle": (False, "prompts", {"sources": [ROWS, OTHER], "blend": "sample", "shuffle": True}),
-    "max_prompt_tokens": (4, "prompts", {"overlong": "truncate", "chat": False}),
-    "overlong": ("truncate", "prompts", {"max_prompt_tokens": 6, "chat": False}),
-    "malformed": ("skip", "prompts", {"sources": ["{root}/broken.jsonl"]}),
-    "turns": ("last", "lessons", {"sources": ["{root}/talks.jsonl"], "chat": True}),
+    "max_prompt_tokens": (4, "prompts", {"overlong_prompts": "truncate", "apply_chat_template": False}),
+    "overlong_prompts": ("truncate", "prompts", {"max_prompt_tokens": 6, "apply_chat_template": False}),
+    "bad_rows": ("skip", "prompts", {"sources": ["{root}/broken.jsonl"]}),
+    "turns": ("last", "lessons", {"sources": ["{root}/talks.jsonl"], "apply_chat_template": True}),
     "token_cache": ("{tmp}/there", "stored", {"token_cache": None, "token_cache_min_mb": 0.0}),
     "token_cache_min_mb": (0.0, "stored", {"token_cache": "{tmp}/there", "token_cache_min_mb": 1.0}),
 }
@@ -144,11 +145,11 @@ MEDIA: dict[str, tuple[Any, Tree, Tree]] = {
 
 PRIME: Tree = {
     "algorithm": {"preset": "prime"},
-    "process": {"optimizer": {"lr": 0.01}, "threshold": 0.6},
+    "prm": {"optimizer": {"lr": 0.01}, "threshold": 0.6},
     "train": {"steps": 3},
-    "rollout": {"samples": 4},
+    "rollout": {"group_size": 4},
 }
-SELECT: Tree = {"rollout": {"samples": 4, "select": {"name": "top_k", "options": {"keep": 2}}}}
+SELECT: Tree = {"rollout": {"group_size": 4, "select": {"name": "top_k", "options": {"keep": 2}}}}
 CURRICULUM: Tree = {"rollout": {"curriculum": {"name": "priority", "threshold": 0.6, "options": {}}}, "train": {"steps": 6}}
 PTX: Tree = {"ptx": {"coef": 0.1, "batch_size": 2, "data": {"sources": [ROWS]}}}
 
@@ -164,7 +165,7 @@ INERT = {
 conversations are made of."""
 QUESTIONS, TALKS = {"prompts": "questions"}, {"prompts": "lessons"}
 ALONE: dict[str, Tree] = {"asked_of_datasets": {"data": {"sources": []}}}
-ERRORS = ("malformed", "sources.subset")
+ERRORS = ("bad_rows", "sources.subset")
 
 
 def nested(branch: str, tree: Tree) -> Tree:
@@ -189,7 +190,9 @@ FLIPS: dict[str, Flip] = {
     "run.progress": Flip(False, "command"),
     "model.path": Flip("{root}/second", "run"),
     "model.tokenizer": Flip("{root}/backwards", "prompts"),
-    "model.chat_template": Flip("{% for m in messages %}{{ m['content'] }}!{% endfor %}", "prompts", {"data": {"chat": True}}),
+    "model.chat_template": Flip(
+        "{% for m in messages %}{{ m['content'] }}!{% endfor %}", "prompts", {"data": {"apply_chat_template": True}}
+    ),
     "model.revision": Flip("v2", "asked_of_the_hub"),
     "model.dtype": Flip("bfloat16", "loaded"),
     "model.attention": Flip("eager", "loaded", {"model": {"layout": "padded"}}),
@@ -217,11 +220,11 @@ FLIPS: dict[str, Flip] = {
     "critic.warmup_steps": Flip(1, "run", CRITIC),
     **{f"critic.optimizer.{k}": Flip(v, "run", under("critic.optimizer", c, CRITIC)) for k, (v, c) in OPTIMIZER.items()},
     **{f"optimizer.{k}": Flip(v, "run", under("optimizer", c, LONG)) for k, (v, c) in OPTIMIZER.items()},
-    "process.path": Flip("{root}/second", "run", PRIME),
-    "process.beta": Flip(0.5, "run", PRIME),
-    "process.threshold": Flip(0.3, "run", PRIME),
-    "process.forward": Flip("double", "run", PRIME),
-    **{f"process.optimizer.{k}": Flip(v, "run", under("process.optimizer", c, PRIME)) for k, (v, c) in OPTIMIZER.items()},
+    "prm.path": Flip("{root}/second", "run", PRIME),
+    "prm.beta": Flip(0.5, "run", PRIME),
+    "prm.threshold": Flip(0.3, "run", PRIME),
+    "prm.forward": Flip("double", "run", PRIME),
+    **{f"prm.optimizer.{k}": Flip(v, "run", under("prm.optimizer", c, PRIME)) for k, (v, c) in OPTIMIZER.items()},
     "ptx.coef": Flip(0.5, "run", PTX),
     "ptx.batch_size": Flip(3, "run", PTX),
     "ptx.max_tokens": Flip(26, "lessons", PTX),
@@ -254,11 +257,13 @@ FLIPS: dict[str, Flip] = {
     "eval.threshold": Flip(0.0, "run", HELD),
     "eval.stop_at": Flip(0.0, "run", deep_merge(HELD, {"eval": {"every": 1}, **LONG})),
     **{f"sampling.{k}": Flip(v, "run", nested("sampling", c)) for k, (v, c) in SAMPLING.items()},
-    "rollout.prompts": Flip(3, "run"),
-    "rollout.samples": Flip(3, "run"),
+    "rollout.prompts_per_step": Flip(3, "run"),
+    "rollout.group_size": Flip(3, "run"),
     "rollout.max_rounds": Flip(2, "run", {"algorithm": {"filters": [{"name": "reward_bounds", "options": {"low": 9.0}}]}}),
     "rollout.oversample": Flip(2.0, "run"),
-    "rollout.carry_over": Flip(True, "run", {**LONG, "rollout": {"oversample": 3.0}, "algorithm": {"corrections": ["tis"]}}),
+    "rollout.carry_over": Flip(
+        True, "run", {**LONG, "rollout": {"oversample": 3.0}, "algorithm": {"importance_sampling": ["tis"]}}
+    ),
     "rollout.select.name": Flip("random", "run", SELECT),
     "rollout.select.options": Flip({"keep": 3}, "run", SELECT),
     "rollout.curriculum.name": Flip("failures", "run", CURRICULUM),
@@ -267,9 +272,9 @@ FLIPS: dict[str, Flip] = {
     "rollout.curriculum.options": Flip({"floor": 0.9}, "run", CURRICULUM),
     "rollout.staleness": Flip(1, "run", {**FAR, **LONG}),
     "rollout.partial": Flip(True, "run", {**FAR, **LONG, "rollout": {"oversample": 3.0}}),
-    "rollout.step_tokens": Flip(2, "run", {**FAR, **LONG, "rollout": {"partial": True, "step_tokens": 3}}),
-    "engine.token_budget": Flip(64, "run"),
-    "engine.max_rows": Flip(2, "run"),
+    "rollout.max_tokens_per_step": Flip(2, "run", {**FAR, **LONG, "rollout": {"partial": True, "max_tokens_per_step": 3}}),
+    "engine.max_cache_tokens": Flip(64, "run"),
+    "engine.max_num_seqs": Flip(2, "run"),
     "engine.check_logprobs": Flip(False, "run"),
     "reward.terms.function": Flip("{root}/reward.py:half", "run", BOTH),
     "reward.terms.weight": Flip(0.5, "run", BOTH),
@@ -280,32 +285,32 @@ FLIPS: dict[str, Flip] = {
     "reward.per_source.name": Flip("sum", "run", WIDE),
     "reward.per_source.options": Flip({"modulus": 3}, "run", WIDE),
     "reward.workers": Flip(2, "workers"),
-    "reward.deadline": Flip(0.05, "run", SLOW),
+    "reward.timeout": Flip(0.05, "run", SLOW),
     "reward.memory_mb": Flip(64, "run", {"reward": {"terms": ["{root}/reward.py:large"]}}),
     "train.steps": Flip(2, "run"),
-    "train.epochs": Flip(2.0, "run", {"train": {"steps": None}, "rollout": {"prompts": 8}}),
-    "train.updates": Flip(2, "run"),
-    "train.mini_batches": Flip(2, "run"),
-    "train.micro_batch_tokens": Flip(16, "run"),
+    "train.epochs": Flip(2.0, "run", {"train": {"steps": None}, "rollout": {"prompts_per_step": 8}}),
+    "train.ppo_epochs": Flip(2, "run"),
+    "train.num_mini_batches": Flip(2, "run"),
+    "train.max_tokens_per_micro_batch": Flip(16, "run"),
     "strategy.kind": Flip("fsdp2", "run", refused=True),
     "strategy.device": Flip("cuda:77", "run", refused=True),
-    "strategy.shard": Flip(2, "run", refused=True),
-    "strategy.reshard": Flip(False, "run", refused=True),
-    "strategy.offload": Flip(True, "run", refused=True),
+    "strategy.hsdp_shard_size": Flip(2, "run", refused=True),
+    "strategy.reshard_after_forward": Flip(False, "run", refused=True),
+    "strategy.cpu_offload": Flip(True, "run", refused=True),
     "strategy.offload_activations": Flip(True, "run"),
-    "strategy.sleep": Flip(True, "run", LONG),
-    "strategy.stage": Flip(3, "run", refused=True),
+    "strategy.offload_during_generation": Flip(True, "run", LONG),
+    "strategy.zero_stage": Flip(3, "run", refused=True),
     "strategy.deepspeed": Flip({"steps_per_print": 1}, "run", refused=True),
-    "strategy.tensor": Flip(2, "run", refused=True),
-    "strategy.sequence": Flip(2, "run", refused=True),
-    "strategy.timeout": Flip(0.02, "side_by_side", {"launch": {"processes": 2}}),
+    "strategy.tensor_parallel": Flip(2, "run", refused=True),
+    "strategy.sequence_parallel": Flip(2, "run", refused=True),
+    "strategy.timeout_minutes": Flip(0.02, "side_by_side", {"launch": {"processes": 2}}),
     "launch.processes": Flip(3, "side_by_side", {"launch": {"processes": 2}}),
     "launch.kind": Flip("ray", "on_ray"),
     "launch.ray.address": Flip("auto", "on_ray", RAY),
     "launch.ray.cpus": Flip(0.5, "on_ray", RAY),
     "launch.ray.devices": Flip(0.5, "on_ray", RAY),
     "launch.ray.placement": Flip("SPREAD", "on_ray", RAY),
-    "launch.ray.wait": Flip(0.5, "on_ray", RAY),
+    "launch.ray.placement_timeout_minutes": Flip(0.5, "on_ray", RAY),
     "launch.ray.restarts": Flip(1, "on_ray", RAY),
     "launch.ray.environment": Flip({"NAME": "value"}, "on_ray", RAY),
     "launch.ray.engines": Flip(2, "on_ray", RAY),
@@ -317,7 +322,7 @@ FLIPS: dict[str, Flip] = {
     "launch.ray.model_devices": Flip(0.5, "on_ray", STAFF),
     "launch.ray.weights": Flip("shared", "on_ray", STAFF),
     "launch.ray.bucket_mb": Flip(1, "on_ray", STAFF),
-    "launch.ray.silence": Flip(1, "on_ray", STAFF),
+    "launch.ray.call_timeout_minutes": Flip(1, "on_ray", STAFF),
     "checkpoint.every": Flip(1, "run", LONG),
     "checkpoint.every_minutes": Flip(1e-9, "run", LONG),
     "checkpoint.keep": Flip(1, "run", {**LONG, "checkpoint": {"every": 1}}),
@@ -330,9 +335,9 @@ FLIPS: dict[str, Flip] = {
     "algorithm.preset": Flip("dr_grpo", "objective"),
     "algorithm.advantage.name": Flip("rloo", "objective"),
     "algorithm.advantage.gamma": Flip(0.5, "objective", PENALTY),
-    "algorithm.advantage.lam": Flip(0.5, "objective", PENALTY),
+    "algorithm.advantage.gae_lambda": Flip(0.5, "objective", PENALTY),
     "algorithm.advantage.eps": Flip(0.1, "objective"),
-    "algorithm.advantage.whiten": Flip("group", "objective"),
+    "algorithm.advantage.normalize": Flip("group", "objective"),
     "algorithm.advantage.options": Flip({"alpha": 0.5}, "objective", {"algorithm": {"preset": "vapo"}}),
     "algorithm.loss.name": Flip("reinforce", "objective"),
     "algorithm.loss.ratio": Flip("sequence", "objective"),
@@ -341,11 +346,11 @@ FLIPS: dict[str, Flip] = {
     "algorithm.loss.dual_clip": Flip(1.1, "objective"),
     "algorithm.loss.ratio_cap": Flip(1.3, "objective"),
     "algorithm.loss.options": Flip({"tau_pos": 5.0}, "objective", {"algorithm": {"preset": "sapo"}}),
-    "algorithm.proximal": Flip("behavior", "run", {"train": {"updates": 2}, "model": {"dtype": "bfloat16"}}),
-    "algorithm.corrections.name": Flip("icepop", "objective", algorithm(corrections=[{"name": "tis"}])),
-    "algorithm.corrections.options": Flip({"high": 0.5}, "objective", algorithm(corrections=[{"name": "tis"}])),
-    "algorithm.gates.name": Flip("kl_cov", "objective", algorithm(gates=[{"name": "high_entropy"}])),
-    "algorithm.gates.options": Flip({"rho": 0.6}, "objective", algorithm(gates=[{"name": "high_entropy"}])),
+    "algorithm.old_logprobs": Flip("rollout", "run", {"train": {"ppo_epochs": 2}, "model": {"dtype": "bfloat16"}}),
+    "algorithm.importance_sampling.name": Flip("icepop", "objective", algorithm(importance_sampling=[{"name": "tis"}])),
+    "algorithm.importance_sampling.options": Flip({"high": 0.5}, "objective", algorithm(importance_sampling=[{"name": "tis"}])),
+    "algorithm.token_masks.name": Flip("kl_cov", "objective", algorithm(token_masks=[{"name": "high_entropy"}])),
+    "algorithm.token_masks.options": Flip({"rho": 0.6}, "objective", algorithm(token_masks=[{"name": "high_entropy"}])),
     "algorithm.aggregation": Flip("sequence_sum", "objective"),
     "algorithm.constant_length": Flip(3, "objective", algorithm(aggregation="constant")),
     "algorithm.kl.where": Flip("reward", "objective"),
@@ -366,13 +371,13 @@ FLIPS: dict[str, Flip] = {
     "algorithm.entropy.coef": Flip(0.1, "objective"),
     "algorithm.entropy.target": Flip(9.0, "objective"),
     "algorithm.entropy.rate": Flip(0.5, "objective", {"algorithm": {"entropy": {"target": 9.0}}}),
-    "algorithm.drift.coef": Flip(0.1, "objective"),
-    "algorithm.drift.estimator": Flip("k2", "objective", {"algorithm": {"drift": {"coef": 0.1}}}),
-    "algorithm.drift.level": Flip("response", "objective", {"algorithm": {"drift": {"coef": 0.1}}}),
-    "algorithm.drift.cap": Flip(0.1, "objective", {"algorithm": {"drift": {"coef": 0.1}}}),
+    "algorithm.policy_drift.coef": Flip(0.1, "objective"),
+    "algorithm.policy_drift.estimator": Flip("k2", "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}),
+    "algorithm.policy_drift.level": Flip("response", "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}),
+    "algorithm.policy_drift.cap": Flip(0.1, "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}),
     "algorithm.positive_nll.coef": Flip(0.1, "objective"),
     "algorithm.positive_nll.threshold": Flip(0.0, "objective", {"algorithm": {"positive_nll": {"coef": 0.1}}}),
-    "algorithm.value.clip": Flip(0.001, "run", {**CRITIC, "train": {"steps": 1, "updates": 2}}),
+    "algorithm.value.clip": Flip(0.001, "run", {**CRITIC, "train": {"steps": 1, "ppo_epochs": 2}}),
     "algorithm.normalize.terms": Flip("batch", "objective"),
     "algorithm.normalize.rewards": Flip("standard", "objective", {"algorithm": {"preset": "dr_grpo"}}),
     "algorithm.normalize.values": Flip(True, "run", CRITIC),

@@ -70,7 +70,7 @@ def objective(tree: Tree, folder: Path) -> Any:
             config.algorithm,
             config.sampling.max_new_tokens,
         )
-        whole = with_token_masks(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(step))
+        whole = with_token_masks(whole, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(step))
         objective = Objective.of(algorithm, Requirements.of(algorithm), controls, whole, step)
         leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
         loss, _ = objective(whole, TokenScores(leaf, (leaf * 0.3).sin() + 2))
@@ -138,7 +138,7 @@ def side_by_side(tree: Tree, folder: Path) -> Any:
     script.write_text(LATE)
     processes = config.launch.processes
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = warm.run([*torchrun, script, str(config.strategy.timeout)], env=os.environ, seats=processes, timeout=600)
+    done = warm.run([*torchrun, script, str(config.strategy.timeout_minutes)], env=os.environ, seats=processes, timeout=600)
     return done.stdout.splitlines()[:1]
 
 

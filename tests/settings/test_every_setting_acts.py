@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {
     "run": {"dir": "{tmp}/runs", "name": "run"},
     "model": {"path": "{root}/policy", "dtype": "float32"},
     "data": {"sources": [{"path": ROWS}]},
-    "rollout": {"prompts": 2, "samples": 2},
+    "rollout": {"prompts_per_step": 2, "group_size": 2},
     "sampling": {"max_new_tokens": 5},
     "reward": {
         "terms": ["{root}/reward.py:digits"],

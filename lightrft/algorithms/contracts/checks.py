@@ -1,6 +1,6 @@
 """Check the contract of each kind of algorithm function, whatever its formula.
 
-The kinds are advantages, losses, corrections, gates, aggregations, KL estimators, shapings and
+The kinds are advantages, losses, corrections, token masks, aggregations, KL estimators, shapings and
 filters. Each ``check_*`` takes one function. It raises ``ContractViolation`` with the batch that
 reveals the
 violation. ``ADVANTAGE_CHECKS`` and the other lists name the checks of each kind. ``lightrft check``
@@ -154,7 +154,7 @@ def advantages_of(function: Function, batch: Batch) -> tuple[Tensor, Tensor]:
         if sampled.any():
             last.append(int(sampled.nonzero()[-1]))
     token[torch.tensor(last, dtype=torch.long)] += rewards[rows.count() > 0]
-    return function(batch, token, AdvantageConfig(gamma=0.9, lam=0.8))
+    return function(batch, token, AdvantageConfig(gamma=0.9, gae_lambda=0.8))
 
 
 def check_advantage_is_finite(function: Function) -> None:
@@ -453,19 +453,19 @@ def check_correction_is_by_response(function: Function) -> None:
 
 
 def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None) -> Tensor:
-    """Call a gate and return ``weight`` and ``kl_pull_coef`` as two rows, ``[2, N]``.
+    """Call a token mask and return ``weight`` and ``kl_pull_coef`` as two rows, ``[2, N]``.
 
     Args:
-        function: The gate.
+        function: The token mask.
         batch: The batch.
         settings: ``None`` uses the defaults.
     """
     generator = torch.Generator().manual_seed(3)
-    gate = function(batch, settings or LossConfig(), generator, **example_options(function))
-    pull = torch.zeros(batch.tokens) if gate.kl_pull_coef is None else gate.kl_pull_coef
-    for part in (gate.weight, pull):
+    found = function(batch, settings or LossConfig(), generator, **example_options(function))
+    pull = torch.zeros(batch.tokens) if found.kl_pull_coef is None else found.kl_pull_coef
+    for part in (found.weight, pull):
         expect_shape(part, batch.tokens, shown(batch))
-    return torch.stack([gate.weight.double(), pull.double()])
+    return torch.stack([found.weight.double(), pull.double()])
 
 
 def check_gate_keeps_a_share_between_nothing_and_all(function: Function) -> None:
@@ -616,7 +616,7 @@ CORRECTION_CHECKS = [
     check_correction_ignores_what_was_not_sampled,
     check_correction_is_by_response,
 ]
-GATE_CHECKS = [
+TOKEN_MASK_CHECKS = [
     check_gate_keeps_a_share_between_nothing_and_all,
     check_gate_ignores_what_was_not_sampled,
     check_gate_is_by_content_not_by_place,

@@ -18,7 +18,7 @@ CHECKS: Mapping[str, Sequence[FunctionType]] = {
     "advantage": checks.ADVANTAGE_CHECKS,
     "loss": checks.POLICY_LOSS_CHECKS,
     "correction": checks.CORRECTION_CHECKS,
-    "gate": checks.GATE_CHECKS,
+    "token_mask": checks.TOKEN_MASK_CHECKS,
     "aggregation": checks.AGGREGATION_CHECKS,
     "kl": checks.KL_CHECKS,
     "shaping": checks.SHAPING_CHECKS,

@@ -34,13 +34,13 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         row = COMPONENT_KINDS[kind]
         yield from signature_problems(key, row.registry, part, len(row.arguments), *row.given)
     advantage = algorithm.advantage
-    read_by_whitening = {"eps"} if advantage.whiten != "none" else set()
+    read_by_whitening = {"eps"} if advantage.normalize != "none" else set()
     yield from _unread("algorithm.advantage", ADVANTAGES, advantage, read_by_whitening)
-    read_by_gates: set[str] = set()
-    for gate in algorithm.gates:
-        if gate.name in TOKEN_MASKS:
-            read_by_gates |= TOKEN_MASKS.about(gate.name).reads
-    yield from _unread("algorithm.loss", POLICY_LOSSES, algorithm.loss, read_by_gates)
+    read_by_masks: set[str] = set()
+    for mask in algorithm.token_masks:
+        if mask.name in TOKEN_MASKS:
+            read_by_masks |= TOKEN_MASKS.about(mask.name).reads
+    yield from _unread("algorithm.loss", POLICY_LOSSES, algorithm.loss, read_by_masks)
     yield from _unfit_scales(algorithm)
 
 
@@ -55,10 +55,10 @@ def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConf
     yield "loss", "algorithm.loss", loss
     yield "aggregation", "algorithm.aggregation", ComponentConfig(name=algorithm.aggregation)
     yield "kl", "algorithm.kl.estimator", ComponentConfig(name=algorithm.kl.estimator)
-    yield "kl", "algorithm.drift.estimator", ComponentConfig(name=algorithm.drift.estimator)
+    yield "kl", "algorithm.policy_drift.estimator", ComponentConfig(name=algorithm.policy_drift.estimator)
     lists = {
-        "correction": algorithm.corrections,
-        "gate": algorithm.gates,
+        "correction": algorithm.importance_sampling,
+        "token_mask": algorithm.token_masks,
         "shaping": algorithm.shaping,
         "filter": algorithm.filters,
     }
@@ -116,7 +116,7 @@ def _unread(
         return
     reads = registry.about(settings.name).reads
     known = ", ".join(sorted(reads)) or "none of them"
-    read = reads | also | {"name", "options", "whiten"}
+    read = reads | also | {"name", "options", "normalize"}
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if name not in read and value != field.default:

@@ -19,7 +19,7 @@ from lightrft.config.base import Settings
 def incompatible_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield one line for each combination that cannot be intended."""
     yield from _ratio(algorithm)
-    yield from _proximal(algorithm)
+    yield from _old_logprobs(algorithm)
     yield from _kl(algorithm)
     yield from _rewards(algorithm)
     yield from _other_terms(algorithm)
@@ -52,9 +52,9 @@ def _ratio(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"so only the mean of its advantages would count, and {varies}; take ratio: "
             "sequence_token, which has the same ratio and the gradient of each token"
         )
-    if loss.ratio == "sequence" and algorithm.gates:
+    if loss.ratio == "sequence" and algorithm.token_masks:
         yield (
-            f"algorithm.gates: {algorithm.gates[0].name!r} leaves tokens out, and with "
+            f"algorithm.token_masks: {algorithm.token_masks[0].name!r} leaves tokens out, and with "
             "loss.ratio: sequence every token of a response has the gradient of all, so that "
             "those left out would still get it; take ratio: sequence_token"
         )
@@ -74,34 +74,34 @@ def _varies(algorithm: AlgorithmConfig) -> str:
     return ""
 
 
-def _proximal(algorithm: AlgorithmConfig) -> Iterator[str]:
-    proximal = algorithm.proximal
-    if proximal == "policy":
+def _old_logprobs(algorithm: AlgorithmConfig) -> Iterator[str]:
+    source = algorithm.old_logprobs
+    if source == "policy":
         return
     weighing = _corrections_of_old_policy(algorithm)
-    if proximal == "behavior":
+    if source == "rollout":
         for name in weighing:
             yield (
-                f"algorithm.corrections: {name!r} weighs the old policy against the sampler, and "
-                "with proximal: behavior they are one: the ratio already holds the difference, "
-                "which must not count twice. Leave it out, or take proximal: policy"
+                f"algorithm.importance_sampling: {name!r} weighs the old policy against the sampler, and "
+                "with old_logprobs: rollout they are one: the ratio already holds the difference, "
+                "which must not count twice. Leave it out, or take old_logprobs: policy"
             )
     reader = _reader_of_old_logprobs(algorithm)
-    if proximal == "interpolated" and reader:
+    if source == "interpolated" and reader:
         yield (
-            "algorithm.proximal = interpolated computes no log-probs before the update, which "
-            f"{reader} reads; take proximal: policy"
+            "algorithm.old_logprobs = interpolated computes no log-probs before the update, which "
+            f"{reader} reads; take old_logprobs: policy"
         )
-    has_ratio = _objective_reads_old(algorithm) or weighing or algorithm.gates
+    has_ratio = _objective_reads_old(algorithm) or weighing or algorithm.token_masks
     if not has_ratio and not reader:
         loss = algorithm.loss.name
-        yield f"algorithm.proximal = {proximal} changes nothing: loss {loss!r} has no ratio"
+        yield f"algorithm.old_logprobs = {source} changes nothing: loss {loss!r} has no ratio"
 
 
 def _corrections_of_old_policy(algorithm: AlgorithmConfig) -> list[str]:
     """Return the built-in corrections in use that read the old log-probs."""
     found = []
-    for part in algorithm.corrections:
+    for part in algorithm.importance_sampling:
         if part.name in IS_CORRECTIONS and "old" in IS_CORRECTIONS.about(part.name).needs:
             found.append(part.name)
     return found
@@ -124,7 +124,7 @@ def _objective_reads_old(algorithm: AlgorithmConfig) -> bool:
     loss = algorithm.loss.name
     if loss not in POLICY_LOSSES or "old" in POLICY_LOSSES.about(loss).needs:
         return True
-    return algorithm.drift.coef > 0 or algorithm.kl.weighted
+    return algorithm.policy_drift.coef > 0 or algorithm.kl.weighted
 
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -179,8 +179,8 @@ def _rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.advantage.name == "teacher":
         if algorithm.shaping:
             changes["shaping"] = algorithm.shaping[0].name
-        if algorithm.advantage.whiten != "none":
-            changes["advantage.whiten"] = algorithm.advantage.whiten
+        if algorithm.advantage.normalize != "none":
+            changes["advantage.normalize"] = algorithm.advantage.normalize
         for key, value in changes.items():
             yield (f"algorithm.{key} = {value} changes nothing: advantage 'teacher' takes no reward; leave it out")
 
@@ -192,12 +192,14 @@ def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield from _changes_nothing("algorithm.entropy", entropy, {"rate"}, why)
     elif entropy.coef < 0:
         yield (f"algorithm.entropy.coef = {entropy.coef}: with entropy.target it is where the bonus starts, and is never below 0")
-    drift = algorithm.drift
+    drift = algorithm.policy_drift
     if not drift.coef:
         unread = {"estimator", "cap", "level"}
-        yield from _changes_nothing("algorithm.drift", drift, unread, "drift.coef is 0")
+        yield from _changes_nothing("algorithm.policy_drift", drift, unread, "policy_drift.coef is 0")
     elif drift.cap is not None and drift.estimator != "k3":
-        yield (f"algorithm.drift.cap bounds the gradient of k3 alone, and drift.estimator is {drift.estimator!r}; leave one out")
+        yield (
+            f"algorithm.policy_drift.cap bounds the gradient of k3 alone, and policy_drift.estimator is {drift.estimator!r}; leave one out"
+        )
     positive = algorithm.positive_nll
     if not positive.coef:
         why = "positive_nll.coef is 0"

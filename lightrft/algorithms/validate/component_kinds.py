@@ -66,10 +66,10 @@ COMPONENT_KINDS: dict[str, ComponentKind] = {
     ),
     "correction": ComponentKind(
         IS_CORRECTIONS,
-        "algorithm.corrections",
+        "algorithm.importance_sampling",
         ("logprobs", "old", "behavior", "advantages", "rows"),
     ),
-    "gate": ComponentKind(TOKEN_MASKS, "algorithm.gates", ("batch", "settings", "generator")),
+    "token_mask": ComponentKind(TOKEN_MASKS, "algorithm.token_masks", ("batch", "settings", "generator")),
     "shaping": ComponentKind(SHAPINGS, "algorithm.shaping", ("batch", "rewards"), ("max_new_tokens",)),
     "filter": ComponentKind(FILTERS, "algorithm.filters", ("group",)),
     "aggregation": ComponentKind(AGGREGATIONS, "algorithm.aggregation", ("rows", "constant")),

@@ -160,7 +160,7 @@ def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
     if requirements.critic:
         yield _of("critic", at(config.critic.path), trained=True, kind=Critic)
     if requirements.process:
-        yield _of("process model", at(config.process.path), trained=True)
+        yield _of("process model", at(config.prm.path), trained=True)
 
 
 def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:
@@ -198,7 +198,7 @@ def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> li
     if "engine" in apart and not ahead:
         return []
     phases = list(drawing_answers(place, models[0], evaluating="engine" in apart))
-    sleeps = config.strategy.sleep and place.device.kind != "cpu" and not ahead
+    sleeps = config.strategy.offload_during_generation and place.device.kind != "cpu" and not ahead
     if not sleeps:
         return phases
     resting = 0.0

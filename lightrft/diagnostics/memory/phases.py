@@ -180,7 +180,7 @@ class ProcessProfile:
     @property
     def team(self) -> int:
         """The number of ranks that work on the same rows."""
-        return self.strategy.tensor * self.strategy.sequence
+        return self.strategy.tensor_parallel * self.strategy.sequence_parallel
 
 
 def drawing_answers(
@@ -206,7 +206,7 @@ def drawing_answers(
         lengths = Lengths(
             config.eval.data.max_prompt_tokens,
             config.eval.sampling.max_new_tokens,
-            config.eval.limit or config.engine.max_rows,
+            config.eval.limit or config.engine.max_num_seqs,
             config.eval.samples,
         )
     shares = place.shares(policy)
@@ -221,8 +221,8 @@ def drawing_answers(
         samples,
         lengths.prompt,
         lengths.answer,
-        engine.token_budget,
-        engine.max_rows,
+        engine.max_cache_tokens,
+        engine.max_num_seqs,
     )
     text = policy.text
     heads, width = _heads(text)
@@ -257,7 +257,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
         lengths.samples,
         lengths.prompt,
         lengths.answer,
-        config.train.micro_batch_tokens,
+        config.train.max_tokens_per_micro_batch,
         model.layout,
     )
     options = _trace_options(place, m)
@@ -270,10 +270,10 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
     if isinstance(config, RLConfig) and (m.name != "policy" or scored(config)):
         forward = partial(meta_trace.forward, model, batch, **options)
         found = traced(place, m, forward, batch, False)
-        activations = found.peak / place.strategy.sequence
+        activations = found.peak / place.strategy.sequence_parallel
         yield MemoryPhase(f"{m.name}: forward", {"activations": activations, **whole})
     if m.trained:
-        steps = config.train.mini_batches if isinstance(config, RLConfig) else 1
+        steps = config.train.num_mini_batches if isinstance(config, RLConfig) else 1
         parts = math.ceil(answers / (len(batch) * steps))
         yield from _updates(place, m, batch, parts, options)
 
@@ -307,7 +307,7 @@ def _updates(
         options: Options of ``meta_trace.update``.
     """
     shares = place.shares(m)
-    sequence = place.strategy.sequence
+    sequence = place.strategy.sequence_parallel
     if place.strategy.offload_activations:
         options = {**options, "saved": "same" if place.device.kind == "cpu" else "host"}
     spread = place.device.processes > 1 and shares.gradients > 1
@@ -340,7 +340,7 @@ def _updates(
 def scored(config: RLConfig) -> bool:
     """Return True if the policy runs over the batch once more, without gradient."""
     requirements = Requirements.of(config.algorithm)
-    if requirements.old_logprobs(config.train.updates * config.train.mini_batches):
+    if requirements.old_logprobs(config.train.ppo_epochs * config.train.num_mini_batches):
         return True
     return requirements.entropy or requirements.energy or requirements.current
 

@@ -22,10 +22,10 @@ ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 KEPT = 2.5
 """The largest measured ratio of resident memory to memory in use (docs/verbs/doctor.md)."""
 WAYS = {
-    "generation": "lower engine.token_budget or engine.max_rows",
+    "generation": "lower engine.max_cache_tokens or engine.max_num_seqs",
     "loading": "load fewer models: algorithm.kl, critic, teacher",
     "models": "set model.lora or model.load_in_4bit, take a smaller model, or spread it over more processes (launch.processes)",
-    "passes": "lower train.micro_batch_tokens, set model.gradient_checkpointing=true or model.lora, or raise launch.processes",
+    "passes": "lower train.max_tokens_per_micro_batch, set model.gradient_checkpointing=true or model.lora, or raise launch.processes",
 }
 """Advice to reduce the memory of a phase. ``models`` applies if the models alone are too large."""
 
@@ -179,10 +179,10 @@ def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
         fractions.append(f"{part} {'whole' if count == 1 else f'1/{count}'}")
     says = f"of each trained model, a process holds {', '.join(fractions)}"
     if shares.cut > 1:
-        says += f", each layer cut over {shares.cut} (strategy.tensor)"
-    if config.strategy.sequence > 1:
-        sequence = config.strategy.sequence
-        says += f", the tokens of a row over {sequence} (strategy.sequence)"
+        says += f", each layer cut over {shares.cut} (strategy.tensor_parallel)"
+    if config.strategy.sequence_parallel > 1:
+        sequence = config.strategy.sequence_parallel
+        says += f", the tokens of a row over {sequence} (strategy.sequence_parallel)"
     if shares.precise:
         says += "; trained weights are held in float32 only"
     if shares.on_host:

@@ -36,8 +36,8 @@ def rows_of(strategy: StrategyConfig, processes: int) -> int:
 
     Tensor-parallel ranks count once.
     """
-    rows = max(1, processes // strategy.tensor)
-    return rows if strategy.shard is None else min(strategy.shard, rows)
+    rows = max(1, processes // strategy.tensor_parallel)
+    return rows if strategy.hsdp_shard_size is None else min(strategy.hsdp_shard_size, rows)
 
 
 def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) -> ShardingFactors:
@@ -47,17 +47,17 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     """
     rows = rows_of(strategy, processes)
     left = 0.0
-    if trained and strategy.reshard is not True:
-        left = 1.0 if strategy.reshard is False else 1 / strategy.reshard
+    if trained and strategy.reshard_after_forward is not True:
+        left = 1.0 if strategy.reshard_after_forward is False else 1 / strategy.reshard_after_forward
     away: tuple[Part, ...] = ()
-    if strategy.offload and kind != "cpu":
+    if strategy.cpu_offload and kind != "cpu":
         away = ("weights", "state", "gradients")
     return ShardingFactors(
         rows,
         rows,
         rows,
-        cut=strategy.tensor,
-        precise=strategy.tensor == 1,
+        cut=strategy.tensor_parallel,
+        precise=strategy.tensor_parallel == 1,
         by_blocks=True,
         kept_between_passes=left,
         on_host=away,
@@ -72,7 +72,7 @@ def _zero(
     block: int,
 ) -> ShardingFactors:
     """Return the sharding of ZeRO. Models that are not trained are sharded only in stage 3."""
-    stage = strategy.stage
+    stage = strategy.zero_stage
     given = strategy.deepspeed.get("zero_optimization", {})
 
     def offloaded(what: str) -> bool:

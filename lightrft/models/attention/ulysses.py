@@ -167,7 +167,7 @@ def check_heads(config: PreTrainedConfig, team: ModelParallelGroup) -> int:
     keys = keys or heads
     if not isinstance(heads, int) or not isinstance(keys, int):
         problem = f"model type {config.model_type!r} does not say how many heads it has"
-        raise ModelError(f"strategy.sequence = {team.size}: {problem}; set it to 1")
+        raise ModelError(f"strategy.sequence_parallel = {team.size}: {problem}; set it to 1")
     return _copies(heads // team.tensor, keys // team.tensor, team)
 
 
@@ -180,7 +180,7 @@ def _copies(heads: int, keys: int, team: ModelParallelGroup) -> int:
         return copies
     left = "of the model"
     if team.tensor > 1:
-        left = f"{left} that strategy.tensor = {team.tensor} leaves to each rank"
+        left = f"{left} that strategy.tensor_parallel = {team.tensor} leaves to each rank"
     fits = [1]
     for smaller in range(2, size):
         own_copies = smaller // math.gcd(keys, smaller)
@@ -188,7 +188,7 @@ def _copies(heads: int, keys: int, team: ModelParallelGroup) -> int:
             fits.append(smaller)
     problem = f"does not divide the {heads} heads {left} (with {keys} of keys)"
     way_out = f"set it to {' or '.join(map(str, fits))}"
-    raise ModelError(f"strategy.sequence = {size} {problem}; {way_out}")
+    raise ModelError(f"strategy.sequence_parallel = {size} {problem}; {way_out}")
 
 
 def exchange(x: Tensor, group: Any) -> Tensor:

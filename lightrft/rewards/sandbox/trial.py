@@ -150,7 +150,7 @@ def _outcomes(text: str, status: int, deadline: float) -> list[TrialOutcome]:
         # The last call has no outcome. faulthandler writes frames only past the deadline.
         how = f"ended its process (status {status})"
         if frames:
-            how = f"took longer than reward.deadline = {deadline:g} s"
+            how = f"took longer than reward.timeout = {deadline:g} s"
         outcomes.append(TrialOutcome(begun, problem=how, trace=_user_frames(frames)))
     return outcomes
 

@@ -24,12 +24,12 @@ from tests.model_helpers import gradients, hard_batch, small_actor, small_model
 LAYOUTS = ("prefix_shared", "packed", "padded")
 KL = {"where": "loss", "coef": 0.1}
 CASES: dict[str, dict[str, Any]] = {
-    "grpo": {"train": {"micro_batch_tokens": 60}},
+    "grpo": {"train": {"max_tokens_per_micro_batch": 60}},
     "packed rows": {"model": {"layout": "packed"}},
     "padded rows": {"model": {"layout": "padded"}},
     "a critic, asleep with its optimizer while responses are generated": {
         "algorithm": {"preset": "ppo", "kl": {"where": "reward", "coef": 0.1}},
-        "strategy": {"sleep": True},
+        "strategy": {"offload_during_generation": True},
     },
     "adapters that are their own reference": {
         "model": {"lora": {"rank": 4, "alpha": 8}},
@@ -41,7 +41,10 @@ CASES: dict[str, dict[str, Any]] = {
         "strategy": {"offload_activations": True},
         "model": {"gradient_checkpointing": True},
     },
-    "gates, entropy and two updates": {"algorithm": {"preset": "kl_cov"}, "train": {"updates": 2, "mini_batches": 2}},
+    "token masks, entropy and two updates": {
+        "algorithm": {"preset": "kl_cov"},
+        "train": {"ppo_epochs": 2, "num_mini_batches": 2},
+    },
 }
 
 

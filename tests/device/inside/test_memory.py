@@ -78,11 +78,13 @@ def test_sleeping_frees_optimizer_states_and_frozen_models_while_responses_are_g
     tree = deep_merge(rl_tree, ROLES)
     policy, critic = sizes(tree)
     awake = measure(tree, monkeypatch, run={"name": "awake"})
-    asleep = measure(tree, monkeypatch, run={"name": "asleep"}, strategy={"sleep": True})
+    asleep = measure(tree, monkeypatch, run={"name": "asleep"}, strategy={"offload_during_generation": True})
     moments, frozen = 2 * (policy + critic), policy + BUFFERS  # the reference is as large as the policy
     assert awake.generating[1] - asleep.generating[1] == moments + frozen
     assert awake.generating[0] - asleep.generating[0] == frozen  # no optimizer has a state yet
-    computed = estimate_memory(build(RLConfig, deep_merge(tree, {"strategy": {"sleep": True}})), LENGTHS, Device(NAME, 0))
+    computed = estimate_memory(
+        build(RLConfig, deep_merge(tree, {"strategy": {"offload_during_generation": True}})), LENGTHS, Device(NAME, 0)
+    )
     assert abs(computed.host["offloaded during generation"] - moments - frozen) <= BUFFERS
     assert [u.after - u.before for u in asleep.updates[:2]] == [u.after - u.before for u in awake.updates[:2]]
 
@@ -105,7 +107,7 @@ def test_the_peak_that_doctor_computes_bounds_what_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
     sleep: bool,
 ) -> None:
-    long = {"sampling": {"max_new_tokens": 40, "min_new_tokens": 40}, "strategy": {"sleep": sleep}}
+    long = {"sampling": {"max_new_tokens": 40, "min_new_tokens": 40}, "strategy": {"offload_during_generation": sleep}}
     tree = deep_merge(deep_merge(rl_tree, ROLES), long)
     computed = estimate_memory(build(RLConfig, tree), LENGTHS, Device(NAME, 0))
     measured = measure(tree, monkeypatch)

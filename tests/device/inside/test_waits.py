@@ -56,7 +56,7 @@ def test_a_decoded_token_batch_costs_one_wait(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, family: str, sampling: dict[str, Any]
 ) -> None:
     model = small_model(family).to(device)
-    engine = native.NativeEngine(KVDecoder(model), tiny_tokenizer(), EngineConfig(max_rows=5))
+    engine = native.NativeEngine(KVDecoder(model), tiny_tokenizer(), EngineConfig(max_num_seqs=5))
     prompts = [Prompt(str(i), list(range(10, 14 + i))) for i in range(4)]
     requests = [Request(prompt, seed=7 * i + s, sample=s) for i, prompt in enumerate(prompts) for s in range(3)]
     with watched(monkeypatch, native._RunningRequests, "advance") as calls:
@@ -86,7 +86,7 @@ ROLES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("role", ROLES)
 def test_waits_do_not_grow_with_micro_batches(rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, role: str) -> None:  # noqa: F811
     """One optimizer step of every trained model, in micro-batches of one row each."""
-    tree = deep_merge(varied(rl_tree), {"train": {"steps": 1, "micro_batch_tokens": 1}})
+    tree = deep_merge(varied(rl_tree), {"train": {"steps": 1, "max_tokens_per_micro_batch": 1}})
     config = build(RLConfig, deep_merge(tree, ROLES[role]))
     homes = (
         (policy_update, "optimizer_step"),
@@ -118,7 +118,7 @@ def test_a_step_of_learning_waits_a_stated_number_of_times(
     for tokens in (1, 100_000):
         more = {
             "run": {"name": str(tokens)},
-            "train": {"steps": 2, "micro_batch_tokens": tokens},
+            "train": {"steps": 2, "max_tokens_per_micro_batch": tokens},
             "algorithm": {"preset": preset},
         }
         with watched(monkeypatch, rl_step, "learn") as calls:

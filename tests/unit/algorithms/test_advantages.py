@@ -189,7 +189,7 @@ def test_the_critic_may_have_a_trace_of_its_own() -> None:
     case = plain_case([[True, True]], [0])
     case.values, case.truncated = [[1.0, 2.0]], [False]
     token = torch.tensor([0.0, 3.0], dtype=torch.float64)
-    settings = AdvantageConfig(name="gae", gamma=1.0, lam=0.5)
+    settings = AdvantageConfig(name="gae", gamma=1.0, gae_lambda=0.5)
     advantage, returns = ADVANTAGES["gae"](batch_of(case), token, settings, lam_critic=1.0)
     assert advantage.tolist() == [1.5, 1.0]
     assert returns.tolist() == [3.0, 3.0]

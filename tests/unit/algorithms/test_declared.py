@@ -20,7 +20,7 @@ from lightrft.types import Batch
 from lightrft.utils.registry import Registry
 
 LOSS_SETTINGS: dict[str, Any] = {"ratio": "sequence", "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.5, "ratio_cap": 1.4}
-ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "lam": 0.5, "eps": 0.5}
+ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "gae_lambda": 0.5, "eps": 0.5}
 COLUMNS = {"critic": "values", "greedy": "baselines", "process": "process_rewards", "energy": "energy", "steps": "steps"}
 
 

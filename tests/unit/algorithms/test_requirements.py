@@ -126,9 +126,9 @@ def test_a_setting_that_the_function_in_force_does_not_read_is_refused() -> None
 
 def test_numbers_of_a_preset_are_not_for_another_function() -> None:
     chosen = AlgorithmConfig.model_validate({"preset": "ppo", "advantage": {"name": "reinforce"}})
-    assert chosen.advantage.lam == 0.95
-    assert chosen.advantage.whiten == "none"
-    assert AlgorithmConfig.model_validate({"preset": "ppo", "advantage": {"lam": 0.9}}).advantage.whiten == "batch"
+    assert chosen.advantage.gae_lambda == 0.95
+    assert chosen.advantage.normalize == "none"
+    assert AlgorithmConfig.model_validate({"preset": "ppo", "advantage": {"gae_lambda": 0.9}}).advantage.normalize == "batch"
 
 
 def test_a_scale_that_the_advantage_has_no_use_for_is_refused_with_the_reason() -> None:
@@ -156,7 +156,10 @@ def rollout_problems(**tree: Any) -> list[str]:
     [
         ({"rollout": {"select": {"name": "top"}}}, "unknown selection 'top'; did you mean 'top_k'?"),
         ({"rollout": {"select": {"name": "top_k"}}}, "rollout.select.options.keep is missing"),
-        ({"rollout": {"select": {"name": "top_k", "options": {"keep": 8}}}}, "leaves out none of rollout.samples = 8 responses"),
+        (
+            {"rollout": {"select": {"name": "top_k", "options": {"keep": 8}}}},
+            "leaves out none of rollout.group_size = 8 responses",
+        ),
         ({"rollout": {"select": {"name": "top_k", "options": {"keep": 1}}}}, "'grpo' compares the responses of a group"),
         ({"rollout": {"select": {"name": "balanced", "options": {"keep": 1}}}}, "options.keep is 1"),
         ({"rollout": {"select": {"name": "top_k", "options": {"keep": "two"}}}}, "cannot use its options|options.keep is two"),
@@ -166,7 +169,7 @@ def rollout_problems(**tree: Any) -> list[str]:
         ({"rollout": {"carry_over": True}}, "changes nothing: without rollout.oversample"),
         ({"rollout": {"carry_over": True, "oversample": 2}}, "an older policy, which nothing corrects"),
         (
-            {"rollout": {"carry_over": True, "oversample": 2, "staleness": 1}, "algorithm": {"corrections": ["tis"]}},
+            {"rollout": {"carry_over": True, "oversample": 2, "staleness": 1}, "algorithm": {"importance_sampling": ["tis"]}},
             "further back than rollout.staleness = 1",
         ),
         ({"algorithm": {"filters": [{"name": "pass_rate", "options": {"low": 1, "high": 0}}]}}, "algorithm.filters.0: .* above"),
@@ -182,7 +185,8 @@ def test_settings_of_rollouts_that_fit_are_accepted() -> None:
     curriculum = {"name": "easy_to_hard", "options": {"epochs": 2}}
     filters = [{"name": "pass_rate", "options": {"low": 0.1, "high": 0.9}}]
     chosen = build(
-        RLConfig, {"rollout": {**rollout, "curriculum": curriculum}, "algorithm": {"filters": filters, "corrections": ["tis"]}}
+        RLConfig,
+        {"rollout": {**rollout, "curriculum": curriculum}, "algorithm": {"filters": filters, "importance_sampling": ["tis"]}},
     )
     check_rollout(chosen)
     assert chosen.rollout.select == ComponentConfig(name="balanced", options={"keep": 4})
@@ -195,9 +199,9 @@ def test_advantages_that_differ_from_token_to_token_do_not_go_with_the_ratio_of_
 
 
 def test_log_probs_that_a_teacher_reads_are_computed_or_asked_for() -> None:
-    (found,) = problems(preset="opd", proximal="interpolated")
+    (found,) = problems(preset="opd", old_logprobs="interpolated")
     assert "which distill.kind: sampled reads" in found
-    assert accepted(preset="opd", proximal="behavior", loss={"name": "reinforce"})
+    assert accepted(preset="opd", old_logprobs="rollout", loss={"name": "reinforce"})
     assert Requirements.of(AlgorithmConfig.model_validate("opd")).old_logprobs(1)
     whole = AlgorithmConfig.model_validate({"preset": "opd", "distill": {"kind": "jsd"}})
     assert not Requirements.of(whole).old_logprobs(1)
@@ -240,11 +244,11 @@ def test_the_reference_is_needed_for_a_kl_term_or_a_process_reward_alone() -> No
         ({"entropy": {"coef": 0.01, "target": 0.5}}, "entropy", True),
         ("grpo", "entropy", False),
         ("grpo", "sampler", False),
-        ({"corrections": ["tis"]}, "sampler", True),
-        ({"proximal": "interpolated"}, "sampler", True),
+        ({"importance_sampling": ["tis"]}, "sampler", True),
+        ({"old_logprobs": "interpolated"}, "sampler", True),
         ("grpo", "ignores_sampler_logprobs", True),
-        ({"corrections": ["tis"]}, "ignores_sampler_logprobs", False),
-        ({"proximal": "behavior"}, "ignores_sampler_logprobs", False),
+        ({"importance_sampling": ["tis"]}, "ignores_sampler_logprobs", False),
+        ({"old_logprobs": "rollout"}, "ignores_sampler_logprobs", False),
     ],
     ids=str,
 )
@@ -254,7 +258,8 @@ def test_what_an_algorithm_requires_follows_from_its_parts(tree: Any, flag: str,
 
 def test_old_log_probs_are_computed_before_the_update_only_if_the_ratio_can_leave_one() -> None:
     plain, by_sampler = (
-        AlgorithmConfig.model_validate({"preset": "grpo", "kl": {"coef": 0.0}, **more}) for more in ({}, {"proximal": "behavior"})
+        AlgorithmConfig.model_validate({"preset": "grpo", "kl": {"coef": 0.0}, **more})
+        for more in ({}, {"old_logprobs": "rollout"})
     )
     assert [Requirements.of(plain).old_logprobs(steps) for steps in (1, 2)] == [False, True]
     assert [Requirements.of(by_sampler).old_logprobs(steps) for steps in (1, 2)] == [False, False]

@@ -119,19 +119,19 @@ def test_equal_second_moments_are_left_out_together() -> None:
     assert bits(gate("m2po", batch, tau=0.5).weight) == [0, 0, 0, 0, 1, 1]
 
 
-def test_gates_multiply_and_pulls_add_up() -> None:
+def test_token_masks_multiply_and_pulls_add_up() -> None:
     batch = batch_with(
         **COVARIANT, entropy=[0.1, 0.5, 99.0, 0.4, 0.2, 0.3], behavior_logprobs=[-2.0, -2.0, 0.0, -2.0, -2.0, -4.0]
     )
     kl_cov = ComponentConfig(name="kl_cov", options={"share": 0.4, "coef": 0.5})
     parts = [ComponentConfig(name="m2po"), ComponentConfig(name="high_entropy", options={"rho": 0.5}), kl_cov, kl_cov]
     found = with_token_masks(batch, parts, LossConfig(), torch.Generator())
-    assert found.gate is not None
+    assert found.token_mask is not None
     assert found.pull is not None
-    assert found.gate.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    assert found.token_mask.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
     assert found.pull.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     untouched = with_token_masks(batch, [], LossConfig(), torch.Generator())
-    assert untouched.gate is None
+    assert untouched.token_mask is None
     assert untouched.pull is None
 
 

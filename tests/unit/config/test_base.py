@@ -231,17 +231,21 @@ def test_leaves_are_listed_and_merged() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("num_generations=8", "num_generations is rollout.samples here"),
-        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is rollout.samples here"),
-        ("rollout.n=8", "rollout.n is rollout.samples here"),
+        ("num_generations=8", "num_generations is rollout.group_size here"),
+        ("rollout.samples=8", "rollout.samples is rollout.group_size here"),
+        ("eval.data.chat=true", "eval.data.chat is eval.data.apply_chat_template here"),
+        ("process.path=x", "process.path is prm.path here"),
+        ("critic.optimizer.warmup=3", "set optimizer.warmup_steps, or optimizer.warmup_ratio"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is rollout.group_size here"),
+        ("rollout.n=8", "rollout.n is rollout.group_size here"),
         ("algorithm.clip_ratio_high=0.3", "algorithm.clip_ratio_high is algorithm.loss.clip_high here"),
-        ("n_samples_per_prompt=8", "n_samples_per_prompt is rollout.samples here"),
+        ("n_samples_per_prompt=8", "n_samples_per_prompt is rollout.group_size here"),
         (
             "trainer={total_epochs: 1, save_freq: 2}",
             "trainer.total_epochs is train.epochs here, trainer.save_freq is checkpoint.every here",
         ),
         ("trainer={colour: 1}", "did you mean train?"),
-        ("rollout.sample=8", "did you mean rollout.samples?"),
+        ("rollout.group_siz=8", "did you mean rollout.group_size?"),
     ],
 )
 def test_a_name_of_another_program_is_answered_with_ours(given, said):

@@ -130,7 +130,7 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
             "algorithm.advantage.gamma = 1.5 (from command line): Input should be less than or equal to 1",
         ),
         (["algorithm.loss.dual_clip=1"], "algorithm.loss.dual_clip = 1 (from command line): Input should be greater than 1"),
-        (["rollout.samples=0"], "rollout.samples = 0 (from command line): Input should be greater than or equal to 1"),
+        (["rollout.group_size=0"], "rollout.group_size = 0 (from command line): Input should be greater than or equal to 1"),
     ],
 )
 def test_what_means_nothing_is_refused_with_the_way_out(overrides: list[str], message: str) -> None:

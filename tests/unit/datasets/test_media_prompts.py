@@ -492,7 +492,7 @@ def test_columns_that_the_settings_name_are_read_and_must_exist(eye: Rig, folder
 
 
 def test_messages_are_asked_with_media_as_a_row_would_be(eye: Rig, folder: Path) -> None:
-    encoder = ChatEncoder(DataConfig(chat=True), eye.tokenizer, eye.processor)
+    encoder = ChatEncoder(DataConfig(apply_chat_template=True), eye.tokenizer, eye.processor)
     content = [{"type": "image", "image": Image.open(folder / "a.png")}, {"type": "text", "text": "what?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     asked = encoder.ask(messages, "the conversation")
@@ -504,7 +504,9 @@ def test_messages_are_asked_with_media_as_a_row_would_be(eye: Rig, folder: Path)
     assert "an <image> tag" in encoder.ask([{"role": "user", "content": "an <image> tag"}], "it").text
     with pytest.raises(MalformedRow, match=r"^the conversation, message 1, image: 'gone\.png': there is no file"):
         encoder.ask([{"role": "user", "content": [{"type": "image", "image": "gone.png"}]}], "the conversation")
-    plain = ChatEncoder(DataConfig(chat=True), eye.tokenizer).ask([{"role": "user", "content": "hi"}], "the conversation")
+    plain = ChatEncoder(DataConfig(apply_chat_template=True), eye.tokenizer).ask(
+        [{"role": "user", "content": "hi"}], "the conversation"
+    )
     assert plain.media == {} and "hi" in plain.text
 
 

@@ -169,7 +169,7 @@ def test_overlong_examples_are_dropped_cut_or_an_error(examples):
         examples(rows, max_tokens=length, overlong="truncate")
 
 
-@pytest.mark.parametrize("config", [{}, {"chat": False}])
+@pytest.mark.parametrize("config", [{}, {"apply_chat_template": False}])
 @pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": "a", "response": " "}])
 def test_a_row_without_an_answer_names_the_row(examples, row, config):
     with pytest.raises(DataError, match=r"line 1: no response to learn from; the row has: prompt.*data\.columns\.response"):

@@ -38,7 +38,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def config_of(rows: Path, **settings: Any) -> DataConfig:
-    given = {"malformed": "skip", "overlong": "truncate", "max_prompt_tokens": 60, "token_cache_min_mb": 0, **settings}
+    given = {"bad_rows": "skip", "overlong_prompts": "truncate", "max_prompt_tokens": 60, "token_cache_min_mb": 0, **settings}
     return DataConfig.model_validate({"sources": [str(rows)], "token_cache": str(rows.parent / "cache"), **given})
 
 

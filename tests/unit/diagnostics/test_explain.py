@@ -36,7 +36,7 @@ def is_default_option(number: EffectiveSetting) -> bool:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_the_numbers_are_those_of_the_config_with_their_sources(preset: str) -> None:
-    config, found = explained(f"algorithm={preset}", "train.updates=3")
+    config, found = explained(f"algorithm={preset}", "train.ppo_epochs=3")
     shown = {n.key: n for n in found.numbers}
     own = [n for n in found.numbers if not is_default_option(n)]
     assert {n.key: n.value for n in own} == {n.key: value_of(config, n.key) for n in own}
@@ -44,8 +44,8 @@ def test_the_numbers_are_those_of_the_config_with_their_sources(preset: str) -> 
     from_preset = {n.key: n.value for n in own if n.source.partition(":")[0] == f"preset {preset}"}
     assert from_preset == {key: value for key, value in given.items() if key in shown}
     assert shown["algorithm.preset"].source == "command line"
-    assert shown["train.updates"].source == "command line"
-    assert shown["rollout.samples"].source == "default"
+    assert shown["train.ppo_epochs"].source == "command line"
+    assert shown["rollout.group_size"].source == "default"
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -118,11 +118,11 @@ def test_the_default_of_an_option_is_read_from_the_function(tmp_path: Path) -> N
 
 def test_what_stands_beside_a_preset_wins_and_names_its_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("algorithm: {preset: ppo, kl: {coef: 0.5}, advantage: {lam: 1.0}}\n", encoding="utf-8")
-    _, found = explained("algorithm.advantage.lam=0.9", files=(file,))
+    file.write_text("algorithm: {preset: ppo, kl: {coef: 0.5}, advantage: {gae_lambda: 1.0}}\n", encoding="utf-8")
+    _, found = explained("algorithm.advantage.gae_lambda=0.9", files=(file,))
     numbers = {n.key: (n.value, n.source) for n in found.numbers}
     assert numbers["algorithm.kl.coef"] == (0.5, str(file))
-    assert numbers["algorithm.advantage.lam"] == (0.9, "command line")
+    assert numbers["algorithm.advantage.gae_lambda"] == (0.9, "command line")
     assert numbers["algorithm.advantage.gamma"] == (1.0, "preset ppo: InstructGPT, arXiv 2203.02155, appendix C.4")
     assert numbers["algorithm.kl.controller"] == ("fixed", "default")
     assert "algorithm.kl.target" not in numbers
@@ -156,8 +156,8 @@ def test_shaping_and_filters_are_shown() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.updates=1"], "Each batch gets one update, on policy"),
-        (["train.updates=2", "train.mini_batches=3"], "Each batch gets 6 optimizer steps"),
+        (["train.ppo_epochs=1"], "Each batch gets one update, on policy"),
+        (["train.ppo_epochs=2", "train.num_mini_batches=3"], "Each batch gets 6 optimizer steps"),
         (["algorithm=grpo"], "Rows with advantage 0 still get gradient"),
         (["algorithm=reinforce++"], "Rows whose advantages are all 0 get no gradient"),
         (["algorithm=ppo"], "The critic is trained on the returns"),

@@ -88,7 +88,7 @@ def test_a_rank_that_is_silent_for_longer_than_the_limit_ends_the_others(store, 
     wait_for(lambda: len(said) > 1)
     for rank in ranks[:2]:
         rank.end(None)
-    assert all(text.startswith("rank 2 (process ") and "for strategy.timeout = 0.02 minutes" in text for text in said)
+    assert all(text.startswith("rank 2 (process ") and "for strategy.timeout_minutes = 0.02 minutes" in text for text in said)
 
 
 def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(store, monkeypatch):

@@ -98,7 +98,7 @@ def test_a_ray_that_is_late_is_started_again_and_what_it_left_is_ended_first(lat
 @pytest.mark.parametrize("error", [Exception(LATE), TimeoutError("the GCS timed out")])
 def test_a_ray_that_does_not_start_in_time_is_an_error_that_says_what_to_do(late_ray, error) -> None:
     ray = late_ray(error)
-    launch = build(LaunchConfig, {"kind": "ray", "ray": {"wait": 1e-12}})
+    launch = build(LaunchConfig, {"kind": "ray", "ray": {"placement_timeout_minutes": 1e-12}})
     with pytest.raises(ResourceError, match=r"within launch\.ray\.wait = 1e-12 minutes \(.*timed out.*raise launch\.ray\.wait"):
         cluster(launch.ray).__enter__()
     assert ray.calls == ["init", "shutdown"]
@@ -123,13 +123,13 @@ def test_devices_on_processors_and_workers_of_supervised_training_are_refused() 
 
 
 def test_a_worker_that_falls_silent_is_missed_before_the_ranks_that_wait_for_it_give_up() -> None:
-    tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1}}, "strategy": {"timeout": 6.0}}
+    tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1}}, "strategy": {"timeout_minutes": 6.0}}
     assert FaultPolicy.of(build(RLConfig, tree)) == FaultPolicy(restarts=3, call_timeout=180.0)
     said = r"launch\.ray\.silence = 6 minutes is not below strategy\.timeout = 6"
-    silent = {"launch": {"ray": {"silence": 6}}}
+    silent = {"launch": {"ray": {"call_timeout_minutes": 6}}}
     with pytest.raises(ConfigError, match=said):
         check_launch(build(RLConfig, deep_merge(tree, silent)))
-    check_launch(build(RLConfig, deep_merge(tree, {"launch": {"ray": {"silence": 5}}})))
+    check_launch(build(RLConfig, deep_merge(tree, {"launch": {"ray": {"call_timeout_minutes": 5}}})))
     check_launch(build(RLConfig, deep_merge(tree, deep_merge(silent, {"launch": {"processes": 1}}))))  # nobody waits
 
 

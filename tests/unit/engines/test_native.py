@@ -185,7 +185,7 @@ def test_an_answer_depends_on_its_request_alone() -> None:
     assert len({tuple(r.token_ids[:4]) for r in together.values()}) == len(requests)
 
 
-@pytest.mark.parametrize("config", [{}, {"max_rows": 3}, {"token_budget": 130}])
+@pytest.mark.parametrize("config", [{}, {"max_num_seqs": 3}, {"max_cache_tokens": 130}])
 def test_each_distinct_prompt_and_each_drawn_token_goes_through_the_model_once(config: dict[str, int]) -> None:
     model = endless()
     prompts = prompts_of(9, 30, 17)

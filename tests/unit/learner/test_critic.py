@@ -28,7 +28,7 @@ def config_of(**over: Any) -> RLConfig:
     tree = {
         "algorithm": {"preset": "vapo", "value": {"clip": 0.1}},
         "sampling": {"max_new_tokens": 8},
-        "train": {"mini_batches": 2},
+        "train": {"num_mini_batches": 2},
         "reward": {"terms": ["math"]},
         "data": {"sources": ["none.jsonl"]},
     }

@@ -81,14 +81,14 @@ def test_positive_answers_are_run_though_their_advantage_is_zero() -> None:
     ],
 )
 def test_the_drift_pulls_back_to_the_old_policy(drift: dict[str, Any], ratio: float, slope: float) -> None:
-    algorithm = algorithm_of(drift=drift)
+    algorithm = algorithm_of(policy_drift=drift)
     expected = [0.1 * slope] * 7
     expected[3] = 0.0
     assert slopes(algorithm, batch_for(algorithm), ratio) == pytest.approx(expected, abs=1e-15)
 
 
 def test_a_drift_reaches_rows_without_advantage_once_there_is_an_old_policy() -> None:
-    algorithm = algorithm_of(drift={"coef": 0.1})
+    algorithm = algorithm_of(policy_drift={"coef": 0.1})
     objective = Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0)
     assert objective.active(batch_for(algorithm)).tolist() == [0, 1, 2]
     assert objective.active(batch_for(algorithm, old_logprobs=None)).tolist() == []
@@ -96,7 +96,7 @@ def test_a_drift_reaches_rows_without_advantage_once_there_is_an_old_policy() ->
 
 @pytest.mark.parametrize(("estimator", "reached"), [("k1", [0, 1, 2]), ("k2", []), ("k3", [])])
 def test_a_drift_leaves_no_row_out_whose_gradient_it_has(estimator: str, reached: list[int]) -> None:
-    algorithm = algorithm_of(drift={"coef": 0.6, "estimator": estimator})
+    algorithm = algorithm_of(policy_drift={"coef": 0.6, "estimator": estimator})
     batch = batch_for(algorithm, old_logprobs=None)
     assert Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == reached
     assert (slopes(algorithm, batch) != [0.0] * 7) == bool(reached)
@@ -104,7 +104,7 @@ def test_a_drift_leaves_no_row_out_whose_gradient_it_has(estimator: str, reached
 
 def test_rows_that_a_gate_leaves_out_are_not_run() -> None:
     algorithm = algorithm_of()
-    batch = batch_for(algorithm, advantage=1.0).replace(gate=torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]))
+    batch = batch_for(algorithm, advantage=1.0).replace(token_mask=torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]))
     assert Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == [1]
     assert slopes(algorithm, batch) == pytest.approx([0, 0, -1 / 6, 0, 0, 0, 0])
 
@@ -123,7 +123,7 @@ def test_the_kl_is_weighted_by_the_ratio_and_its_gradient(estimator: str, weight
 
 
 def old_of(proximal: str, **columns: Any) -> Tensor:
-    algorithm = algorithm_of(proximal=proximal)
+    algorithm = algorithm_of(old_logprobs=proximal)
     batch = batch_for(algorithm, old_logprobs=None, versions=torch.tensor([3, 3, 2, 2, 0, 0, 0]), **columns)
     return old_logprobs(batch, torch.full((7,), OLD + 4, requires_grad=True), proximal, 3)
 
@@ -137,7 +137,7 @@ def test_between_sampler_and_policy_by_the_version_of_each_token() -> None:
 
 def test_the_interpolated_policy_is_weighed_against_the_sampler() -> None:
     """Decoupled: pi / pi_prox * pi_prox / mu = pi / mu, whatever lies between, as long as nothing is clipped."""
-    algorithm = algorithm_of(proximal="interpolated", corrections=["importance"])
+    algorithm = algorithm_of(old_logprobs="interpolated", importance_sampling=["importance"])
     versions = torch.tensor([3, 3, 2, 2, 0, 0, 0])
     batch = batch_for(algorithm, advantage=1.0, old_logprobs=None, versions=versions)
     expected = [-3.0 / 6] * 7

@@ -24,7 +24,7 @@ from tests.unit.trainer.test_rl_step import batch_of, config_of, roles_of
 
 def prime(**over: Any) -> tuple[Any, Roles, Batch]:
     """A run of ``prime`` whose process model is not its reference."""
-    config = config_of(**{"algorithm": {"preset": "prime"}, "process": {"beta": 0.3, "threshold": 0.0}, **over})
+    config = config_of(**{"algorithm": {"preset": "prime"}, "prm": {"beta": 0.3, "threshold": 0.0}, **over})
     roles = roles_of(config)
     actor = Actor(tiny_model("qwen2", seed=8)).eval()
     roles.process = TrainableModel(actor, roles.strategy.prepare(actor, OptimizerConfig(lr=1e-2), 10))
@@ -35,13 +35,13 @@ def prime(**over: Any) -> tuple[Any, Roles, Batch]:
 @pytest.mark.parametrize("forward", ["single", "double"])
 def test_process_rewards_are_the_scaled_log_ratio_of_the_model_before_or_after_its_step(forward: str, budget: int) -> None:
     process = {"beta": 0.3, "threshold": 0.0, "forward": forward}
-    config, roles, batch = prime(process=process, train={"micro_batch_tokens": budget})
+    config, roles, batch = prime(process=process, train={"max_tokens_per_micro_batch": budget})
     assert roles.process is not None
     actor = roles.process.model
     with torch.no_grad():
         before = actor.score(batch).logprobs
     found = with_process_rewards(
-        batch, roles, config.process, config.train.micro_batch_tokens, config.sampling.temperature, Metrics()
+        batch, roles, config.process, config.train.max_tokens_per_micro_batch, config.sampling.temperature, Metrics()
     ).process_rewards
     with torch.no_grad():
         after = actor.score(batch).logprobs
@@ -55,7 +55,7 @@ def test_without_the_role_the_batch_is_left_as_it_is() -> None:
     batch = batch_of()
     assert (
         with_process_rewards(
-            batch, roles_of(config), config.process, config.train.micro_batch_tokens, config.sampling.temperature, Metrics()
+            batch, roles_of(config), config.prm, config.train.max_tokens_per_micro_batch, config.sampling.temperature, Metrics()
         )
         is batch
     )

@@ -63,7 +63,7 @@ def test_a_resumed_run_goes_on_counting() -> None:
 
 
 TRAINED = {
-    "rollout/sampled": 10.0,
+    "rollout/tokens_sampled": 10.0,
     "policy/optimizer_steps": 1.0,
     "policy/grad_norm": 0.5,
     "policy/frac_rows_with_advantage": 0.5,

@@ -36,7 +36,7 @@ def config(*functions, **settings):
         {"function": f"{FUNCTIONS}:{f}"} if isinstance(f, str) else {**f, "function": f"{FUNCTIONS}:{f['function']}"}
         for f in functions
     ]
-    return RewardConfig.model_validate({"terms": terms, "deadline": 30, "memory_mb": 256, **settings})
+    return RewardConfig.model_validate({"terms": terms, "timeout": 30, "memory_mb": 256, **settings})
 
 
 def score(texts, *functions, **settings):
@@ -354,7 +354,7 @@ def test_asyncio_is_loaded_for_rewards_that_wait_only(tmp_path):
     waits = "async def waits(rollout):\n    return plain(rollout)\n"
     file.write_text(plain + waits)
     for names, loaded in ((["plain"], 0.0), (["plain", "waits"], 2.0)):
-        settings = RewardConfig.model_validate({"terms": [f"{file}:{name}" for name in names], "deadline": 30})
+        settings = RewardConfig.model_validate({"terms": [f"{file}:{name}" for name in names], "timeout": 30})
         asked = rollout()
         with Scorer(settings) as scorer:
             scorer.submit(asked)
@@ -481,7 +481,7 @@ def test_a_file_that_only_the_worker_cannot_import_stops_the_run(tmp_path, in_th
 def test_a_pattern_that_backtracks_for_ever_costs_its_deadline():
     rollouts = [rollout("a" * 40 + "b"), rollout("aa")]
     terms = [{"function": "format", "options": {"pattern": "(a+)+"}}]
-    with Scorer(RewardConfig.model_validate({"terms": terms, "deadline": 2})) as scorer:
+    with Scorer(RewardConfig.model_validate({"terms": terms, "timeout": 2})) as scorer:
         for r in rollouts:
             scorer.submit(r)
         list(scorer.results(wait=True))
@@ -514,7 +514,7 @@ HARD = [
 
 def test_answers_that_cannot_be_graded_are_wrong_and_counted_and_the_next_one_is_graded():
     rollouts = [rollout(text, label=label) for text, label in (*HARD, (r"\boxed{x+1}", "1+x"))]
-    with Scorer(RewardConfig.model_validate({"terms": ["math"], "deadline": 100})) as scorer:
+    with Scorer(RewardConfig.model_validate({"terms": ["math"], "timeout": 100})) as scorer:
         for r in rollouts:
             scorer.submit(r)
         list(scorer.results(wait=True))

@@ -108,8 +108,8 @@ def line_of(text: str) -> int:
     ("name", "said", "line"),
     [
         ("raises", "raised ZeroDivisionError: division by zero", "    return 1 / 0"),
-        ("hangs", "took longer than reward.deadline = 0.3 s", "        time.sleep(0.01)"),
-        ("hangs_in_c", "took longer than reward.deadline = 0.3 s", "    time.sleep(1000)"),
+        ("hangs", "took longer than reward.timeout = 0.3 s", "        time.sleep(0.01)"),
+        ("hangs_in_c", "took longer than reward.timeout = 0.3 s", "    time.sleep(1000)"),
         ("a_word", "returned str, not a number", "def a_word(rollout):"),
         ("too_few", "returned 3 values for 10 rollouts", "def too_few(rollouts):"),
     ],
@@ -118,7 +118,7 @@ def test_a_reward_that_cannot_score_is_refused_with_its_own_file_and_line(file, 
     called = calls_of(file)
     called.unlink(missing_ok=True)
     with pytest.raises(RewardError) as raised:
-        check_rewards(RewardConfig(terms=[f"{file}:{name}"], deadline=0.3), PROMPTS, TOKENIZER)
+        check_rewards(RewardConfig(terms=[f"{file}:{name}"], timeout=0.3), PROMPTS, TOKENIZER)
     assert said in str(raised.value)
     assert f'File "{file}", line {line_of(line)}' in str(raised.value)
     assert "lightrft/trainer" not in str(raised.value)
@@ -148,7 +148,7 @@ def test_a_reward_of_any_form_that_scores_passes_in_silence(file, caplog, name) 
 def test_a_slow_reward_is_tried_for_one_deadline_at_most(file) -> None:
     called = calls_of(file)
     called.unlink(missing_ok=True)
-    check_rewards(RewardConfig(terms=[f"{file}:slow"], deadline=0.5), PROMPTS, TOKENIZER)
+    check_rewards(RewardConfig(terms=[f"{file}:slow"], timeout=0.5), PROMPTS, TOKENIZER)
     assert 1 <= len(called.read_text().splitlines()) <= 2, "the second of ten calls ends after the deadline"
 
 

@@ -126,7 +126,7 @@ class Prompts:
 
 
 def config_of(**over: Any) -> RLConfig:
-    tree = {"rollout": {"prompts": 3, "samples": 4}, "algorithm": {"preset": None, "advantage": {"name": "grpo"}}}
+    tree = {"rollout": {"prompts_per_step": 3, "group_size": 4}, "algorithm": {"preset": None, "advantage": {"name": "grpo"}}}
     return build(RLConfig, deep_merge(tree, over))
 
 
@@ -240,7 +240,7 @@ def test_every_token_is_trained_filtered_failed_or_carried_over(
 ) -> None:
     config = config_of(
         run={"seed": seed},
-        rollout={"samples": samples, "select": select, "oversample": oversample, "carry_over": carry, "max_rounds": 3},
+        rollout={"group_size": samples, "select": select, "oversample": oversample, "carry_over": carry, "max_rounds": 3},
         algorithm={"filters": filters, "advantage": {"name": "remax" if greedy else "grpo"}},
     )
     scorer, carried, whole = FakeScorer(rewards, fails, late), [], Counter()
@@ -297,7 +297,7 @@ def test_drawing_ends_as_soon_as_enough_groups_have_passed() -> None:
     aborted = {r.prompt.id for r in got.rollouts if r.finish_reason == "abort"}
     assert got.filtered["aborted"] == sum(len(r) for r in got.rollouts if r.prompt.id in aborted)
     metrics = rollout_metrics(got).compute()
-    assert metrics["rollout/aborted_answers"] == sum(r.finish_reason == "abort" for r in got.rollouts)
+    assert metrics["rollout/num_aborted"] == sum(r.finish_reason == "abort" for r in got.rollouts)
     assert metrics["rollout/filtered/aborted"] == got.filtered["aborted"]
     assert metrics["rollout/dropped_share"] == pytest.approx(1 - got.tokens["trained"] / got.tokens["sampled"])
 
@@ -459,7 +459,7 @@ def test_seeds_depend_on_all_of_their_parts() -> None:
 def test_answers_that_go_on_in_the_next_step_are_counted_once_and_none_is_lost(
     oversample: float, step_tokens: int | None, carry: bool, fails: int, filters: list[str], late: int
 ) -> None:
-    over = {"oversample": oversample, "step_tokens": step_tokens, "partial": True, "carry_over": carry, "max_rounds": 3}
+    over = {"oversample": oversample, "max_tokens_per_step": step_tokens, "partial": True, "carry_over": carry, "max_rounds": 3}
     config = config_of(rollout=over, algorithm={"filters": filters})
     scorer, source = FakeScorer((0.0, 1.0), fails, late), Prompts()
     prompts: set[str] = set()
@@ -515,7 +515,7 @@ class Counting(FakeEngine):
 
 
 def test_what_is_begun_goes_on_before_new_prompts_are_drawn() -> None:
-    config = config_of(rollout={"partial": True, "step_tokens": 2})
+    config = config_of(rollout={"partial": True, "max_tokens_per_step": 2})
     source = Prompts()
     first = run(config, FakeScorer(), prompts=source)
     begun = [group[0].prompt.id for group in source.partial]
@@ -528,8 +528,8 @@ def test_what_is_begun_goes_on_before_new_prompts_are_drawn() -> None:
     ("over", "said"),
     [
         ({"partial": True}, "rollout.partial = True changes nothing"),
-        ({"step_tokens": 4}, "needs rollout.partial"),
-        ({"partial": True, "step_tokens": 4096}, "rollout.step_tokens = 4096 changes nothing"),
+        ({"max_tokens_per_step": 4}, "needs rollout.partial"),
+        ({"partial": True, "max_tokens_per_step": 4096}, "rollout.max_tokens_per_step = 4096 changes nothing"),
     ],
 )
 def test_settings_of_partial_answers_that_would_do_nothing_are_refused(over: dict[str, Any], said: str) -> None:

@@ -146,7 +146,7 @@ def test_a_held_out_picture_that_is_gone_is_passed_over_and_counted(eye: Rig, ro
         path.unlink()
     evaluated = evaluate(FakeEngine(), FakeScorer(), found, EvalConfig(), 0)  # type: ignore[arg-type]
     assert (len(found), len(evaluated.groups)) == (12, 10)
-    assert evaluated.metrics.compute()["eval/unreadable"] == 2
+    assert evaluated.metrics.compute()["eval/media_errors"] == 2
 
 
 def test_held_out_prompts_that_some_rank_cannot_read_are_asked_by_none_and_counted_once(
@@ -167,7 +167,7 @@ def test_held_out_prompts_that_some_rank_cannot_read_are_asked_by_none_and_count
     both = of_all_ranks(lambda ranks: found(folders[ranks.rank], ranks, "skip"), 2)
     for each in both:
         assert {group[0].prompt.id for group in each.groups} == {str(k) for k in range(12)} - {"1", "2", "8"}
-        assert each.metrics.compute()["eval/unreadable"] == 3
+        assert each.metrics.compute()["eval/media_errors"] == 3
     assert both[0].metrics.compute() == both[1].metrics.compute()
 
 

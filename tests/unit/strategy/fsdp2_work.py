@@ -43,22 +43,27 @@ CELLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
     "bfloat16": ("untied", {"dtype": "bfloat16"}, {}, Actor),
     "bfloat16 adapters": ("untied", {"dtype": "bfloat16", **ADAPTERS}, {}, Actor),
     "bfloat16 critic": ("untied", {"dtype": "bfloat16"}, {}, Critic),
-    "kept whole": ("untied", {}, {"reshard": False}, Actor),
-    "offload": ("untied", {}, {"offload": True}, Actor),
+    "kept whole": ("untied", {}, {"reshard_after_forward": False}, Actor),
+    "offload": ("untied", {}, {"cpu_offload": True}, Actor),
     "activations": ("untied", {}, {"offload_activations": True}, Actor),
     "activations of layers": ("untied", {"gradient_checkpointing": True}, {"offload_activations": True}, Actor),
-    "sleep": ("untied", {}, {"sleep": True}, Actor),
+    "sleep": ("untied", {}, {"offload_during_generation": True}, Actor),
 }
 TEAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
-    "team of experts": ("experts", {}, {"tensor": 2}, Actor),
-    "team of adapters": ("untied", {"lora": LoRAConfig(rank=4)}, {"tensor": 2}, Actor),
-    "team of a bfloat16 critic": ("untied", {"dtype": "bfloat16"}, {"tensor": 2}, Critic),
+    "team of experts": ("experts", {}, {"tensor_parallel": 2}, Actor),
+    "team of adapters": ("untied", {"lora": LoRAConfig(rank=4)}, {"tensor_parallel": 2}, Actor),
+    "team of a bfloat16 critic": ("untied", {"dtype": "bfloat16"}, {"tensor_parallel": 2}, Critic),
 }
 OF_FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
-    "replicas": ("untied", {}, {"shard": 2}, Actor),
-    "kept on two": ("untied", {}, {"reshard": 2}, Actor),
-    "all at once": ("tied", {"dtype": "bfloat16"}, {"shard": 2, "offload": True, "offload_activations": True}, Actor),
-    "team": ("untied", {}, {"tensor": 2}, Actor),
+    "replicas": ("untied", {}, {"hsdp_shard_size": 2}, Actor),
+    "kept on two": ("untied", {}, {"reshard_after_forward": 2}, Actor),
+    "all at once": (
+        "tied",
+        {"dtype": "bfloat16"},
+        {"hsdp_shard_size": 2, "cpu_offload": True, "offload_activations": True},
+        Actor,
+    ),
+    "team": ("untied", {}, {"tensor_parallel": 2}, Actor),
     **TEAMS,
 }
 PLANNED = ("qwen2", "qwen3_moe", "qwen2_5_vl", "no_safetensors")
@@ -231,7 +236,7 @@ def families(folder: Path, ranks: ProcessGroup, only: tuple[str, ...] = (), **te
 
 def refused(ranks: ProcessGroup) -> str:
     try:
-        Fsdp2Strategy(StrategyConfig(device="cpu", shard=3), ranks)
+        Fsdp2Strategy(StrategyConfig(device="cpu", hsdp_shard_size=3), ranks)
     except ConfigError as error:
         return str(error)
     return ""
@@ -262,7 +267,7 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
     with init_process_group(2.0) as ranks:
         if (folder / "large").is_dir():
             peak = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu"), ranks))
-            team = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu", tensor=2), ranks))
+            team = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu", tensor_parallel=2), ranks))
             torch.save({"peak": peak, "team": team}, folder / f"found-{size}-{rank}.pt")
             return
         found: dict[str, Any] = {name: cell(name, folder, ranks) for name in (CELLS if size == 2 else OF_FOUR)}

@@ -81,7 +81,7 @@ def on_two_ranks(cell: str, folder: Path) -> list[tuple[dict[str, Any], dict[str
 STEPS = """
 def cell(stage):
     strategy = zero(stage)
-    state = strategy.prepare(net(), OptimizerConfig(lr=0.1, warmup=1.0), 10)
+    state = strategy.prepare(net(), OptimizerConfig(lr=0.1, warmup_steps=1), 10)
     found = {"held": sum(p.numel() for p in state.model.parameters()), "skipped": [], "lr": [], "norms": []}
     for poison in (1.0, float("nan"), 1.0):
         loss = state.model(torch.ones(1, 5)).sum()
@@ -330,7 +330,7 @@ def test_what_has_a_setting_here_is_refused_in_that_of_deepspeed(tree: dict[str,
         DeepSpeedStrategy(StrategyConfig(kind="deepspeed", device="cpu", deepspeed=tree), TWO)
 
 
-@pytest.mark.parametrize("tree", [{"stage": 3}, {"deepspeed": {"steps_per_print": 1}}, {"kind": "fsdp2", "stage": 1}])
+@pytest.mark.parametrize("tree", [{"zero_stage": 3}, {"deepspeed": {"steps_per_print": 1}}, {"kind": "fsdp2", "zero_stage": 1}])
 def test_settings_of_deepspeed_are_refused_with_another_strategy(tree: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=r"changes nothing with kind (auto|fsdp2); set strategy.kind=deepspeed"):
         StrategyConfig(**tree)  # type: ignore[arg-type]

@@ -143,7 +143,7 @@ def test_a_weight_that_the_files_lack_is_named_on_every_rank(found):
 
 
 def test_groups_of_ranks_that_do_not_come_out_even_are_refused(found):
-    assert "strategy.shard = 3 does not divide the 4 processes of this run" in found[4, 3]["refused"]
+    assert "strategy.hsdp_shard_size = 3 does not divide the 4 processes of this run" in found[4, 3]["refused"]
 
 
 def test_loading_holds_one_copy_of_the_weights_on_all_ranks_together(tmp_path):

@@ -111,7 +111,7 @@ def test_weight_decay_leaves_vectors_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saving_and_loading_changes_no_later_step(tmp_path: Path, dtype: torch.dtype) -> None:
-    options = {"lr": 1e-2, "schedule": "cosine", "warmup": 3, "weight_decay": 0.1}
+    options = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1}
     strategy, whole = make(dtype, **options)
     for seed in range(8):
         take(strategy, whole, seed)
@@ -151,7 +151,7 @@ def test_a_truncated_checkpoint_is_an_error_of_its_own(tmp_path: Path) -> None:
 def test_what_only_training_needs_sleeps_on_the_host_while_answers_are_drawn(monkeypatch) -> None:
     """The host is stood in for by the meta device, from which nothing comes back: that is tried, and fails."""
     _, state = make()
-    strategy = SingleStrategy(StrategyConfig(device="cpu", sleep=True))
+    strategy = SingleStrategy(StrategyConfig(device="cpu", offload_during_generation=True))
     take(strategy, state, 0)
     frozen = nn.Linear(2, 2)
     monkeypatch.setattr(single, "HOST", torch.device("meta"))
@@ -167,7 +167,7 @@ def test_masters_of_half_precision_weights_sleep_too(monkeypatch) -> None:
     there: list[str] = []
     monkeypatch.setattr(single, "moved", lambda tensor, device: [there.append(device.type), tensor][1])
     monkeypatch.setattr(single, "HOST", torch.device("meta"))
-    asleep = SingleStrategy(StrategyConfig(device="cpu", sleep=True))
+    asleep = SingleStrategy(StrategyConfig(device="cpu", offload_during_generation=True))
     with asleep.offloaded([state], []):
         assert there == ["meta"] * 3 * len(state.inner.masters)
     assert there == ["meta"] * 3 * len(state.inner.masters) + ["cpu"] * 3 * len(state.inner.masters)
@@ -179,7 +179,7 @@ def test_a_step_after_sleep_is_the_step_without_it() -> None:
     runs = []
     for sleep in (False, True):
         _, state = make(torch.bfloat16)
-        strategy = SingleStrategy(StrategyConfig(device="cpu", sleep=sleep))
+        strategy = SingleStrategy(StrategyConfig(device="cpu", offload_during_generation=sleep))
         for seed in range(3):
             with strategy.offloaded([state], []):
                 pass
@@ -204,10 +204,16 @@ def test_activations_on_the_host_give_the_same_gradients(recomputed: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("setting", "kind"), [("shard", "single"), ("reshard", "deepspeed"), ("sleep", "deepspeed"), ("stage", "fsdp2")]
+    ("setting", "kind"),
+    [
+        ("hsdp_shard_size", "single"),
+        ("reshard_after_forward", "deepspeed"),
+        ("offload_during_generation", "deepspeed"),
+        ("zero_stage", "fsdp2"),
+    ],
 )
 def test_a_setting_of_another_strategy_is_refused(setting: str, kind: str) -> None:
-    value = {"shard": 2, "reshard": False, "sleep": True, "stage": 3}[setting]
+    value = {"hsdp_shard_size": 2, "reshard_after_forward": False, "offload_during_generation": True, "zero_stage": 3}[setting]
     with pytest.raises(
         ValidationError, match=rf"strategy\.{setting} = {value} changes nothing with kind {kind}; set strategy\.kind="
     ):

@@ -73,7 +73,9 @@ def roles_of(config: RLConfig, dtype: torch.dtype = torch.float32) -> Roles:
 def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor]:
     requirements = Requirements.of(config.algorithm)
     batch = with_reference(with_policy(batch, roles, config, requirements), roles, config, requirements)
-    batch = with_teacher(batch, roles, config.algorithm.distill, config.train.micro_batch_tokens, config.sampling.temperature)
+    batch = with_teacher(
+        batch, roles, config.algorithm.distill, config.train.max_tokens_per_micro_batch, config.sampling.temperature
+    )
     batch = with_advantages(batch, config, Controllers.of(config.algorithm), requirements)
     update(roles, batch, update_settings(config, requirements), Controllers.of(config.algorithm), 0)
     return {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
@@ -83,8 +85,8 @@ def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor
     ("over", "computed"),
     [
         ({}, False),
-        ({"train": {"mini_batches": 2}}, True),
-        ({"train": {"updates": 2}}, True),
+        ({"train": {"num_mini_batches": 2}}, True),
+        ({"train": {"ppo_epochs": 2}}, True),
         ({"algorithm": {"kl": {"where": "reward", "estimator": "k1", "coef": 0.1}}}, True),
         ({"algorithm": {"kl": {"where": "loss", "coef": 0.1}}}, False),
     ],
@@ -125,7 +127,7 @@ def test_rows_without_any_loss_term_are_not_run_and_change_nothing() -> None:
 def test_neither_micro_batches_nor_layouts_change_a_step(aggregation: str, layout: str) -> None:
     over = {"algorithm": {"aggregation": aggregation, "kl": {"coef": 0.1}, "entropy": {"coef": 0.01}}}
     whole = config_of(**over)
-    pieces = config_of(**over, train={"micro_batch_tokens": 16}, model={"layout": layout})
+    pieces = config_of(**over, train={"max_tokens_per_micro_batch": 16}, model={"layout": layout})
     batch = batch_of()
     assert gap(gradients(pieces, batch), gradients(whole, batch)) < 1e-9
 
@@ -147,9 +149,9 @@ def near_policy(batch: Batch, config: RLConfig) -> Batch:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("preset", [preset for preset in sorted(PRESETS) if runs_alone(preset)])
 def test_no_micro_batch_changes_a_step_of_a_preset(preset: str) -> None:
-    tree = {"algorithm": preset, "sampling": {"max_new_tokens": 8}, "train": {"mini_batches": 2}}
+    tree = {"algorithm": preset, "sampling": {"max_new_tokens": 8}, "train": {"num_mini_batches": 2}}
     whole = build(RLConfig, tree)
-    pieces = build(RLConfig, deep_merge(tree, {"train": {"micro_batch_tokens": 16}}))
+    pieces = build(RLConfig, deep_merge(tree, {"train": {"max_tokens_per_micro_batch": 16}}))
     batch = near_policy(batch_of(groups=4), whole)
     one, other = (gradients(config, batch) for config in (whole, pieces))
     assert max(float(g.abs().max()) for g in one.values()) > 1e-6
@@ -173,7 +175,7 @@ def gradients(config: RLConfig, batch: Batch, roles: Roles | None = None) -> dic
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("kind", ["sampled", "jsd"])
 def test_neither_micro_batches_nor_layouts_change_what_is_learned_from_a_teacher(kind: str) -> None:
-    over = {"algorithm": {"preset": "opd", "distill": {"kind": kind}}, "train": {"micro_batch_tokens": 16}}
+    over = {"algorithm": {"preset": "opd", "distill": {"kind": kind}}, "train": {"max_tokens_per_micro_batch": 16}}
     whole = config_of(**{**over, "train": {}})
     one = gradients(whole, batch_of())
     for layout in ("prefix_shared", "padded"):
@@ -184,7 +186,7 @@ def test_neither_micro_batches_nor_layouts_change_what_is_learned_from_a_teacher
 
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "clip_cov"])
 def test_a_policy_that_gives_a_token_no_probability_is_trained_on_the_others(preset: str) -> None:
-    config = config_of(algorithm={"preset": preset, "kl": {}}, train={"mini_batches": 2})
+    config = config_of(algorithm={"preset": preset, "kl": {}}, train={"num_mini_batches": 2})
     roles, batch = roles_of(config), near_policy(batch_of(), config)
     score = roles.actor.score
 
@@ -228,5 +230,5 @@ def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_th
     result = learn(roles, config, Requirements.of(config.algorithm), 0, Controllers.of(config.algorithm), got, Timers())
     metrics = result.metrics.compute()
     assert metrics["rollout/failed_answers"] == 2
-    assert (metrics["rollout/trained"], metrics["rollout/failed"]) == (trained, 2)
+    assert (metrics["rollout/tokens_trained"], metrics["rollout/tokens_failed"]) == (trained, 2)
     assert (0 if result.batch is None else len(result.batch)) == trained

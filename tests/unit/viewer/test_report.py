@@ -44,10 +44,10 @@ def rl_row(step, steps=60):
         "policy/kl": 0.1 * share,
         "policy/entropy": 0.8 - 0.5 * share,
         "rollout/tokens": 150,
-        "rollout/sampled": 100,
-        "rollout/trained": 80,
-        "rollout/filtered": 15,
-        "rollout/failed": 5,
+        "rollout/tokens_sampled": 100,
+        "rollout/tokens_trained": 80,
+        "rollout/tokens_filtered": 15,
+        "rollout/tokens_failed": 5,
         "time/step": 2.0,
         "time/generate": 1.2,
         "time/update": 0.7,
@@ -156,7 +156,7 @@ def test_hostile_text_stays_text(tmp_path):
 
 def test_lost_tokens_are_said(tmp_path):
     with RunDirectory.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
-        folder.log({"step": 1, "rollout/sampled": 100, "rollout/trained": 90})
+        folder.log({"step": 1, "rollout/tokens_sampled": 100, "rollout/tokens_trained": 90})
     assert "10 not accounted for" in page_of(tmp_path / "a").text
 
 
@@ -167,7 +167,7 @@ def test_lost_tokens_are_said(tmp_path):
         {"step": 1, "reward/mean": 0.5},
         {"step": 1, "reward/mean": None, "loss": None},
         {"phase": "sft", "step": 1, "loss": 0.5, "eval/accuracy": 0.5},
-        {"step": 1, "time/generate": 0.0, "rollout/sampled": 0},
+        {"step": 1, "time/generate": 0.0, "rollout/tokens_sampled": 0},
         {"step": 0, "eval/accuracy": 0},
     ],
 )

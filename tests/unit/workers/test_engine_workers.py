@@ -33,7 +33,7 @@ from lightrft.workers.worker_group import FaultPolicy
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 from tests.worker_helpers import ProcessWorker
 
-CONFIG = EngineConfig(max_rows=6)
+CONFIG = EngineConfig(max_num_seqs=6)
 SAMPLING = SamplingConfig(max_new_tokens=24, temperature=1.0)
 LIMITS = FaultPolicy(restarts=2, call_timeout=60.0)
 # Models in float64: who is drawn with whom depends on the clock, and in float32 their rounding now and then turns a token.
@@ -140,7 +140,7 @@ def test_a_job_that_nobody_waits_for_any_more_is_forgotten(folder: Path, two: li
 
 
 def test_a_request_that_no_engine_can_hold_is_refused_before_anything_is_drawn(two: list[ProcessWorker]) -> None:
-    engines = EngineWorkerGroup(two, EngineConfig(token_budget=20), LIMITS, hand())
+    engines = EngineWorkerGroup(two, EngineConfig(max_cache_tokens=20), LIMITS, hand())
     with pytest.raises(ResourceError, match=r"engine\.token_budget"):
         engines.generate(requests_of(), SAMPLING)
 

@@ -41,7 +41,7 @@ def config_of(folder: Path, **over: Any) -> RLConfig:
     tree = {
         "model": {"path": str(folder)},
         "sampling": {"max_new_tokens": 8},
-        "train": {"mini_batches": 2, "micro_batch_tokens": 24},
+        "train": {"num_mini_batches": 2, "max_tokens_per_micro_batch": 24},
     }
     return build(RLConfig, deep_merge(tree, over))
 
@@ -56,16 +56,16 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
         FrozenModel(local_frozen(model, SingleStrategy(CPU))),
         batch,
         roles,
-        config.train.micro_batch_tokens,
+        config.train.max_tokens_per_micro_batch,
         config.sampling.temperature,
     )
     try:
         assert torch.equal(
-            compute_logprobs(remote, batch, roles, config.train.micro_batch_tokens, config.sampling.temperature), expected
+            compute_logprobs(remote, batch, roles, config.train.max_tokens_per_micro_batch, config.sampling.temperature), expected
         )
         workers[0].signal(signal.SIGKILL)
         assert torch.equal(
-            compute_logprobs(remote, batch, roles, config.train.micro_batch_tokens, config.sampling.temperature), expected
+            compute_logprobs(remote, batch, roles, config.train.max_tokens_per_micro_batch, config.sampling.temperature), expected
         )
         assert remote.take_counts() == {"restarts": 1}
         empty = batch.select(torch.zeros(0, dtype=torch.long))

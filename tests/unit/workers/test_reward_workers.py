@@ -35,7 +35,7 @@ def length(rollout, seconds=0.0):
 def config_of(folder: Path, seconds: float = 0.0) -> RewardConfig:
     (folder / "mine.py").write_text(REWARD)
     term = {"function": f"{folder / 'mine.py'}:length", "options": {"seconds": seconds}, "weight": 0.5}
-    return build(RewardConfig, {"per_source": {"known": [term]}, "workers": 1, "deadline": 20.0})
+    return build(RewardConfig, {"per_source": {"known": [term]}, "workers": 1, "timeout": 20.0})
 
 
 def rollouts_of(count: int, first: int = 0) -> list[Rollout]:

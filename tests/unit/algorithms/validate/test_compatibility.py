@@ -29,19 +29,25 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"advantage": {"name": "gae"}, "loss": {"ratio": "sequence"}}, ["'gae' has one for each token", "ratio: sequence_token"]),
     ({"advantage": {"name": "reinforce", "gamma": 0.9}, "loss": {"ratio": "sequence"}}, ["gamma = 0.9", "sequence_token"]),
     ({"advantage": {"name": "reinforce"}, "kl": IN_REWARD, "loss": {"ratio": "sequence"}}, ["KL penalty of each token"]),
-    ({"loss": {"ratio": "sequence"}, "gates": ["m2po"]}, ["gates: 'm2po'", "loss.ratio: sequence", "take ratio: sequence_token"]),
+    (
+        {"loss": {"ratio": "sequence"}, "token_masks": ["m2po"]},
+        ["token_masks: 'm2po'", "loss.ratio: sequence", "take ratio: sequence_token"],
+    ),
     ({"advantage": {"name": "rft"}, "kl": IN_REWARD}, ["kl.where = reward", "options.threshold", "leave it out"]),
     ({"advantage": {"name": "rft"}, "normalize": {"terms": "group"}}, ["normalize.terms = group", "'rft'"]),
     ({"advantage": {"name": "teacher"}, "kl": IN_REWARD}, ["kl.where = reward changes nothing", "'teacher' takes no reward"]),
     ({"advantage": {"name": "teacher"}, "shaping": ["overlong"]}, ["shaping = overlong changes nothing"]),
-    ({"advantage": {"name": "teacher", "whiten": "batch"}}, ["advantage.whiten = batch changes nothing"]),
-    ({"proximal": "behavior", "corrections": ["tis"]}, ["'tis' weighs", "must not count twice", "proximal: policy"]),
-    ({"proximal": "behavior", "corrections": [OPSM, "icepop"]}, ["'icepop' weighs"]),
-    ({"proximal": "interpolated", "kl": IN_REWARD}, ["kl.where: reward reads", "proximal: policy"]),
-    ({"proximal": "interpolated", "kl": {**IN_LOSS, "controller": "adaptive"}}, ["kl.controller: adaptive reads"]),
+    ({"advantage": {"name": "teacher", "normalize": "batch"}}, ["advantage.normalize = batch changes nothing"]),
     (
-        {"proximal": "behavior", "loss": {"name": "reinforce"}},
-        ["proximal = behavior changes nothing", "'reinforce' has no ratio"],
+        {"old_logprobs": "rollout", "importance_sampling": ["tis"]},
+        ["'tis' weighs", "must not count twice", "old_logprobs: policy"],
+    ),
+    ({"old_logprobs": "rollout", "importance_sampling": [OPSM, "icepop"]}, ["'icepop' weighs"]),
+    ({"old_logprobs": "interpolated", "kl": IN_REWARD}, ["kl.where: reward reads", "old_logprobs: policy"]),
+    ({"old_logprobs": "interpolated", "kl": {**IN_LOSS, "controller": "adaptive"}}, ["kl.controller: adaptive reads"]),
+    (
+        {"old_logprobs": "rollout", "loss": {"name": "reinforce"}},
+        ["old_logprobs = rollout changes nothing", "'reinforce' has no ratio"],
     ),
     ({"kl": {"final": 0.1, "controller": "linear", "steps": 3}}, ["kl.final = 0.1", "kl.where is 'none'"]),
     ({"kl": {**IN_REWARD, "weighted": True}}, ["kl.weighted", "'reward'", "kl.where: loss"]),
@@ -54,9 +60,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"kl": {"where": "loss", "coef": 0.0, "controller": "adaptive"}}, ["kl.coef = 0 stays 0", "start above 0"]),
     ({"entropy": {"rate": 0.1}}, ["entropy.rate = 0.1 changes nothing", "entropy.target is not set"]),
     ({"entropy": {"coef": -0.1, "target": 1.0}}, ["entropy.coef = -0.1", "never below 0"]),
-    ({"drift": {"cap": 2.0}}, ["drift.cap = 2.0 changes nothing", "drift.coef is 0"]),
-    ({"drift": {"estimator": "k2"}}, ["drift.estimator = k2 changes nothing"]),
-    ({"drift": {"coef": 0.1, "estimator": "k2", "cap": 1.0}}, ["drift.cap bounds the gradient of k3 alone"]),
+    ({"policy_drift": {"cap": 2.0}}, ["policy_drift.cap = 2.0 changes nothing", "policy_drift.coef is 0"]),
+    ({"policy_drift": {"estimator": "k2"}}, ["policy_drift.estimator = k2 changes nothing"]),
+    ({"policy_drift": {"coef": 0.1, "estimator": "k2", "cap": 1.0}}, ["policy_drift.cap bounds the gradient of k3 alone"]),
     ({"positive_nll": {"threshold": 0.5}}, ["positive_nll.threshold = 0.5 changes nothing"]),
     ({"constant_length": 9}, ["constant_length = 9 changes nothing", "aggregation: constant"]),
 ]
@@ -64,19 +70,19 @@ ALLOWED: list[dict[str, Any]] = [
     {"loss": {"clip_high": 0.5, "ratio_cap": 1.6}},
     {"advantage": {"name": "gae"}, "loss": {"ratio": "sequence_token"}},
     {"advantage": {"name": "reinforce"}, "loss": {"ratio": "sequence"}},
-    {"loss": {"ratio": "sequence_token"}, "gates": ["m2po"]},
+    {"loss": {"ratio": "sequence_token"}, "token_masks": ["m2po"]},
     {"advantage": {"name": "rft"}, "kl": IN_LOSS},
-    {"proximal": "behavior", "corrections": [OPSM]},
-    {"proximal": "policy", "corrections": ["tis", OPSM]},
-    {"proximal": "interpolated", "corrections": ["importance"]},
-    {"proximal": "interpolated", "kl": IN_LOSS},
-    {"proximal": "behavior", "loss": {"name": "reinforce"}, "kl": IN_REWARD},
-    {"proximal": "behavior", "loss": {"name": "reinforce"}, "drift": {"coef": 0.1}},
+    {"old_logprobs": "rollout", "importance_sampling": [OPSM]},
+    {"old_logprobs": "policy", "importance_sampling": ["tis", OPSM]},
+    {"old_logprobs": "interpolated", "importance_sampling": ["importance"]},
+    {"old_logprobs": "interpolated", "kl": IN_LOSS},
+    {"old_logprobs": "rollout", "loss": {"name": "reinforce"}, "kl": IN_REWARD},
+    {"old_logprobs": "rollout", "loss": {"name": "reinforce"}, "policy_drift": {"coef": 0.1}},
     {"kl": {**IN_LOSS, "estimator": "k1", "weighted": True}},
     {"kl": {"where": "loss", "coef": 0.0, "final": 0.1, "controller": "linear", "steps": 3}},
     {"kl": {**IN_LOSS, "controller": "adaptive", "target": 3.0, "horizon": 100}},
     {"entropy": {"coef": 0.0, "target": 1.0, "rate": 0.1}},
-    {"drift": {"coef": 0.1, "estimator": "k3", "cap": 1.0}},
+    {"policy_drift": {"coef": 0.1, "estimator": "k3", "cap": 1.0}},
     {"positive_nll": {"coef": 0.1, "threshold": 0.5}},
     {"aggregation": "constant", "constant_length": 9},
 ]
@@ -118,17 +124,17 @@ def test_nonsense_is_told_with_every_other_problem() -> None:
 
 def test_functions_of_ones_own_are_not_judged() -> None:
     mine = {"name": "somewhere:mine"}
-    assert problems({"proximal": "behavior", "corrections": [mine], "loss": mine, "advantage": mine}) == []
+    assert problems({"old_logprobs": "rollout", "importance_sampling": [mine], "loss": mine, "advantage": mine}) == []
 
 
 def test_a_word_that_an_option_does_not_take_is_refused() -> None:
-    wrong = algorithm_of({"corrections": [{"name": "tis", "options": {"level": "sequnce"}}]})
+    wrong = algorithm_of({"importance_sampling": [{"name": "tis", "options": {"level": "sequnce"}}]})
     with pytest.raises(ConfigError, match="level = 'sequnce' is none of token, sequence, geometric"):
         check_parts(wrong)
 
 
 def test_the_clip_that_a_gate_reads_may_be_set_where_the_loss_has_none() -> None:
     clipped = {"name": "importance", "clip_high": 0.5}
-    check_parts(algorithm_of({"loss": clipped, "gates": ["clip_cov"]}))
+    check_parts(algorithm_of({"loss": clipped, "token_masks": ["clip_cov"]}))
     with pytest.raises(ConfigError, match=r"clip_high = 0\.5 changes nothing"):
-        check_parts(algorithm_of({"loss": clipped, "gates": ["m2po"]}))
+        check_parts(algorithm_of({"loss": clipped, "token_masks": ["m2po"]}))

@@ -29,7 +29,7 @@ def built(folder: Path, family: str = "qwen2", layers: int = 2, **tree: Any) -> 
     config.dtype = "float32"
     config.save_pretrained(folder / family)
     model = {"path": str(folder / family), **tree.pop("model", {})}
-    return build(RLConfig, {"model": model, "train": {"micro_batch_tokens": 200}, **tree})
+    return build(RLConfig, {"model": model, "train": {"max_tokens_per_micro_batch": 200}, **tree})
 
 
 def found(folder: Path, family: str = "qwen2", processes: int = 1, kind: str = "cuda", **tree: Any) -> MemoryEstimate:
@@ -66,7 +66,7 @@ def test_reading_holds_a_piece_of_one_tensor_or_room_for_it_whole(tmp_path: Path
     monkeypatch.setattr("lightrft.diagnostics.memory.phases.PIECE", 1000)
     parts = [
         phase_of(found(tmp_path, processes=2, strategy=strategy, algorithm=WITH_KL), "loading").parts["weights as they are read"]
-        for strategy in ({}, {"kind": "deepspeed", "stage": 3}, {"tensor": 2})
+        for strategy in ({}, {"kind": "deepspeed", "zero_stage": 3}, {"tensor_parallel": 2})
     ]
     largest = 4 * 300 * tiny_config("qwen2", **SIZES).hidden_size  # embeddings
     assert parts == [1000, largest, 1000]
@@ -78,7 +78,7 @@ def update_of(needed: MemoryEstimate) -> Mapping[str, float]:
 
 def test_gradients_are_shared_out_with_every_micro_batch(tmp_path: Path) -> None:
     for size in (200, 10_000):
-        train = {"train": {"micro_batch_tokens": size}}
+        train = {"train": {"max_tokens_per_micro_batch": size}}
         assert (
             update_of(found(tmp_path, processes=2, **train))["gradients"] == update_of(found(tmp_path, **train))["gradients"] / 2
         )
@@ -88,7 +88,7 @@ def test_gradients_are_shared_out_with_every_micro_batch(tmp_path: Path) -> None
 def test_each_stage_of_zero_shares_out_what_it_says_and_of_frozen_models_the_third_alone(
     tmp_path: Path, stage: int, weights: int, gradients: int
 ) -> None:
-    zero = {"kind": "deepspeed", "stage": stage, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}}
+    zero = {"kind": "deepspeed", "zero_stage": stage, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}}
     algorithm = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
     one, two = found(tmp_path, algorithm=algorithm), found(tmp_path, processes=2, strategy=zero, algorithm=algorithm)
     alone, shared = one.models["policy"], two.models["policy"]
@@ -105,7 +105,7 @@ def test_optimizer_state_that_is_offloaded_is_not_on_the_device(tmp_path: Path) 
     held = found(tmp_path, processes=2, strategy={"kind": "deepspeed", "deepspeed": offload}).models["policy"]
     assert (held.masters, held.moments) == (0, 0)
     assert held.weights > 0
-    zero = {"kind": "deepspeed", "stage": 3}
+    zero = {"kind": "deepspeed", "zero_stage": 3}
     nowhere = {"zero_optimization": {"offload_optimizer": None, "offload_param": None}}
     given = found(tmp_path, processes=2, strategy={**zero, "deepspeed": nowhere})
     assert given.models == found(tmp_path, processes=2, strategy=zero).models
@@ -133,13 +133,13 @@ def test_supervised_runs_draw_only_to_evaluate(tmp_path: Path, evaluates: bool) 
 
 
 def test_ranks_that_share_a_row_hold_a_part_of_its_activations(tmp_path: Path) -> None:
-    rows, two = found(tmp_path, processes=2, strategy={"sequence": 2}), found(tmp_path, processes=2)
+    rows, two = found(tmp_path, processes=2, strategy={"sequence_parallel": 2}), found(tmp_path, processes=2)
     assert rows.models == two.models
     assert update_of(rows)["activations"] == update_of(two)["activations"] / 2
 
 
 def test_ranks_that_share_layers_hold_a_part_of_each_and_all_of_what_lies_between(tmp_path: Path) -> None:
-    one, layers = found(tmp_path), found(tmp_path, processes=2, strategy={"tensor": 2})
+    one, layers = found(tmp_path), found(tmp_path, processes=2, strategy={"tensor_parallel": 2})
     model = tiny_config("qwen2", **SIZES)
     head, keys, inner = model.hidden_size // 2, model.num_key_value_heads, model.intermediate_size
     queries = model.hidden_size * (2 * model.hidden_size + 1) + 2 * keys * head * (model.hidden_size + 1)
@@ -152,13 +152,13 @@ def test_ranks_that_share_layers_hold_a_part_of_each_and_all_of_what_lies_betwee
 def test_a_team_draws_and_trains_the_rows_that_its_ranks_would_have_had(tmp_path: Path) -> None:
     cache = [
         next(p for p in found(tmp_path, processes=4, strategy=s).phases if p.name == "generation").parts["cache"]
-        for s in ({}, {"sequence": 2}, {"tensor": 2})
+        for s in ({}, {"sequence_parallel": 2}, {"tensor_parallel": 2})
     ]
     assert cache[0] == cache[1] == cache[2]
 
 
 def test_groups_of_ranks_that_hold_a_copy_each_share_it_among_themselves(tmp_path: Path) -> None:
-    two, groups = found(tmp_path, processes=2), found(tmp_path, processes=4, strategy={"shard": 2})
+    two, groups = found(tmp_path, processes=2), found(tmp_path, processes=4, strategy={"hsdp_shard_size": 2})
     assert groups.models == two.models
     assert update_of(groups)["gradients"] == update_of(two)["gradients"]
 
@@ -173,7 +173,7 @@ def test_half_precision_weights_that_are_trained_lie_in_float32_alone(tmp_path: 
 
 def test_what_is_left_of_blocks_between_the_passes_is_what_the_strategy_says(tmp_path: Path) -> None:
     config = tiny_config("qwen2", **SIZES)
-    settings: list[dict[str, Any]] = [{}, {"reshard": 2}, {"reshard": False}]
+    settings: list[dict[str, Any]] = [{}, {"reshard_after_forward": 2}, {"reshard_after_forward": False}]
     four = [update_of(found(tmp_path, layers=4, processes=2, strategy=s))["blocks made whole"] for s in settings]
     outside = 4 * (2 * 300 * config.hidden_size + config.hidden_size)  # embeddings, head and the last norm
     block = (4 * found(tmp_path, layers=4).parameters["policy"][0] - outside) / 4
@@ -181,12 +181,12 @@ def test_what_is_left_of_blocks_between_the_passes_is_what_the_strategy_says(tmp
 
 
 def test_weights_in_the_hosts_memory_are_on_the_device_only_when_they_are_called(tmp_path: Path) -> None:
-    shared, away = (found(tmp_path, processes=2, strategy={"offload": offload}) for offload in (False, True))
+    shared, away = (found(tmp_path, processes=2, strategy={"cpu_offload": offload}) for offload in (False, True))
     assert away.models["policy"].total == 0
     assert "gradients" not in update_of(away)
     assert update_of(away)["blocks made whole"] == update_of(shared)["blocks made whole"]
     assert away.host["policy"] == shared.models["policy"].total + update_of(shared)["gradients"]
-    on_cpu = found(tmp_path, processes=2, kind="cpu", strategy={"offload": True})
+    on_cpu = found(tmp_path, processes=2, kind="cpu", strategy={"cpu_offload": True})
     assert on_cpu.models["policy"] == shared.models["policy"]
     assert on_cpu.host == {}
 
@@ -201,7 +201,7 @@ def test_activations_in_the_hosts_memory_are_not_on_the_device_and_on_a_cpu_they
 
 
 def test_what_sleeps_is_not_there_while_answers_are_drawn(tmp_path: Path) -> None:
-    awake, asleep = (found(tmp_path, algorithm=WITH_KL, strategy={"sleep": sleep}) for sleep in (False, True))
+    awake, asleep = (found(tmp_path, algorithm=WITH_KL, strategy={"offload_during_generation": sleep}) for sleep in (False, True))
     away = awake.models["policy"].moments + awake.models["reference"].weights
     drawing = [phase_of(needed, "generation") for needed in (awake, asleep)]
     assert drawing[0].total - drawing[1].total == drawing[1].resting == away

@@ -1,6 +1,6 @@
 """Which tokens of a whole mini-batch a method looks at, as slow loops in float64.
 
-A gate is a ``Mask``: true where the token is kept (or, for the covariance methods, where it is chosen), false wherever nothing
+A mask is a ``Mask``: true where the token is kept (or, for the covariance methods, where it is chosen), false wherever nothing
 was sampled. Means, quantiles and shares are over the sampled tokens of the batch that the function is given.
 """
 
