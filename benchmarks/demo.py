@@ -14,7 +14,10 @@ import sys
 from pathlib import Path
 
 DEMOS = ("arithmetic", "vision", "audio")
-HEADER = "| seed | held-out after warm-up | held-out after RL | seconds | of processor |\n|---|---|---|---|---|\n"
+HEADER = (
+    "| seed | held-out after warm-up | held-out after RL | seconds | of processor "
+    "|\n|---|---|---|---|---|\n"
+)
 
 
 def run(which: str, folder: Path, seed: int) -> dict[str, float]:
@@ -22,7 +25,16 @@ def run(which: str, folder: Path, seed: int) -> dict[str, float]:
     name = f"demo{seed}" if which == "arithmetic" else f"{which}{seed}"
     found = folder / name / "processor.json"
     if not found.exists():
-        command = [sys.executable, "-m", "lightrft", "demo", which, f"run.dir={folder}", f"run.name={name}", f"run.seed={seed}"]
+        command = [
+            sys.executable,
+            "-m",
+            "lightrft",
+            "demo",
+            which,
+            f"run.dir={folder}",
+            f"run.name={name}",
+            f"run.seed={seed}",
+        ]
         before = used()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found.write_text(json.dumps({"processor": used() - before}), encoding="utf-8")
@@ -49,13 +61,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     which = "" if options.demo == DEMOS[0] else options.demo
-    table = HEADER + "".join(row(seed, run(options.demo, options.dir, seed)) + "\n" for seed in range(options.seeds))
+    table = HEADER + "".join(
+        row(seed, run(options.demo, options.dir, seed)) + "\n" for seed in range(options.seeds)
+    )
     machine = f"{os.uname().machine}-{os.cpu_count()}cores"
-    command = " ".join(["python benchmarks/demo.py", *([which] if which else []), f"--seeds {options.seeds}"])
+    command = " ".join(
+        ["python benchmarks/demo.py", *([which] if which else []), f"--seeds {options.seeds}"]
+    )
     title = f"The demo{f' of {which}' if which else ''} from {options.seeds} seeds"
-    text = f"# {title}\n\n`{command}` on {machine}, load {os.getloadavg()[2]:.1f} over the last 15 minutes\n\n{table}"
+    text = (
+        f"# {title}\n\n`{command}` on {machine}, load {os.getloadavg()[2]:.1f} over the last 15 "
+        f"minutes\n\n{table}"
+    )
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"demo{f'_{which}' if which else ''}-{machine}.md").write_text(text, encoding="utf-8")
+    (options.out / f"demo{f'_{which}' if which else ''}-{machine}.md").write_text(
+        text, encoding="utf-8"
+    )
     sys.stdout.write(text)
 
 

@@ -76,7 +76,9 @@ def prove(family: str, folder: Path, *, sampling: bool = True) -> Proof:
     row = FAMILIES.get(family)
     layout = "" if row is None else row.layout
     try:
-        actor, batch, expected = _media(family, folder) if family in MEDIA_FAMILIES else _text(family, folder)
+        actor, batch, expected = (
+            _media(family, folder) if family in MEDIA_FAMILIES else _text(family, folder)
+        )
         with precise(actor):
             check_layouts(actor, batch, *expected)
             if (
@@ -131,10 +133,14 @@ def _compare_weights(saved: torch.nn.Module, actor: Actor) -> None:
 def _with_gradients(actor: Actor, logprobs: torch.Tensor) -> Expected:
     actor.zero_grad()
     (logprobs * weights(len(logprobs), logprobs.dtype)).sum().backward()
-    return logprobs.detach(), {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
+    return logprobs.detach(), {
+        name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None
+    }
 
 
-def check_layouts(actor: Actor, batch: Batch, expected: torch.Tensor, expected_grads: dict[str, torch.Tensor]) -> None:
+def check_layouts(
+    actor: Actor, batch: Batch, expected: torch.Tensor, expected_grads: dict[str, torch.Tensor]
+) -> None:
     """Ask for each layout in turn: log-probs and gradients must be those of the model's own forward."""
     bound = TOLERANCE[actor.base.dtype]
     for layout in LAYOUTS:
@@ -143,7 +149,13 @@ def check_layouts(actor: Actor, batch: Batch, expected: torch.Tensor, expected_g
         far = float((found - expected).abs().max() / expected.abs().max())
         if not far < bound:
             raise Wrong(f"model.layout = {layout}: log-probs differ by {far:.2g}")
-        far = gap({name: grads.get(name, torch.zeros_like(grad)) for name, grad in expected_grads.items()}, expected_grads)
+        far = gap(
+            {
+                name: grads.get(name, torch.zeros_like(grad))
+                for name, grad in expected_grads.items()
+            },
+            expected_grads,
+        )
         if not far < bound:
             raise Wrong(f"model.layout = {layout}: gradients differ by {far:.2g}")
 
@@ -151,8 +163,14 @@ def check_layouts(actor: Actor, batch: Batch, expected: torch.Tensor, expected_g
 def check_sampling(actor: Actor) -> None:
     """Sample two responses to prompts of several lengths: their log-probs must be those of the model's own forward."""
     lengths = (13, 1, 5)
-    prompts = [Prompt(id=str(n), token_ids=[4 + (7 * i + n) % 90 for i in range(n)]) for n in lengths]
-    requests = [Request(p, seed=10 * p.token_ids[0] + s, sample=s, max_new_tokens=3 + 5 * s) for p in prompts for s in (0, 1)]
+    prompts = [
+        Prompt(id=str(n), token_ids=[4 + (7 * i + n) % 90 for i in range(n)]) for n in lengths
+    ]
+    requests = [
+        Request(p, seed=10 * p.token_ids[0] + s, sample=s, max_new_tokens=3 + 5 * s)
+        for p in prompts
+        for s in (0, 1)
+    ]
     engine = NativeEngine(KVDecoder(actor.base), tiny_tokenizer(), EngineConfig())
     try:
         rollouts = list(engine.generate(requests, SamplingConfig()))
@@ -163,7 +181,11 @@ def check_sampling(actor: Actor) -> None:
         rows.prompts.tokens[:] = torch.tensor(rollout.prompt.token_ids)
         rows.responses.tokens[:] = torch.tensor(rollout.token_ids)
         with torch.no_grad():
-            far = float((torch.tensor(rollout.logprobs, dtype=torch.float64) - plain_rows(actor, rows)).abs().max())
+            far = float(
+                (torch.tensor(rollout.logprobs, dtype=torch.float64) - plain_rows(actor, rows))
+                .abs()
+                .max()
+            )
         if not far < SAMPLED_TOLERANCE:
             raise Wrong(f"log-probs of sampled tokens differ by {far:.2g} nats")
 
@@ -205,12 +227,21 @@ def stored() -> list[Proof]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--families", nargs="+", choices=(*TEXT_FAMILIES, *MEDIA_FAMILIES), default=[*TEXT_FAMILIES, *MEDIA_FAMILIES]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--no-sampling", action="store_true", help="leave out the check of the engine")
-    parser.add_argument("--write", action="store_true", help=f"store the verdicts in {RESULT.relative_to(ROOT)}")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=(*TEXT_FAMILIES, *MEDIA_FAMILIES),
+        default=[*TEXT_FAMILIES, *MEDIA_FAMILIES],
+    )
+    parser.add_argument(
+        "--no-sampling", action="store_true", help="leave out the check of the engine"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"store the verdicts in {RESULT.relative_to(ROOT)}"
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -218,13 +249,25 @@ def main() -> int:
     found = []
     for proof in proofs(options.families, not options.no_sampling):
         found.append(proof)
-        print(f"{proof.family:24} {proof.verdict:8} {proof.layout:14} {proof.decoding:6} {proof.reason}", flush=True)
+        print(
+            f"{proof.family:24} {proof.verdict:8} {proof.layout:14} {proof.decoding:6} "
+            f"{proof.reason}",
+            flush=True,
+        )
     for kind, names in (("text", set(TEXT_FAMILIES)), ("media", set(MEDIA_FAMILIES))):
         counts = Counter(proof.verdict for proof in found if proof.family in names)
-        print(f"{kind}: {counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong")
+        print(
+            f"{kind}: {counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong"
+        )
     if options.write:
-        newest = {proof.family: proof for proof in (*stored(), *found)}  # families that were left out keep their verdicts
-        rows = [asdict(newest[family]) for family in (*TEXT_FAMILIES, *MEDIA_FAMILIES) if family in newest]
+        newest = {
+            proof.family: proof for proof in (*stored(), *found)
+        }  # families that were left out keep their verdicts
+        rows = [
+            asdict(newest[family])
+            for family in (*TEXT_FAMILIES, *MEDIA_FAMILIES)
+            if family in newest
+        ]
         result = {"transformers": transformers.__version__, "families": rows}
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return int(any(proof.verdict == "wrong" for proof in found))

@@ -19,7 +19,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-for _variable, _value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("HF_HUB_OFFLINE", "1")):
+for _variable, _value in (
+    ("OMP_WAIT_POLICY", "PASSIVE"),
+    ("GOMP_SPINCOUNT", "0"),
+    ("HF_HUB_OFFLINE", "1"),
+):
     os.environ.setdefault(_variable, _value)  # two spinning threads make small models far slower
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -47,7 +51,9 @@ class PerRowLength(StoppingCriteria):
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -77,9 +83,16 @@ def build(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Prompt], torc
         eos_token_id=None,
     )
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(4, args.vocabulary, (args.prompts, args.prompt_tokens), generator=generator).tolist()
+    rows = torch.randint(
+        4, args.vocabulary, (args.prompts, args.prompt_tokens), generator=generator
+    ).tolist()
     prompts = [Prompt(id=str(i), token_ids=row) for i, row in enumerate(rows)]
-    draws = torch.randn(args.prompts * args.answers, generator=generator).mul(args.sigma).exp().mul(args.median)
+    draws = (
+        torch.randn(args.prompts * args.answers, generator=generator)
+        .mul(args.sigma)
+        .exp()
+        .mul(args.median)
+    )
     return model, prompts, draws.round().long().clamp(1, args.longest)
 
 
@@ -90,12 +103,16 @@ def native(model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor)
     answers = len(lengths) // len(prompts)
     requests = [
         Request(prompt, seed=i, sample=i % answers, max_new_tokens=int(length))
-        for i, (prompt, length) in enumerate(zip((p for p in prompts for _ in range(answers)), lengths))
+        for i, (prompt, length) in enumerate(
+            zip((p for p in prompts for _ in range(answers)), lengths)
+        )
     ]
     return lambda: sum(len(rollout) for rollout in engine.generate(requests, SamplingConfig()))
 
 
-def transformers_generate(model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor, batch: int) -> Side:
+def transformers_generate(
+    model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor, batch: int
+) -> Side:
     """Left-padded batches of ``batch`` answers (equal prompts need no padding), sdpa, dynamic cache."""
     answers = len(lengths) // len(prompts)
     per_call = max(1, batch // answers)
@@ -103,7 +120,9 @@ def transformers_generate(model: PreTrainedModel, prompts: list[Prompt], lengths
     def run() -> int:
         total = 0
         for start in range(0, len(prompts), per_call):
-            ids = torch.tensor([p.token_ids for p in prompts[start : start + per_call]], device=model.device)
+            ids = torch.tensor(
+                [p.token_ids for p in prompts[start : start + per_call]], device=model.device
+            )
             wanted = lengths[start * answers : (start + len(ids)) * answers].to(model.device)
             out = model.generate(
                 input_ids=ids,
@@ -134,7 +153,11 @@ def speed(side: Side, threads: int) -> float:
 def best(sides: dict[str, Side]) -> tuple[str, Side, int]:
     """The fastest of ``sides`` and its thread count, each tried once after a warm-up."""
     next(iter(sides.values()))()
-    tried = {(name, threads): speed(side, threads) for name, side in sides.items() for threads in (1, os.cpu_count() or 1)}
+    tried = {
+        (name, threads): speed(side, threads)
+        for name, side in sides.items()
+        for threads in (1, os.cpu_count() or 1)
+    }
     name, threads = max(tried, key=lambda key: tried[key])
     for key, value in tried.items():
         print(f"  {key[0]}, {key[1]} threads: {value:,.0f} tokens/s")
@@ -145,10 +168,17 @@ def main() -> None:
     args = arguments()
     model, prompts, lengths = build(args)
     total = len(lengths)
-    print(f"{total} answers, {int(lengths.sum())} tokens, mean {lengths.float().mean():.0f}, longest {int(lengths.max())}")
+    print(
+        f"{total} answers, {int(lengths.sum())} tokens, mean {lengths.float().mean():.0f}, "
+        f"longest {int(lengths.max())}"
+    )
     ours, theirs = {"native": native(model, prompts, lengths)}, {}
-    for batch in sorted({total, max(args.answers, total // 2), max(args.answers, total // 4)}, reverse=True):
-        theirs[f"transformers, batches of {batch}"] = transformers_generate(model, prompts, lengths, batch)
+    for batch in sorted(
+        {total, max(args.answers, total // 2), max(args.answers, total // 4)}, reverse=True
+    ):
+        theirs[f"transformers, batches of {batch}"] = transformers_generate(
+            model, prompts, lengths, batch
+        )
     if args.only:
         best(ours if args.only == "native" else theirs)
         return
@@ -156,7 +186,9 @@ def main() -> None:
     rounds = []
     for _ in range(args.rounds):
         speeds = [speed(side, threads) for _, side, threads in chosen]
-        rounds.append({"native": speeds[0], "transformers": speeds[1], "ratio": speeds[0] / speeds[1]})
+        rounds.append(
+            {"native": speeds[0], "transformers": speeds[1], "ratio": speeds[0] / speeds[1]}
+        )
         print("  round: " + ", ".join(f"{k} {v:,.2f}" for k, v in rounds[-1].items()))
     report(args, str(model.config._attn_implementation), lengths, chosen, rounds)
 
@@ -173,11 +205,18 @@ def report(
     result = {
         "command": command,
         "machine": f"{args.machine}, {platform.system()}, {os.cpu_count()} cores",
-        "load": f"{os.getloadavg()[1]:.1f} on average over the last five minutes, this benchmark included",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
-        "model": f"{args.family}, {args.layers} layers of {args.hidden}, vocabulary {args.vocabulary}, float32 (transformers: {attention})",
-        "work": f"{args.prompts} prompts of {args.prompt_tokens} tokens x {args.answers} answers; answer lengths lognormal, "
-        f"median {args.median:g}, sigma {args.sigma:g}: mean {lengths.float().mean():.0f}, longest {int(lengths.max())}",
+        "load": f"{os.getloadavg()[1]:.1f} on average over the last five minutes, this benchmark "
+        "included",
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "model": f"{args.family}, {args.layers} layers of {args.hidden}, vocabulary "
+        f"{args.vocabulary}, float32 (transformers: {attention})",
+        "work": f"{args.prompts} prompts of {args.prompt_tokens} tokens x {args.answers} answers; "
+        f"answer lengths lognormal, median {args.median:g}, sigma {args.sigma:g}: mean "
+        f"{lengths.float().mean():.0f}, longest {int(lengths.max())}",
         "sides": {name: f"{threads} threads" for name, _, threads in chosen},
         "rounds": rounds,
         "ratio": {"lowest": ratios[0], "median": statistics.median(ratios), "highest": ratios[-1]},
@@ -190,11 +229,17 @@ def report(
         "",
         f"`{command}`",
         "",
-        *(f"* {key}: {result[key]}" for key in ("machine", "load", "versions", "model", "work", "sides")),
+        *(
+            f"* {key}: {result[key]}"
+            for key in ("machine", "load", "versions", "model", "work", "sides")
+        ),
         "",
         "| round | native, tokens/s | transformers, tokens/s | ratio |",
         "|---|---|---|---|",
-        *(f"| {i} | {r['native']:,.0f} | {r['transformers']:,.0f} | {r['ratio']:.2f} |" for i, r in enumerate(rounds, 1)),
+        *(
+            f"| {i} | {r['native']:,.0f} | {r['transformers']:,.0f} | {r['ratio']:.2f} |"
+            for i, r in enumerate(rounds, 1)
+        ),
         "",
         f"Ratio: median {statistics.median(ratios):.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}.",
     ]

@@ -62,15 +62,20 @@ NAMES = [*PRESETS, CONTROL]
 
 OWN: dict[str, Own] = {
     CONTROL: Own(
-        {"algorithm": {"preset": "grpo"}, "reward": {"terms": [f"{Path(__file__).resolve()}:coin"]}},
+        {
+            "algorithm": {"preset": "grpo"},
+            "reward": {"terms": [f"{Path(__file__).resolve()}:coin"]},
+        },
         "a control: rewards in training are coin tosses, held-out accuracy is measured as always",
     ),
     "vapo": Own(
         {"critic": {"warmup_steps": 3, "optimizer": {"lr": 1e-3}}},
-        "the paper trains the critic alone for 50 steps first; here for 3 of the 12, so that it has to learn faster",
+        "the paper trains the critic alone for 50 steps first; here for 3 of the 12, so that it "
+        "has to learn faster",
     ),
     "prime": Own(
-        {"prm": {"optimizer": {"lr": 1e-4}}}, "its reward model has 12 steps to learn from the start, as the policy has"
+        {"prm": {"optimizer": {"lr": 1e-4}}},
+        "its reward model has 12 steps to learn from the start, as the policy has",
     ),
 }
 
@@ -89,10 +94,12 @@ TAUGHT = ("opd",)
 """Presets that learn from a teacher, and from no reward: what ``grpo`` made of the same start."""
 
 NOTES: dict[str, str] = {
-    "vapo": "its critic learns fast here, and that can cost stability: of two trials of 24 steps while this tree was written, one rose to "
-    "0.985 and fell to 0.650 by the end, the other stayed at 1.000.",
-    CONTROL: "with nothing to learn the accuracy moves too: the start prefers guessing to working by little, and chance moves that "
-    "preference. A gain of a few tenths alone would prove little; that of every preset is far larger than any of these.",
+    "vapo": "its critic learns fast here, and that can cost stability: of two trials of 24 steps "
+    "while this tree was written, one rose to 0.985 and fell to 0.650 by the end, the other "
+    "stayed at 1.000.",
+    CONTROL: "with nothing to learn the accuracy moves too: the start prefers guessing to working by "
+    "little, and chance moves that preference. A gain of a few tenths alone would prove "
+    "little; that of every preset is far larger than any of these.",
 }
 """What has to be said about a preset's result."""
 
@@ -132,7 +139,9 @@ def config_of(preset: str, seed: int, steps: int, start: Path, folder: Path) -> 
 def fingerprint(config: RLConfig) -> str:
     """A short hash of every setting that could change a number. A setting that is new, and at its default, does not."""
     tree = config.model_dump(
-        mode="json", exclude_defaults=True, exclude={"run", "model", "log", "checkpoint", "reward", "teacher"}
+        mode="json",
+        exclude_defaults=True,
+        exclude={"run", "model", "log", "checkpoint", "reward", "teacher"},
     )
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -146,7 +155,9 @@ def make_start(folder: Path) -> Path:
 
         config = demo()
         random_weights(config, folder / "start")
-        run = config.sft.run.model_copy(update={"dir": str(folder), "name": "sft", "progress": False, "overwrite": True})
+        run = config.sft.run.model_copy(
+            update={"dir": str(folder), "name": "sft", "progress": False, "overwrite": True}
+        )
         path = config.sft.model.model_copy(update={"path": str(folder / "start")})
         run_sft(config.sft.model_copy(update={"run": run, "model": path}))
     return model
@@ -159,7 +170,11 @@ def make_teacher(folder: Path, start: Path) -> Path:
         from lightrft.trainer.rl import run_rl
 
         config = config_of("grpo", 100, 2 * STEPS, start, folder)
-        run_rl(config.model_copy(update={"run": config.run.model_copy(update={"name": "teacher", "overwrite": True})}))
+        run_rl(
+            config.model_copy(
+                update={"run": config.run.model_copy(update={"name": "teacher", "overwrite": True})}
+            )
+        )
     return model
 
 
@@ -178,9 +193,21 @@ def train(job: tuple[str, int, int, Path]) -> dict[str, Any]:
         config = config_of(preset, seed, steps, start, folder)
         found |= {"settings": fingerprint(config)}
         run_rl(config)
-        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        curve = [(row["step"], row["eval/accuracy"]) for row in rows if row.get("eval/accuracy") is not None]
-        found |= {"before": curve[0][1], "after": curve[-1][1], "curve": curve, "steps": curve[-1][0]}
+        rows = [
+            json.loads(line)
+            for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        curve = [
+            (row["step"], row["eval/accuracy"])
+            for row in rows
+            if row.get("eval/accuracy") is not None
+        ]
+        found |= {
+            "before": curve[0][1],
+            "after": curve[-1][1],
+            "curve": curve,
+            "steps": curve[-1][0],
+        }
         found |= {name: mean_of(rows, key) for name, key in LOGGED.items()}
         found["reward"] = [round(row["reward/mean"], 4) for row in rows if "reward/mean" in row]
     except Exception as error:
@@ -233,7 +260,10 @@ def line_of(found: Mapping[str, Any]) -> str:
     head = f"{found['preset']:<20} seed {found['seed']}"
     if "error" in found:
         return f"{head}: {found['error']}"
-    return f"{head}: {found['before']:.3f} -> {found['after']:.3f} in {found['steps']} steps, {found['seconds']:.0f} s"
+    return (
+        f"{head}: {found['before']:.3f} -> {found['after']:.3f} in {found['steps']} steps, "
+        f"{found['seconds']:.0f} s"
+    )
 
 
 # ---------------------------------------------------------------- the page and the plot
@@ -274,16 +304,20 @@ def page(found: Sequence[Learned], args: argparse.Namespace) -> str:
     good = [preset for preset in found if preset.gain >= ENOUGH and preset.preset != CONTROL]
     parts = [
         "# Every preset on the demo's task",
-        f"`python benchmarks/learning.py` on {args.machine}, one thread a run, the machine busy with other work: {count} runs.",
+        f"`python benchmarks/learning.py` on {args.machine}, one thread a run, the machine busy "
+        f"with other work: {count} runs.",
         ABOUT,
-        f"{len(good)} of {sum(p.preset != CONTROL for p in found)} presets gain at least {ENOUGH} from every seed.",
+        f"{len(good)} of {sum(p.preset != CONTROL for p in found)} presets gain at least "
+        f"{ENOUGH} from every seed.",
         f"![Held-out accuracy before and after](learning-{args.machine}.svg)",
         "\n".join(table(found)),
     ]
     missing = [name for name in PRESETS if name not in {preset.preset for preset in found}]
     if missing:
         parts.append(f"Not run: {', '.join(missing)}.")
-    notes = [f"* `{preset.preset}`: {NOTES[preset.preset]}" for preset in found if preset.preset in NOTES]
+    notes = [
+        f"* `{preset.preset}`: {NOTES[preset.preset]}" for preset in found if preset.preset in NOTES
+    ]
     if notes:
         parts += ["## What stands out", "\n".join(notes)]
     parts += ["## Settings", "\n".join(settings_table(found))]
@@ -294,27 +328,36 @@ ABOUT = """\
 All go on from the same model, the demo's after its supervised warm-up, which mostly guesses and knows how to work a problem out. A step is
 16 problems x 8 answers, in two optimizer steps, so that ratios leave 1 and clipping acts. Accuracy is that of greedy answers to 200
 problems that were never trained on. *Lowest gain* is that of the worst seed; *clipped* the share of tokens whose ratio the loss clipped or
-capped, over all optimizer steps (what a token mask leaves out is not in it); *seconds* a whole run with its evaluations, by the clock of a busy
-machine, and *CPU* the seconds that it computed, the mean over seeds."""
+capped, over all optimizer steps (what a token mask leaves out is not in it); *seconds* a whole run with its evaluations, by the
+clock of a busy machine, and *CPU* the seconds that it computed, the mean over seeds."""
 
 
 def table(found: Sequence[Learned]) -> Iterator[str]:
     seeds = sorted({run["seed"] for preset in found for run in preset.runs})
     named = " | ".join(f"seed {seed}" for seed in seeds)
-    yield f"| preset | before | {named} | mean after | lowest gain | steps | seconds | CPU | clipped |"
+    yield (
+        f"| preset | before | {named} | mean after | lowest gain | steps | seconds | CPU | "
+        "clipped |"
+    )
     yield "|---|---|" + "---|" * (len(seeds) + 6)
     for preset in found:
         by_seed = {run["seed"]: f"{run['after']:.3f}" for run in preset.runs}
         after = " | ".join(by_seed.get(seed, "") for seed in seeds)
         gain = f"{preset.gain:.3f}" if preset.gain >= ENOUGH else f"**{preset.gain:.3f}**"
         yield (
-            f"| {preset.preset} | {preset.mean('before'):.3f} | {after} | {statistics.mean(preset.after):.3f} | {gain} "
-            f"| {preset.mean('steps'):.0f} | {preset.mean('seconds'):.0f} | {preset.mean('cpu'):.0f} | {preset.mean('clipped'):.1%} |"
+            f"| {preset.preset} | {preset.mean('before'):.3f} | {after} | "
+            f"{statistics.mean(preset.after):.3f} | {gain} | {preset.mean('steps'):.0f} | "
+            f"{preset.mean('seconds'):.0f} | {preset.mean('cpu'):.0f} | "
+            f"{preset.mean('clipped'):.1%} |"
         )
 
 
 def settings_table(found: Sequence[Learned]) -> Iterator[str]:
-    shared = ", ".join(f"`{key}={value}`" for key, value in dotted(RECIPE) if not key.startswith(("log.", "checkpoint.")))
+    shared = ", ".join(
+        f"`{key}={value}`"
+        for key, value in dotted(RECIPE)
+        if not key.startswith(("log.", "checkpoint."))
+    )
     yield f"All: {shared}; the rest as in `lightrft demo`; `algorithm` is the preset's row."
     yield ""
     yield "| preset | of its own | why |"
@@ -343,18 +386,32 @@ def plot(found: Sequence[Learned]) -> str:
     for share in (0, 0.25, 0.5, 0.75, 1):
         x = left + share * width
         parts.append(f'<line class="g" x1="{x}" x2="{x}" y1="{top - 8}" y2="{height - 22}"/>')
-        parts.append(f'<text class="m" x="{x}" y="{height - 8}" text-anchor="middle">{share:.0%}</text>')
-    parts.append(f'<text class="m" x="{left}" y="14">held-out accuracy: grey before, blue after, a dot per seed</text>')
+        parts.append(
+            f'<text class="m" x="{x}" y="{height - 8}" text-anchor="middle">{share:.0%}</text>'
+        )
+    parts.append(
+        f'<text class="m" x="{left}" y="14">held-out accuracy: grey before, blue after, a dot '
+        "per seed</text>"
+    )
     for i, preset in enumerate(found):
         y, before = top + row * i + 8, left + preset.mean("before") * width
         ends = [left + after * width for after in preset.after]
-        parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(preset.preset)}</text>')
+        parts.append(
+            f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(preset.preset)}</text>'
+        )
         parts.append(f'<line class="r" x1="{before:.1f}" x2="{max(ends):.1f}" y1="{y}" y2="{y}"/>')
         parts.append(f'<circle class="b" cx="{before:.1f}" cy="{y}" r="3.5"/>')
-        parts += [f'<circle class="a" cx="{x:.1f}" cy="{y}" r="3.5" fill-opacity=".7"/>' for x in ends]
-    size = f'viewBox="0 0 {left + width + 20} {height}" width="{left + width + 20}" height="{height}"'
+        parts += [
+            f'<circle class="a" cx="{x:.1f}" cy="{y}" r="3.5" fill-opacity=".7"/>' for x in ends
+        ]
+    size = (
+        f'viewBox="0 0 {left + width + 20} {height}" width="{left + width + 20}" height="{height}"'
+    )
     label = "Held-out accuracy of every preset before and after reinforcement learning"
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}"><style>{STYLE}</style>{"".join(parts)}</svg>\n'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
+        f'aria-label="{label}"><style>{STYLE}</style>{"".join(parts)}</svg>\n'
+    )
 
 
 def write_report(args: argparse.Namespace, file: Path) -> None:
@@ -367,15 +424,26 @@ def write_report(args: argparse.Namespace, file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--presets", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--start", type=Path, default=Path("runs/learning"), help="folder of the model that all go on from")
+    parser.add_argument(
+        "--start",
+        type=Path,
+        default=Path("runs/learning"),
+        help="folder of the model that all go on from",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--machine", default=f"{platform.machine()}-{os.cpu_count()}cores")
-    parser.add_argument("--report", action="store_true", help="only write page and plot from the lines that are there")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="only write page and plot from the lines that are there",
+    )
     args = parser.parse_args()
     file = args.out / f"learning-{args.machine}.jsonl"
     if not args.report:

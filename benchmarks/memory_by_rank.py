@@ -47,7 +47,9 @@ class Sizes:
 
 def status(which: str, pid: int | str = "self") -> int:
     """A line of a process's memory in bytes: ``VmRSS``, its peak ``VmHWM``, or ``RssAnon``, without what only mirrors a file."""
-    line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith(which))
+    line = next(
+        x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith(which)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -75,7 +77,9 @@ def work(kind: str, folder: Path, steps: int) -> dict[str, Any]:
     batch = Batch(Segments.of(rows[:2]), Segments.of(rows[2:]), torch.tensor([0, 1]))
     with init_process_group(5.0) as ranks:
         settings: dict[str, Any] = {"kind": kind, "device": "cpu"}
-        strategy = strategy_of(StrategyConfig(**settings, **({"zero_stage": 3} if kind == "deepspeed" else {})), ranks)
+        strategy = strategy_of(
+            StrategyConfig(**settings, **({"zero_stage": 3} if kind == "deepspeed" else {})), ranks
+        )
 
         class Timed(Actor):
             """It knows when its weights were there: shards are read when they are placed, and the optimizer comes after."""
@@ -88,7 +92,9 @@ def work(kind: str, folder: Path, steps: int) -> dict[str, Any]:
 
         def read(model: str) -> Any:
             with strategy.loading() as device:
-                return Timed.load(ModelConfig(path=str(folder / model), dtype="float32"), device=device)
+                return Timed.load(
+                    ModelConfig(path=str(folder / model), dtype="float32"), device=device
+                )
 
         def prepared(actor: Any) -> TrainState:
             return strategy.prepare(actor, OptimizerConfig(lr=1e-4), 4)
@@ -132,29 +138,52 @@ def measure(kind: str, count: int, folder: Path, steps: int) -> list[dict[str, f
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared = {
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     # Memory that is freed goes back at once, so that what is resident is what is used.
     shared |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    command = [sys.executable, __file__, "--work", kind, "--folder", str(folder), "--steps", str(steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "--work",
+        kind,
+        "--folder",
+        str(folder),
+        "--steps",
+        str(steps),
+    ]
     started = [
         subprocess.Popen(
-            command, env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True
+            command,
+            env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for r in range(count)
     ]
     samples: list[tuple[float, int]] = []
     while all(process.poll() is None for process in started):
         with suppress(OSError, StopIteration):  # one has ended
-            samples.append((time.monotonic(), sum([status("RssAnon", process.pid) for process in started])))
+            samples.append(
+                (time.monotonic(), sum([status("RssAnon", process.pid) for process in started]))
+            )
         time.sleep(PAUSE)
     said = [process.communicate(timeout=900)[0] for process in started]
     if any(process.returncode for process in started):
-        raise SystemExit(f"{kind} on {count} ranks failed: {[process.returncode for process in started]}")
+        raise SystemExit(
+            f"{kind} on {count} ranks failed: {[process.returncode for process in started]}"
+        )
     found = [json.loads(each.partition("FOUND")[2].splitlines()[0]) for each in said]
     for name, base in (("reading", "empty"), ("reading_frozen", "before")):
         spans = [rank.pop(name) for rank in found]
         start, end = min(span[0] for span in spans), max(span[1] for span in spans)
-        found[0][name] = max(bytes_ for at, bytes_ in samples if start <= at <= end) - sum(rank[base] for rank in found)
+        found[0][name] = max(bytes_ for at, bytes_ in samples if start <= at <= end) - sum(
+            rank[base] for rank in found
+        )
     return found
 
 
@@ -163,7 +192,12 @@ def make_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> Sizes
     from lightrft.models.tiny.text import tiny_model
     from lightrft.strategy.wrap_policy import outermost_blocks
 
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
     model = tiny_model("qwen2", num_attention_heads=8, tie_word_embeddings=True, **sizes)
     model.save_pretrained(folder, max_shard_size="50MB")
 
@@ -195,18 +229,21 @@ def training(found: dict[str, dict[int, list[dict[str, float]]]], sizes: Sizes) 
     lines = [
         "# Memory by rank",
         "",
-        f"{platform.machine()}, {os.cpu_count()} cores, `python benchmarks/memory_by_rank.py`. A model of {sizes.all / MIB:.1f} MiB of"
-        f" float32 weights ({sizes.outside / MIB:.1f} outside of blocks, each block {sizes.block / MIB:.1f}). MiB beyond what each process"
-        " has taken for a tiny model.",
+        f"{platform.machine()}, {os.cpu_count()} cores, `python benchmarks/memory_by_rank.py`. A "
+        f"model of {sizes.all / MIB:.1f} MiB of float32 weights ({sizes.outside / MIB:.1f} "
+        f"outside of blocks, each block {sizes.block / MIB:.1f}). MiB beyond what each process "
+        "has taken for a tiny model.",
         "",
         "## While it trains",
         "",
-        "The fullest rank. Computed, from left to right: shards that lie there between steps, gradients that a step adds to them, and"
-        " what is whole for a moment (`predicted` in the script says what); their sum is the peak to expect. Measured, over two"
-        " optimizer steps: the peak, by how much it differs from that, what lies there after a step, and the peak as a share of that of"
-        " one process.",
+        "The fullest rank. Computed, from left to right: shards that lie there between steps, "
+        "gradients that a step adds to them, and what is whole for a moment (`predicted` in the "
+        "script says what); their sum is the peak to expect. Measured, over two optimizer steps: "
+        "the peak, by how much it differs from that, what lies there after a step, and the peak "
+        "as a share of that of one process.",
         "",
-        "| strategy | ranks | shards | gradients | whole | peak, computed | peak, measured | differs | after a step | of one process |",
+        "| strategy | ranks | shards | gradients | whole | peak, computed | peak, measured | "
+        "differs | after a step | of one process |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     alone = max(rank["peak"] for rank in found["single"][1])
@@ -224,8 +261,8 @@ def reading(found: dict[str, dict[int, list[dict[str, float]]]], sizes: Sizes) -
     lines = [
         READING,
         "",
-        "All ranks together, at most, without what only mirrors the file; and as copies of the whole model, for one that is trained (before"
-        " its optimizer is made) and one that is not.",
+        "All ranks together, at most, without what only mirrors the file; and as copies of the "
+        "whole model, for one that is trained (before its optimizer is made) and one that is not.",
         "",
         "| strategy | ranks | trained | in copies | not trained | in copies |",
         "|---|--:|--:|--:|--:|--:|",
@@ -233,12 +270,17 @@ def reading(found: dict[str, dict[int, list[dict[str, float]]]], sizes: Sizes) -
     for kind, by_count in found.items():
         for count, ranks in by_count.items():
             both = [ranks[0][key] for key in ("reading", "reading_frozen")]
-            lines.append(f"| {kind} | {count} | {' | '.join(f'{x / MIB:.0f} | {x / sizes.all:.2f}' for x in both)} |")
+            lines.append(
+                f"| {kind} | {count} | "
+                f"{' | '.join(f'{x / MIB:.0f} | {x / sizes.all:.2f}' for x in both)} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--hidden", type=int, default=640)
     parser.add_argument("--layers", type=int, default=6)
@@ -258,7 +300,9 @@ def main() -> None:
         steps = 0 if options.reading else options.steps
         found = {"single": {1: measure("single", 1, folder, steps)}}
         for kind in ("fsdp2", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])):
-            found[{"deepspeed": "ZeRO-3"}.get(kind, kind)] = {n: measure(kind, n, folder, steps) for n in options.ranks}
+            found[{"deepspeed": "ZeRO-3"}.get(kind, kind)] = {
+                n: measure(kind, n, folder, steps) for n in options.ranks
+            }
     page = RESULTS / f"memory_by_rank-{platform.machine()}-{os.cpu_count()}cores.md"
     before = page.read_text().partition(READING)[0] if options.reading else training(found, sizes)
     text = before + reading(found, sizes)

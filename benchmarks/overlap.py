@@ -20,7 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-for _variable, _value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("HF_HUB_OFFLINE", "1")):
+for _variable, _value in (
+    ("OMP_WAIT_POLICY", "PASSIVE"),
+    ("GOMP_SPINCOUNT", "0"),
+    ("HF_HUB_OFFLINE", "1"),
+):
     os.environ.setdefault(_variable, _value)  # two spinning threads make small models far slower
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,7 +46,9 @@ def slow(rollout, seconds=0.0):
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=8)
@@ -58,8 +64,14 @@ def arguments() -> argparse.Namespace:
 def prepare(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Model, data and reward on disk; the tree of the run."""
     tokenizer = tiny_tokenizer()
-    sizes = {"hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, "num_hidden_layers": args.layers}
-    tiny_model("qwen2", seed=1, vocab_size=len(tokenizer), **sizes).save_pretrained(folder / "model")
+    sizes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": 4 * args.hidden,
+        "num_hidden_layers": args.layers,
+    }
+    tiny_model("qwen2", seed=1, vocab_size=len(tokenizer), **sizes).save_pretrained(
+        folder / "model"
+    )
     tokenizer.save_pretrained(folder / "model")
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{i}+{i}=", "label": str(2 * i)}) + "\n" for i in range(64))
@@ -71,7 +83,14 @@ def prepare(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "data": {"sources": [{"path": str(folder / "train.jsonl")}]},
         "rollout": {"prompts_per_step": args.prompts, "group_size": args.samples},
         "sampling": {"max_new_tokens": args.tokens},
-        "reward": {"terms": [{"function": f"{folder / 'reward.py'}:slow", "options": {"seconds": args.reward_seconds}}]},
+        "reward": {
+            "terms": [
+                {
+                    "function": f"{folder / 'reward.py'}:slow",
+                    "options": {"seconds": args.reward_seconds},
+                }
+            ]
+        },
         "algorithm": {"preset": "grpo", "importance_sampling": ["tis"]},
         "train": {"steps": args.steps},
         "log": {"tensorboard": False, "rollouts_every": 0},
@@ -83,8 +102,15 @@ def measured(rows: list[dict[str, Any]], staleness: int) -> dict[str, float]:
     rows = rows[2:]
     total = lambda name: sum(row.get(f"time/{name}", 0.0) for row in rows)  # noqa: E731
     seconds = total("step")
-    training = sum(total(name) for name in ("logprobs", "reference", "values", "advantages", "update", "layout", "weights"))
-    drawing = total("ahead/generate") + total("ahead/reward") if staleness else total("generate") + total("reward")
+    training = sum(
+        total(name)
+        for name in ("logprobs", "reference", "values", "advantages", "update", "layout", "weights")
+    )
+    drawing = (
+        total("ahead/generate") + total("ahead/reward")
+        if staleness
+        else total("generate") + total("reward")
+    )
     return {
         "seconds": seconds / len(rows),
         "drawing": drawing / seconds,
@@ -98,13 +124,22 @@ def main() -> None:
     args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__} with {torch.get_num_threads()} threads")
-    print("| staleness | s/step | drawing | training | training waits | drawing waits |\n|---|---|---|---|---|---|")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__} with "
+        f"{torch.get_num_threads()} threads"
+    )
+    print(
+        "| staleness | s/step | drawing | training | training waits | drawing waits "
+        "|\n|---|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as name:
         tree = prepare(Path(name), args)
         for staleness in args.staleness:
             run = {**tree["run"], "name": f"staleness-{staleness}", "progress": False}
-            config = build(RLConfig, {**tree, "run": run, "rollout": {**tree["rollout"], "staleness": staleness}})
+            config = build(
+                RLConfig,
+                {**tree, "run": run, "rollout": {**tree["rollout"], "staleness": staleness}},
+            )
             run_rl(config)
             found = measured(read_rows(Path(name) / run["name"] / "metrics.jsonl"), staleness)
             shares = " | ".join(f"{share:.0%}" for key, share in found.items() if key != "seconds")

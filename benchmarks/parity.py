@@ -105,17 +105,26 @@ BASE: Tree = {
     "optimizer": {"lr": 1e-3, "eps": 1e-4},
     "log": {"tensorboard": False},
 }
-ROLLOUTS: Tree = {"rollout": {"prompts_per_step": 5, "group_size": 3}, "sampling": {"max_new_tokens": 6}}
+ROLLOUTS: Tree = {
+    "rollout": {"prompts_per_step": 5, "group_size": 3},
+    "sampling": {"max_new_tokens": 6},
+}
 """Five groups of three, which neither two nor three ranks divide, in micro-batches of a few rows."""
 
 CASES: dict[str, Tree] = {
     "grpo": {"algorithm": {"preset": "grpo"}},
-    "ppo": {"algorithm": {"preset": "ppo", "kl": {"coef": 0.01}}, "train": {"ppo_epochs": 2, "num_mini_batches": 2}},
+    "ppo": {
+        "algorithm": {"preset": "ppo", "kl": {"coef": 0.01}},
+        "train": {"ppo_epochs": 2, "num_mini_batches": 2},
+    },
     "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
     # Rows with pictures are few: of the ranks that draw, and of those that train, some have none.
     "pictures": {"algorithm": {"preset": "grpo"}, "train": {"steps": 2}},
     # One answer: every other rank has no row at all.
-    "one row": {"algorithm": {"preset": "reinforce"}, "rollout": {"prompts_per_step": 1, "group_size": 1}},
+    "one row": {
+        "algorithm": {"preset": "reinforce"},
+        "rollout": {"prompts_per_step": 1, "group_size": 1},
+    },
     "sft": {"batch_size": 5},
 }
 """What is run, as changes of ``BASE``; ``sft`` by that verb, all others by ``rl``."""
@@ -142,10 +151,15 @@ def make(folder: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(tokenizer)}
     save_model(tiny_model("qwen2", seed=1, **sizes), tokenizer, folder / "model")
     save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
-    rows: list[Tree] = [{"prompt": "1" * i + f"{i}+{i}=", "response": str(2 * i), "label": str(2 * i)} for i in range(8)]
+    rows: list[Tree] = [
+        {"prompt": "1" * i + f"{i}+{i}=", "response": str(2 * i), "label": str(2 * i)}
+        for i in range(8)
+    ]
     seen = [*rows, *rows_of_pictures(folder)]
     for name, some in {"rows": rows, "pictures": seen}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some), encoding="utf-8"
+        )
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
 
 
@@ -163,7 +177,12 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
         "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},
     }
     tree = deep_merge(BASE, own)
-    for more in ({} if case == "sft" else ROLLOUTS, CASES[case], WAYS[way].settings, WAYS[way].by_case.get(case, {})):
+    for more in (
+        {} if case == "sft" else ROLLOUTS,
+        CASES[case],
+        WAYS[way].settings,
+        WAYS[way].by_case.get(case, {}),
+    ):
         tree = deep_merge(tree, more)
     return tree
 
@@ -190,16 +209,31 @@ def run_all(trees: Sequence[Tree], folder: Path, processes: int, seconds: float 
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "plan.json"
     plan.write_text(json.dumps(list(trees)), encoding="utf-8")
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": path}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    path = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **os.environ,
+        "PYTHONPATH": path,
+    }
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        if processes > 1
+        else []
+    )
     words = [sys.executable, *torchrun, __file__, "--plan", str(plan)]
     with tempfile.TemporaryFile("w+") as said:
         limit = seconds * len(trees)
-        status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, env=env, timeout=limit, check=False).returncode
+        status = subprocess.run(
+            words, stdout=said, stderr=subprocess.STDOUT, env=env, timeout=limit, check=False
+        ).returncode
         if status:
             said.seek(0)
-            raise RuntimeError(f"{processes} processes ended with status {status}:\n{said.read()[-8000:]}")
+            raise RuntimeError(
+                f"{processes} processes ended with status {status}:\n{said.read()[-8000:]}"
+            )
 
 
 def run_here(plan: Path) -> None:
@@ -223,9 +257,10 @@ def run_here(plan: Path) -> None:
                 from lightrft.distributed.ray_cluster import cluster
 
                 stack.enter_context(cluster(config.launch.ray))  # where there is one already, that
-            program("lightrft.trainer.sft:run_sft" if supervised else "lightrft.trainer.rl:run_rl", config)(
-                config, NullObserver()
-            )
+            program(
+                "lightrft.trainer.sft:run_sft" if supervised else "lightrft.trainer.rl:run_rl",
+                config,
+            )(config, NullObserver())
 
 
 # --------------------------------------------------------------------------------------------------------------------- comparison
@@ -250,11 +285,21 @@ def metric_gaps(found: Sequence[Tree], expected: Sequence[Tree]) -> Iterator[tup
     if [r["step"] for r in found] != [r["step"] for r in expected]:
         yield "steps", math.inf
     for row, want in zip(found, expected):
-        keys = {k for k in row.keys() | want.keys() if not k.startswith(NOT_COMPARED) and not k.endswith(WORKERS)}
+        keys = {
+            k
+            for k in row.keys() | want.keys()
+            if not k.startswith(NOT_COMPARED) and not k.endswith(WORKERS)
+        }
         for key in sorted(keys):
             a, b = row.get(key), want.get(key)
             numbers = isinstance(a, int | float) and isinstance(b, int | float)
-            gap = relative(float(a), float(b), FLOORS.get(key, FLOOR)) if numbers else 0.0 if a == b else math.inf
+            gap = (
+                relative(float(a), float(b), FLOORS.get(key, FLOOR))
+                if numbers
+                else 0.0
+                if a == b
+                else math.inf
+            )
             yield f"{want['step']} {key}", gap
 
 
@@ -307,7 +352,10 @@ def compared(found: Path, expected: Path, since: int = 0) -> Gaps:
     from lightrft.observability.trackers import read_rows
 
     gaps = Gaps()
-    rows = [[r for r in read_rows(run / "metrics.jsonl") if r["step"] >= since] for run in (found, expected)]
+    rows = [
+        [r for r in read_rows(run / "metrics.jsonl") if r["step"] >= since]
+        for run in (found, expected)
+    ]
     for name, gap in metric_gaps(*rows):
         gaps.add(kind_of(name.split()[-1]), f"step {name}", gap)
     for name, gap in weight_gaps(found, expected):
@@ -329,10 +377,15 @@ def run_way(way: str, cases: Sequence[str], folder: Path) -> None:
     run_all([tree for tree in trees if not ended(tree)], folder / way, WAYS[way].processes)
     gap, where = compared(folder / way / "again", folder / way / cases[0]).worst
     if gap:
-        raise RuntimeError(f"{way}: {cases[0]} is not the same when it is run again in the same processes ({where}: {gap})")
+        raise RuntimeError(
+            f"{way}: {cases[0]} is not the same when it is run again in the same processes "
+            f"({where}: {gap})"
+        )
 
 
-def matrix(ways: Sequence[str], cases: Sequence[str], folder: Path) -> Iterator[tuple[str, str, Gaps]]:
+def matrix(
+    ways: Sequence[str], cases: Sequence[str], folder: Path
+) -> Iterator[tuple[str, str, Gaps]]:
     """Each way and case with its differences from ``single``."""
     for way in dict.fromkeys(["single", *ways]):
         run_way(way, cases, folder)
@@ -346,7 +399,9 @@ STEPS_BEFORE = 2
 """Steps of the run whose checkpoint is taken up; one more is taken then."""
 
 
-def checkpoints(ways: Sequence[str], folder: Path, case: str = "ppo") -> Iterator[tuple[str, str, Gaps]]:
+def checkpoints(
+    ways: Sequence[str], folder: Path, case: str = "ppo"
+) -> Iterator[tuple[str, str, Gaps]]:
     """Each way that has saved and each that goes on, with the differences of what comes then from ``single`` that never stopped; and for
     those that go on as they were, how the log-probs of the model that was written differ from the run's own."""
 
@@ -387,7 +442,10 @@ def export_gap(model: Path, batch: Path) -> float:
 
     drawn = load_batch(batch)
     reader = AutoModelForCausalLM.from_pretrained(model).eval()
-    prompts, answers = drawn.prompts.tokens.split(drawn.prompts.lengths.tolist()), drawn.responses.tokens
+    prompts, answers = (
+        drawn.prompts.tokens.split(drawn.prompts.lengths.tolist()),
+        drawn.responses.tokens,
+    )
     rows = []
     for prompt, answer in zip(drawn.prompt_of.tolist(), answers.split(drawn.lengths.tolist())):
         ids = torch.cat([prompts[prompt], answer])
@@ -398,17 +456,27 @@ def export_gap(model: Path, batch: Path) -> float:
     own = [c for c in (drawn.behavior_logprobs, drawn.old_logprobs) if c is not None]
     if not own:
         raise RuntimeError(f"{batch} has no log-probs of the run")
-    return max(float(((column.double() - expected).abs() / expected.abs().clamp(min=FLOOR)).max()) for column in own)
+    return max(
+        float(((column.double() - expected).abs() / expected.abs().clamp(min=FLOOR)).max())
+        for column in own
+    )
 
 
-def table(cells: Mapping[tuple[str, str], float], rows: Sequence[str], columns: Sequence[str], corner: str) -> list[str]:
+def table(
+    cells: Mapping[tuple[str, str], float], rows: Sequence[str], columns: Sequence[str], corner: str
+) -> list[str]:
     """The largest difference of each cell, in Markdown."""
     shown = lambda row, column: f"{cells[row, column]:.1e}" if (row, column) in cells else ""  # noqa: E731
     lines = [f"| {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return [*lines, *(f"| {row} | {' | '.join(shown(row, column) for column in columns)} |" for row in rows)]
+    return [
+        *lines,
+        *(f"| {row} | {' | '.join(shown(row, column) for column in columns)} |" for row in rows),
+    ]
 
 
-def show(found: Iterator[tuple[str, str, Gaps]], columns: Sequence[str]) -> dict[tuple[str, str], Gaps]:
+def show(
+    found: Iterator[tuple[str, str, Gaps]], columns: Sequence[str]
+) -> dict[tuple[str, str], Gaps]:
     """Print a line for each cell as it comes."""
     cells: dict[tuple[str, str], Gaps] = {}
     print(f"{'':>24}  " + "  ".join(f"{c:>14}" for c in columns), flush=True)
@@ -420,19 +488,26 @@ def show(found: Iterator[tuple[str, str, Gaps]], columns: Sequence[str]) -> dict
     return cells
 
 
-def text_of(cells: Mapping[tuple[str, str], Gaps], corner: str, columns: Sequence[str]) -> list[str]:
+def text_of(
+    cells: Mapping[tuple[str, str], Gaps], corner: str, columns: Sequence[str]
+) -> list[str]:
     """The table of all cells, and one of the parts of each, or of each with both names the same where there are such."""
     rows, across = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
     worst = {cell: gaps.worst[0] for cell, gaps in cells.items()}
     detailed = [cell for cell in cells if cell[0] == cell[1]] or list(cells)
-    parts = [f"| {' | '.join(cell)} | {' | '.join(cells[cell].of(c) for c in columns)} |" for cell in detailed]
+    parts = [
+        f"| {' | '.join(cell)} | {' | '.join(cells[cell].of(c) for c in columns)} |"
+        for cell in detailed
+    ]
     first, second = corner.split(" / ")
     head = [f"| {first} | {second} | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
     return [*table(worst, rows, across, corner), "", *head, *parts]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--checkpoints", action="store_true")
@@ -444,11 +519,23 @@ def main() -> int:
         run_here(args.plan)
         return 0
     ways = [way for way in args.ways if WAYS[way].there]
-    missing = [f"{way} was not run: {WAYS[way].needs} is not installed." for way in args.ways if way not in ways]
+    missing = [
+        f"{way} was not run: {WAYS[way].needs} is not installed."
+        for way in args.ways
+        if way not in ways
+    ]
     if not args.checkpoints:
-        missing += [f"{way} has no {case}: there are no roles to have workers." for way in ways for case in WAYS[way].without]
+        missing += [
+            f"{way} has no {case}: there are no roles to have workers."
+            for way in ways
+            for case in WAYS[way].without
+        ]
     began = time.monotonic()
-    corner, columns = ("saved by / taken up by", (*COLUMNS, "export")) if args.checkpoints else ("way / case", COLUMNS)
+    corner, columns = (
+        ("saved by / taken up by", (*COLUMNS, "export"))
+        if args.checkpoints
+        else ("way / case", COLUMNS)
+    )
     with nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         if not (folder / "reward.py").exists():
@@ -469,13 +556,20 @@ def write(out: Path, what: str, lines: Sequence[str], seconds: str) -> None:
     import torch
     import transformers
 
-    about = f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, one thread a process"
+    about = (
+        f"{platform.machine()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, one thread a process"
+    )
     flag = " --checkpoints" if what == "checkpoints" else ""
-    heading = "Checkpoints of each way to run, taken up by each other" if flag else "The same run in every way"
+    heading = (
+        "Checkpoints of each way to run, taken up by each other"
+        if flag
+        else "The same run in every way"
+    )
     text = (
-        f"# {heading}\n\n`python benchmarks/parity.py{flag}` on {about}{seconds}.\n\n"
-        "The largest relative difference from one process, of all steps and tensors; what is compared, and over what, is at the top of "
-        "the script. 0 is bit for bit.\n\n"
+        f"# {heading}\n\n`python benchmarks/parity.py{flag}` on {about}{seconds}.\n\nThe largest "
+        "relative difference from one process, of all steps and tensors; what is compared, and "
+        "over what, is at the top of the script. 0 is bit for bit.\n\n"
     )
     path = out / f"{what}-{platform.machine()}-{os.cpu_count()}cores.md"
     path.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")

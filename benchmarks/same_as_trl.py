@@ -69,7 +69,8 @@ SETTINGS = {
             "num_iterations": 2,
             "use_bias_correction_kl": False,
         },
-        note="`use_bias_correction_kl` is off for the published KL term; TRL's default multiplies it by the ratio.",
+        note="`use_bias_correction_kl` is off for the published KL term; TRL's default multiplies "
+        "it by the ratio.",
     ),
     "rloo": Same(
         "RLOO",
@@ -82,7 +83,8 @@ SETTINGS = {
             "kl": {"where": "reward", "estimator": "k1", "coef": 0.01},
         },
         {"epsilon": 0.2, "beta": 0.01, "normalize_advantages": False, "num_iterations": 1},
-        note="One update a batch, as published: there TRL's ratio of whole answers and ours of tokens, both 1, have the same gradient.",
+        note="One update a batch, as published: there TRL's ratio of whole answers and ours of "
+        "tokens, both 1, have the same gradient.",
     ),
     "dapo": Same(
         "GRPO",
@@ -138,12 +140,20 @@ def run_ours(name: str, seed: int, steps: int, start: Path, scratch: Path) -> li
         "sampling": {"max_new_tokens": NEW_TOKENS},
         "reward": {"terms": ["math"]},
         "algorithm": SETTINGS[name].ours,
-        "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": 1.0},
+        "optimizer": {
+            "lr": LEARNING_RATE,
+            "betas": (0.9, 0.999),
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+        },
         "train": {"steps": steps, "ppo_epochs": SETTINGS[name].updates},
         "log": {"tensorboard": False, "rollouts_every": 0},
     }
     run_rl(build(RLConfig, tree))
-    rows = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (scratch / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [row["reward/mean"] for row in rows if "reward/mean" in row]
 
 
@@ -167,17 +177,25 @@ def trl_trainer(name: str, seed: int, steps: int, start: Path, scratch: Path) ->
     from vs_trl import load_tokenizer
 
     same, tokenizer = SETTINGS[name], load_tokenizer(start)
-    trainer, config = (GRPOTrainer, GRPOConfig) if same.trainer == "GRPO" else (RLOOTrainer, RLOOConfig)
+    trainer, config = (
+        (GRPOTrainer, GRPOConfig) if same.trainer == "GRPO" else (RLOOTrainer, RLOOConfig)
+    )
     rows = [
         {
             "prompt": tokenizer.apply_chat_template(
-                [{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True
+                [{"role": "user", "content": row["prompt"]}],
+                tokenize=False,
+                add_generation_prompt=True,
             ),
             "label": row["label"],
         }
         for row in problems(seed, steps)
     ]
-    rewards = [math_reward, get_soft_overlong_punishment(NEW_TOKENS, BUFFER)] if same.overlong else math_reward
+    rewards = (
+        [math_reward, get_soft_overlong_punishment(NEW_TOKENS, BUFFER)]
+        if same.overlong
+        else math_reward
+    )
     options = {
         "output_dir": str(scratch / "trl"),
         "seed": seed,
@@ -239,7 +257,9 @@ def check(name: str, seed: int, steps: int, start: Path, scratch: Path) -> dict[
     from transformers import TrainerCallback
 
     for module in (grpo_trainer, rloo_trainer):
-        module.shuffle_sequence_dict = lambda batch: batch  # so that rewards and rows stay in the same order
+        module.shuffle_sequence_dict = lambda batch: (
+            batch
+        )  # so that rewards and rows stay in the same order
     SETTINGS[name].theirs.update(max_grad_norm=1e9)
     trainer = trl_trainer(name, seed, 2, start, scratch)
     trainer.args.max_steps = 2
@@ -259,7 +279,9 @@ def check(name: str, seed: int, steps: int, start: Path, scratch: Path) -> dict[
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             parameters = dict(trainer.model.named_parameters())
             seen["parameters"] = {n: p.detach().clone() for n, p in parameters.items()}
-            seen["gradients"] = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+            seen["gradients"] = {
+                n: p.grad.clone() for n, p in parameters.items() if p.grad is not None
+            }
 
     trainer._calculate_rewards, trainer._compute_loss = calculated, computed
     trainer.add_callback(Keep())
@@ -295,7 +317,9 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
         config.algorithm,
         config.sampling.max_new_tokens,
     )
-    loss, _ = Objective.of(algorithm, Requirements.of(algorithm), controls)(batch, actor.score(batch))
+    loss, _ = Objective.of(algorithm, Requirements.of(algorithm), controls)(
+        batch, actor.score(batch)
+    )
     loss.backward()
 
     ours = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
@@ -306,10 +330,14 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
     found = {
         "advantage_gap": float((batch.advantages[rows] - inputs["advantages"]).abs().max()),
         "loss_gap": abs(float(loss.detach()) - seen["loss"]),
-        "gradient_gap": float(norm([ours[n] - g for n, g in theirs.items()]) / norm(list(theirs.values()))),
+        "gradient_gap": float(
+            norm([ours[n] - g for n, g in theirs.items()]) / norm(list(theirs.values()))
+        ),
         "moved": float((now - first).abs().max()),
     }
-    assert found["moved"] > 1e-2 and found["gradient_gap"] < 1e-3 and found["advantage_gap"] < 1e-3, found
+    assert (
+        found["moved"] > 1e-2 and found["gradient_gap"] < 1e-3 and found["advantage_gap"] < 1e-3
+    ), found
     return found
 
 
@@ -325,7 +353,13 @@ def batch_of(inputs: Mapping[str, Any], rewards: Any, torch: Any) -> Any:
     prompt_of = torch.tensor([places.setdefault(tuple(text), len(places)) for text in texts])
     answers = Segments.of(runs(inputs["completion_ids"], inputs["completion_mask"]))
     sampled = torch.ones(len(answers.tokens), dtype=torch.bool)
-    return Batch(Segments.of([list(text) for text in places]), answers, prompt_of, sampled=sampled, rewards=rewards)
+    return Batch(
+        Segments.of([list(text) for text in places]),
+        answers,
+        prompt_of,
+        sampled=sampled,
+        rewards=rewards,
+    )
 
 
 def worker(order: Mapping[str, Any]) -> None:
@@ -335,7 +369,9 @@ def worker(order: Mapping[str, Any]) -> None:
     began = time.perf_counter()
     side = {"lightrft": run_ours, "trl": run_trl, "check": check}[order["side"]]
     with tempfile.TemporaryDirectory() as scratch:
-        found = side(order["algorithm"], order["seed"], order["steps"], Path(order["start"]), Path(scratch))
+        found = side(
+            order["algorithm"], order["seed"], order["steps"], Path(order["start"]), Path(scratch)
+        )
     row = {k: order[k] for k in ("algorithm", "side", "seed")}
     print("RESULT " + json.dumps({**row, "seconds": time.perf_counter() - began, "found": found}))
 
@@ -350,13 +386,19 @@ def call(order: Mapping[str, Any]) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
     }
     command = [sys.executable, __file__, "--worker", json.dumps(order)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{order} failed\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith("RESULT ")][-1].removeprefix("RESULT "))
+    return json.loads(
+        [line for line in done.stdout.splitlines() if line.startswith("RESULT ")][-1].removeprefix(
+            "RESULT "
+        )
+    )
 
 
 def run_all(args: argparse.Namespace, file: Path) -> None:
@@ -365,15 +407,32 @@ def run_all(args: argparse.Namespace, file: Path) -> None:
     start = make_start(args.start)
     there = set(lines_of(file))
     orders = [(name, "check", 0) for name in args.algorithms]
-    orders += [(name, side, seed) for seed in args.seeds for name in args.algorithms for side in ("lightrft", "trl")]
+    orders += [
+        (name, side, seed)
+        for seed in args.seeds
+        for name in args.algorithms
+        for side in ("lightrft", "trl")
+    ]
     for name, side, seed in orders:
         if (name, side, seed) in there:
             continue
-        row = call({"algorithm": name, "side": side, "seed": seed, "steps": args.steps, "start": str(start.resolve())})
+        row = call(
+            {
+                "algorithm": name,
+                "side": side,
+                "seed": seed,
+                "steps": args.steps,
+                "start": str(start.resolve()),
+            }
+        )
         with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
         found = row["found"]
-        said = found if side == "check" else f"mean reward {statistics.mean(found):.3f}, {row['seconds']:.0f} s"
+        said = (
+            found
+            if side == "check"
+            else f"mean reward {statistics.mean(found):.3f}, {row['seconds']:.0f} s"
+        )
         print(f"{name}, {side}, seed {seed}: {said}", flush=True)
 
 
@@ -412,20 +471,33 @@ def tenths(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -
     return found
 
 
-def curves_of(rows: Mapping[tuple[str, str, int], Any], name: str) -> tuple[list[list[float]], list[list[float]]]:
+def curves_of(
+    rows: Mapping[tuple[str, str, int], Any], name: str
+) -> tuple[list[list[float]], list[list[float]]]:
     """The curves of both sides, of the seeds that both have run."""
-    seeds = sorted(s for n, side, s in rows if n == name and side == "lightrft" and (name, "trl", s) in rows)
-    ours, theirs = ([rows[name, side, seed]["found"] for seed in seeds] for side in ("lightrft", "trl"))
+    seeds = sorted(
+        s for n, side, s in rows if n == name and side == "lightrft" and (name, "trl", s) in rows
+    )
+    ours, theirs = (
+        [rows[name, side, seed]["found"] for seed in seeds] for side in ("lightrft", "trl")
+    )
     return ours, theirs
 
 
 def page(rows: Mapping[tuple[str, str, int], Any], args: argparse.Namespace) -> str:
     command = "python benchmarks/same_as_trl.py"
-    parts = ["# The same reward curves as TRL", f"`{command}` on {args.machine}, one thread; {versions()}.", ABOUT]
+    parts = [
+        "# The same reward curves as TRL",
+        f"`{command}` on {args.machine}, one thread; {versions()}.",
+        ABOUT,
+    ]
     for name, same in SETTINGS.items():
         ours, theirs = curves_of(rows, name)
         if len(ours) >= 2:
-            parts += [f"## {name.upper()}, against `{same.trainer}Trainer`", *section(rows, name, ours, theirs, args)]
+            parts += [
+                f"## {name.upper()}, against `{same.trainer}Trainer`",
+                *section(rows, name, ours, theirs, args),
+            ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -450,22 +522,26 @@ def section(
     if (name, "check", 0) in rows:
         gaps = rows[name, "check", 0]["found"]
         yield (
-            f"The batch of TRL's second optimizer step through the objective here: advantages differ by at most "
-            f"{gaps['advantage_gap']:.1e}, the gradient by {gaps['gradient_gap']:.1e} of its norm. {same.note}".strip()
+            "The batch of TRL's second optimizer step through the objective here: advantages "
+            f"differ by at most {gaps['advantage_gap']:.1e}, the gradient by "
+            f"{gaps['gradient_gap']:.1e} of its norm. {same.note}".strip()
         )
     head = "| tenth of training | lightrft | TRL | difference | noise |\n|---|---|---|---|---|\n"
     yield head + "\n".join(
-        f"| {i} | {t.ours[0]:.3f} ± {t.ours[1]:.3f} | {t.theirs[0]:.3f} ± {t.theirs[1]:.3f} | {t.gap:+.3f} | {t.noise:.3f} |"
+        f"| {i} | {t.ours[0]:.3f} ± {t.ours[1]:.3f} | {t.theirs[0]:.3f} ± {t.theirs[1]:.3f} | "
+        f"{t.gap:+.3f} | {t.noise:.3f} |"
         for i, t in enumerate(parts, 1)
     )
     means = [[statistics.mean(curve) for curve in side] for side in (ours, theirs)]
     whole = Tenth(*((statistics.mean(m), statistics.stdev(m)) for m in means), seeds=len(ours))
     worst = max(parts, key=lambda t: abs(t.gap))
     yield (
-        f"Mean reward of the whole training, {len(ours)} seeds: {whole.ours[0]:.3f} ± {whole.ours[1]:.3f} here, "
-        f"{whole.theirs[0]:.3f} ± {whole.theirs[1]:.3f} there: a difference of {whole.gap:+.3f}, noise {whole.noise:.3f}. "
-        f"The largest difference of a tenth is {worst.gap:+.3f}, noise {worst.noise:.3f}. "
-        f"{sum(abs(t.gap) <= 2 * t.noise for t in parts)} of {TENTHS} tenths lie within twice their noise."
+        f"Mean reward of the whole training, {len(ours)} seeds: {whole.ours[0]:.3f} ± "
+        f"{whole.ours[1]:.3f} here, {whole.theirs[0]:.3f} ± {whole.theirs[1]:.3f} there: a "
+        f"difference of {whole.gap:+.3f}, noise {whole.noise:.3f}. The largest difference of a "
+        f"tenth is {worst.gap:+.3f}, noise {worst.noise:.3f}. "
+        f"{sum(abs(t.gap) <= 2 * t.noise for t in parts)} of {TENTHS} tenths lie within twice "
+        "their noise."
     )
     yield f"![Reward of both sides](same_as_trl-{args.machine}-{name}.svg)"
 
@@ -478,25 +554,42 @@ def plot(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], nam
     steps = len(ours[0])
 
     def line(curve: Sequence[float], css: str) -> str:
-        places = (f"{left + i / max(1, steps - 1) * width:.1f} {top + (1 - y) * height:.1f}" for i, y in enumerate(curve))
+        places = (
+            f"{left + i / max(1, steps - 1) * width:.1f} {top + (1 - y) * height:.1f}"
+            for i, y in enumerate(curve)
+        )
         return f'<path class="{css}" d="M{"L".join(places)}"/>'
 
     parts = [f'<rect width="{left + width + 16}" height="{top + height + 30}"/>']
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = top + (1 - share) * height
         parts.append(f'<line class="g" x1="{left}" x2="{left + width}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="m" x="{left - 8}" y="{y + 4}" text-anchor="end">{share:.2f}</text>')
+        parts.append(
+            f'<text class="m" x="{left - 8}" y="{y + 4}" text-anchor="end">{share:.2f}</text>'
+        )
     for i in range(0, steps, 4):
         x = left + i / max(1, steps - 1) * width
-        parts.append(f'<text class="m" x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{i + 1}</text>')
-    title = f"{name.upper()}: mean reward by step, lightrft (blue) and TRL (orange), {len(ours)} seeds and their mean"
+        parts.append(
+            f'<text class="m" x="{x:.1f}" y="{top + height + 18}" '
+            f'text-anchor="middle">{i + 1}</text>'
+        )
+    title = (
+        f"{name.upper()}: mean reward by step, lightrft (blue) and TRL (orange), {len(ours)} "
+        "seeds and their mean"
+    )
     parts.append(f'<text class="m" x="{left}" y="14">{title}</text>')
     for curves, css in ((ours, "u"), (theirs, "t")):
         parts += [line(curve, f"{css} f") for curve in curves]
         parts.append(line([statistics.mean(step) for step in zip(*curves, strict=True)], css))
     style = f"{STYLE}path{{fill:none;stroke-width:2.2}}.u{{stroke:#1f5fd0}}.t{{stroke:#c2570c}}.f{{stroke-width:1;stroke-opacity:.35}}"
-    size = f'viewBox="0 0 {left + width + 16} {top + height + 30}" width="{left + width + 16}" height="{top + height + 30}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}"><style>{style}</style>{"".join(parts)}</svg>\n'
+    size = (
+        f'viewBox="0 0 {left + width + 16} {top + height + 30}" width="{left + width + 16}" '
+        f'height="{top + height + 30}"'
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
+        f'aria-label="{title}"><style>{style}</style>{"".join(parts)}</svg>\n'
+    )
 
 
 def versions() -> str:
@@ -512,19 +605,32 @@ def write_report(args: argparse.Namespace, file: Path) -> None:
     for name in SETTINGS:
         ours, theirs = curves_of(rows, name)
         if len(ours) >= 2:
-            (args.out / f"{file.stem}-{name}.svg").write_text(plot(ours, theirs, name), encoding="utf-8")
+            (args.out / f"{file.stem}-{name}.svg").write_text(
+                plot(ours, theirs, name), encoding="utf-8"
+            )
     print(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algorithms", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--start", type=Path, default=Path("runs/learning"), help="folder of the model that all go on from")
+    parser.add_argument(
+        "--start",
+        type=Path,
+        default=Path("runs/learning"),
+        help="folder of the model that all go on from",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--machine", default=f"{platform.machine()}-{os.cpu_count()}cores")
-    parser.add_argument("--report", action="store_true", help="only write page and plots from the lines that are there")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="only write page and plots from the lines that are there",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -74,15 +74,38 @@ def cases() -> Iterator[tuple[str, list[str]]]:
     for preset in sorted(PRESETS):
         yield f"preset {preset}", ["rl", f"algorithm={preset}"]
     for layout in ("prefix_shared", "packed", "padded"):
-        yield f"layout {layout}", ["rl", "algorithm=ppo", f"model.layout={layout}", "train.max_tokens_per_micro_batch=60"]
+        yield (
+            f"layout {layout}",
+            [
+                "rl",
+                "algorithm=ppo",
+                f"model.layout={layout}",
+                "train.max_tokens_per_micro_batch=60",
+            ],
+        )
     yield "bfloat16", ["rl", "algorithm=gspo", "model.dtype=bfloat16"]
     yield "adapters", ["rl", "algorithm=grpo", "model.lora.rank=4", "algorithm.kl.coef=0.1"]
     yield "ahead", ["rl", "algorithm=grpo", "rollout.staleness=1", "train.steps=4"]
-    yield "partial", ["rl", "algorithm=dapo", "rollout.partial=true", "rollout.max_tokens_per_step=3", "algorithm.filters=[]"]
+    yield (
+        "partial",
+        [
+            "rl",
+            "algorithm=dapo",
+            "rollout.partial=true",
+            "rollout.max_tokens_per_step=3",
+            "algorithm.filters=[]",
+        ],
+    )
     yield "mini-batches", ["rl", "algorithm=ppo", "train.ppo_epochs=2", "train.num_mini_batches=2"]
     yield (
         "greedy evaluation",
-        ["rl", "algorithm=grpo", "eval.data.sources={data}", "eval.every=1", "eval.sampling.max_new_tokens=6"],
+        [
+            "rl",
+            "algorithm=grpo",
+            "eval.data.sources={data}",
+            "eval.every=1",
+            "eval.sampling.max_new_tokens=6",
+        ],
     )
     yield "sft", ["sft", "batch_size=4"]
 
@@ -120,9 +143,14 @@ def arguments_of(words: list[str], name: str, folder: Path) -> list[str]:
 def record_of(run: Path, status: int, said: str) -> dict[str, Any]:
     """Return the numbers of a finished run."""
     if status:
-        return {"status": status, "error": said.strip().splitlines()[-1][:200] if said.strip() else ""}
+        return {
+            "status": status,
+            "error": said.strip().splitlines()[-1][:200] if said.strip() else "",
+        }
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in row.items() if not any(part in k for part in VARYING)} for row in rows]
+    kept = [
+        {k: v for k, v in row.items() if not any(part in k for part in VARYING)} for row in rows
+    ]
     weights = hashlib.sha256()
     for file in sorted((run / "model").glob("*.safetensors")):
         weights.update(file.read_bytes())
@@ -133,7 +161,9 @@ def record_of(run: Path, status: int, said: str) -> dict[str, Any]:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as tensors:
                 slices = {key: tensors.get_slice(key) for key in list(tensors.keys())}
-            held[name] = {key: f"{one.get_dtype()} {one.get_shape()}" for key, one in slices.items()}
+            held[name] = {
+                key: f"{one.get_dtype()} {one.get_shape()}" for key, one in slices.items()
+            }
         elif file.is_file():
             held[name] = "file"
     return {"status": status, "metrics": kept, "weights": weights.hexdigest(), "checkpoint": held}
@@ -146,7 +176,9 @@ def record(out: Path, only: str) -> None:
         folder = Path(scratch)
         make_model(folder / "model", 1, 32)
         make_model(folder / "teacher", 7, 48)
-        rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i), "label": str(2 * i)} for i in range(10)]
+        rows = [
+            {"prompt": f"{i}+{i}=", "response": str(2 * i), "label": str(2 * i)} for i in range(10)
+        ]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "rewards.py").write_text(REWARD)
         for name, words in cases():
@@ -155,7 +187,11 @@ def record(out: Path, only: str) -> None:
             said = io.StringIO()
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
                 status = main(arguments_of(words, name, folder))
-            found[name] = record_of(folder / "runs" / name.replace(" ", "-"), status, said.getvalue().replace(scratch, ""))
+            found[name] = record_of(
+                folder / "runs" / name.replace(" ", "-"),
+                status,
+                said.getvalue().replace(scratch, ""),
+            )
             print(f"{name}: {'ok' if status == 0 else found[name]['error']}", flush=True)
     out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
@@ -191,7 +227,10 @@ def command() -> int:
     first, second = (json.loads(path.read_text()) for path in (args.first, args.second))
     found = list(differences(first, second))
     failed = [name for name, row in second.items() if row["status"]]
-    print("\n".join(found) or f"{len(second)} runs, of which {len(failed)} are refused by both: nothing differs")
+    print(
+        "\n".join(found)
+        or f"{len(second)} runs, of which {len(failed)} are refused by both: nothing differs"
+    )
     return 1 if found else 0
 
 

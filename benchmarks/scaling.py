@@ -29,7 +29,16 @@ import numpy as np
 from benchmarks import scaling_costs as costs
 from benchmarks import scaling_lengths as lengths_of
 from benchmarks.scaling_costs import H20, H100, MODELS, Decode, Machine, Model, Passes
-from benchmarks.scaling_sim import Answer, Outcome, Plan, ahead, each_ahead, partial, streaming, synchronous
+from benchmarks.scaling_sim import (
+    Answer,
+    Outcome,
+    Plan,
+    ahead,
+    each_ahead,
+    partial,
+    streaming,
+    synchronous,
+)
 from lightrft.rollout.serialization import pack_rollout, unpack_rollout
 from lightrft.types import Prompt, Rollout
 
@@ -54,14 +63,17 @@ class Case:
     steps: int = 10
     passes: Passes = ONCE
 
-    def plan(self, drawing: int, training: int, *, shared: bool = True, passes: Passes | None = None) -> Plan:
+    def plan(
+        self, drawing: int, training: int, *, shared: bool = True, passes: Passes | None = None
+    ) -> Plan:
         """``drawing`` and ``training``: GPUs of each; both may be all."""
         engines = max(1, drawing // self.cut)
         mean = self.prompt + float(self.lengths.mean())
         slots = min(self.rows, costs.rows_that_fit(self.model, self.machine, mean, self.cut))
         if slots < 1:
             raise ValueError(
-                f"{self.model.name} does not fit on {self.cut} {self.machine.name} with one answer of {mean:.0f} tokens"
+                f"{self.model.name} does not fit on {self.cut} {self.machine.name} with one "
+                f"answer of {mean:.0f} tokens"
             )
         decode = Decode.of(self.model, self.machine, self.cut)
         read = costs.prefill(self.model, self.machine, 4096, self.cut) / 4096
@@ -69,20 +81,28 @@ class Case:
 
         def train(answers: Sequence[Answer]) -> float:
             whole = [a.prompt + a.length for a in answers]
-            tokens: float = sum(a.length for a in answers) + self.prompt * len({a.group for a in answers})
+            tokens: float = sum(a.length for a in answers) + self.prompt * len(
+                {a.group for a in answers}
+            )
             seen = sum(n * n for n in whole) / 2
             fullest = max(
                 1.0, max(whole) * training / tokens
             )  # an answer is one rank's: more ranks than this has nothing to share out
             tokens, seen = tokens * fullest, seen * fullest
-            found = costs.train(self.model, self.machine, training, tokens, seen, passes=passes or self.passes)
+            found = costs.train(
+                self.model, self.machine, training, tokens, seen, passes=passes or self.passes
+            )
             return found["scored"] + found["update"]
 
-        return Plan(decode, read, slots, engines, train, self.groups, self.steps, self.prompt, sync, shared)
+        return Plan(
+            decode, read, slots, engines, train, self.groups, self.steps, self.prompt, sync, shared
+        )
 
     def split(self, share: float) -> tuple[int, int]:
         """GPUs that draw and that train, about ``share`` of them drawing, in whole engines."""
-        drawing = min(self.gpus - self.cut, max(self.cut, round(self.gpus * share / self.cut) * self.cut))
+        drawing = min(
+            self.gpus - self.cut, max(self.cut, round(self.gpus * share / self.cut) * self.cut)
+        )
         return drawing, self.gpus - drawing
 
 
@@ -113,7 +133,9 @@ class Row:
             out.training / elapsed,
             mean(out.idle),
             mean(out.tails),
-            ", ".join(f"{lag}: {percent(late.count(lag) / len(late))}" for lag in sorted(set(late))),
+            ", ".join(
+                f"{lag}: {percent(late.count(lag) / len(late))}" for lag in sorted(set(late))
+            ),
             out.read_again / max(1, out.trained),
             split,
         )
@@ -125,16 +147,22 @@ def modes(case: Case, lags: Sequence[int] = (1, 4)) -> Iterator[Row]:
     dealt = dataclasses.replace(both, shared=False)
     out = synchronous(both, case.lengths)
     busy, trained = out.generating / both.engines, out.training
-    yield Row.of("synchronous, groups dealt out", synchronous(dealt, case.lengths), dealt, "all both")
+    yield Row.of(
+        "synchronous, groups dealt out", synchronous(dealt, case.lengths), dealt, "all both"
+    )
     yield Row.of("synchronous, one queue", out, both, "all both")
     yield Row.of("partial, 1.5 times begun", partial(both, case.lengths, 1.5), both, "all both")
     drawing, training = case.split(busy / (busy + trained))
     apart, split = case.plan(drawing, training), f"{drawing}:{training}"
     yield Row.of("one step off", ahead(apart, case.lengths, 1), apart, split)
     yield Row.of("staleness 2, batch after batch", ahead(apart, case.lengths, 2), apart, split)
-    yield Row.of("staleness 2, each engine on its own", each_ahead(apart, case.lengths, 2), apart, split)
+    yield Row.of(
+        "staleness 2, each engine on its own", each_ahead(apart, case.lengths, 2), apart, split
+    )
     for lag in lags:
-        yield Row.of(f"staleness {lag}, streaming", streaming(apart, case.lengths, lag), apart, split)
+        yield Row.of(
+            f"staleness {lag}, streaming", streaming(apart, case.lengths, lag), apart, split
+        )
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -179,22 +207,30 @@ def mode_table(case: Case) -> str:
         for r in rows
     ]
     most = max(r.token for r in rows)
-    plot = "\n".join(f"{r.mode:36} {'#' * round(BARS * r.token / most):{BARS}} {1e6 * r.token:7.1f} s/Mtoken" for r in rows)
+    plot = "\n".join(
+        f"{r.mode:36} {'#' * round(BARS * r.token / most):{BARS}} {1e6 * r.token:7.1f} s/Mtoken"
+        for r in rows
+    )
     return f"{table(heads, shown)}\n\n```text\n{plot}\n```"
 
 
 def reasoning(prompts: int, samples: int, *, seed: int = 0, **law: float) -> np.ndarray:
     given = {**REASONING, **law}
     return lengths_of.drawn_lognormal(
-        np.random.default_rng(seed), prompts, samples, given["median"], given["sigma"], int(given["cap"])
+        np.random.default_rng(seed),
+        prompts,
+        samples,
+        given["median"],
+        given["sigma"],
+        int(given["cap"]),
     )
 
 
 def section_modes() -> Iterator[str]:
     yield (
-        "## Modes (simulated)\n\n128 prompts x 16 answers a step, Qwen2.5-7B, H100, prompts of 256 tokens, "
-        "ten steps, of which the last five count. Gain: by seconds a trained token, since a step of some modes "
-        "trains what came first."
+        "## Modes (simulated)\n\n128 prompts x 16 answers a step, Qwen2.5-7B, H100, prompts of "
+        "256 tokens, ten steps, of which the last five count. Gain: by seconds a trained token, "
+        "since a step of some modes trains what came first."
     )
     gsm8k = lengths_of.drawn_measured(np.random.default_rng(0), 10 * 128, 16)
     for name, found, sizes in (
@@ -204,7 +240,10 @@ def section_modes() -> Iterator[str]:
         for gpus in sizes:
             mean, longest = found.mean(), found.max()
             shown = mode_table(Case(MODELS["7b"], H100, gpus, found, 128))
-            yield f"### {name}, {gpus} GPUs\n\nLengths: mean {mean:.0f}, longest {longest}.\n\n{shown}"
+            yield (
+                f"### {name}, {gpus} GPUs\n\nLengths: mean {mean:.0f}, longest "
+                f"{longest}.\n\n{shown}"
+            )
 
 
 def section_tail() -> str:
@@ -226,7 +265,12 @@ def section_tail() -> str:
             ]
             + [
                 f"{base / token[m]:.2f}"
-                for m in ("synchronous, one queue", "partial, 1.5 times begun", "one step off", "staleness 4, streaming")
+                for m in (
+                    "synchronous, one queue",
+                    "partial, 1.5 times begun",
+                    "one step off",
+                    "staleness 4, streaming",
+                )
             ]
         )
     heads = [
@@ -241,8 +285,8 @@ def section_tail() -> str:
         "staleness 4",
     ]
     return (
-        "## What the tail costs (simulated)\n\n64 H100, Qwen2.5-7B, 128 x 16 answers; gains over groups dealt out.\n\n"
-        + table(heads, rows)
+        "## What the tail costs (simulated)\n\n64 H100, Qwen2.5-7B, 128 x 16 answers; gains over "
+        "groups dealt out.\n\n" + table(heads, rows)
     )
 
 
@@ -257,7 +301,9 @@ def section_weak(bytes_per_token: float, seconds_per_token: float, held_per_toke
         trained = out.training
         drawn = out.ends[-1] - trained - plan.sync
         tokens = float(found.sum())
-        told = costs.exchange(H100, gpus, tokens, bytes_per_token, float(found.sum(1).max() / found.sum(1).mean()))
+        told = costs.exchange(
+            H100, gpus, tokens, bytes_per_token, float(found.sum(1).max() / found.sum(1).mean())
+        )
         read = tokens * seconds_per_token if gpus > 1 else 0.0
         rows.append(
             [
@@ -288,8 +334,8 @@ def section_weak(bytes_per_token: float, seconds_per_token: float, held_per_toke
     ]
     heads += ["tokens that hide a gather"]
     return (
-        "## One prompt of 16 long answers for each GPU (computed; generation simulated)\n\nQwen2.5-7B, groups dealt out.\n\n"
-        + table(heads, rows)
+        "## One prompt of 16 long answers for each GPU (computed; generation "
+        "simulated)\n\nQwen2.5-7B, groups dealt out.\n\n" + table(heads, rows)
     )
 
 
@@ -302,7 +348,9 @@ def section_phases() -> str:
         *(("7b", 64, length) for length in (512, 2048, 32768)),
     ):
         model = MODELS[key]
-        cut = next(c for c in (1, 2, 4, 8, 16) if costs.rows_that_fit(model, H100, 256 + length, c) >= 16)
+        cut = next(
+            c for c in (1, 2, 4, 8, 16) if costs.rows_that_fit(model, H100, 256 + length, c) >= 16
+        )
         answers, engines = 16 * gpus, gpus // cut
         at_once = min(answers // engines, costs.rows_that_fit(model, H100, 256 + length, cut))
         waves = answers / engines / at_once
@@ -314,20 +362,38 @@ def section_phases() -> str:
         shares = (drawn, found["scored"], found["update"], sync)
         cells = [f"{s:.3g} ({s / whole:.0%})" for s in shares]
         rows.append(
-            [key, f"{gpus:,}", f"{length:,}", f"{at_once} on {cut}", *cells, f"{costs.hiding_tokens(model, H100, gpus):.0f}"]
+            [
+                key,
+                f"{gpus:,}",
+                f"{length:,}",
+                f"{at_once} on {cut}",
+                *cells,
+                f"{costs.hiding_tokens(model, H100, gpus):.0f}",
+            ]
         )
-    heads = ["model", "GPUs", "tokens of an answer", "answers at a time on GPUs", "drawing, s", "log-probs, s", "update, s"]
+    heads = [
+        "model",
+        "GPUs",
+        "tokens of an answer",
+        "answers at a time on GPUs",
+        "drawing, s",
+        "log-probs, s",
+        "update, s",
+    ]
     heads += ["weights to engines, s", "tokens of a micro-batch that hide a gather"]
     return (
-        "## Cost of each phase (computed)\n\nH100; a step of one prompt of 256 tokens with 16 answers for each GPU, all answers equally "
-        "long, so that no tail is in it; log-probs of one model, activations recomputed.\n\n" + table(heads, rows)
+        "## Cost of each phase (computed)\n\nH100; a step of one prompt of 256 tokens with 16 "
+        "answers for each GPU, all answers equally long, so that no tail is in it; log-probs of "
+        "one model, activations recomputed.\n\n" + table(heads, rows)
     )
 
 
 def section_limits() -> str:
     rows = []
     for key, model in MODELS.items():
-        cut = next(c for c in (1, 2, 4, 8, 16, 32) if costs.rows_that_fit(model, H100, 8192, c) >= 16)
+        cut = next(
+            c for c in (1, 2, 4, 8, 16, 32) if costs.rows_that_fit(model, H100, 8192, c) >= 16
+        )
         decode = Decode.of(model, H100, cut)
         longest = costs.longest_bound_by_arithmetic(model, H100)
         fits = costs.rows_that_fit(model, H100, 8192, cut)
@@ -363,8 +429,8 @@ def section_limits() -> str:
         "state on 64, GB",
     ]
     return (
-        "## Limits by size (computed)\n\nH100, 0.4 of its arithmetic and 0.7 of its bandwidth taken to be reached.\n\n"
-        + table(heads, rows)
+        "## Limits by size (computed)\n\nH100, 0.4 of its arithmetic and 0.7 of its bandwidth "
+        "taken to be reached.\n\n" + table(heads, rows)
     )
 
 
@@ -374,8 +440,13 @@ def measured_exchange() -> tuple[float, float, float]:
     prompt = Prompt(id="0", token_ids=[1] * 256)
 
     def rollout(seed: int, tokens: int = 4096) -> Rollout:
-        ids, logs = rng.integers(0, 150_000, tokens).tolist(), (-rng.exponential(size=tokens)).tolist()
-        return Rollout(prompt, ids, [True] * tokens, logs, [seed] * tokens, "stop", seed, text="word " * tokens)
+        ids, logs = (
+            rng.integers(0, 150_000, tokens).tolist(),
+            (-rng.exponential(size=tokens)).tolist(),
+        )
+        return Rollout(
+            prompt, ids, [True] * tokens, logs, [seed] * tokens, "stop", seed, text="word " * tokens
+        )
 
     tracemalloc.start()
     rollouts = [rollout(i) for i in range(16)]
@@ -417,7 +488,9 @@ def nemo() -> Iterator[Published]:
             busy = out.generating / both.engines
             out = ahead(case.plan(*case.split(busy / (busy + out.training))), found, 1)
         yield Published(
-            f"NeMo RL {MODELS[key].name}, {gpus} GPUs, {'one step off' if off else 'on policy'}", seconds, out.step_seconds(1)
+            f"NeMo RL {MODELS[key].name}, {gpus} GPUs, {'one step off' if off else 'on policy'}",
+            seconds,
+            out.step_seconds(1),
         )
 
 
@@ -426,12 +499,18 @@ def with_mean(mean: float, cap: int, prompts: int, samples: int, sigma: float = 
     low, high = 1.0, 20.0 * cap
     while high / low > 1.0001:
         median = math.sqrt(low * high)
-        found = lengths_of.drawn_lognormal(np.random.default_rng(0), prompts, samples, median, sigma, cap)
+        found = lengths_of.drawn_lognormal(
+            np.random.default_rng(0), prompts, samples, median, sigma, cap
+        )
         low, high = (median, high) if found.mean() < mean else (low, median)
     return found
 
 
-VERL = {32: (790.10, 357.41, 421.52, 294.77), 64: (365.28, 150.72, 203.67, 189.26), 128: (356.30, 177.85, 167.73, 150.63)}
+VERL = {
+    32: (790.10, 357.41, 421.52, 294.77),
+    64: (365.28, 150.72, 203.67, 189.26),
+    128: (356.30, 177.85, 167.73, 150.63),
+}
 """verl, H20, Qwen2.5-Math-7B, 512 x 16 answers of at most 28k tokens: by GPUs the colocated step, its generation, its old log-probs with
 its update, and the fully asynchronous step, half of the GPUs to each side."""
 
@@ -448,7 +527,8 @@ def verl() -> Iterator[tuple[int, list[float]]]:
         answers = [Answer(i, int(n), 256) for i, row in enumerate(found) for n in row]
         low, high = (
             (mean, high)
-            if Case(model, H20, 32, found, 512, passes=passes).plan(32, 32).train(answers) < VERL[32][2]
+            if Case(model, H20, 32, found, 512, passes=passes).plan(32, 32).train(answers)
+            < VERL[32][2]
             else (low, mean)
         )
     for gpus in VERL:
@@ -456,13 +536,17 @@ def verl() -> Iterator[tuple[int, list[float]]]:
         both = case.plan(gpus, gpus)
         out = synchronous(both, found)
         apart = case.plan(gpus // 2, gpus // 2, passes=Passes(scored=0, steps=16))
-        overlapped = streaming(dataclasses.replace(apart, steps=4), found, 0.5).token_seconds(1) * float(found.sum())
+        overlapped = streaming(dataclasses.replace(apart, steps=4), found, 0.5).token_seconds(
+            1
+        ) * float(found.sum())
         step, trained = out.step_seconds(0), out.training / case.steps
         yield gpus, [step, step - trained, trained, overlapped, float(found.mean())]
 
 
 def section_published() -> str:
-    rows = [[p.name, f"{p.seconds:.0f}", f"{p.found:.0f}", f"{p.found / p.seconds:.2f}"] for p in nemo()]
+    rows = [
+        [p.name, f"{p.seconds:.0f}", f"{p.found:.0f}", f"{p.found / p.seconds:.2f}"] for p in nemo()
+    ]
     for gpus, (step, drawn, trained, overlapped, _) in verl():
         was = VERL[gpus]
         pairs = (
@@ -471,7 +555,10 @@ def section_published() -> str:
             ("log-probs and update", was[2], trained),
             ("asynchronous step", was[3], overlapped),
         )
-        rows += [[f"verl Qwen2.5-Math-7B, {gpus} H20, {what}", f"{a:.0f}", f"{b:.0f}", f"{b / a:.2f}"] for what, a, b in pairs]
+        rows += [
+            [f"verl Qwen2.5-Math-7B, {gpus} H20, {what}", f"{a:.0f}", f"{b:.0f}", f"{b / a:.2f}"]
+            for what, a, b in pairs
+        ]
         rows.append(
             [
                 f"verl, {gpus} H20, gain of asynchrony",
@@ -481,9 +568,12 @@ def section_published() -> str:
             ]
         )
     floor = 28672 * Decode.of(MODELS["7b"], H20).seconds(1, 14336)
-    rows.append(["verl, least generation of one answer of 28k tokens", "151 to 357", f"{floor:.0f}", ""])
-    return "## Against published figures\n\nSeconds a step unless it says otherwise; sources in docs/scaling.md.\n\n" + table(
-        ["", "published", "here", "here / published"], rows
+    rows.append(
+        ["verl, least generation of one answer of 28k tokens", "151 to 357", f"{floor:.0f}", ""]
+    )
+    return (
+        "## Against published figures\n\nSeconds a step unless it says otherwise; sources in "
+        "docs/scaling.md.\n\n" + table(["", "published", "here", "here / published"], rows)
     )
 
 
@@ -492,15 +582,17 @@ def report(machine: str) -> str:
     lengths = lengths_of.measured()
     median, sigma = lengths_of.fitted(lengths)
     head = (
-        f"# Scaling, computed and simulated\n\n`python benchmarks/scaling.py --machine {machine} --write`\n\n"
-        "Model figures, unless a section says that it was measured; what they mean is in [docs/scaling.md](../../docs/scaling.md)."
+        f"# Scaling, computed and simulated\n\n`python benchmarks/scaling.py --machine {machine} "
+        "--write`\n\nModel figures, unless a section says that it was measured; what they mean "
+        "is in [docs/scaling.md](../../docs/scaling.md)."
     )
     measured = (
-        f"## Measured here\n\n* machine: {machine}, {platform.system()}, Python {platform.python_version()}\n"
-        f"* a rollout of 4,096 tokens between ranks: {sent:.1f} bytes a token sent, {seconds * 1e6:.2f} us a token to read on a rank, "
-        f"{held:.0f} bytes a token held as plain lists\n"
-        f"* lengths of {len(lengths):,} worked solutions of GSM8K, characters over 4: mean {lengths.mean():.0f}, longest {lengths.max()}; "
-        f"log-normal fit: median {median:.0f}, sigma {sigma:.2f}"
+        f"## Measured here\n\n* machine: {machine}, {platform.system()}, Python "
+        f"{platform.python_version()}\n* a rollout of 4,096 tokens between ranks: {sent:.1f} "
+        f"bytes a token sent, {seconds * 1e6:.2f} us a token to read on a rank, {held:.0f} bytes "
+        f"a token held as plain lists\n* lengths of {len(lengths):,} worked solutions of GSM8K, "
+        f"characters over 4: mean {lengths.mean():.0f}, longest {lengths.max()}; log-normal fit: "
+        f"median {median:.0f}, sigma {sigma:.2f}"
     )
     parts = [
         head,
@@ -516,10 +608,22 @@ def report(machine: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", default=f"{platform.machine()}-{os.cpu_count()}cores", help="name of the file of results")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/scaling-MACHINE.md")
-    parser.add_argument("--lengths", action="store_true", help="make the file of measured lengths again, and nothing else")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--machine",
+        default=f"{platform.machine()}-{os.cpu_count()}cores",
+        help="name of the file of results",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/scaling-MACHINE.md"
+    )
+    parser.add_argument(
+        "--lengths",
+        action="store_true",
+        help="make the file of measured lengths again, and nothing else",
+    )
     args = parser.parse_args()
     if args.lengths:
         lengths_of.write()

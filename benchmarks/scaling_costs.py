@@ -82,7 +82,13 @@ MODELS = {
 
 def prefill(model: Model, machine: Machine, tokens: float, cut: int = 1) -> float:
     """Seconds to read a prompt of ``tokens`` on ``cut`` GPUs that share each product (tensor parallel)."""
-    return max(model.forward_flops(tokens, tokens * tokens / 2) / machine.speed, model.weight_bytes / machine.stream) / cut
+    return (
+        max(
+            model.forward_flops(tokens, tokens * tokens / 2) / machine.speed,
+            model.weight_bytes / machine.stream,
+        )
+        / cut
+    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,9 @@ class Decode:
 
     @classmethod
     def of(cls, model: Model, machine: Machine, cut: int = 1) -> Decode:
-        exchange = 0.0 if cut == 1 else 2 * model.layers * 2 * (cut - 1) * machine.hop  # sums in two places of a layer
+        exchange = (
+            0.0 if cut == 1 else 2 * model.layers * 2 * (cut - 1) * machine.hop
+        )  # sums in two places of a layer
         return cls(
             2.0 * model.parameters / (machine.speed * cut),
             4.0 * model.layers * model.queries / (machine.speed * cut),
@@ -140,9 +148,13 @@ def longest_bound_by_arithmetic(model: Model, machine: Machine) -> float:
     return 2 * model.parameters / machine.speed / more if more > 0 else math.inf
 
 
-def rows_that_fit(model: Model, machine: Machine, context: float, cut: int = 1, used: float = 0.9) -> int:
+def rows_that_fit(
+    model: Model, machine: Machine, context: float, cut: int = 1, used: float = 0.9
+) -> int:
     """Answers whose caches fit beside whole weights on ``cut`` GPUs, 0 where the weights do not."""
-    return max(0, int((used * machine.memory * cut - model.weight_bytes) / (model.cache_bytes * context)))
+    return max(
+        0, int((used * machine.memory * cut - model.weight_bytes) / (model.cache_bytes * context))
+    )
 
 
 def gathered(model: Model, machine: Machine, ranks: int, width: float | None = None) -> float:
@@ -172,14 +184,22 @@ class Passes:
 
 
 def train(
-    model: Model, machine: Machine, ranks: int, tokens: float, seen: float, budget: float = 16384, passes: Passes = Passes()
+    model: Model,
+    machine: Machine,
+    ranks: int,
+    tokens: float,
+    seen: float,
+    budget: float = 16384,
+    passes: Passes = Passes(),
 ) -> dict[str, float]:
     """Seconds of ``tokens`` (``seen``: attended pairs) spread evenly over ``ranks`` with fully sharded weights: ``scored`` (log-probs of
     old policy and reference), ``update``, and the share of each that waits for weights on the network (``exposed``)."""
     parts = max(1, math.ceil(tokens / ranks / budget))  # micro-batches of a rank
     forward = model.forward_flops(tokens, seen) / machine.speed / ranks
     gather = gathered(model, machine, ranks) * max(parts, passes.steps)
-    scatter = gathered(model, machine, ranks, 4) * max(parts, passes.steps)  # float32 sums, with each micro-batch
+    scatter = gathered(model, machine, ranks, 4) * max(
+        parts, passes.steps
+    )  # float32 sums, with each micro-batch
     back = forward * (3 if passes.checkpointing else 2)
     scored = passes.scored * max(forward, gather)
     update = max(forward, gather) + max(back, gather + scatter)
@@ -198,7 +218,9 @@ def train_memory(model: Model, ranks: int) -> dict[str, float]:
     }
 
 
-def exchange(machine: Machine, ranks: int, tokens: float, per_token: float, uneven: float = 1.0) -> float:
+def exchange(
+    machine: Machine, ranks: int, tokens: float, per_token: float, uneven: float = 1.0
+) -> float:
     """Seconds to tell all ranks all rollouts over the network of plain data: around a ring every link carries everything once, each
     rank's part padded to that of the fullest (``uneven`` times the mean)."""
     return 0.0 if ranks == 1 else tokens * per_token * uneven * (ranks - 1) / ranks / machine.front

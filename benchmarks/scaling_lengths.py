@@ -39,14 +39,28 @@ def drawn_measured(rng: np.random.Generator, prompts: int, samples: int) -> np.n
 
 
 def drawn_lognormal(
-    rng: np.random.Generator, prompts: int, samples: int, median: float, sigma: float, cap: int, alike: float = 0.5
+    rng: np.random.Generator,
+    prompts: int,
+    samples: int,
+    median: float,
+    sigma: float,
+    cap: int,
+    alike: float = 0.5,
 ) -> np.ndarray:
     """``[prompts, samples]``. ``alike``: the share of the variance of log lengths that is between prompts."""
-    noise = math.sqrt(alike) * rng.standard_normal((prompts, 1)) + math.sqrt(1 - alike) * rng.standard_normal((prompts, samples))
+    noise = math.sqrt(alike) * rng.standard_normal((prompts, 1)) + math.sqrt(
+        1 - alike
+    ) * rng.standard_normal((prompts, samples))
     return np.clip(np.rint(median * np.exp(sigma * noise)), 1, cap).astype(np.int64)
 
 
 def write() -> None:
     """Make ``FILE`` again."""
-    made = "python benchmarks/scaling.py --lengths: ceil(characters / 4) of `answer` in data/gsm8k/train.jsonl"
-    FILE.write_text(json.dumps({"made by": made, "count of each length": counted()}, indent=0) + "\n", encoding="utf-8")
+    made = (
+        "python benchmarks/scaling.py --lengths: ceil(characters / 4) of `answer` in "
+        "data/gsm8k/train.jsonl"
+    )
+    FILE.write_text(
+        json.dumps({"made by": made, "count of each length": counted()}, indent=0) + "\n",
+        encoding="utf-8",
+    )

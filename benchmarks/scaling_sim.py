@@ -42,7 +42,9 @@ class Engine:
         self.decode, self.read, self.slots = decode, read, slots
         self.clock = self.busy = 0.0
         self.tick = self.context = self.decoded = self.count = 0
-        self.rows: list[tuple[int, int, int, Answer]] = []  # tick of its end, number, tick of its beginning
+        self.rows: list[
+            tuple[int, int, int, Answer]
+        ] = []  # tick of its end, number, tick of its beginning
         self.known: set[int] = set()
 
     @property
@@ -58,7 +60,9 @@ class Engine:
         self._spend(self.read * reads)
         answer.read_again += answer.drawn
         answer.first = version if answer.first < 0 else answer.first
-        heapq.heappush(self.rows, (self.tick + answer.length - answer.drawn, self.count, self.tick, answer))
+        heapq.heappush(
+            self.rows, (self.tick + answer.length - answer.drawn, self.count, self.tick, answer)
+        )
         self.count += 1
         self.context += answer.prompt + answer.drawn
 
@@ -81,7 +85,9 @@ class Engine:
         low, high = 0, self.rows[0][0] - self.tick if self.rows else 0
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.clock + self._span(middle) >= time else (middle + 1, high)
+            low, high = (
+                (low, middle) if self.clock + self._span(middle) >= time else (middle + 1, high)
+            )
         self._advance(low)
 
     def stop(self, time: Seconds) -> list[Answer]:
@@ -165,7 +171,11 @@ class Outcome:
         """Seconds a trained token, without the first ``skip`` steps. Fair where a step trains what came first, which is short, and leaves
         what is long to later ones."""
         skip = min(skip, len(self.ends) - 1)
-        return self.step_seconds(skip) * (len(self.ends) - skip) / sum(self.tokens[skip : len(self.ends)])
+        return (
+            self.step_seconds(skip)
+            * (len(self.ends) - skip)
+            / sum(self.tokens[skip : len(self.ends)])
+        )
 
 
 class Fleet:
@@ -224,7 +234,9 @@ class Fleet:
         out.decoded += sum(e.decoded for e in self.engines)
 
 
-def generate(plan: Plan, groups: Sequence[Sequence[Answer]], start: Seconds, version: int, out: Outcome) -> Seconds:
+def generate(
+    plan: Plan, groups: Sequence[Sequence[Answer]], start: Seconds, version: int, out: Outcome
+) -> Seconds:
     """Draw every answer of ``groups`` from ``start`` on: when the last one ends."""
     fleet = Fleet(plan)
     common: deque[Answer] = deque(a for group in groups for a in group) if plan.shared else deque()
@@ -312,7 +324,9 @@ def partial(plan: Plan, lengths: np.ndarray, oversample: float) -> Outcome:
     missing: dict[int, list[Answer]] = {}
     for n in range(plan.steps):
         whole: list[list[Answer]] = []
-        for group in itertools.islice(source, max(0, math.ceil(oversample * plan.groups) - len(missing))):
+        for group in itertools.islice(
+            source, max(0, math.ceil(oversample * plan.groups) - len(missing))
+        ):
             missing[group[0].group] = group
             waiting.extend(group)
         now += plan.sync
@@ -324,7 +338,9 @@ def partial(plan: Plan, lengths: np.ndarray, oversample: float) -> Outcome:
             fleet.give(waiting, now, n)
         waiting = deque([*fleet.stop(now), *waiting])
         now = max(now, *(e.clock for e in fleet.engines))
-        out.idle.append(1 - (sum(e.busy for e in fleet.engines) - before) / (plan.engines * (now - start)))
+        out.idle.append(
+            1 - (sum(e.busy for e in fleet.engines) - before) / (plan.engines * (now - start))
+        )
         seconds = plan.train(flat(whole))
         out.training += seconds
         out.learn(n, flat(whole))

@@ -62,10 +62,20 @@ def model_like(megabytes: float, device: str) -> dict[str, Tensor]:
             f"{layer}.norm{i}": (width,) for i in (1, 2)
         }
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(size, generator=generator).bfloat16().to(device) for name, size in sizes.items()}
+    return {
+        name: torch.randn(size, generator=generator).bfloat16().to(device)
+        for name, size in sizes.items()
+    }
 
 
-def measure(way: str, workers: list[ProcessWorker], weights: dict[str, Tensor], bucket: int, rounds: int, device: str) -> float:
+def measure(
+    way: str,
+    workers: list[ProcessWorker],
+    weights: dict[str, Tensor],
+    bucket: int,
+    rounds: int,
+    device: str,
+) -> float:
     """Seconds of the fastest round. Raises ``AssertionError`` when a worker does not hold what was sent."""
     carrier = build_transport(way, workers, bucket, torch.device(device), SECONDS)  # type: ignore[arg-type]
     seconds = []
@@ -78,12 +88,16 @@ def measure(way: str, workers: list[ProcessWorker], weights: dict[str, Tensor], 
     carrier.close()
     expected = {name: checksum(tensor) for name, tensor in weights.items()}
     for worker in workers:
-        assert worker.call("sums").result(SECONDS) == expected, f"{way}: {worker.name} holds other weights"
+        assert worker.call("sums").result(SECONDS) == expected, (
+            f"{way}: {worker.name} holds other weights"
+        )
     return min(seconds)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=float, default=512)
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[16, 64, 256])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
@@ -102,15 +116,22 @@ def main() -> None:
     weights = model_like(args.mb, args.device)
     size = sum(t.numel() * t.element_size() for t in weights.values())
     print(
-        f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, {args.device}; {size / 2**20:.0f} MiB of weights\n"
+        f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, "
+        f"{args.device}; {size / 2**20:.0f} MiB of weights\n"
     )
     print("| way | workers | bucket, MiB | seconds | GB/s to each |\n|---|---|---|---|---|")
     for count in args.workers:
         workers = [ProcessWorker(f"shelf {i}", partial(Shelf, args.device)) for i in range(count)]
         for way in args.ways:
             for bucket in args.bucket_mb:
-                seconds = measure(way, workers, weights, int(bucket * 2**20), args.rounds, args.device)
-                print(f"| {way} | {count} | {bucket:g} | {seconds:.3f} | {size / seconds / 1e9:.2f} |", flush=True)
+                seconds = measure(
+                    way, workers, weights, int(bucket * 2**20), args.rounds, args.device
+                )
+                print(
+                    f"| {way} | {count} | {bucket:g} | {seconds:.3f} | "
+                    f"{size / seconds / 1e9:.2f} |",
+                    flush=True,
+                )
         for worker in workers:
             worker.close()
 

@@ -83,17 +83,31 @@ class Variant:
     def __str__(self) -> str:
         more = f", {self.generation}" if self.side == "trl" else ""
         more += f", {self.weights} weights" if self.weights != "float32" else ""
-        return f"{self.threads} thread{'s' * (self.threads > 1)}, micro-batches of {self.rows}{more}"
+        return (
+            f"{self.threads} thread{'s' * (self.threads > 1)}, micro-batches of {self.rows}{more}"
+        )
 
 
 def arguments(work: Work, description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=list(work.cases), default=list(work.usual))
-    parser.add_argument("--machine", default="", help="name in the result files; the CPU model and the cores without it")
+    parser.add_argument(
+        "--machine",
+        default="",
+        help="name in the result files; the CPU model and the cores without it",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--check", action="store_true", help="only compare log-probs and gradients of one batch")
-    parser.add_argument("--steps", type=int, help="steps of a round after the one that warms up; each case has its own number")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare log-probs and gradients of one batch"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="steps of a round after the one that warms up; each case has its own number",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -106,8 +120,14 @@ def characters(count: int) -> str:
     from lightrft.models.tiny.text import PRINTABLE
 
     printable = [c for c in PRINTABLE if not c.isspace()][:count]
-    letters = (chr(c) for c in range(0x4E00, 0x30000) if not 0xD800 <= c <= 0xF8FF and (c & 0xFFFE) != 0xFFFE)
-    return "".join(printable) + "".join(c for c, _ in zip(letters, range(count - len(printable)), strict=False))
+    letters = (
+        chr(c)
+        for c in range(0x4E00, 0x30000)
+        if not 0xD800 <= c <= 0xF8FF and (c & 0xFFFE) != 0xFFFE
+    )
+    return "".join(printable) + "".join(
+        c for c, _ in zip(letters, range(count - len(printable)), strict=False)
+    )
 
 
 TEXT_SIZES: dict[str, Any] = {
@@ -165,7 +185,10 @@ class Work:
         tokenizer, draw = load_tokenizer(folder), random.Random(0)
         letters = [c for c in tokenizer.get_vocab() if len(c) == 1]
         texts = ["".join(draw.choices(letters, k=case.prompt_tokens)) for _ in range(count)]
-        assert all(len(ids) == case.prompt_tokens for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+        assert all(
+            len(ids) == case.prompt_tokens
+            for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
+        )
         rows = [{"prompt": text} for text in texts]
         write_lines(scratch / "prompts.jsonl", rows)
         return rows
@@ -225,7 +248,11 @@ class Work:
 
     def about(self, case: Any) -> str:
         most = self.new_tokens
-        ends = f"answers of {most} tokens" if case.full else f"answers of up to {most} tokens, ending by themselves"
+        ends = (
+            f"answers of {most} tokens"
+            if case.full
+            else f"answers of up to {most} tokens, ending by themselves"
+        )
         return f"{case.prompt_tokens}-token prompts, {ends}, vocabulary {case.vocabulary:,}"
 
 
@@ -277,7 +304,18 @@ def worker(work: Work, order: dict[str, Any]) -> None:
         rows = work.prompts(folder, Path(scratch), case, work.groups * (order["steps"] + 1))
         group_tokens = work.prompt_tokens(case) + work.answers * work.new_tokens
         side = {"lightrft": run_lightrft, "trl": run_trl, "check": check}[kind]
-        result = side(Job(work, folder, Path(scratch), rows, order["steps"], variant, case.full or kind == "check", group_tokens))
+        result = side(
+            Job(
+                work,
+                folder,
+                Path(scratch),
+                rows,
+                order["steps"],
+                variant,
+                case.full or kind == "check",
+                group_tokens,
+            )
+        )
     print("RESULT " + json.dumps(result))
 
 
@@ -290,11 +328,17 @@ def rl_config(job: Job, steps: int) -> Any:
         "model": {"path": str(job.folder), "dtype": job.work.dtype},
         "data": job.work.data(job.scratch),
         "rollout": {"prompts_per_step": job.work.groups, "group_size": job.work.answers},
-        "sampling": {"max_new_tokens": job.work.new_tokens, "min_new_tokens": job.work.new_tokens * job.full},
+        "sampling": {
+            "max_new_tokens": job.work.new_tokens,
+            "min_new_tokens": job.work.new_tokens * job.full,
+        },
         "reward": {"terms": [f"{job.folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
-        "train": {"steps": steps, "max_tokens_per_micro_batch": job.group_tokens * job.variant.rows // job.work.answers},
+        "train": {
+            "steps": steps,
+            "max_tokens_per_micro_batch": job.group_tokens * job.variant.rows // job.work.answers,
+        },
         "eval": {"at_start": False},
         "log": {"tensorboard": False, "rollouts_every": 0},
     }
@@ -313,7 +357,9 @@ def open_run(config: Any) -> Any:
     @contextmanager
     def opened() -> Any:
         check_config(config)
-        with open_session(config, config.run, config.checkpoint, config.log, "rl", NullObserver()) as session:
+        with open_session(
+            config, config.run, config.checkpoint, config.log, "rl", NullObserver()
+        ) as session:
             run = prepare(config, session)
             try:
                 yield session, run
@@ -332,14 +378,29 @@ def run_lightrft(job: Job) -> dict[str, Any]:
         before = work.peak_mb()
         for step in range(job.steps + 1):  # the first one warms up
             start, cpu = time.perf_counter(), time.process_time()
-            result = rl_step(run.roles, run.config, run.requirements, step, run.controllers, run.stream, session.timers)
+            result = rl_step(
+                run.roles,
+                run.config,
+                run.requirements,
+                step,
+                run.controllers,
+                run.stream,
+                session.timers,
+            )
             values = session.record(step + 1, result.metrics)
             work.wait()
             spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
             tokens = result.collected.tokens["trained"]
             assert not job.full or tokens == work.whole * work.new_tokens
             assert values["policy/frac_rows_with_loss"] == 1
-            rows.append({**spent, "update": values["time/update"], "generate": values["time/generate"], "tokens": tokens})
+            rows.append(
+                {
+                    **spent,
+                    "update": values["time/update"],
+                    "generate": values["time/generate"],
+                    "tokens": tokens,
+                }
+            )
         worker_mb, peak = work.workers_mb(), work.peak_mb()
     return {"rows": rows[1:], "peak_mb": peak, "before_mb": before, "reward_worker_mb": worker_mb}
 
@@ -347,7 +408,9 @@ def run_lightrft(job: Job) -> dict[str, Any]:
 def children() -> list[Path]:
     """The folders of this process's descendants under /proc."""
     found, mine = [], {os.getpid()}
-    for path in sorted((p for p in Path("/proc").iterdir() if p.name.isdigit()), key=lambda p: int(p.name)):
+    for path in sorted(
+        (p for p in Path("/proc").iterdir() if p.name.isdigit()), key=lambda p: int(p.name)
+    ):
         try:
             parent = int(path.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1])
         except OSError:  # it has ended
@@ -473,8 +536,15 @@ def run_trl(job: Job) -> dict[str, Any]:
     trainer.add_callback(Clock())
     before = job.work.peak_mb()
     trainer.train()
-    assert not job.full or lengths == [[job.work.new_tokens] * job.work.whole] * (job.steps + 1), lengths
-    return {"rows": rows[1:], "peak_mb": job.work.peak_mb(), "before_mb": before, "reward_worker_mb": 0.0}
+    assert not job.full or lengths == [[job.work.new_tokens] * job.work.whole] * (job.steps + 1), (
+        lengths
+    )
+    return {
+        "rows": rows[1:],
+        "peak_mb": job.work.peak_mb(),
+        "before_mb": before,
+        "reward_worker_mb": 0.0,
+    }
 
 
 # ---------------------------------------------------------------- do both sides compute the same?
@@ -507,7 +577,9 @@ def check(job: Job) -> dict[str, Any]:
 
     class Keep(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            seen["grads"] = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+            seen["grads"] = {
+                n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None
+            }
 
     trainer._get_per_token_logps_and_entropies, trainer._compute_loss = scored, computed
     trainer.add_callback(Keep())
@@ -528,9 +600,13 @@ def check(job: Job) -> dict[str, Any]:
     )
     config = rl_config(job, 1)
     actor = Actor.load(ModelConfig(path=str(job.folder), dtype="float32"), device=work.device)
-    batch = with_loss_weights(batch.to(actor.device), config.algorithm, config.sampling.max_new_tokens)
+    batch = with_loss_weights(
+        batch.to(actor.device), config.algorithm, config.sampling.max_new_tokens
+    )
     scores = actor.score(batch, entropy=True)
-    loss, _ = Objective(config.algorithm, Requirements.of(config.algorithm), 0.0, 0.0)(batch, scores)
+    loss, _ = Objective(config.algorithm, Requirements.of(config.algorithm), 0.0, 0.0)(
+        batch, scores
+    )
     loss.backward()
     grads = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
     assert grads.keys() == seen["grads"].keys() and len(first) == work.groups
@@ -570,9 +646,18 @@ def call(work: Work, kind: str, threads: int, **order: Any) -> dict[str, Any]:
 
 def one_round(work: Work, case: str, variant: Variant, folder: Path, steps: int) -> dict[str, Any]:
     """Medians over the steps of one process."""
-    got = call(work, variant.side, variant.threads, case=case, variant=vars(variant), folder=str(folder), steps=steps)
+    got = call(
+        work,
+        variant.side,
+        variant.threads,
+        case=case,
+        variant=vars(variant),
+        folder=str(folder),
+        steps=steps,
+    )
     middle = {
-        name: statistics.median(row[name] for row in got["rows"]) for name in ("step", "cpu", "update", "generate", "tokens")
+        name: statistics.median(row[name] for row in got["rows"])
+        for name in ("step", "cpu", "update", "generate", "tokens")
     }
     total = got["peak_mb"] + got["reward_worker_mb"]
     return {
@@ -589,18 +674,33 @@ def calibrate(work: Work, case: str, folder: Path) -> list[Variant]:
         return [Variant(side, os.cpu_count() or 1, work.whole) for side in ("lightrft", "trl")]
     chosen = []
     for side in ("lightrft", "trl"):
-        tried = {v: one_round(work, case, v, folder, 1) for v in work.variants(work.cases[case], side)}
+        tried = {
+            v: one_round(work, case, v, folder, 1) for v in work.variants(work.cases[case], side)
+        }
         if side == "trl":
             best = min(tried, key=lambda v: tried[v]["step"])
             for variant in work.further(work.cases[case], best):
                 try:
                     tried[variant] = one_round(work, case, variant, folder, 1)
                 except SystemExit as error:
-                    print(f"  {case}: trl, {variant}: left out, it fails: {str(error).strip().splitlines()[-1]}", flush=True)
+                    print(
+                        f"  {case}: trl, {variant}: left out, it fails: "
+                        f"{str(error).strip().splitlines()[-1]}",
+                        flush=True,
+                    )
         for variant, took in tried.items():
-            print(f"  {case}: {side}, {variant}: {took['step']:.2f} s a step, {took['peak_mb']:,.0f} MiB", flush=True)
+            print(
+                f"  {case}: {side}, {variant}: {took['step']:.2f} s a step, "
+                f"{took['peak_mb']:,.0f} MiB",
+                flush=True,
+            )
         fastest = min(took["step"] for took in tried.values())
-        chosen.append(min((v for v in tried if tried[v]["step"] <= 1.05 * fastest), key=lambda v: tried[v]["peak_mb"]))
+        chosen.append(
+            min(
+                (v for v in tried if tried[v]["step"] <= 1.05 * fastest),
+                key=lambda v: tried[v]["peak_mb"],
+            )
+        )
     return chosen
 
 
@@ -612,12 +712,24 @@ def measure(work: Work, case: str, folder: Path, rounds: int, steps: int) -> dic
         ratio = {name: b[name] / a[name] for name in COMPARED}
         found.append({"lightrft": a, "trl": b, "ratio": ratio, "load": os.getloadavg()[0]})
         shown = ", ".join(f"{k} {v:.2f}" for k, v in ratio.items())
-        print(f"  {case} round {i + 1}: TRL over lightrft: {shown}; load {os.getloadavg()[0]:.1f}", flush=True)
+        print(
+            f"  {case} round {i + 1}: TRL over lightrft: {shown}; load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
     spread = {}
     for name in COMPARED:
         values = [r["ratio"][name] for r in found]
-        spread[name] = {"lowest": min(values), "median": statistics.median(values), "highest": max(values)}
-    return {"sides": {"lightrft": str(ours), "trl": str(theirs)}, "steps": steps, "rounds": found, "ratio": spread}
+        spread[name] = {
+            "lowest": min(values),
+            "median": statistics.median(values),
+            "highest": max(values),
+        }
+    return {
+        "sides": {"lightrft": str(ours), "trl": str(theirs)},
+        "steps": steps,
+        "rounds": found,
+        "ratio": spread,
+    }
 
 
 def cpu_model() -> str:
@@ -641,14 +753,22 @@ def main(work: Work, description: str | None) -> None:
             if case in args.cases:
                 folder = str(folders[work.made_of(work.cases[case])])
                 same[case] = call(
-                    work, "check", 2, case=case, variant=vars(Variant("trl", 2, work.whole)), folder=folder, steps=1
+                    work,
+                    "check",
+                    2,
+                    case=case,
+                    variant=vars(Variant("trl", 2, work.whole)),
+                    folder=folder,
+                    steps=1,
                 )
                 print(f"  {case}: one batch through both: {same[case]}", flush=True)
         if args.check:
             return
         for case in args.cases:
             about = work.cases[case]
-            results[case] = measure(work, case, folders[work.made_of(about)], args.rounds, args.steps or about.steps)
+            results[case] = measure(
+                work, case, folders[work.made_of(about)], args.rounds, args.steps or about.steps
+            )
     report(work, args, results, same)
 
 
@@ -661,15 +781,26 @@ def versions() -> dict[str, str]:
     }
 
 
-def report(work: Work, args: argparse.Namespace, results: dict[str, Any], same: dict[str, Any]) -> None:
+def report(
+    work: Work, args: argparse.Namespace, results: dict[str, Any], same: dict[str, Any]
+) -> None:
     machine = f"{work.machine()}, {os.cpu_count()} cores, {platform.system()}"
-    name = args.machine or re.sub(r"[^a-z0-9]+", "-", f"{work.machine()}-{os.cpu_count()}cores".lower()).strip("-")
+    name = args.machine or re.sub(
+        r"[^a-z0-9]+", "-", f"{work.machine()}-{os.cpu_count()}cores".lower()
+    ).strip("-")
     done = (
         f"{work.model}, {work.size}; {work.groups} prompts x {work.answers} answers of at most "
         f"{work.new_tokens} new tokens, one optimizer step per generation, grpo without a reference"
     )
     command = " ".join(["python", str(work.script.resolve().relative_to(ROOT)), *sys.argv[1:]])
-    tree = {"command": command, "machine": machine, "versions": versions(), "work": done, "same": same, "cases": results}
+    tree = {
+        "command": command,
+        "machine": machine,
+        "versions": versions(),
+        "work": done,
+        "same": same,
+        "cases": results,
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"{work.stem}-{name}"
     stem.with_suffix(".json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
@@ -689,12 +820,16 @@ UNITS = {
 
 def markdown(work: Work, tree: dict[str, Any]) -> list[str]:
     lines = [f"# {work.title}", "", f"`{tree['command']}`", ""]
-    lines += [f"* machine: {tree['machine']}", f"* versions: {', '.join(f'{k} {v}' for k, v in tree['versions'].items())}"]
+    lines += [
+        f"* machine: {tree['machine']}",
+        f"* versions: {', '.join(f'{k} {v}' for k, v in tree['versions'].items())}",
+    ]
     lines += [f"* work: {tree['work']}", ""]
     for case, same in tree["same"].items():
         lines.append(
-            f"One batch through both ({work.about(work.cases[case])}): log-probs differ by at most {same['logprob_gap']:.1e}, "
-            f"gradients by {same['gradient_gap']:.1e} of their norm."
+            f"One batch through both ({work.about(work.cases[case])}): log-probs differ by at "
+            f"most {same['logprob_gap']:.1e}, gradients by {same['gradient_gap']:.1e} of their "
+            "norm."
         )
     for case, found in tree["cases"].items():
         lines += ["", f"## {work.about(work.cases[case])}", ""]
@@ -702,13 +837,24 @@ def markdown(work: Work, tree: dict[str, Any]) -> list[str]:
             tokens = statistics.mean(r[side]["tokens"] for r in found["rounds"])
             lines.append(f"* {title}: {found['sides'][side]}; {tokens:,.0f} answer tokens a step")
         load = ", ".join(f"{r['load']:.1f}" for r in found["rounds"])
-        lines += [f"* {len(found['rounds'])} rounds, medians of {found['steps']} steps each; load average after each: {load}", ""]
-        lines += ["| | lightrft | TRL | TRL / lightrft: median | lowest | highest |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"* {len(found['rounds'])} rounds, medians of {found['steps']} steps each; load "
+            f"average after each: {load}",
+            "",
+        ]
+        lines += [
+            "| | lightrft | TRL | TRL / lightrft: median | lowest | highest |",
+            "|---|---|---|---|---|---|",
+        ]
         for name, title in UNITS.items():
-            a, b = (statistics.median(r[side][name] for r in found["rounds"]) for side in ("lightrft", "trl"))
+            a, b = (
+                statistics.median(r[side][name] for r in found["rounds"])
+                for side in ("lightrft", "trl")
+            )
             digits, s = (0 if name.endswith("_mb") else 3), found["ratio"][name]
             lines.append(
-                f"| {title} | {a:,.{digits}f} | {b:,.{digits}f} | **{s['median']:.2f}** | {s['lowest']:.2f} | {s['highest']:.2f} |"
+                f"| {title} | {a:,.{digits}f} | {b:,.{digits}f} | **{s['median']:.2f}** | "
+                f"{s['lowest']:.2f} | {s['highest']:.2f} |"
             )
     return lines
 

@@ -17,7 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vs_trl import HIDDEN, LAYERS, NEW_TOKENS, TEXT_SIZES, Variant, Work, characters, load_tokenizer, main, unpadded, write_lines
+from vs_trl import (
+    HIDDEN,
+    LAYERS,
+    NEW_TOKENS,
+    TEXT_SIZES,
+    Variant,
+    Work,
+    characters,
+    load_tokenizer,
+    main,
+    unpadded,
+    write_lines,
+)
 
 VOCABULARY = 4096
 PATCH, MERGE = 14, 2
@@ -62,11 +74,20 @@ class Pictures(Work):
     def make(self, folder: Path, vocabulary: int) -> None:
         from lightrft.models.tiny import save_tiny_media, tiny_media_tokenizer
 
-        special = len(tiny_media_tokenizer("qwen2_5_vl", chars="")) - 1  # without characters it has one for the space
+        special = (
+            len(tiny_media_tokenizer("qwen2_5_vl", chars="")) - 1
+        )  # without characters it has one for the space
         bounds = {"shortest_edge": PATCH**2, "longest_edge": (64 * PATCH) ** 2}
         processor = {"patch_size": PATCH, "merge_size": MERGE, "size": bounds}
         sizes = {**TEXT_SIZES, "max_position_embeddings": 4096}
-        save_tiny_media("qwen2_5_vl", folder, chars=characters(vocabulary - special), processor=processor, tower=TOWER, **sizes)
+        save_tiny_media(
+            "qwen2_5_vl",
+            folder,
+            chars=characters(vocabulary - special),
+            processor=processor,
+            tower=TOWER,
+            **sizes,
+        )
 
     def prompts(self, folder: Path, scratch: Path, case: Case, count: int) -> list[dict[str, Any]]:
         """Pictures of noise; TRL's data set names the files too, and decodes them when the row is drawn."""
@@ -80,11 +101,21 @@ class Pictures(Work):
             names = [f"{i}-{k}.png" for k in range(case.pictures)]
             for name in names:
                 side = case.side * PATCH * MERGE
-                Image.fromarray(noise.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(scratch / name)
+                Image.fromarray(noise.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(
+                    scratch / name
+                )
             text = "".join(draw.choices(letters, k=case.text_tokens))
-            parts = [*({"type": "image", "image": name} for name in names), {"type": "text", "text": text}]
+            parts = [
+                *({"type": "image", "image": name} for name in names),
+                {"type": "text", "text": text},
+            ]
             ours.append({"prompt": [{"role": "user", "content": parts}]})
-            theirs.append({"prompt": [{"role": "user", "content": text}], "images": [str(scratch / name) for name in names]})
+            theirs.append(
+                {
+                    "prompt": [{"role": "user", "content": text}],
+                    "images": [str(scratch / name) for name in names],
+                }
+            )
         write_lines(scratch / "prompts.jsonl", ours)
         return theirs
 
@@ -106,7 +137,9 @@ class Pictures(Work):
 
     def processing_class(self, folder: Path) -> Any:
         from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
 
         class WithoutVideos(Qwen2_5_VLProcessor):
             def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -114,7 +147,10 @@ class Pictures(Work):
 
         tokenizer = load_tokenizer(folder)
         return WithoutVideos(
-            Qwen2VLImageProcessorPil.from_pretrained(folder), tokenizer, None, chat_template=tokenizer.chat_template
+            Qwen2VLImageProcessorPil.from_pretrained(folder),
+            tokenizer,
+            None,
+            chat_template=tokenizer.chat_template,
         )
 
     def segments(self, inputs: dict[str, Any], rows: list[int]) -> Any:
@@ -126,15 +162,19 @@ class Pictures(Work):
         grids = inputs["image_grid_thw"].split(each)
         patches = inputs["pixel_values"].split([int(grid.prod(-1).sum()) for grid in grids])
         media = {
-            name: Ragged(torch.cat([some[row] for row in rows]), torch.tensor([len(some[row]) for row in rows]))
+            name: Ragged(
+                torch.cat([some[row] for row in rows]),
+                torch.tensor([len(some[row]) for row in rows]),
+            )
             for name, some in (("pixel_values", patches), ("image_grid_thw", grids))
         }
         return Segments.of([unpadded(inputs, row) for row in rows], media)
 
     def about(self, case: Case) -> str:
         return (
-            f"{case.pictures} picture{'s' * (case.pictures > 1)} of {case.side**2} features ({(case.side * MERGE) ** 2:,} patches) and "
-            f"{case.text_tokens} characters, answers of {NEW_TOKENS} tokens, vocabulary {case.vocabulary:,}"
+            f"{case.pictures} picture{'s' * (case.pictures > 1)} of {case.side**2} features "
+            f"({(case.side * MERGE) ** 2:,} patches) and {case.text_tokens} characters, answers "
+            f"of {NEW_TOKENS} tokens, vocabulary {case.vocabulary:,}"
         )
 
 

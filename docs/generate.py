@@ -78,7 +78,9 @@ def wrapped(text: str) -> str:
             rows.append(row)
             continue
         indent = "  " if row.startswith("* ") else ""
-        rows += textwrap.wrap(row, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        rows += textwrap.wrap(
+            row, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
     return "\n".join(rows)
 
 
@@ -89,14 +91,19 @@ def algorithms_page() -> str:
         chosen = build(verbs.AlgorithmConfig, {"preset": preset})
         kl = f"{chosen.kl.estimator} in the {chosen.kl.where}" if chosen.kl.used else "none"
         link = f"[{preset}](algorithms/{preset}.md)"
-        row = f"| {link} | `{chosen.advantage.name}` | `{chosen.loss.name}` | `{chosen.aggregation}` | {kl}"
+        row = (
+            f"| {link} | `{chosen.advantage.name}` | `{chosen.loss.name}` | "
+            f"`{chosen.aggregation}` | {kl}"
+        )
         rows.append(f"{row} | {_cell(PAPERS[preset])} |")
     return "\n".join(
         [
             "# Algorithms\n",
             MADE_BY,
-            "`algorithm: <name>` sets the numbers and functions of a published algorithm. Settings next to it override it.\n",
-            "| preset | advantage | policy loss | aggregation | KL | from |\n|---|---|---|---|---|---|",
+            "`algorithm: <name>` sets the numbers and functions of a published algorithm. "
+            "Settings next to it override it.\n",
+            "| preset | advantage | policy loss | aggregation | KL | from "
+            "|\n|---|---|---|---|---|---|",
             *rows,
             "",
         ]
@@ -122,8 +129,10 @@ def parts_page() -> str:
             [
                 "# Parts\n",
                 MADE_BY,
-                "The parts of an algorithm. Each table names the setting that takes the name of a part. The setting also",
-                "takes a function of your own ([extending](extending.md)). An option without a default must be given.\n",
+                "The parts of an algorithm. Each table names the setting that takes the name of "
+                "a part. The setting also",
+                "takes a function of your own ([extending](extending.md)). An option without a "
+                "default must be given.\n",
                 *(_parts_of(COMPONENT_KINDS[kind], title) for kind, title in TITLES.items()),
             ]
         ).rstrip("\n")
@@ -132,50 +141,88 @@ def parts_page() -> str:
 
 
 def _parts_of(kind: ComponentKind, title: str) -> str:
-    rows = [f"## {title}\n", f"`{kind.key}`, called with `{', '.join((*kind.arguments, *kind.given))}`.\n"]
+    rows = [
+        f"## {title}\n",
+        f"`{kind.key}`, called with `{', '.join((*kind.arguments, *kind.given))}`.\n",
+    ]
     rows.append("| name | formula | options | reads | needs | from |\n|---|---|---|---|---|---|")
     for name in kind.registry:
         about, options = kind.registry.about(name), kind.options(kind.registry[name])
-        given = ", ".join(f"`{o}`" if d is inspect.Parameter.empty else f"`{o} = {d}`" for o, d in options.items())
-        reads, needs = (", ".join(f"`{x}`" for x in sorted(names)) for names in (about.reads, about.needs))
-        rows.append(f"| `{name}` | `{_cell(about.formula)}` | {given} | {reads} | {needs} | {_cell(about.paper)} |")
+        given = ", ".join(
+            f"`{o}`" if d is inspect.Parameter.empty else f"`{o} = {d}`" for o, d in options.items()
+        )
+        reads, needs = (
+            ", ".join(f"`{x}`" for x in sorted(names)) for names in (about.reads, about.needs)
+        )
+        rows.append(
+            f"| `{name}` | `{_cell(about.formula)}` | {given} | {reads} | {needs} | "
+            f"{_cell(about.paper)} |"
+        )
     return "\n".join([*rows, ""])
 
 
 def families_page() -> str:
     """The page of model families: the verdicts of ``benchmarks/families.py``, and the parts of families that read media."""
     result = json.loads(FAMILY_PROOFS.read_text(encoding="utf-8"))
-    texts = [row for row in result["families"] if row["family"] in FAMILIES and FAMILIES[row["family"]].reader is None]
+    texts = [
+        row
+        for row in result["families"]
+        if row["family"] in FAMILIES and FAMILIES[row["family"]].reader is None
+    ]
     right = [row for row in texts if row["verdict"] == "right"]
     kinds = dict.fromkeys((row["layout"], row["decoding"]) for row in right)
-    groups = [(kind, [f"`{r['family']}`" for r in right if (r["layout"], r["decoding"]) == kind]) for kind in sorted(kinds)]
+    groups = [
+        (kind, [f"`{r['family']}`" for r in right if (r["layout"], r["decoding"]) == kind])
+        for kind in sorted(kinds)
+    ]
     return "\n".join(
         [
             "# Families\n",
             MADE_BY,
-            "The family of a model is the `model_type` of its `config.json`. `benchmarks/families.py` verifies each family",
+            "The family of a model is the `model_type` of its `config.json`. "
+            "`benchmarks/families.py` verifies each family",
             f"on a tiny model, with transformers {result['transformers']}:\n",
             "* The model loads.",
-            "* The three layouts give the log-probs and gradients of the model's own forward, in float64.",
+            "* The three layouts give the log-probs and gradients of the model's own forward, in "
+            "float64.",
             "* Sampled tokens have the log-probs of that forward.",
             "* A training step makes a response more likely.\n",
-            f"{len(right)} text families are verified, and {len(texts) - len(right)} are refused. A family that is not listed is",
-            "refused at start. `model.unproved_family=allow` loads a language model of such a family, and runs its own forward",
-            "in padded rows. If your model is a renamed copy of a listed family, set `model_type` in its `config.json` instead.\n",
+            f"{len(right)} text families are verified, and {len(texts) - len(right)} are "
+            "refused. A family that is not listed is",
+            "refused at start. `model.unproved_family=allow` loads a language model of such a "
+            "family, and runs its own forward",
+            "in padded rows. If your model is a renamed copy of a listed family, set "
+            "`model_type` in its `config.json` instead.\n",
             "## Families that read media\n",
-            "`tower` and `projector` are parts that [can be frozen, adapted and trained at a separate",
-            "rate](media.md#what-is-trained). The table shows the prefixes of their parameters' names. You can also [add a",
+            "`tower` and `projector` are parts that [can be frozen, adapted and trained at a "
+            "separate",
+            "rate](media.md#what-is-trained). The table shows the prefixes of their parameters' "
+            "names. You can also [add a",
             "family](media.md#a-family-of-your-own).\n",
-            "| model type | class in transformers | reads | positions | layout | `tower` | `projector` |\n|---|---|---|---|---|---|---|",
-            *(_family(name, family) for name, family in FAMILIES.items() if family.reader is not None),
+            "| model type | class in transformers | reads | positions | layout | `tower` | "
+            "`projector` |\n|---|---|---|---|---|---|---|",
+            *(
+                _family(name, family)
+                for name, family in FAMILIES.items()
+                if family.reader is not None
+            ),
             "\n## Families that read text\n",
-            "`layout` is the leanest layout that gives the right numbers. It replaces a leaner `model.layout`. `decoding` is how",
-            "the native engine samples: with an attention plan, or with the model's own cache, which is slower.\n",
+            "`layout` is the leanest layout that gives the right numbers. It replaces a leaner "
+            "`model.layout`. `decoding` is how",
+            "the native engine samples: with an attention plan, or with the model's own cache, "
+            "which is slower.\n",
             "| layout | decoding | model types |\n|---|---|---|",
-            *(f"| `{layout}` | {decoding} | {', '.join(names)} |" for (layout, decoding), names in groups),
+            *(
+                f"| `{layout}` | {decoding} | {', '.join(names)} |"
+                for (layout, decoding), names in groups
+            ),
             "\n## Families that are refused\n",
             "| model type | why |\n|---|---|",
-            *(f"| `{row['family']}` | {FAMILIES[row['family']].refused} |" for row in texts if row["verdict"] == "refused"),
+            *(
+                f"| `{row['family']}` | {FAMILIES[row['family']].refused} |"
+                for row in texts
+                if row["verdict"] == "refused"
+            ),
             "",
         ]
     )
@@ -186,8 +233,15 @@ def _family(name: str, family: Family) -> str:
     assert reader is not None
     kinds = ", ".join(dict.fromkeys(tower.kind for tower in reader.towers))
     axes = "several axes" if reader.positions else "one axis"
-    parts = [", ".join(f"`{prefix}`" for prefix in reader.parts.get(part, ())) for part in ("tower", "projector")]
-    return "| " + " | ".join([f"`{name}`", f"`{family.loader}`", kinds, axes, f"`{family.layout}`", *parts]) + " |"
+    parts = [
+        ", ".join(f"`{prefix}`" for prefix in reader.parts.get(part, ()))
+        for part in ("tower", "projector")
+    ]
+    return (
+        "| "
+        + " | ".join([f"`{name}`", f"`{family.loader}`", kinds, axes, f"`{family.layout}`", *parts])
+        + " |"
+    )
 
 
 def readers_page() -> str:
@@ -196,19 +250,31 @@ def readers_page() -> str:
     for name in READERS:
         function = READERS[name]
         about = " ".join(inspect.cleandoc(function.__doc__ or "").split()).replace("``", "`")
-        options = [p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        rows.append(f"| `{name}` | {_cell(about)} | {', '.join(f'`{o.name} = {o.default!r}`' for o in options)} |")
+        options = [
+            p
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
+        rows.append(
+            f"| `{name}` | {_cell(about)} | "
+            f"{', '.join(f'`{o.name} = {o.default!r}`' for o in options)} |"
+        )
     return "\n".join(
         [
             "# Readers\n",
             MADE_BY,
-            "A reader converts a row of one layout into the usual columns: `prompt`, `response`, `label`, `reference`,",
+            "A reader converts a row of one layout into the usual columns: `prompt`, `response`, "
+            "`label`, `reference`,",
             "`data_source`, `id`, `images`, `videos` and `audios`. Name it in",
-            "`data.sources: [{path: ..., reader: name, reader_options: {...}}]`. A function of your own,",
+            "`data.sources: [{path: ..., reader: name, reader_options: {...}}]`. A function of "
+            "your own,",
             "`package.module:function`, takes a row and returns one.\n",
-            "Sets of preferences become questions for a judge. The prompt holds both candidates, called A and B in an order that",
-            "depends on their content. The label is the letter of the better one, or C for a tie. `chosen`, `rejected` and",
-            "`request` hold the same pair for training on preferences. Every other comparison of the set is a column with a",
+            "Sets of preferences become questions for a judge. The prompt holds both candidates, "
+            "called A and B in an order that",
+            "depends on their content. The label is the letter of the better one, or C for a "
+            "tie. `chosen`, `rejected` and",
+            "`request` hold the same pair for training on preferences. Every other comparison of "
+            "the set is a column with a",
             "letter.\n",
             "| reader | layout | options |\n|---|---|---|",
             *rows,
@@ -222,8 +288,10 @@ def configuration_page() -> str:
     parts = [
         "# Configuration\n",
         MADE_BY,
-        "The settings that a YAML file, or `a.b=value` on the command line, can set. The first part lists the sections of each",
-        "verb. The second part lists the settings of each section. Some sections can be replaced by a bare value, as *short for*",
+        "The settings that a YAML file, or `a.b=value` on the command line, can set. The first "
+        "part lists the sections of each",
+        "verb. The second part lists the settings of each section. Some sections can be replaced "
+        "by a bare value, as *short for*",
         "says: `model=path` is `model.path=path`.\n",
         "## Verbs\n",
         *(_verb(verb, cls) for verb, cls in VERBS.items()),
@@ -265,9 +333,14 @@ def _classes(kind: Any) -> Iterator[type[Settings]]:
 
 
 def _table(cls: type[Settings]) -> str:
-    rows = [f"| `{name}` | {_kind(f.annotation)}{_bounds(f)} | {_default(f)} |" for name, f in cls.model_fields.items()]
+    rows = [
+        f"| `{name}` | {_kind(f.annotation)}{_bounds(f)} | {_default(f)} |"
+        for name, f in cls.model_fields.items()
+    ]
     about = [f"* `{name}`: {text}" for name, text in descriptions(cls).items()]
-    return "\n".join(["| setting | type | default |", "|---|---|---|", *rows, *(["", *about] if about else [])])
+    return "\n".join(
+        ["| setting | type | default |", "|---|---|---|", *rows, *(["", *about] if about else [])]
+    )
 
 
 def _kind(kind: Any) -> str:
@@ -282,14 +355,25 @@ def _kind(kind: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join("`null`" if k is type(None) else _kind(k) for k in inner)
     if origin is tuple:
-        return f"list of {_kind(inner[0])}" if inner[-1] is Ellipsis else f"{len(inner)} x {_kind(inner[0])}"
+        return (
+            f"list of {_kind(inner[0])}"
+            if inner[-1] is Ellipsis
+            else f"{len(inner)} x {_kind(inner[0])}"
+        )
     if origin is dict:
         return f"table of {_kind(inner[0])} to {_kind(inner[1])}"
-    return {Any: "anything", str: "text", bool: "true or false"}.get(kind, getattr(kind, "__name__", str(kind)))
+    return {Any: "anything", str: "text", bool: "true or false"}.get(
+        kind, getattr(kind, "__name__", str(kind))
+    )
 
 
 def _bounds(field: FieldInfo) -> str:
-    found = [f"{sign} {getattr(m, name):g}" for m in field.metadata for name, sign in BOUNDS.items() if hasattr(m, name)]
+    found = [
+        f"{sign} {getattr(m, name):g}"
+        for m in field.metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(m, name)
+    ]
     return f", {', '.join(found)}" if found else ""
 
 
@@ -320,9 +404,12 @@ def _prose(cls: type[Settings]) -> str:
 
 def algorithm_page(preset: str) -> str:
     """What ``lightrft explain`` says of ``preset``, with every other setting at its default."""
-    found = explain(build(verbs.RLConfig, {"algorithm": {"preset": preset}}), {"algorithm.preset": "given"})
+    found = explain(
+        build(verbs.RLConfig, {"algorithm": {"preset": preset}}), {"algorithm.preset": "given"}
+    )
     lines = [
-        f"| {line.part} | `{line.name}` | `{_cell(line.about.formula)}` | {_with(line)} | {_cell(line.about.paper)} |"
+        f"| {line.part} | `{line.name}` | `{_cell(line.about.formula)}` | {_with(line)} | "
+        f"{_cell(line.about.paper)} |"
         for line in found.lines
     ]
     numbers = [f"| `{n.key}` | `{n.value}` | {n.source} |" for n in found.numbers]

@@ -20,7 +20,9 @@ from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch, Rollout
 
 
-def above_median(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def above_median(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
     """Advantage: the reward of an answer less the median of its group, on each of its sampled tokens."""
     rows = TokenRows.of(batch)
     rewards = rows.sum(token_rewards)
@@ -36,7 +38,13 @@ above_median.needs = ("groups",)  # a run with one answer per prompt is then ref
 
 
 def soft_clip(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig, *, width: float = 0.2
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: TokenRows,
+    settings: LossConfig,
+    *,
+    width: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss: instead of a clip, a parabola with its best ratio at ``1 ± width`` (SPO, arXiv 2401.16025)."""
     ratio = torch.exp(logprobs - old)
@@ -50,17 +58,29 @@ def too_short(group: Sequence[Rollout], *, tokens: int) -> str:
     return "too_short" if mean < tokens else ""
 
 
-def per_token_cost(batch: Batch, rewards: Tensor, *, max_new_tokens: int, cost: float = 0.1) -> Tensor:
+def per_token_cost(
+    batch: Batch, rewards: Tensor, *, max_new_tokens: int, cost: float = 0.1
+) -> Tensor:
     """Shaping: an answer as long as the limit loses ``cost``, shorter ones their share of it."""
     return rewards - cost * batch.lengths / max_new_tokens
 
 
-def fading(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows, *, width: float = 1.0) -> Tensor:
+def fading(
+    logprobs: Tensor,
+    old: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    rows: TokenRows,
+    *,
+    width: float = 1.0,
+) -> Tensor:
     """Correction: a token counts the less the further trainer and sampler are apart, to ``1/e`` at ``width`` nats."""
     return torch.exp(-(old - behavior).abs() / width)
 
 
-def undecided(batch: Batch, settings: LossConfig, generator: torch.Generator, *, nats: float = 0.1) -> TokenMask:
+def undecided(
+    batch: Batch, settings: LossConfig, generator: torch.Generator, *, nats: float = 0.1
+) -> TokenMask:
     """Gate: only tokens at which the policy had at least ``nats`` of entropy get gradient."""
     if batch.entropy is None:
         raise ValueError("undecided reads batch.entropy")

@@ -57,7 +57,9 @@ def reward(rollout: Rollout, *, form: float = 0.1) -> dict[str, float]:
     answers = re.findall(r"<answer>(.*?)</answer>", rollout.text, re.DOTALL)
     used: Counter[int] = Counter()
     try:
-        value = evaluate(ast.parse(answers[-1].strip(), mode="eval").body, used) if answers else None
+        value = (
+            evaluate(ast.parse(answers[-1].strip(), mode="eval").body, used) if answers else None
+        )
     except (SyntaxError, ValueError, ZeroDivisionError):
         value = None
     legal = value is not None and used <= Counter(rollout.prompt.columns["numbers"])

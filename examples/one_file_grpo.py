@@ -66,7 +66,9 @@ def logprobs_of(policy: Qwen2ForCausalLM, prompts: Tensor, answers: Tensor) -> T
 
 
 @torch.no_grad()
-def sample(policy: Qwen2ForCausalLM, prompts: Tensor, greedy: bool = False) -> tuple[Tensor, Tensor]:
+def sample(
+    policy: Qwen2ForCausalLM, prompts: Tensor, greedy: bool = False
+) -> tuple[Tensor, Tensor]:
     """Answers ``[n, ANSWER]`` token by token, and which of their tokens count: all up to the end token, itself included.
 
     After its end token a row goes on writing, because rows of a tensor have one length; ``mask`` is what keeps that out.
@@ -75,7 +77,9 @@ def sample(policy: Qwen2ForCausalLM, prompts: Tensor, greedy: bool = False) -> t
     for _ in range(ANSWER):
         out = policy(input_ids=tokens, past_key_values=cache, use_cache=True)
         cache, logits = out.past_key_values, out.logits[:, -1].float()
-        tokens = logits.argmax(-1, keepdim=True) if greedy else torch.multinomial(logits.softmax(-1), 1)
+        tokens = (
+            logits.argmax(-1, keepdim=True) if greedy else torch.multinomial(logits.softmax(-1), 1)
+        )
         written.append(tokens)
     answers = torch.cat(written, dim=1)
     ended_before = (answers == END).cumsum(1) - (answers == END).long()
@@ -93,7 +97,9 @@ def group_advantages(rewards: Tensor, group: int, eps: float = 1e-6) -> Tensor:
     return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + eps)).view(-1)
 
 
-def grpo_loss(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2) -> Tensor:
+def grpo_loss(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2
+) -> Tensor:
     """``-1/N sum_t min(r_t A, clip(r_t, 1 - clip, 1 + clip) A)``, ``r_t = pi(y_t) / pi_old(y_t)``, N all tokens that count.
 
     The ratio corrects for answers that a slightly older policy wrote; the clip takes away the reason to move far from it.
@@ -106,13 +112,20 @@ def grpo_loss(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: 
 
 
 def train(
-    seed: int = 0, enough: float = 0.4, rl_steps: int = 200, prompts_per_step: int = 32, group: int = 8, updates: int = 2
+    seed: int = 0,
+    enough: float = 0.4,
+    rl_steps: int = 200,
+    prompts_per_step: int = 32,
+    group: int = 8,
+    updates: int = 2,
 ) -> tuple[float, float]:
     """Warm up, then reinforce. Returns the share of right answers to held-out prompts before and after GRPO."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     policy = make_policy()
-    held_out = make_prompts(256, random.Random(-1 - seed))  # 10,000 prompts exist: most are never met in training
+    held_out = make_prompts(
+        256, random.Random(-1 - seed)
+    )  # 10,000 prompts exist: most are never met in training
 
     def accuracy() -> float:
         return reward(held_out, sample(policy, held_out, greedy=True)[0]).mean().item()

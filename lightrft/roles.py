@@ -167,7 +167,10 @@ class Roles:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter of the policy, gathered, by its name in the engine's model."""
-        return ((name.removeprefix("model."), t) for name, t in self.strategy.full_parameters(self.policy.state))
+        return (
+            (name.removeprefix("model."), t)
+            for name, t in self.strategy.full_parameters(self.policy.state)
+        )
 
     def publish(self, version: int) -> None:
         """Load the policy's weights into the engine as ``version``."""
@@ -184,7 +187,9 @@ class Roles:
 
         In it, state that only training needs may be offloaded.
         """
-        frozen = [role.model for role in (self.reference, self.teacher) if isinstance(role, FrozenModel)]
+        frozen = [
+            role.model for role in (self.reference, self.teacher) if isinstance(role, FrozenModel)
+        ]
         states = [role.state for role in self.trained.values()]
         return self.strategy.offloaded(states, frozen)
 
@@ -210,7 +215,9 @@ class Roles:
         found = {}
         for name, role in roles.items():
             if isinstance(role, HasEventCounts):
-                found |= {f"{name}/{what}": Sum(count) for what, count in role.take_counts().items()}
+                found |= {
+                    f"{name}/{what}": Sum(count) for what, count in role.take_counts().items()
+                }
         return Metrics(found)
 
     def close(self) -> None:

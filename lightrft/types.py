@@ -38,7 +38,9 @@ class Ragged:
         If ``index`` selects all samples in their order, return this object, since rows may be
         large.
         """
-        if index.numel() == len(self) and torch.equal(index, torch.arange(len(self), device=index.device)):
+        if index.numel() == len(self) and torch.equal(
+            index, torch.arange(len(self), device=index.device)
+        ):
             return self
         return Ragged(self.values[rows_of(self.lengths, index)], self.lengths[index])
 
@@ -114,7 +116,9 @@ class Prompt:
 
         Attachments are given by name, and media are left out.
         """
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "media"}
+        kept = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "media"
+        }
         return {**kept, "attachments": [a.name for a in self.attachments]}
 
 
@@ -205,7 +209,11 @@ class HostCopy:
     @staticmethod
     def of(tensor: Tensor, known: HostCopy | None) -> HostCopy:
         """Return ``known`` if it is a copy of this very ``tensor``, else read the tensor."""
-        return known if known is not None and known.of_tensor is tensor else HostCopy(tensor, tensor.tolist())
+        return (
+            known
+            if known is not None and known.of_tensor is tensor
+            else HostCopy(tensor, tensor.tolist())
+        )
 
     @staticmethod
     def moved(tensor: Tensor, known: HostCopy | None, to: Tensor) -> HostCopy | None:
@@ -254,7 +262,11 @@ class Segments:
     def of(rows: Sequence[Sequence[int]], media: Media | None = None) -> Segments:
         """Build one sequence per row of token ids."""
         flat = [t for row in rows for t in row]
-        return Segments(torch.tensor(flat, dtype=torch.long), torch.tensor([len(r) for r in rows], dtype=torch.long), media or {})
+        return Segments(
+            torch.tensor(flat, dtype=torch.long),
+            torch.tensor([len(r) for r in rows], dtype=torch.long),
+            media or {},
+        )
 
     @staticmethod
     def of_prompts(prompts: Sequence[Prompt]) -> Segments:
@@ -264,19 +276,30 @@ class Segments:
     def select(self, index: Tensor) -> Segments:
         """Return the sequences ``index [K]``, in this order."""
         return Segments(
-            self.tokens[rows_of(self.lengths, index)], self.lengths[index], {k: r.select(index) for k, r in self.media.items()}
+            self.tokens[rows_of(self.lengths, index)],
+            self.lengths[index],
+            {k: r.select(index) for k, r in self.media.items()},
         )
 
     def to(self, device: torch.device | str) -> Segments:
         """Return the same data on ``device``; tensors already there are shared."""
         lengths = to_device(self.lengths, device)
         known = HostCopy.moved(self.lengths, self._sizes, lengths)
-        return Segments(to_device(self.tokens, device), lengths, {k: r.to(device) for k, r in self.media.items()}, known)
+        return Segments(
+            to_device(self.tokens, device),
+            lengths,
+            {k: r.to(device) for k, r in self.media.items()},
+            known,
+        )
 
     @staticmethod
     def cat(parts: Sequence[Segments]) -> Segments:
         """Concatenate the sequences of ``parts``."""
-        return Segments(torch.cat([p.tokens for p in parts]), torch.cat([p.lengths for p in parts]), cat_media(parts))
+        return Segments(
+            torch.cat([p.tokens for p in parts]),
+            torch.cat([p.lengths for p in parts]),
+            cat_media(parts),
+        )
 
 
 def cat_media(parts: Sequence[Segments]) -> Media:
@@ -284,7 +307,9 @@ def cat_media(parts: Sequence[Segments]) -> Media:
     joined: Media = {}
     for name in dict.fromkeys(k for p in parts for k in p.media):
         some = next(p.media[name] for p in parts if name in p.media)
-        rows = [p.media.get(name) or Ragged(some.values[:0], torch.zeros_like(p.lengths)) for p in parts]
+        rows = [
+            p.media.get(name) or Ragged(some.values[:0], torch.zeros_like(p.lengths)) for p in parts
+        ]
         joined[name] = Ragged.cat(rows)
     return joined
 
@@ -310,32 +335,58 @@ class Batch:
     prompts: Segments
     responses: Segments
     prompt_of: Tensor
-    sampled: Tensor | None = token_column()  # [N] bool: the policy sampled this token, so it may carry gradient
-    behavior_logprobs: Tensor | None = token_column()  # [N] log-prob under the distribution that was sampled from
+    sampled: Tensor | None = (
+        token_column()
+    )  # [N] bool: the policy sampled this token, so it may carry gradient
+    behavior_logprobs: Tensor | None = (
+        token_column()
+    )  # [N] log-prob under the distribution that was sampled from
     old_logprobs: Tensor | None = token_column()  # [N] policy before the update
     ref_logprobs: Tensor | None = token_column()  # [N]
     teacher_logprobs: Tensor | None = token_column()  # [N]
     process_rewards: Tensor | None = token_column()  # [N] of a process reward model
-    logprobs: Tensor | None = token_column()  # [N] policy at the start of an optimizer step, without gradient
+    logprobs: Tensor | None = (
+        token_column()
+    )  # [N] policy at the start of an optimizer step, without gradient
     entropy: Tensor | None = token_column()  # [N] of the policy before the update
     versions: Tensor | None = token_column()  # [N] policy version that sampled the token
     values: Tensor | None = token_column()  # [N] V(state before the token)
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
-    loss_weights: Tensor | None = token_column()  # [N] weight of each token's loss in the loss of the global batch
-    positive_weights: Tensor | None = token_column()  # [N] weight of each token's log-likelihood among positive responses
+    loss_weights: Tensor | None = (
+        token_column()
+    )  # [N] weight of each token's loss in the loss of the global batch
+    positive_weights: Tensor | None = (
+        token_column()
+    )  # [N] weight of each token's log-likelihood among positive responses
     token_mask: Tensor | None = token_column()  # [N] factor of the policy loss; 0 masks a token
-    correction: Tensor | None = token_column()  # [N] factor of the policy loss where it depends on the whole mini-batch
-    energy: Tensor | None = token_column()  # [N] squared norm of the gradient of the policy's log-prob in its logits
-    steps: Tensor | None = token_column()  # [N] long: step of the response that the token belongs to
-    states: Tensor | None = token_column()  # [N] long: label of the state before the step; equal states have equal labels
+    correction: Tensor | None = (
+        token_column()
+    )  # [N] factor of the policy loss where it depends on the whole mini-batch
+    energy: Tensor | None = (
+        token_column()
+    )  # [N] squared norm of the gradient of the policy's log-prob in its logits
+    steps: Tensor | None = (
+        token_column()
+    )  # [N] long: step of the response that the token belongs to
+    states: Tensor | None = (
+        token_column()
+    )  # [N] long: label of the state before the step; equal states have equal labels
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     sample: Tensor | None = sample_column()  # [B] index among the responses to the prompt
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
-    outcomes: Tensor | None = sample_column()  # [B] reward as scored, before normalization and shaping
-    terms: Tensor | None = sample_column()  # [B, K] terms of the reward; NaN where a row has no such term
-    term_weights: Tensor | None = sample_column()  # [B, K] weight of each term in the row's reward; 0 where it has none
-    baselines: Tensor | None = sample_column()  # [B] reward of the greedy response to the same prompt
+    outcomes: Tensor | None = (
+        sample_column()
+    )  # [B] reward as scored, before normalization and shaping
+    terms: Tensor | None = (
+        sample_column()
+    )  # [B, K] terms of the reward; NaN where a row has no such term
+    term_weights: Tensor | None = (
+        sample_column()
+    )  # [B, K] weight of each term in the row's reward; 0 where it has none
+    baselines: Tensor | None = (
+        sample_column()
+    )  # [B] reward of the greedy response to the same prompt
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
@@ -378,7 +429,11 @@ class Batch:
 
     def columns(self, axis: str) -> dict[str, Tensor]:
         """Return the filled columns of one axis, ``"token"`` or ``"sample"``, by name."""
-        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("axis") == axis}
+        named = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.metadata.get("axis") == axis
+        }
         return {name: column for name, column in named.items() if column is not None}
 
     def replace(self, **columns: Tensor | None) -> Batch:
@@ -403,10 +458,16 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same data on ``device``; tensors already there are shared."""
-        moved = {k: to_device(v, device) for axis in ("token", "sample") for k, v in self.columns(axis).items()}
+        moved = {
+            k: to_device(v, device)
+            for axis in ("token", "sample")
+            for k, v in self.columns(axis).items()
+        }
         prompt_of = to_device(self.prompt_of, device)
         known = HostCopy.moved(self.prompt_of, self._groups, prompt_of)
-        return Batch(self.prompts.to(device), self.responses.to(device), prompt_of, **moved, _groups=known)
+        return Batch(
+            self.prompts.to(device), self.responses.to(device), prompt_of, **moved, _groups=known
+        )
 
     @staticmethod
     def cat(parts: Sequence[Batch]) -> Batch:

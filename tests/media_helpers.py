@@ -37,8 +37,13 @@ class Rig:
     def prompt(self, name: str, *pieces: Piece, seed: int = 0) -> Prompt:
         """A user message of ``pieces`` through the chat template, each kind's text expanded in place."""
         rng = np.random.default_rng(seed)
-        values = [(kind, *random_media(kind, shape, rng)) for kind, shape in (p for p in pieces if not isinstance(p, str))]
-        parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p[0]} for p in pieces]
+        values = [
+            (kind, *random_media(kind, shape, rng))
+            for kind, shape in (p for p in pieces if not isinstance(p, str))
+        ]
+        parts = [
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": p[0]} for p in pieces
+        ]
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
         )
@@ -47,16 +52,24 @@ class Rig:
         for kind, value, extent in values:
             part = self.processor.parts[kind]
             start = text.index(part.written, at)
-            out, at = out + text[at:start] + part.placeholder_text(extent), start + len(part.written)
+            out, at = (
+                out + text[at:start] + part.placeholder_text(extent),
+                start + len(part.written),
+            )
             for key, tensor in part.inputs(value, extent).items():
                 made.setdefault(key, []).append(tensor)
         text = out + text[at:]
-        media = {key: Ragged(torch.cat(each), torch.tensor([sum(map(len, each))])) for key, each in made.items()}
+        media = {
+            key: Ragged(torch.cat(each), torch.tensor([sum(map(len, each))]))
+            for key, each in made.items()
+        }
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Prompt(id=name, token_ids=ids, text=text, media=media)
 
 
-def random_media(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[np.ndarray, Extent]:
+def random_media(
+    kind: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> tuple[np.ndarray, Extent]:
     if kind == "audio":
         return rng.normal(0, 0.1, size=shape).astype(np.float32), Extent(shape)
     times = tuple(t / 2 for t in range(shape[0])) if len(shape) == 4 else ()
@@ -90,14 +103,20 @@ def mixed_prompts(rig: Rig) -> list[Prompt]:
     pictures, clips, sounds = (kind in rig.kinds for kind in ("image", "video", "audio"))
     rows: list[Sequence[Piece]] = [("plain text, nothing else",)]
     if pictures:
-        rows += [(("image", (20, 30, 3)), "what is it?"), ("one ", ("image", (9, 40, 3)), " two ", ("image", (33, 17, 3)), "?")]
+        rows += [
+            (("image", (20, 30, 3)), "what is it?"),
+            ("one ", ("image", (9, 40, 3)), " two ", ("image", (33, 17, 3)), "?"),
+        ]
     if clips:
         rows += [
             (("video", (5, 16, 24, 3)), "and then?"),
             *([(("image", (16, 16, 3)), ("video", (2, 12, 12, 3)))] if pictures else []),
         ]
     if sounds:
-        rows += [(("audio", (7000,)), "who?"), (("audio", (16000,)), " or ", ("audio", (2500,)), "?")]
+        rows += [
+            (("audio", (7000,)), "who?"),
+            (("audio", (16000,)), " or ", ("audio", (2500,)), "?"),
+        ]
     if sounds and pictures:
         rows += [("see", ("image", (16, 24, 3)), "hear", ("audio", (4000,)))]
     return [rig.prompt(str(i), *row, seed=i) for i, row in enumerate(rows)]
@@ -108,5 +127,8 @@ def mixed_batch(prompts: Sequence[Prompt], seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     of = [p for p in range(len(prompts)) for _ in range((3, 2, 1)[p % 3])]
     lengths = [5, 0, 3, 7, 1, 4, 6, 2]
-    answers = [torch.randint(4, 90, (lengths[i % len(lengths)],), generator=generator).tolist() for i in range(len(of))]
+    answers = [
+        torch.randint(4, 90, (lengths[i % len(lengths)],), generator=generator).tolist()
+        for i in range(len(of))
+    ]
     return Batch(Segments.of_prompts(prompts), Segments.of(answers), torch.tensor(of))

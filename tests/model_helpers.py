@@ -14,7 +14,9 @@ from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import PRINTABLE, drawn_model, tiny_model
 from lightrft.types import Batch, Segments
 
-STORED = 2**-23  # relative: a rollout keeps its log-probs in float32, whatever the model computes in
+STORED = (
+    2**-23
+)  # relative: a rollout keeps its log-probs in float32, whatever the model computes in
 NO_HEAD_DIM = ("qwen2", "phi3", "olmo2")  # their head width is always hidden size over heads
 
 
@@ -28,7 +30,12 @@ class Float64(TorchFunctionMode):
         asked = any(a is torch.float32 for a in args[1:]) or kwargs.get("dtype") is torch.float32
         if func is torch.Tensor.float or (func in (torch.Tensor.to, torch.Tensor.type) and asked):
             return first.double()  # positions and frequencies too, which some versions multiply with each other as they are
-        if isinstance(first, torch.Tensor) and first.dtype == torch.float64 and asked and "dtype" in kwargs:
+        if (
+            isinstance(first, torch.Tensor)
+            and first.dtype == torch.float64
+            and asked
+            and "dtype" in kwargs
+        ):
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
@@ -46,24 +53,39 @@ def small_model(family: str, dtype: torch.dtype = torch.float32, **overrides: An
 
 def unproved_model() -> Any:
     """A causal model of a family that has no row: the decoder of an encoder-decoder, alone."""
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    sizes = {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+    }
     tokens = {"pad_token_id": 0, "eos_token_id": 3, "bos_token_id": 1, "decoder_start_token_id": 1}
-    config = TrOCRConfig(vocab_size=len(PRINTABLE) + 4, max_position_embeddings=256, **sizes, **tokens)
+    config = TrOCRConfig(
+        vocab_size=len(PRINTABLE) + 4, max_position_embeddings=256, **sizes, **tokens
+    )
     return drawn_model(config, seed=0).eval()
 
 
-def small_actor(family: str, dtype: torch.dtype = torch.float32, layout: str = "prefix_shared", **overrides: Any) -> Actor:
+def small_actor(
+    family: str, dtype: torch.dtype = torch.float32, layout: str = "prefix_shared", **overrides: Any
+) -> Actor:
     return Actor(small_model(family, dtype, **overrides), ModelConfig(layout=layout))
 
 
-def ragged_batch(prompts: list[int], answers: list[int], prompt_of: list[int], seed: int = 0) -> Batch:
+def ragged_batch(
+    prompts: list[int], answers: list[int], prompt_of: list[int], seed: int = 0
+) -> Batch:
     """Random tokens of the given lengths."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(lengths: list[int]) -> list[list[int]]:
         return [torch.randint(4, 99, (n,), generator=generator).tolist() for n in lengths]
 
-    return Batch(Segments.of(rows(prompts)), Segments.of(rows(answers)), torch.tensor(prompt_of, dtype=torch.long))
+    return Batch(
+        Segments.of(rows(prompts)),
+        Segments.of(rows(answers)),
+        torch.tensor(prompt_of, dtype=torch.long),
+    )
 
 
 def hard_batch() -> Batch:
@@ -94,13 +116,24 @@ def weights(n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.sin(torch.arange(n, dtype=dtype) + 1)
 
 
-def gradients(actor: Actor, batch: Batch, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(
+    actor: Actor, batch: Batch, **options: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs, and the gradient of a fixed weighting of them (and of entropies, if asked for) in every parameter."""
     actor.zero_grad()
     scores = actor.score(batch, **options)
-    loss = (scores.logprobs * weights(len(scores.logprobs), scores.logprobs.dtype).to(scores.logprobs.device)).sum()
+    loss = (
+        scores.logprobs
+        * weights(len(scores.logprobs), scores.logprobs.dtype).to(scores.logprobs.device)
+    ).sum()
     if scores.entropy is not None:
-        loss = loss + (scores.entropy * weights(len(scores.entropy), scores.entropy.dtype).flip(0).to(loss.device)).sum()
+        loss = (
+            loss
+            + (
+                scores.entropy
+                * weights(len(scores.entropy), scores.entropy.dtype).flip(0).to(loss.device)
+            ).sum()
+        )
     loss.backward()
     found = {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
     return scores.logprobs.detach(), found
@@ -114,7 +147,11 @@ def plain_rows(actor: Actor, batch: Batch) -> torch.Tensor:
     for row, answer in enumerate(batch.responses.tokens.split(batch.lengths.tolist())):
         prompt = prompts[int(batch.prompt_of[row])]
         if len(answer):
-            logp = actor.base(input_ids=torch.cat([prompt, answer])[None], use_cache=False).logits[0].log_softmax(-1)
+            logp = (
+                actor.base(input_ids=torch.cat([prompt, answer])[None], use_cache=False)
+                .logits[0]
+                .log_softmax(-1)
+            )
             out += [logp[len(prompt) + t - 1, token] for t, token in enumerate(answer)]
     return torch.stack(out)
 
@@ -125,5 +162,8 @@ def gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> fl
     so that its gradient is what rounding leaves of the sum that its weight's is made from: it is measured against that one."""
     assert found.keys() == expected.keys()
     floor = 1e-6 * max(float(g.abs().max()) for g in expected.values())
-    scale = {name: expected[name.replace("k_proj.bias", "k_proj.weight")].abs().max().clamp(min=floor) for name in expected}
+    scale = {
+        name: expected[name.replace("k_proj.bias", "k_proj.weight")].abs().max().clamp(min=floor)
+        for name in expected
+    }
     return max(float((found[name] - g).abs().max() / scale[name]) for name, g in expected.items())

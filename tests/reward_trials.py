@@ -27,7 +27,10 @@ def try_each_reward_once(patch: pytest.MonkeyPatch) -> None:
 
 def _once(config: RewardConfig, prompts: Sequence[Prompt], tokenizer: Any) -> None:
     rows = [prompts[i] for i in startup_check.spread(len(prompts))]
-    key = (_trials_of(config), tuple((p.text, p.data_source, repr(p.label), repr(p.reference)) for p in rows))
+    key = (
+        _trials_of(config),
+        tuple((p.text, p.data_source, repr(p.label), repr(p.reference)) for p in rows),
+    )
     if key in _passed:
         return
     warned: list[logging.LogRecord] = []

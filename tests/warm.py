@@ -47,7 +47,12 @@ class Process:
     """``python words...``, begun. What it writes goes to files."""
 
     def __init__(
-        self, words: Sequence[str | Path], env: Mapping[str, str], cwd: Path | None = None, seats: int = 0, input: str = ""
+        self,
+        words: Sequence[str | Path],
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        seats: int = 0,
+        input: str = "",
     ):
         self.words = [str(word) for word in words]
         self.returncode: int | None = None
@@ -55,7 +60,12 @@ class Process:
         self._files[0].write(input)
         self._files[0].seek(0)
         self._status, theirs = socket.socketpair()
-        request = {"words": self.words, "env": dict(env), "cwd": str(cwd or Path.cwd()), "seats": seats}
+        request = {
+            "words": self.words,
+            "env": dict(env),
+            "cwd": str(cwd or Path.cwd()),
+            "seats": seats,
+        }
         with theirs:
             fds = [*(file.fileno() for file in self._files), theirs.fileno()]
             socket.send_fds(_server(), [json.dumps(request).encode()], fds)
@@ -83,7 +93,9 @@ class Process:
             try:
                 self.returncode = int(self._receive(timeout))
             except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired(self.words, timeout or 0.0, self.said(1), self.said(2)) from None
+                raise subprocess.TimeoutExpired(
+                    self.words, timeout or 0.0, self.said(1), self.said(2)
+                ) from None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -124,7 +136,10 @@ def spawn(work: Callable[[int, str], None], folder: Path, processes: int = 2) ->
 
     ``work`` is imported by its name. Raises ``AssertionError`` with what a process wrote if it failed.
     """
-    code = f"import sys; from {work.__module__} import {work.__name__} as work; work(int(sys.argv[1]), sys.argv[2])"
+    code = (
+        f"import sys; from {work.__module__} import {work.__name__} as work; "
+        "work(int(sys.argv[1]), sys.argv[2])"
+    )
     ranks = [Process(["-c", code, str(rank), folder], os.environ) for rank in range(processes)]
     try:
         for rank in ranks:
@@ -145,9 +160,20 @@ def _server() -> socket.socket:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
         code = f"from tests.warm import begin; begin({theirs.fileno()})"
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         words = [sys.executable, "-c", code]
-        server = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        server = subprocess.Popen(
+            words,
+            pass_fds=[theirs.fileno()],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         theirs.close()
         _servers.append(ours)
         atexit.register(lambda: (ours.close(), server.wait(30)))

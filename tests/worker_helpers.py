@@ -18,7 +18,9 @@ from lightrft.distributed.worker_api import Maker, WorkerLost
 from tests import warm
 
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(["lightrft.workers.engine_workers", "lightrft.workers.model_workers", *warm.IMPORTED])
+_SERVER.set_forkserver_preload(
+    ["lightrft.workers.engine_workers", "lightrft.workers.model_workers", *warm.IMPORTED]
+)
 
 
 def serve(made: bytes, connection: Connection) -> None:
@@ -82,7 +84,9 @@ class ProcessWorker:
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is there."""
         if self._threads and self._process.is_alive():
-            with suppress(ProcessLookupError):  # it ended meanwhile: its server knows that some time before this process does
+            with suppress(
+                ProcessLookupError
+            ):  # it ended meanwhile: its server knows that some time before this process does
                 os.kill(self.pid, number)
 
     def _begin(self) -> None:

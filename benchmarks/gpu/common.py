@@ -33,13 +33,34 @@ QWEN = {
     "initializer_range": 0.02,
 }
 SIZES: dict[str, dict[str, Any]] = {
-    "smoke": {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    "smoke": {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     | {"intermediate_size": 128, "tie_word_embeddings": True, "initializer_range": 0.02},
-    "0.5b": {"vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
+    "0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    }
     | {"num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True, **QWEN},
-    "1.5b": {"vocab_size": 151936, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}
+    "1.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    }
     | {"num_key_value_heads": 2, "intermediate_size": 8960, "tie_word_embeddings": True, **QWEN},
-    "7b": {"vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+    "7b": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+    }
     | {"num_key_value_heads": 4, "intermediate_size": 18944, "tie_word_embeddings": False, **QWEN},
 }
 """Those of Qwen2.5's configs, with weights drawn at random: a step costs the same whatever they are."""
@@ -56,12 +77,20 @@ def varied(rollout):
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """With what every script of this folder takes."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--smoke", action="store_true", help="a tiny model and few tokens, on whatever is there: does the script run?"
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--machine", default="", help="name in the result files; that of the device without it")
-    made.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results"))
+    made.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a tiny model and few tokens, on whatever is there: does the script run?",
+    )
+    made.add_argument(
+        "--machine", default="", help="name in the result files; that of the device without it"
+    )
+    made.add_argument(
+        "--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+    )
     return made
 
 
@@ -78,16 +107,25 @@ def device_name() -> str:
 def machine_name(given: str = "") -> str:
     """For file names: the device, how many there are, and the cores beside it."""
     many = f"{torch.cuda.device_count()}gpu-" if torch.cuda.is_available() else ""
-    return given or re.sub(r"[^a-z0-9]+", "-", f"{device_name()}-{many}{os.cpu_count()}cores".lower()).strip("-")
+    return given or re.sub(
+        r"[^a-z0-9]+", "-", f"{device_name()}-{many}{os.cpu_count()}cores".lower()
+    ).strip("-")
 
 
 def machine() -> dict[str, Any]:
     """What results must be read with."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found: dict[str, Any] = {"device": device_name(), "cores": os.cpu_count(), "system": platform.platform()}
+    found: dict[str, Any] = {
+        "device": device_name(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+    }
     if torch.cuda.is_available():
-        found |= {"gpus": torch.cuda.device_count(), "GiB": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)}
+        found |= {
+            "gpus": torch.cuda.device_count(),
+            "GiB": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+        }
         found["cuda"] = torch.version.cuda
     found["python"] = platform.python_version()
     for name in ("torch", "transformers", "peft", "trl", "vllm", "bitsandbytes"):
@@ -122,7 +160,11 @@ def parameters(size: str) -> int:
     h, head = s["hidden_size"], s["hidden_size"] // s["num_attention_heads"]
     keys = s["num_key_value_heads"] * head
     block = 2 * h * h + 2 * h * keys + 3 * h * s["intermediate_size"] + 2 * h + h + 2 * keys
-    return s["num_hidden_layers"] * block + h + s["vocab_size"] * h * (1 if s["tie_word_embeddings"] else 2)
+    return (
+        s["num_hidden_layers"] * block
+        + h
+        + s["vocab_size"] * h * (1 if s["tie_word_embeddings"] else 2)
+    )
 
 
 def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -139,7 +181,10 @@ def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     found = sum(p.numel() for p in model.parameters())
     assert found == parameters(size), (found, parameters(size))
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = config.pad_token_id, config.eos_token_id
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = (
+        config.pad_token_id,
+        config.eos_token_id,
+    )
     with suppress_hf_warnings(local=True):
         model.save_pretrained(folder)
     tiny_tokenizer(chars=characters(config.vocab_size - 4)).save_pretrained(folder)
@@ -150,7 +195,10 @@ def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 def write_prompts(folder: Path, vocabulary: int, count: int, tokens: int) -> Path:
     """A file of ``count`` prompts of ``tokens`` random characters each."""
     letters, draw = characters(vocabulary - 4), random.Random(0)
-    write_lines(folder / "prompts.jsonl", [{"prompt": "".join(draw.choices(letters, k=tokens))} for _ in range(count)])
+    write_lines(
+        folder / "prompts.jsonl",
+        [{"prompt": "".join(draw.choices(letters, k=tokens))} for _ in range(count)],
+    )
     return folder / "prompts.jsonl"
 
 
@@ -170,7 +218,11 @@ class Speed:
     @property
     def source(self) -> str:
         said = f"a {self.dtype} matrix product here reaches {self.product / 1e12:.3g} TFLOP/s"
-        return f"{self.sheet / 1e12:.4g} TFLOP/s by the data sheet; {said}" if self.sheet else f"{said}, which counts as the peak"
+        return (
+            f"{self.sheet / 1e12:.4g} TFLOP/s by the data sheet; {said}"
+            if self.sheet
+            else f"{said}, which counts as the peak"
+        )
 
 
 def speed() -> Speed:
@@ -186,7 +238,11 @@ def speed() -> Speed:
         wait()
         best = min(best, time.perf_counter() - began)
     name = device_name()
-    sheet = next((flops for key, flops in SHEET.items() if re.search(rf"\b{key}\b", name)), None) if gpu else None
+    sheet = (
+        next((flops for key, flops in SHEET.items() if re.search(rf"\b{key}\b", name)), None)
+        if gpu
+        else None
+    )
     return Speed(sheet, 2 * side**3 / best, str(dtype).removeprefix("torch."))
 
 
@@ -200,7 +256,13 @@ class Work:
 
 
 def work_of(
-    model: Model, head: float, prompts: Sequence[int], answers: Sequence[int], prompt_of: Sequence[int], *, frozen: bool
+    model: Model,
+    head: float,
+    prompts: Sequence[int],
+    answers: Sequence[int],
+    prompt_of: Sequence[int],
+    *,
+    frozen: bool,
 ) -> Work:
     """The arithmetic of drawing, of one forward and of the update of these answers.
 
@@ -211,7 +273,9 @@ def work_of(
     """
     run = [max(0, n - 1) for n in answers]
     tokens = sum(prompts) + sum(run)
-    seen = sum(p * (p + 1) / 2 for p in prompts) + sum(n * prompts[at] + n * (n + 1) / 2 for n, at in zip(run, prompt_of))
+    seen = sum(p * (p + 1) / 2 for p in prompts) + sum(
+        n * prompts[at] + n * (n + 1) / 2 for n, at in zip(run, prompt_of)
+    )
     forward = model.forward_flops(tokens, seen) + 2 * head * sum(answers)
     return Work(forward, forward, forward * (2 if frozen else 3))
 
@@ -231,16 +295,21 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
-def write(out: Path, name: str, given: str, title: str, tree: dict[str, Any], lines: Sequence[str]) -> None:
+def write(
+    out: Path, name: str, given: str, title: str, tree: dict[str, Any], lines: Sequence[str]
+) -> None:
     """``NAME-MACHINE.json`` and ``.md`` under ``out``; the latter is printed too."""
     about = machine()
-    command = " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]])
+    command = " ".join(
+        ["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]
+    )
     said = ", ".join(f"{key} {value}" for key, value in about.items())
     text = "\n".join([f"# {title}", "", f"`{command}`", "", f"Machine: {said}", "", *lines, ""])
     out.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-{machine_name(given)}"
     (out / f"{stem}.json").write_text(
-        json.dumps({"command": command, "machine": about, **tree}, indent=1) + "\n", encoding="utf-8"
+        json.dumps({"command": command, "machine": about, **tree}, indent=1) + "\n",
+        encoding="utf-8",
     )
     (out / f"{stem}.md").write_text(text, encoding="utf-8")
     print(text)

@@ -26,13 +26,17 @@ from lightrft.types import Prompt
 
 def lengths_of(count: int, median: float, sigma: float, longest: int) -> torch.Tensor:
     """Tokens of each answer."""
-    draws = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul(sigma).exp().mul(median)
+    draws = (
+        torch.randn(count, generator=torch.Generator().manual_seed(0)).mul(sigma).exp().mul(median)
+    )
     return draws.round().long().clamp(1, longest)
 
 
 def bandwidth() -> float:
     """Bytes a second that a copy within the device moves, read and written."""
-    source = torch.empty((2**30 if torch.cuda.is_available() else 2**24), dtype=torch.uint8, device=common.device())
+    source = torch.empty(
+        (2**30 if torch.cuda.is_available() else 2**24), dtype=torch.uint8, device=common.device()
+    )
     target, best = torch.empty_like(source), float("inf")
     for _ in range(6):
         common.wait()
@@ -64,21 +68,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     if args.smoke:
-        args.size, args.prompts, args.answers, args.prompt, args.median, args.longest, args.rounds = "smoke", 2, 4, 8, 8, 16, 1
+        (
+            args.size,
+            args.prompts,
+            args.answers,
+            args.prompt,
+            args.median,
+            args.longest,
+            args.rounds,
+        ) = "smoke", 2, 4, 8, 8, 16, 1
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     with tempfile.TemporaryDirectory(dir=common.scratch(args.size)) as name:
         folder = common.make(args.size, Path(name), dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(common.device()).eval()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     rows = common.SIZES[args.size]["vocab_size"]
-    ids = torch.randint(4, rows, (args.prompts, args.prompt), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(
+        4, rows, (args.prompts, args.prompt), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     prompts = [Prompt(id=str(i), token_ids=row) for i, row in enumerate(ids)]
     total = args.prompts * args.answers
     lengths = lengths_of(total, args.median, args.sigma, args.longest)
     tokens = int(lengths.sum())
     sides = {"native": native(model, prompts, lengths)}
-    for batch in sorted({total, max(args.answers, total // 2), max(args.answers, total // 4)}, reverse=True):
-        sides[f"transformers, batches of {batch}"] = transformers_generate(model, prompts, lengths, batch)
+    for batch in sorted(
+        {total, max(args.answers, total // 2), max(args.answers, total // 4)}, reverse=True
+    ):
+        sides[f"transformers, batches of {batch}"] = transformers_generate(
+            model, prompts, lengths, batch
+        )
     for side in (sides["native"], sides[f"transformers, batches of {total}"]):
         assert side() == tokens  # warms up
     took = {name: [] for name in sides}
@@ -90,17 +108,39 @@ def main() -> None:
     floor = common.parameters(args.size) * dtype.itemsize / bandwidth() * int(lengths.max())
     about = f"Qwen2.5-{args.size} (random weights), {str(dtype)[6:]}; "
     about += f"{args.prompts} prompts of {args.prompt} tokens x {args.answers} answers, "
-    about += f"{tokens:,} tokens, mean {tokens / total:.0f}, longest {int(lengths.max())}; {args.rounds} rounds, medians"
+    about += (
+        f"{tokens:,} tokens, mean {tokens / total:.0f}, longest {int(lengths.max())}; "
+        f"{args.rounds} rounds, medians"
+    )
     lines = [
         about,
         "",
-        *common.table(["", "tokens/s", "s"], [[k, f"{v:,.0f}", f"{tokens / v:.2f}"] for k, v in speeds.items()]),
+        *common.table(
+            ["", "tokens/s", "s"],
+            [[k, f"{v:,.0f}", f"{tokens / v:.2f}"] for k, v in speeds.items()],
+        ),
         "",
     ]
     lines += [f"Native over the fastest of transformers: {speeds['native'] / best:.2f}."]
-    lines += [f"Reading the weights once a token of the longest answer would take {floor:.2f} s: {tokens / floor:,.0f} tokens/s."]
-    tree = {"work": about, "tokens per second": speeds, "seconds": took, "ratio": speeds["native"] / best, "floor seconds": floor}
-    common.write(args.out, f"generate-{args.size}", args.machine, "Drawing answers, against transformers' generate", tree, lines)
+    lines += [
+        f"Reading the weights once a token of the longest answer would take {floor:.2f} s: "
+        f"{tokens / floor:,.0f} tokens/s."
+    ]
+    tree = {
+        "work": about,
+        "tokens per second": speeds,
+        "seconds": took,
+        "ratio": speeds["native"] / best,
+        "floor seconds": floor,
+    }
+    common.write(
+        args.out,
+        f"generate-{args.size}",
+        args.machine,
+        "Drawing answers, against transformers' generate",
+        tree,
+        lines,
+    )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ def ragged(vocabulary: int, groups: int, longest: int) -> Batch:
     answers = [tokens(draw.choice((0, 1, draw.randrange(2, longest)))) for _ in of]
     answers[0] = tokens(longest)
     sampled = torch.ones(sum(map(len, answers)), dtype=torch.bool)
-    return Batch(Segments.of(prompts), Segments.of(answers), torch.tensor(of), sampled=sampled).to(common.device())
+    return Batch(Segments.of(prompts), Segments.of(answers), torch.tensor(of), sampled=sampled).to(
+        common.device()
+    )
 
 
 def scored(actor: Actor, batch: Batch, layout: Any) -> tuple[Tensor, Tensor, int]:
@@ -115,7 +117,14 @@ def rounded(what: str, actor: Actor, truth: Actor, batch: Batch) -> Iterator[Row
     for layout in FLAT:
         found = scored(actor, batch, layout)
         for i, quantity in enumerate(("log-probs", "gradient")):
-            yield Row(what, layout, quantity, off(found[i], true[i]), ROUNDED * off(plain[i], true[i]), found[2])
+            yield Row(
+                what,
+                layout,
+                quantity,
+                off(found[i], true[i]),
+                ROUNDED * off(plain[i], true[i]),
+                found[2],
+            )
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
@@ -145,7 +154,9 @@ def in_4bit(model: Any, batch: Batch) -> Iterator[Row]:
     """Adapters over 4-bit weights, in float32: what the weights are is settled, and layouts must agree on it."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded = load_model(ModelConfig(path=folder, dtype="float32", load_in_4bit=True), device=common.device())
+        loaded = load_model(
+            ModelConfig(path=folder, dtype="float32", load_in_4bit=True), device=common.device()
+        )
     yield from exact("qwen2, 4 bit, float32", Actor(with_adapters(loaded)), batch)
 
 
@@ -153,12 +164,23 @@ def drawn(family: str, model: Any) -> Row:
     """Log-probs that the engine gives with its tokens, against scoring them."""
     engine = NativeEngine(KVDecoder(model), tiny_tokenizer(), EngineConfig())
     draw = random.Random(1)
-    prompts = [Prompt(id=str(i), token_ids=[draw.randrange(4, 90) for _ in range(5 + 20 * i)]) for i in range(3)]
+    prompts = [
+        Prompt(id=str(i), token_ids=[draw.randrange(4, 90) for _ in range(5 + 20 * i)])
+        for i in range(3)
+    ]
     requests = [Request(prompt, seed=i, sample=i) for prompt in prompts for i in range(4)]
-    rollouts = sorted(engine.generate(requests, SamplingConfig(max_new_tokens=40)), key=lambda r: (r.prompt.id, r.sample))
+    rollouts = sorted(
+        engine.generate(requests, SamplingConfig(max_new_tokens=40)),
+        key=lambda r: (r.prompt.id, r.sample),
+    )
     sampled = torch.ones(sum(map(len, rollouts)), dtype=torch.bool)
-    answers, of = Segments.of([r.token_ids for r in rollouts]), torch.tensor([int(r.prompt.id) for r in rollouts])
-    batch = Batch(Segments.of([p.token_ids for p in prompts]), answers, of, sampled=sampled).to(common.device())
+    answers, of = (
+        Segments.of([r.token_ids for r in rollouts]),
+        torch.tensor([int(r.prompt.id) for r in rollouts]),
+    )
+    batch = Batch(Segments.of([p.token_ids for p in prompts]), answers, of, sampled=sampled).to(
+        common.device()
+    )
     actor = Actor(model)
     actor.layout = "padded"
     with torch.no_grad():
@@ -171,7 +193,9 @@ def compare(family: str, sizes: dict[str, Any], batch: Batch) -> Iterator[Row]:
     model: Any = tiny_model(family, **sizes).to(common.device())
     yield from exact(f"{family}, float32", Actor(copy.deepcopy(model)), batch)
     half = copy.deepcopy(model).bfloat16()
-    yield from rounded(f"{family}, bfloat16", Actor(half), Actor(copy.deepcopy(half).float()), batch)
+    yield from rounded(
+        f"{family}, bfloat16", Actor(half), Actor(copy.deepcopy(half).float()), batch
+    )
     yield drawn(family, copy.deepcopy(model))
     if family == "qwen2":
         yield from adapters(family, model, batch)
@@ -189,7 +213,9 @@ def without_kernel(rows: list[Row]) -> list[str]:
 
 def main() -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[f for f in FAMILIES if f != "qwen3_moe"])
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES, default=[f for f in FAMILIES if f != "qwen3_moe"]
+    )
     args = parser.parse_args()
     gpu, vocabulary = torch.cuda.is_available(), len(tiny_tokenizer())
     sizes = (
@@ -204,14 +230,40 @@ def main() -> int:
     skipped = without_kernel(rows)
     bad = [row for row in rows if not row.good]
     shown = [
-        [r.what, r.layout, r.quantity, f"{r.off:.1e}", f"{r.allowed:.1e}", str(r.kernel), "yes" if r.good else "**no**"]
+        [
+            r.what,
+            r.layout,
+            r.quantity,
+            f"{r.off:.1e}",
+            f"{r.allowed:.1e}",
+            str(r.kernel),
+            "yes" if r.good else "**no**",
+        ]
         for r in rows
     ]
     lines = [f"{len(rows)} comparisons of {len(batch)} ragged answers, {len(bad)} off."]
-    lines += [] if find_spec("bitsandbytes") else ["4-bit weights: not compared, since bitsandbytes is not installed."]
-    lines += [f"**The variable-length kernel was not used for {', '.join(skipped)}.**"] if skipped else []
-    lines += ["", *common.table(["model", "layout", "of", "off", "allowed", "kernel calls", "good"], shown)]
-    common.write(args.out, "layouts", args.machine, "Layouts against one another", {"rows": [asdict(r) for r in rows]}, lines)
+    lines += (
+        []
+        if find_spec("bitsandbytes")
+        else ["4-bit weights: not compared, since bitsandbytes is not installed."]
+    )
+    lines += (
+        [f"**The variable-length kernel was not used for {', '.join(skipped)}.**"]
+        if skipped
+        else []
+    )
+    lines += [
+        "",
+        *common.table(["model", "layout", "of", "off", "allowed", "kernel calls", "good"], shown),
+    ]
+    common.write(
+        args.out,
+        "layouts",
+        args.machine,
+        "Layouts against one another",
+        {"rows": [asdict(r) for r in rows]},
+        lines,
+    )
     return 1 if bad or skipped else 0
 
 

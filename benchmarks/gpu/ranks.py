@@ -29,7 +29,10 @@ RELATIVE, LEAST = 1e-5, 2e-7
 KINDS = {
     "grpo": {"algorithm": {"preset": "grpo", "kl": {"where": "loss", "coef": 0.01}}},
     "ppo": {"algorithm": {"preset": "ppo", "kl": {"coef": 0.01}}},
-    "LoRA": {"algorithm": {"preset": "grpo", "kl": {"where": "loss", "coef": 0.01}}, "model": {"lora": {"rank": 4}}},
+    "LoRA": {
+        "algorithm": {"preset": "grpo", "kl": {"where": "loss", "coef": 0.01}},
+        "model": {"lora": {"rank": 4}},
+    },
 }
 
 
@@ -59,9 +62,13 @@ def run(folder: Path, kind: str, device: str, steps: int, processes: int) -> Pat
     paths = os.pathsep.join([str(common.ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "lightrft", "rl", str(file), f"launch.processes={processes}"]
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=240, env=environment
+    )
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} failed\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     return folder / "runs" / name
 
 
@@ -82,7 +89,10 @@ def gaps(found: Path, truth: Path) -> dict[str, float]:
     total = torch.stack([t.double().norm() for t in theirs.values()]).norm()
     return {
         **worst,
-        "weights": float(torch.stack([(ours[k].double() - t.double()).norm() for k, t in theirs.items()]).norm() / total),
+        "weights": float(
+            torch.stack([(ours[k].double() - t.double()).norm() for k, t in theirs.items()]).norm()
+            / total
+        ),
     }
 
 
@@ -104,16 +114,32 @@ def main() -> int:
         for kind in kinds:
             one, many = (run(folder, kind, device, args.steps, n) for n in (1, args.processes))
             found[kind] = gaps(many, one)
-    bad = [f"{kind}: {of}" for kind, each in found.items() for of, gap in each.items() if gap > RELATIVE]
+    bad = [
+        f"{kind}: {of}"
+        for kind, each in found.items()
+        for of, gap in each.items()
+        if gap > RELATIVE
+    ]
     lines = [
-        f"{args.processes} processes through {backend} against one, {args.steps} steps each, float32; largest relative gaps."
+        f"{args.processes} processes through {backend} against one, {args.steps} steps each, "
+        "float32; largest relative gaps."
     ]
     lines += [
         "",
-        *common.table(["", *next(iter(found.values()))], [[k, *(f"{g:.1e}" for g in v.values())] for k, v in found.items()]),
+        *common.table(
+            ["", *next(iter(found.values()))],
+            [[k, *(f"{g:.1e}" for g in v.values())] for k, v in found.items()],
+        ),
     ]
     lines += ["", f"Off by more than {RELATIVE:g}: {', '.join(bad) or 'nothing'}."]
-    common.write(args.out, "ranks", args.machine, "Several processes against one", {"backend": backend, "gaps": found}, lines)
+    common.write(
+        args.out,
+        "ranks",
+        args.machine,
+        "Several processes against one",
+        {"backend": backend, "gaps": found},
+        lines,
+    )
     return 1 if bad else 0
 
 

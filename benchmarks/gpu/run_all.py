@@ -59,18 +59,29 @@ class Results:
         self.ended[job] = said
         if job in self.failed:
             self.tails[job] = log[-4000:]
-        self.texts += [file.read_text(encoding="utf-8").strip() for file in sorted(folder.glob("*.md"))]
-        self.trees[job] = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))] or said
+        self.texts += [
+            file.read_text(encoding="utf-8").strip() for file in sorted(folder.glob("*.md"))
+        ]
+        self.trees[job] = [
+            json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))
+        ] or said
         self.write()
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        head = ["# All scripts of benchmarks/gpu", "", *(f"* {job}: {said}" for job, said in self.ended.items())]
+        head = [
+            "# All scripts of benchmarks/gpu",
+            "",
+            *(f"* {job}: {said}" for job, said in self.ended.items()),
+        ]
         tails = [f"## The end of {job}\n\n```text\n{tail}\n```" for job, tail in self.tails.items()]
         stem = self.out / f"gpu-{self.name}"
-        stem.with_suffix(".md").write_text("\n\n".join(["\n".join(head), *self.texts, *tails]) + "\n", encoding="utf-8")
+        stem.with_suffix(".md").write_text(
+            "\n\n".join(["\n".join(head), *self.texts, *tails]) + "\n", encoding="utf-8"
+        )
         stem.with_suffix(".json").write_text(
-            json.dumps({"ended": self.ended, "results": self.trees}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({"ended": self.ended, "results": self.trees}, indent=1) + "\n",
+            encoding="utf-8",
         )
 
 
@@ -79,7 +90,9 @@ def run(words: list[str], limit: float, log: Path) -> str:
     began = time.monotonic()
     command = [sys.executable, str(HERE / words[0]), *words[1:]]
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -89,7 +102,11 @@ def run(words: list[str], limit: float, log: Path) -> str:
     seconds = time.monotonic() - began
     if status == NOT_RUN:
         return log.read_text(encoding="utf-8").strip().splitlines()[-1]
-    return f"done in {seconds:.0f} s" if status == 0 else f"FAILED with status {status} after {seconds:.0f} s"
+    return (
+        f"done in {seconds:.0f} s"
+        if status == 0
+        else f"FAILED with status {status} after {seconds:.0f} s"
+    )
 
 
 def main() -> int:
@@ -106,10 +123,19 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             folder, log = Path(name), Path(name) / "log"
             more = ["--out", name, "--machine", results.name, *(["--smoke"] if args.smoke else [])]
-            said = f"not run: {left:.0f} s are left" if left < LEAST else run([*words, *more], min(limit, left), log)
+            said = (
+                f"not run: {left:.0f} s are left"
+                if left < LEAST
+                else run([*words, *more], min(limit, left), log)
+            )
             text = log.read_text(encoding="utf-8") if log.is_file() else ""
             results.add(job, said, text, folder)
-        print(f"{job}: {said}", *([text[-2000:]] if job in results.failed else []), sep="\n", flush=True)
+        print(
+            f"{job}: {said}",
+            *([text[-2000:]] if job in results.failed else []),
+            sep="\n",
+            flush=True,
+        )
     print((args.out / f"gpu-{results.name}.md").read_text(encoding="utf-8"))
     print(f"{time.monotonic() - began:.0f} s in all")
     return 1 if results.failed else 0

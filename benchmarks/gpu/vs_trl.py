@@ -48,7 +48,11 @@ class OnGPU(Work):
 
     script = Path(__file__)
     stem = "vs_trl_gpu"
-    cases: Mapping[str, Any] = {"0.5b": Case("0.5b", 512, 2), "1.5b": Case("1.5b", 512, 2), "smoke": Case("smoke", 16, 1)}
+    cases: Mapping[str, Any] = {
+        "0.5b": Case("0.5b", 512, 2),
+        "1.5b": Case("1.5b", 512, 2),
+        "smoke": Case("smoke", 16, 1),
+    }
     usual = ("0.5b",)
     checked = ("0.5b", "smoke")
     model = "qwen2"
@@ -105,8 +109,12 @@ def one_side(work: OnGPU) -> None:
     """A round of this side, where the other is not installed."""
     with tempfile.TemporaryDirectory() as folder:
         vs_trl.call(work, "make", 1, folder=folder, of="smoke")
-        got = vs_trl.one_round(work, "smoke", work.variants(work.cases["smoke"], "lightrft")[0], Path(folder), 1)
-    print(f"trl is not installed (pip install trl): this side alone ran, {got['step']:.2f} s a step")
+        got = vs_trl.one_round(
+            work, "smoke", work.variants(work.cases["smoke"], "lightrft")[0], Path(folder), 1
+        )
+    print(
+        f"trl is not installed (pip install trl): this side alone ran, {got['step']:.2f} s a step"
+    )
 
 
 def arguments(given: list[str]) -> list[str]:

@@ -91,7 +91,9 @@ def grpo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     paper="Dr. GRPO, arXiv 2503.20783, section 3.2",
     needs=["groups"],
 )
-def group_mean(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def group_mean(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
     """Subtract the mean reward of the group from each reward."""
     return on_tokens(by_prompt(batch, token_rewards).centred(), batch)
 
@@ -188,7 +190,9 @@ def maxrl(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     needs=["groups", "batch"],
     reads=["eps"],
 )
-def lite_ppo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def lite_ppo(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
     """Center each reward on its group mean and divide by the standard deviation of the batch.
 
     The standard deviation is unbiased and is taken over all rewards of the batch.
@@ -207,7 +211,9 @@ def lite_ppo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> 
     needs=["batch"],
     reads=["eps"],
 )
-def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def batch_standard(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
     """Standardize each reward over all responses of the batch, with the unbiased deviation.
 
     Every response counts once.
@@ -218,12 +224,15 @@ def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfi
 
 @ADVANTAGES.register(
     "gpg",
-    formula="A_i = alpha (R_i - mean_group R) / F,  alpha = responses / responses of groups with unequal rewards,  F = 1",
+    formula="A_i = alpha (R_i - mean_group R) / F,  alpha = responses / responses of groups with "
+    "unequal rewards,  F = 1",
     latex=r"\hat A_i=\alpha\,\frac{R_i-\operatorname{mean}(R)}{F},\quad\alpha=\frac{B}{B-M},\quad F=1",
     paper="GPG, arXiv 2504.02546, section 3",
     needs=["groups", "batch"],
 )
-def gpg(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_eps: float | None = None) -> tuple[Tensor, Tensor]:
+def gpg(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_eps: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Center each reward on its group mean and scale it by ``alpha``.
 
     ``alpha`` compensates for groups of equal rewards, which have no gradient.
@@ -267,7 +276,9 @@ def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     latex=r"\hat A_i=\mathbb 1[R_i\ge\tau]",
     paper="Rejection sampling fine-tuning, arXiv 2308.01825",
 )
-def rft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, threshold: float = 1.0) -> tuple[Tensor, Tensor]:
+def rft(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, threshold: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Imitate every response whose reward reaches a threshold.
 
     Args:
@@ -284,7 +295,9 @@ def rft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, thres
     paper="REINFORCE++, arXiv 2501.03262, section 3 (whitened over the global batch)",
     reads=["gamma"],
 )
-def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def reinforce(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
     """Return the discounted sum of rewards from each token on."""
     returns = returns_of(batch, token_rewards, settings.gamma)
     return returns, returns
@@ -292,7 +305,8 @@ def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) ->
 
 @ADVANTAGES.register(
     "remax",
-    formula="A_t = sum_{s>=t} gamma^(s-t) r_s - gamma^(T-t) R(greedy response),  T the last sampled token",
+    formula="A_t = sum_{s>=t} gamma^(s-t) r_s - gamma^(T-t) R(greedy response),  T the last sampled "
+    "token",
     latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}r_s-\gamma^{T-t}R(y^{greedy})",
     paper="ReMax, arXiv 2310.10505, algorithm 2; the discount follows its authors' code",
     needs=["greedy"],
@@ -318,7 +332,8 @@ def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
 
 @ADVANTAGES.register(
     "gae",
-    formula="delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t",
+    formula="delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = "
+    "A_t + V_t",
     latex=r"\delta_t=r_t+\gamma V_{t+1}-V_t,\quad \hat A_t=\delta_t+\gamma\lambda\hat A_{t+1},\quad \hat R_t=\hat A_t+V_t",
     paper="GAE, arXiv 1506.02438, eq. 16; lam_critic: VC-PPO, arXiv 2503.01491",
     needs=["critic"],
@@ -343,7 +358,8 @@ def gae(
 
 @ADVANTAGES.register(
     "vapo",
-    formula="A_t as in gae with lam_i = max(0, 1 - 1 / (alpha l_i)), l_i sampled tokens;  return_t as in gae with lam_critic",
+    formula="A_t as in gae with lam_i = max(0, 1 - 1 / (alpha l_i)), l_i sampled tokens;  return_t "
+    "as in gae with lam_critic",
     latex=r"\hat A_t=\sum_{k\ge 0}(\gamma\lambda_i)^k\delta_{t+k},\ "
     r"\lambda_i=1-\tfrac{1}{\alpha l_i},\quad "
     r"\hat R_t=V_t+\sum_{k\ge 0}(\gamma\lambda_{critic})^k\delta_{t+k}",
@@ -416,7 +432,8 @@ def traced(
 
 @ADVANTAGES.register(
     "prime",
-    formula="A_t = sum_{s>=t} gamma^(s-t) (p_s - mean_{j != i} mean_s p_js) + R_i - mean_{j != i} R_j;  p_t process rewards",
+    formula="A_t = sum_{s>=t} gamma^(s-t) (p_s - mean_{j != i} mean_s p_js) + R_i - mean_{j != i} "
+    "R_j;  p_t process rewards",
     latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}\Big(p_s-\tfrac1{G-1}\sum_{j\ne i}\bar p_j\Big)+R_i-\tfrac1{G-1}\sum_{j\ne i}R_j",
     paper="PRIME, arXiv 2502.01456",
     needs=["groups", "process"],
@@ -440,7 +457,8 @@ def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
 
 @ADVANTAGES.register(
     "prime_released",
-    formula="A_t = process_coef sum_{s>=t} (G p_s - sum_j mean_s p_js) / (G - 1) + outcome_coef (R_i - mean_{j != i} R_j)",
+    formula="A_t = process_coef sum_{s>=t} (G p_s - sum_j mean_s p_js) / (G - 1) + outcome_coef (R_i "
+    "- mean_{j != i} R_j)",
     latex=r"\hat A_t=c_p\sum_{s\ge t}\frac{G\,p_s-\sum_j\bar p_j}{G-1}+c_o\Big(R_i-\tfrac1{G-1}\sum_{j\ne i}R_j\Big)",
     paper="PRIME, arXiv 2502.01456, as its released code has it",
     needs=["groups", "process", "batch"],
@@ -490,7 +508,9 @@ def prime_released(
     needs=["groups", "energy"],
     reads=["eps"],
 )
-def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_tail: bool = True) -> tuple[Tensor, Tensor]:
+def otb(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_tail: bool = True
+) -> tuple[Tensor, Tensor]:
     """Subtract the optimal baseline of each token position from the return.
 
     Responses with more uncertain tokens up to that position weigh more. The only response of a
@@ -619,7 +639,9 @@ def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     paper="distillation without a reward: GKD, arXiv 2306.13649",
     needs=["teacher"],
 )
-def teacher(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def teacher(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
     """Return advantages and returns of 0, so that only a teacher's term trains the policy."""
     nothing = torch.zeros_like(token_rewards)
     return nothing, nothing

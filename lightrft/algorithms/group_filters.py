@@ -86,7 +86,10 @@ def pass_rate(group: Group, *, low: float, high: float, threshold: float = 1.0) 
     keeps_none = high < 0 or low > 1
     keeps_all = low <= 0 and high >= 1
     if keeps_none or keeps_all:
-        raise ConfigError(f"filter pass_rate: low {low} and high {high} bound a share in [0, 1]; together they keep all or none")
+        raise ConfigError(
+            f"filter pass_rate: low {low} and high {high} bound a share in [0, 1]; together they "
+            "keep all or none"
+        )
     rate = pass_rate_of(group, threshold)
     return "" if low <= rate <= high else "pass_rate"
 
@@ -209,9 +212,14 @@ def _repetition(tokens: Sequence[int], n: int) -> float:
 def _ordered(name: str, low: float, high: float) -> None:
     # `not <=` also rejects NaN.
     if not low <= high:
-        raise ConfigError(f"filter {name}: options.low is {low}, above options.high, {high}; every group would be dropped")
+        raise ConfigError(
+            f"filter {name}: options.low is {low}, above options.high, {high}; every group would "
+            "be dropped"
+        )
 
 
 def _share(name: str, limit: float) -> None:
     if not 0 <= limit < 1:
-        raise ConfigError(f"filter {name}: options.limit is {limit}; it is a share, from 0 to less than 1")
+        raise ConfigError(
+            f"filter {name}: options.limit is {limit}; it is a share, from 0 to less than 1"
+        )

@@ -69,4 +69,6 @@ class GroupStats:
 
     def standardised(self, eps: float) -> Tensor:
         """Return ``(x - mean) / (deviation + eps)``."""
-        return torch.where(self.uneven(), self.centred() / (self.deviation() + eps), torch.zeros_like(self.x))
+        return torch.where(
+            self.uneven(), self.centred() / (self.deviation() + eps), torch.zeros_like(self.x)
+        )

@@ -69,7 +69,9 @@ def inside(weight: Tensor, low: float, high: float) -> Tensor:
     paper="decoupled PPO: arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5",
     needs=["old", "behavior"],
 )
-def importance(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows) -> Tensor:
+def importance(
+    logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows
+) -> Tensor:
     """Weight each token by its unbounded importance ratio (decoupled PPO).
 
     The loss clips around the old policy; the weight corrects for the sampler.
@@ -79,7 +81,8 @@ def importance(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tens
 
 @IS_CORRECTIONS.register(
     "tis",
-    formula="w = clip( pi_old / pi_sampler, low, high ), of a token, or its product or geometric mean over the response (level)",
+    formula="w = clip( pi_old / pi_sampler, low, high ), of a token, or its product or geometric "
+    "mean over the response (level)",
     latex=r"w=\operatorname{clip}\!\big(\pi_{old}/\mu,\ a,\ C\big)",
     paper="truncated importance sampling: IMPALA, arXiv 1802.01561, eq. 1; Yao et al. 2025, Your "
     "efficient RL framework secretly brings you off-policy training",
@@ -136,7 +139,8 @@ def icepop(
 
 @IS_CORRECTIONS.register(
     "mis",
-    formula="w = pi_old / pi_sampler where low <= w <= high, else 0; of a token, or its product or geometric mean (level)",
+    formula="w = pi_old / pi_sampler where low <= w <= high, else 0; of a token, or its product or "
+    "geometric mean (level)",
     latex=r"w=\frac{\pi_{old}}{\mu}\,\mathbb 1\big[a\le\tfrac{\pi_{old}}{\mu}\le C\big]",
     paper="masked importance sampling: Liu et al. 2025, When speed kills stability",
     needs=["old", "behavior"],
@@ -165,9 +169,11 @@ def mis(
 
 @IS_CORRECTIONS.register(
     "sequence_mask",
-    formula="w_t = exp( logp_old - logp_sampler ) in responses with low <= w(level) <= high, else 0; at most cap if that is set",
+    formula="w_t = exp( logp_old - logp_sampler ) in responses with low <= w(level) <= high, else 0; "
+    "at most cap if that is set",
     latex=r"w_t=\frac{\pi_{old}}{\mu}\,\mathbb 1\big[a\le w_i\le b\big],\quad w_i=\Big(\prod_t\pi_{old}/\mu\Big)^{1/l_i}",
-    paper="sequence-masked importance sampling, as frameworks compute it: token weights of kept responses have no bound",
+    paper="sequence-masked importance sampling, as frameworks compute it: token weights of kept "
+    "responses have no bound",
     needs=["old", "behavior"],
 )
 def sequence_mask(
@@ -233,7 +239,8 @@ def sequence_reject(
     "mini-batch, or over its responses",
     latex=r"w=\frac{v}{\operatorname{mean}_{batch}v},\quad "
     r"v=\operatorname{clip}\!\big(\pi_{old}/\mu,\ a,\ C\big)",
-    paper="self-normalised importance sampling, Owen 2013, Monte Carlo theory, section 9.2; as verl's rollout_is_batch_normalize",
+    paper="self-normalised importance sampling, Owen 2013, Monte Carlo theory, section 9.2; as "
+    "verl's rollout_is_batch_normalize",
     needs=["old", "behavior", "batch", "current"],
 )
 def tis_normalized(
@@ -293,7 +300,8 @@ DIVERGENCE_LEVELS: dict[str, Callable[[Tensor, TokenRows], Tensor]] = {
     latex=r"w_t=\mathbb 1[D\le\delta],\quad "
     r"D\in\big\{k_t,\ \textstyle\sum_tk_t,\ \tfrac1{l_i}\sum_tk_t,\ \max_tk_t\big\},\quad "
     r"k_t\in\{\tfrac12d_t^2,\ e^{-d_t}-1+d_t\},\ d_t=\log\mu-\log\pi_{old}",
-    paper="Liu et al. 2025, When speed kills stability; estimators: Schulman 2020; as verl's rollout_rs",
+    paper="Liu et al. 2025, When speed kills stability; estimators: Schulman 2020; as verl's "
+    "rollout_rs",
     needs=["old", "behavior"],
 )
 def divergence_reject(
@@ -396,7 +404,9 @@ def version_share(versions: Tensor, proximal: int, current: int) -> Tensor:
     return ((proximal - versions).double() / way).clamp(0, 1)
 
 
-def interpolated_proximal(logprobs: Tensor, behavior: Tensor, versions: Tensor, proximal: int, current: int) -> Tensor:
+def interpolated_proximal(
+    logprobs: Tensor, behavior: Tensor, versions: Tensor, proximal: int, current: int
+) -> Tensor:
     """Approximate the log-probs of the proximal policy without a forward pass, ``[N]``.
 
     The result has no gradient: ``logp_sampler + alpha (logp - logp_sampler)``, with alpha from

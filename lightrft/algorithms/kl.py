@@ -18,7 +18,9 @@ Estimator = Callable[[Tensor, Tensor], Tensor]
 KL_ESTIMATORS: Registry[Estimator] = Registry("KL estimator")
 
 
-@KL_ESTIMATORS.register("k1", formula="d", latex=r"d", paper="Schulman 2020, Approximating KL Divergence")
+@KL_ESTIMATORS.register(
+    "k1", formula="d", latex=r"d", paper="Schulman 2020, Approximating KL Divergence"
+)
 def k1(logprobs: Tensor, ref: Tensor) -> Tensor:
     """Estimate the KL without bias; the estimate may be negative.
 
@@ -60,7 +62,8 @@ def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
     "k3_straight",
     formula="sg(exp(-d) - 1 + d) + d^2 / 2 - sg(d^2 / 2)",
     latex=r"\operatorname{sg}\big(e^{-d}-1+d\big)+\tfrac12d^2-\operatorname{sg}\big(\tfrac12d^2\big)",
-    paper="the value of k3 and the gradient of k2, as verl's k3+; Schulman 2020, Approximating KL Divergence",
+    paper="the value of k3 and the gradient of k2, as verl's k3+; Schulman 2020, Approximating KL "
+    "Divergence",
 )
 def k3_straight(logprobs: Tensor, ref: Tensor) -> Tensor:
     """Estimate the KL with the value of ``k3`` and the gradient of ``k2``.

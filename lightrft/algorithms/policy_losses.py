@@ -95,11 +95,14 @@ RATIOS: dict[str, Callable[[Tensor, Tensor, TokenRows], Tensor]] = {
     latex=r"L_{i,t}=-\min\!\big(\rho_t\hat A_t,\ "
     r"\operatorname{clip}(\rho_t,1-\epsilon_l,1+\epsilon_h)\hat A_t\big),\quad "
     r"\rho_t=\pi_\theta/\pi_{old}",
-    paper="PPO, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729, eq. 7",
+    paper="PPO, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv "
+    "1912.09729, eq. 7",
     needs=["old"],
     reads=["ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"],
 )
-def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def ppo_clip(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, Stats]:
     """Compute the clipped surrogate of PPO.
 
     With ``dual_clip``, the loss of a negative advantage is at most ``dual_clip`` times its size.
@@ -124,7 +127,9 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows,
     latex=r"L_{i,t}=-\hat A_t\log\pi_\theta",
     paper="REINFORCE, Williams 1992, Machine Learning 8, section 5",
 )
-def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def reinforce(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, Stats]:
     """Compute the plain policy gradient, without a ratio.
 
     It is unbiased only for the policy that sampled.
@@ -140,7 +145,9 @@ def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows
     needs=["old"],
     reads=["ratio"],
 )
-def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def importance(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, Stats]:
     """Weight the policy gradient by the ratio, without keeping the ratio near 1."""
     ratio = RATIOS[settings.ratio](logprobs, old, rows)
     return -ratio * advantages, {"ratio": ratio.detach()}
@@ -157,7 +164,9 @@ def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRow
     needs=["old"],
     reads=["clip_low", "clip_high"],
 )
-def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def gmpo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, Stats]:
     """Compute the geometric mean of clipped token ratios.
 
     Each token carries the gradient of its own ratio. This equals the gradient of the mean if the
@@ -176,13 +185,16 @@ def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, set
 
 @POLICY_LOSSES.register(
     "cispo",
-    formula="L_t = -sg( clip(rho_t, 1 - clip_low, 1 + clip_high) ) A_t logp,  rho_t = exp(logp - logp_old)",
+    formula="L_t = -sg( clip(rho_t, 1 - clip_low, 1 + clip_high) ) A_t logp,  rho_t = exp(logp - "
+    "logp_old)",
     latex=r"L_{i,t}=-\operatorname{sg}\!\big(\operatorname{clip}(\rho_t,1-\epsilon_l,1+\epsilon_h)\big)\hat A_t\log\pi_\theta",
     paper="CISPO: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5",
     needs=["old"],
     reads=["clip_low", "clip_high"],
 )
-def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def cispo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, Stats]:
     """Clip the weight on both sides, so that every token keeps its gradient."""
     ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -194,7 +206,8 @@ def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, se
     "cispo_cap",
     formula="L_t = -sg( min(rho_t, cap) ) A_t logp,  rho_t = exp(logp - logp_old)",
     latex=r"L_{i,t}=-\operatorname{sg}\!\big(\min(\rho_t,c)\big)\hat A_t\log\pi_\theta",
-    paper="CISPO as in ScaleRL, arXiv 2510.13786, section 3.2: bounded from above alone, by the number itself",
+    paper="CISPO as in ScaleRL, arXiv 2510.13786, section 3.2: bounded from above alone, by the "
+    "number itself",
     needs=["old"],
 )
 def cispo_cap(
@@ -221,14 +234,17 @@ def cispo_cap(
 
 @POLICY_LOSSES.register(
     "cpgd",
-    formula="L_t = -min( d_t A_t, clip(d_t, log(1 - clip_low), log(1 + clip_high)) A_t ),  d_t = logp - logp_old",
+    formula="L_t = -min( d_t A_t, clip(d_t, log(1 - clip_low), log(1 + clip_high)) A_t ),  d_t = "
+    "logp - logp_old",
     latex=r"L_{i,t}=-\min\!\big(\log\rho_t\,\hat A_t,\ "
     r"\operatorname{clip}(\log\rho_t,\log(1-\epsilon_l),\log(1+\epsilon_h))\,\hat A_t\big)",
     paper="CPGD, arXiv 2505.12504, section 4; its policy drift is algorithm.policy_drift",
     needs=["old"],
     reads=["clip_low", "clip_high"],
 )
-def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def cpgd(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, Stats]:
     """Compute the clipped surrogate on the log-ratio.
 
     A large ratio therefore does not scale the gradient.
@@ -246,7 +262,8 @@ def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, set
 
 @POLICY_LOSSES.register(
     "sapo",
-    formula="L_t = -A_t (4 / tau) sigmoid( tau (rho_t - 1) ),  tau = tau_pos where A_t > 0, else tau_neg",
+    formula="L_t = -A_t (4 / tau) sigmoid( tau (rho_t - 1) ),  tau = tau_pos where A_t > 0, else "
+    "tau_neg",
     latex=r"L_{i,t}=-\hat A_t\,\frac4\tau\,\sigma\!\big(\tau(\rho_t-1)\big),\quad\tau=\tau_{pos}\ (\hat A_t>0)\ \text{or}\ \tau_{neg}",
     paper="SAPO, arXiv 2511.20347, eq. 5 and 6",
     needs=["old"],
@@ -317,7 +334,8 @@ def vespo(
 
 @POLICY_LOSSES.register(
     "dppo",
-    formula="L_t = -rho_t A_t; 0 where A_t > 0 and exp(logp) - exp(logp_old) > high, or A_t < 0 and it is < -low",
+    formula="L_t = -rho_t A_t; 0 where A_t > 0 and exp(logp) - exp(logp_old) > high, or A_t < 0 and "
+    "it is < -low",
     latex=r"L_{i,t}=-M_t\,\rho_t\hat A_t,\quad M_t=0\text{ where }\hat A_t>0,\ "
     r"\pi_\theta-\pi_{old}>\delta_h\ \text{or}\ \hat A_t<0,\ \pi_\theta-\pi_{old}<-\delta_l",
     paper="DPPO, binary total variation, arXiv 2602.04879; its old policy is the sampler",

@@ -37,7 +37,9 @@ SHAPINGS: Registry[Shaping] = Registry("shaping")
     latex=r"R\leftarrow\operatorname{clip}(R,a,b)",
     paper="arXiv 1707.06347",
 )
-def reward_clip(batch: Batch, rewards: Tensor, *, max_new_tokens: int, low: float = -10.0, high: float = 10.0) -> Tensor:
+def reward_clip(
+    batch: Batch, rewards: Tensor, *, max_new_tokens: int, low: float = -10.0, high: float = 10.0
+) -> Tensor:
     """Clip rewards to ``[low, high]``.
 
     Args:
@@ -47,8 +49,12 @@ def reward_clip(batch: Batch, rewards: Tensor, *, max_new_tokens: int, low: floa
     return rewards.clamp(low, high)
 
 
-@SHAPINGS.register("reward_scale", formula="R <- scale R + shift", latex=r"R\leftarrow aR+b", paper="")
-def reward_scale(batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+@SHAPINGS.register(
+    "reward_scale", formula="R <- scale R + shift", latex=r"R\leftarrow aR+b", paper=""
+)
+def reward_scale(
+    batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: float = 1.0, shift: float = 0.0
+) -> Tensor:
     """Scale and shift rewards.
 
     Args:
@@ -64,7 +70,9 @@ def reward_scale(batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: f
     latex=r"R\leftarrow R+c\,\operatorname{clip}\!\Big(\frac{L_{\max}-b-l}{b},-1,0\Big)",
     paper="DAPO, arXiv 2503.14476, eq. 13",
 )
-def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: float = 0.2, penalty: float = 1.0) -> Tensor:
+def overlong(
+    batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: float = 0.2, penalty: float = 1.0
+) -> Tensor:
     """Penalize responses linearly over the last tokens before the length limit.
 
     Args:
@@ -77,7 +85,8 @@ def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: floa
     """
     if buffer <= 0:
         raise ConfigError(
-            f"shaping overlong: options.buffer is {buffer}; give a number of tokens, or a share of the limit above 0"
+            f"shaping overlong: options.buffer is {buffer}; give a number of tokens, or a share "
+            "of the limit above 0"
         )
     tokens = buffer if buffer >= 1 else max(1, round(buffer * max_new_tokens))
     over = (max_new_tokens - tokens - batch.lengths.to(rewards.dtype)) / tokens
@@ -86,7 +95,8 @@ def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: floa
 
 @SHAPINGS.register(
     "cosine",
-    formula="R <- end + (start - end) (1 + cos(pi l / L_max)) / 2, start and end as R >= threshold or not; exceed from L_max on",
+    formula="R <- end + (start - end) (1 + cos(pi l / L_max)) / 2, start and end as R >= threshold "
+    "or not; exceed from L_max on",
     latex=r"R\leftarrow R_L+\tfrac12(R_0-R_L)\big(1+\cos\tfrac{\pi l}{L_{\max}}\big)",
     paper="Demystifying long chain-of-thought, arXiv 2502.03373, section 4.2",
 )
@@ -214,7 +224,9 @@ TERMS: dict[str, Callable[[Batch, float], Tensor]] = {
 """Term normalizations: ``TERMS[mode](batch, eps) -> outcome rewards [B]``, in float64."""
 
 
-def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], GroupStats], eps: float) -> Tensor:
+def normalized_terms(
+    batch: Batch, grouped: Callable[[Tensor, Tensor], GroupStats], eps: float
+) -> Tensor:
     """Return the weighted sum of the standardized reward terms, ``[B]``.
 
     Each term is standardized over the responses that have it.

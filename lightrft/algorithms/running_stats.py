@@ -41,7 +41,9 @@ class RunningStats:
         lowest, highest = float(x.min()), float(x.max())
         # The mean of equal numbers is exact, so that their deviation is exactly 0.
         mean = lowest if lowest == highest else math.fsum(x.tolist()) / len(x)
-        return self.merged(RunningStats(len(x), mean, math.fsum((x - mean).square().tolist()), lowest, highest))
+        return self.merged(
+            RunningStats(len(x), mean, math.fsum((x - mean).square().tolist()), lowest, highest)
+        )
 
     def merged(self, other: RunningStats) -> RunningStats:
         """Merge two sets of statistics (Chan, Golub and LeVeque 1979)."""

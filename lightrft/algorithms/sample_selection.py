@@ -37,7 +37,8 @@ def top_k(group: Group, *, keep: int) -> list[int]:
 
 @SELECTIONS.register(
     "balanced",
-    formula="keep the best and the worst half each; with a threshold, as many right responses (R >= threshold) as wrong ones",
+    formula="keep the best and the worst half each; with a threshold, as many right responses (R >= "
+    "threshold) as wrong ones",
     latex=r"\{i:\operatorname{rank}(R_i)\le\lceil k/2\rceil\}\cup\{i:\operatorname{rank}(R_i)>G-\lfloor k/2\rfloor\}",
     paper="best and worst: max-min down-sampling, PODS, arXiv 2504.13818",
 )
@@ -88,7 +89,9 @@ def max_variance(group: Group, *, keep: int) -> list[int]:
     return _both_ends(ranked, keep, best=max(range(keep + 1), key=quality))
 
 
-@SELECTIONS.register("random", formula="keep responses at random", latex=r"S\sim\operatorname{Uniform}\{S:|S|=k\}")
+@SELECTIONS.register(
+    "random", formula="keep responses at random", latex=r"S\sim\operatorname{Uniform}\{S:|S|=k\}"
+)
 def random(group: Group, *, keep: int) -> list[int]:
     """Select ``keep`` responses by a hash of their seeds.
 
@@ -114,7 +117,10 @@ def selected(group: Group, part: ComponentConfig | None) -> list[Rollout]:
         return list(group)
     kept = set(SELECTIONS[part.name](group, **part.options))
     if not kept <= set(range(len(group))):
-        raise ConfigError(f"rollout.select: {part.name!r} gave {sorted(kept)} for a group of {len(group)} responses")
+        raise ConfigError(
+            f"rollout.select: {part.name!r} gave {sorted(kept)} for a group of {len(group)} "
+            "responses"
+        )
     return [rollout for i, rollout in enumerate(group) if i in kept]
 
 
@@ -150,4 +156,6 @@ def _shuffled(rollout: Rollout) -> bytes:
 
 def _at_least(name: str, keep: int, least: int) -> None:
     if not isinstance(keep, int) or keep < least:
-        raise ConfigError(f"selection {name}: options.keep is {keep}; it counts responses, {least} or more")
+        raise ConfigError(
+            f"selection {name}: options.keep is {keep}; it counts responses, {least} or more"
+        )

@@ -50,7 +50,9 @@ TOKEN_MASKS: Registry[TokenMaskFunction] = Registry("token mask")
     paper="Beyond the 80/20 rule, arXiv 2506.01939, eq. 6",
     needs=["entropy"],
 )
-def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> TokenMask:
+def high_entropy(
+    batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2
+) -> TokenMask:
     """Keep the tokens of the mini-batch at which the policy has the highest entropy.
 
     Tokens equal to the threshold are all kept.
@@ -66,10 +68,13 @@ def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator,
     "high_entropy_per_answer",
     formula="keep tokens with H_t >= the (1 - rho) quantile of H over their response",
     latex=r"\mathbb 1\big[H_t\ge\tau_{\rho,i}\big],\quad\tau_{\rho,i}=Q_{1-\rho}(H)\text{ over response }i",
-    paper="a variant of Beyond the 80/20 rule, arXiv 2506.01939: the quantile of each response, not of the batch",
+    paper="a variant of Beyond the 80/20 rule, arXiv 2506.01939: the quantile of each response, "
+    "not of the batch",
     needs=["entropy"],
 )
-def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> TokenMask:
+def high_entropy_per_answer(
+    batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2
+) -> TokenMask:
     """Keep the tokens of each response at which the policy has the highest entropy.
 
     Args:
@@ -80,10 +85,11 @@ def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch
 
 @TOKEN_MASKS.register(
     "clip_cov",
-    formula="leave out share * tokens of the mini-batch, sampled from the tokens with low < (A_t - mean "
-    "A)(logp_t - mean logp) < high that the clip does not hold already",
+    formula="leave out share * tokens of the mini-batch, sampled from the tokens with low < (A_t - "
+    "mean A)(logp_t - mean logp) < high that the clip does not hold already",
     latex=r"\text{leave out }\rho N\text{ tokens of }\{t:\ a<(\hat A_t-\bar A)(\log\pi_t-\overline{\log\pi})<b\}",
-    paper="Clip-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 10 and 11",
+    paper="Clip-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 10 "
+    "and 11",
     needs=["current", "old"],
     reads=["clip_low", "clip_high"],
 )
@@ -126,7 +132,8 @@ def clip_cov(
     "(A_t - mean A)(logp_t - mean logp)",
     latex=r"L_{i,t}\mathrel{+}=\beta\,\big|\log\pi_\theta-\log\pi_{old}\big|\ "
     r"\text{at the }\rho N\text{ largest }(\hat A_t-\bar A)(\log\pi_t-\overline{\log\pi})",
-    paper="KL-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 12 and 13",
+    paper="KL-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 12 and "
+    "13",
     needs=["current", "old"],
 )
 def kl_cov(
@@ -154,12 +161,15 @@ def kl_cov(
 
 @TOKEN_MASKS.register(
     "m2po",
-    formula="leave out the tokens with the largest (logp - logp_sampler)^2, as few as bring the mean of the rest to tau",
+    formula="leave out the tokens with the largest (logp - logp_sampler)^2, as few as bring the mean "
+    "of the rest to tau",
     latex=r"\text{keep the smallest }(\log\pi_\theta-\log\mu)^2\text{ whose mean is }\le\tau",
     paper="M2PO, arXiv 2510.01161, section 4",
     needs=["current", "behavior"],
 )
-def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau: float = 0.04) -> TokenMask:
+def m2po(
+    batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau: float = 0.04
+) -> TokenMask:
     """Mask tokens with a large squared log-ratio until the mean of the rest is at most ``tau``.
 
     This is a trust region on the second moment of the log-ratio. Equal tokens are masked together.
@@ -253,7 +263,9 @@ def with_token_masks(
     for part in parts:
         found = TOKEN_MASKS[part.name](batch, settings, generator, **part.options)
         keep = found.weight.to(torch.float32)
-        batch = batch.replace(token_mask=keep if batch.token_mask is None else batch.token_mask * keep)
+        batch = batch.replace(
+            token_mask=keep if batch.token_mask is None else batch.token_mask * keep
+        )
         if found.kl_pull_coef is not None:
             pull = found.kl_pull_coef if batch.pull is None else batch.pull + found.kl_pull_coef
             batch = batch.replace(pull=pull)

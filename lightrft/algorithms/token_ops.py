@@ -35,11 +35,15 @@ class TokenRows:
     def sum(self, x: Tensor) -> Tensor:
         """Sum ``x [N]`` over the counted tokens of each row, ``[B]``. Differentiable."""
         kept = torch.where(self.mask, x, torch.zeros_like(x))
-        return torch.zeros(len(self), dtype=x.dtype, device=x.device).index_add(0, self.row_of, kept)
+        return torch.zeros(len(self), dtype=x.dtype, device=x.device).index_add(
+            0, self.row_of, kept
+        )
 
     def count(self) -> Tensor:
         """Return the number of counted tokens of each row, ``[B]``."""
-        return torch.zeros(len(self), dtype=torch.long, device=self.mask.device).index_add(0, self.row_of, self.mask.long())
+        return torch.zeros(len(self), dtype=torch.long, device=self.mask.device).index_add(
+            0, self.row_of, self.mask.long()
+        )
 
     def mean(self, x: Tensor) -> Tensor:
         """Average ``x [N]`` over the counted tokens of each row, ``[B]``.
@@ -123,7 +127,9 @@ def clamp_log_ratio(gap: Tensor) -> Tensor:
     is 0 and not NaN. An infinite gap becomes the bound, without a gradient. NaN stays NaN.
     """
     held = gap.clamp(-LIMIT, LIMIT)
-    finite = torch.where(gap.isinf(), held.detach(), gap)  # infinity minus infinity would be NaN, in the backward pass too
+    finite = torch.where(
+        gap.isinf(), held.detach(), gap
+    )  # infinity minus infinity would be NaN, in the backward pass too
     return finite + (held - finite).detach()
 
 

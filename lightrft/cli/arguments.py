@@ -25,20 +25,29 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
     files = [a for a in arguments if "=" not in a]
     wrong = [f for f in files if not f.endswith((".yaml", ".yml"))]
     if wrong:
-        raise ConfigError(f"{wrong[0]!r} is neither a .yaml file nor key=value, and no folder that this verb takes")
+        raise ConfigError(
+            f"{wrong[0]!r} is neither a .yaml file nor key=value, and no folder that this verb "
+            "takes"
+        )
     return load_settings(cls, files, [a for a in arguments if "=" in a])
 
 
 def positional(arguments: Sequence[str], key: str) -> list[str]:
     """Replace each folder without a key in ``arguments`` by ``key=folder``."""
-    bare = [a for a in arguments if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))]
+    bare = [
+        a
+        for a in arguments
+        if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))
+    ]
     named = {a: f"{key}={json.dumps(a)}" for a in bare if Path(a).expanduser().is_dir()}
     if len(named) > 1:
         raise ConfigError(f"{len(named)} folders are named ({', '.join(named)}); it takes one")
     return [named.get(a, a) for a in arguments]
 
 
-def settings_of(verb: str, cls: type[S], arguments: Sequence[str], about: str, preset: Sequence[str] = ()) -> S | None:
+def settings_of(
+    verb: str, cls: type[S], arguments: Sequence[str], about: str, preset: Sequence[str] = ()
+) -> S | None:
     """Return the settings of ``arguments``. With ``--help``, print the help and return None.
 
     Args:
@@ -63,7 +72,10 @@ def show_help(verb: str, defaults: Settings, about: str) -> None:
         about: One line about the verb.
     """
     lines = "\n".join(_setting_lines(defaults, shutil.get_terminal_size().columns))
-    sys.stdout.write(f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their defaults\n{lines}\n")
+    sys.stdout.write(
+        f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their "
+        f"defaults\n{lines}\n"
+    )
 
 
 def _setting_lines(defaults: Settings, columns: int) -> Generator[str]:
@@ -105,7 +117,11 @@ def memory_errors() -> Generator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         text = str(error)
-        if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        if (
+            isinstance(error, MemoryError)
+            or "out of memory" in text
+            or "can't allocate memory" in text
+        ):
             raise ResourceError(
                 "out of memory; lower train.max_tokens_per_micro_batch, engine.max_cache_tokens or "
                 f"model.logits_mb, or set model.gradient_checkpointing=true ({first_line(error)})"

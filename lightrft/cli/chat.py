@@ -22,7 +22,10 @@ def run(arguments: Sequence[str]) -> int:
     ``/clear`` clears the conversation. ``/exit`` or the end of input leaves. ``/<kind> path``
     attaches a file to the next message.
     """
-    about = "Talk to a model. /clear starts a new conversation, /exit leaves, /image path (or another kind) goes with the next message."
+    about = (
+        "Talk to a model. /clear starts a new conversation, /exit leaves, /image path (or "
+        "another kind) goes with the next message."
+    )
     config = settings_of("chat", ChatConfig, positional(arguments, "model.path"), about)
     if config is None:
         return 0

@@ -9,7 +9,10 @@ from typing import Any
 from lightrft.config.base import parse_yaml
 from lightrft.utils.errors import ConfigError
 
-USAGE = "lightrft check <module:function | file.py:function | name> [option=value ...] [--kind <kind>] [--limit <seconds>]"
+USAGE = (
+    "lightrft check <module:function | file.py:function | name> [option=value ...] [--kind "
+    "<kind>] [--limit <seconds>]"
+)
 LIMIT = 10.0
 """Maximum seconds of each reward call, unless ``--limit`` is given."""
 
@@ -58,7 +61,8 @@ def _report(name: str, kind: str, options: dict[str, object], limit: float | Non
         found = reward_verdicts(name, options, limit or LIMIT)
     elif limit is not None:
         raise ConfigError(
-            f"--limit {limit:g} is for rewards, and {name} is taken for a {kind}; leave it out, or add --kind reward"
+            f"--limit {limit:g} is for rewards, and {name} is taken for a {kind}; leave it out, "
+            "or add --kind reward"
         )
     else:
         found = run_contract_checks(name, kind, options)

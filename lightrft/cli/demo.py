@@ -24,9 +24,14 @@ def run(arguments: Sequence[str]) -> int:
     """Train a tiny model and write a report about it."""
     name, arguments = demo_of(arguments)
     kinds = "\n".join(f"  {which:<10} {what}" for which, what in DEMOS.items())
-    about = f"Train a model from random weights by reinforcement learning, and write a report.\n\n{kinds}"
+    about = (
+        "Train a model from random weights by reinforcement learning, and write a "
+        f"report.\n\n{kinds}"
+    )
     with resources.as_file(preset(name)) as file:
-        config = settings_of(f"demo [{' | '.join(DEMOS)}]", DemoConfig, arguments, about, [str(file)])
+        config = settings_of(
+            f"demo [{' | '.join(DEMOS)}]", DemoConfig, arguments, about, [str(file)]
+        )
     if config is None:
         return 0
     with quick_imports():

@@ -28,12 +28,15 @@ def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -
     under_torchrun = "WORLD_SIZE" in os.environ
     if config.launch.kind == "ray" and under_torchrun:
         raise ConfigError(
-            "launch.kind = 'ray': ranks are started by Ray, not by torchrun; call lightrft itself, or set launch.kind=local"
+            "launch.kind = 'ray': ranks are started by Ray, not by torchrun; call lightrft "
+            "itself, or set launch.kind=local"
         )
     if config.launch.kind == "ray" or config.launch.processes == 1 or under_torchrun:
         return None
     words = ["-m", "lightrft", verb, *arguments]
-    status = run_processes(f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout_minutes)
+    status = run_processes(
+        f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout_minutes
+    )
     return status or status_in(config.run)
 
 

@@ -19,7 +19,10 @@ def run(arguments: Sequence[str]) -> int:
     finding.
     """
     if {"-h", "--help"} & set(arguments):
-        about = "Estimate the memory and time of a run of this config, and find problems, before it starts."
+        about = (
+            "Estimate the memory and time of a run of this config, and find problems, before it "
+            "starts."
+        )
         show_help("doctor", DoctorConfig(), about)
         return 0
     own = []

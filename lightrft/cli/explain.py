@@ -15,14 +15,21 @@ def run(arguments: Sequence[str]) -> int:
     words = [a for a in arguments if a != "--latex"]
     if not words or {"-h", "--help"} & set(words):
         presets = ", ".join(sorted(PRESETS))
-        sys.stdout.write(f"lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\npresets: {presets}\n")
+        sys.stdout.write(
+            "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\npresets: "
+            f"{presets}\n"
+        )
         return 0
     from lightrft.algorithms.validate.check_parts import check_parts
     from lightrft.diagnostics.explain import explain, to_latex, to_text
 
-    words = [f"algorithm={w}" if "=" not in w and not w.endswith((".yaml", ".yml")) else w for w in words]
+    words = [
+        f"algorithm={w}" if "=" not in w and not w.endswith((".yaml", ".yml")) else w for w in words
+    ]
     loaded = parse(RLConfig, words)
     check_parts(loaded.settings.algorithm)
     explanation = explain(loaded.settings, loaded.sources)
-    sys.stdout.write((to_latex(explanation) if "--latex" in arguments else to_text(explanation)) + "\n")
+    sys.stdout.write(
+        (to_latex(explanation) if "--latex" in arguments else to_text(explanation)) + "\n"
+    )
     return 0

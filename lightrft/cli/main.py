@@ -66,10 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = words
     if verb not in VERBS:
-        near = [own for own, others in OTHER_VERBS.items() if verb.lower() in others] or difflib.get_close_matches(
-            verb, VERBS, n=1
+        near = [
+            own for own, others in OTHER_VERBS.items() if verb.lower() in others
+        ] or difflib.get_close_matches(verb, VERBS, n=1)
+        sys.stderr.write(
+            "lightrft: there is no verb "
+            f"{verb!r}{f'; did you mean {near[0]!r}?' if near else ''}\n\n{usage()}"
         )
-        sys.stderr.write(f"lightrft: there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''}\n\n{usage()}")
         return 2
     set_thread_policy()
     quieten_deepspeed()
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except MemoryError:
         sys.stderr.write(
-            f"lightrft {verb}: out of memory; lower train.max_tokens_per_micro_batch, engine.max_cache_tokens or model.logits_mb\n"
+            f"lightrft {verb}: out of memory; lower train.max_tokens_per_micro_batch, "
+            "engine.max_cache_tokens or model.logits_mb\n"
         )
         return 2
     except KeyboardInterrupt:
@@ -92,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if problem := disk_problem(error):
             sys.stderr.write(
-                f"lightrft {verb}: a file cannot be written or read ({problem}); free some space, or choose another disk\n"
+                f"lightrft {verb}: a file cannot be written or read ({problem}); free some "
+                "space, or choose another disk\n"
             )
             return 2
         report_error(error)
@@ -104,7 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """Return the table of verbs."""
     rows = "\n".join(f"  {verb:<10} {what}" for verb, what in VERBS.items())
-    return f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> --help lists its settings.\n"
+    return (
+        f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> "
+        "--help lists its settings.\n"
+    )
 
 
 def set_thread_policy() -> None:
@@ -122,7 +130,9 @@ def quieten_deepspeed() -> None:
 
     transformers imports DeepSpeed if it is installed, and without a GPU it prints the message.
     """
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: "Setting accelerator to CPU" not in record.getMessage()
+    )
 
 
 if __name__ == "__main__":

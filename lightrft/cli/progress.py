@@ -36,7 +36,9 @@ class ProgressObserver:
             done: number of steps that are already complete.
         """
         self._stack.close()
-        self._progress = self._stack.enter_context(Progress(total, title, done=done, enabled=self._enabled))
+        self._progress = self._stack.enter_context(
+            Progress(total, title, done=done, enabled=self._enabled)
+        )
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Advance the progress bar with the metrics of a step."""
@@ -112,16 +114,30 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
     lines = []
     measured = [summary[name] for name in ("heldout_before", "heldout_after") if name in summary]
     if measured:
-        when = "" if len(measured) == 2 else " before training" if "heldout_before" in summary else " after training"
+        when = (
+            ""
+            if len(measured) == 2
+            else " before training"
+            if "heldout_before" in summary
+            else " after training"
+        )
         lines.append(f"eval accuracy{when} " + " -> ".join(f"{value:.1%}" for value in measured))
     state = "finished" if summary.get("finished") else "stopped; the same command resumes"
-    lines.append(f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in {run.dir}/{run.name}")
+    lines.append(
+        f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in "
+        f"{run.dir}/{run.name}"
+    )
     if "most_unsaved_steps" in summary:
         steps, seconds = summary["most_unsaved_steps"], summary["most_unsaved_seconds"]
         saved = (
-            "there is no checkpoint" if summary["saved_step"] is None else f"the checkpoint is of step {summary['saved_step']}"
+            "there is no checkpoint"
+            if summary["saved_step"] is None
+            else f"the checkpoint is of step {summary['saved_step']}"
         )
-        lines.append(f"{saved}; a kill would have lost at most {steps} step{'s' * (steps != 1)} ({seconds:.0f} s)")
+        lines.append(
+            f"{saved}; a kill would have lost at most {steps} step{'s' * (steps != 1)} "
+            f"({seconds:.0f} s)"
+        )
     commands = list(summary.get("next", []))
     if commands and shutil.which("lightrft") is None:
         commands.insert(0, f"source {os.path.relpath(sys.prefix)}/bin/activate")

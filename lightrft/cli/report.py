@@ -17,7 +17,10 @@ RUNS = Path("runs")
 def run(arguments: Sequence[str]) -> int:
     """Write the report of each run, finished or not, and print its path."""
     if not arguments or {"-h", "--help"} & set(arguments):
-        sys.stdout.write(f"{USAGE}\n\nWrite report.html into the folder of a run, from what the run has written so far.\n")
+        sys.stdout.write(
+            f"{USAGE}\n\nWrite report.html into the folder of a run, from what the run has "
+            "written so far.\n"
+        )
         return 0
     # All names are looked up first: an unknown one fails before any report is written.
     for folder in [_folder_of(name) for name in arguments]:

@@ -79,10 +79,14 @@ ONE_PROCESS = {
     ),
     "export": OneProcessVerb(
         ExportConfig,
-        "Write the policy of a run folder or a checkpoint as a Hugging Face folder: lightrft export RUN_OR_CHECKPOINT",
+        "Write the policy of a run folder or a checkpoint as a Hugging Face folder: lightrft "
+        "export RUN_OR_CHECKPOINT",
         "lightrft.trainer.saved_policy:run_export",
         "path",
-        lambda config, result: f"step {result[1].step} of {result[1].checkpoint}: {result[0]}\n  lightrft chat model={result[0]}",
+        lambda config, result: (
+            f"step {result[1].step} of {result[1].checkpoint}: {result[0]}\n  lightrft chat "
+            f"model={result[0]}"
+        ),
     ),
 }
 

@@ -104,14 +104,18 @@ class KLConfig(Settings):
     @model_validator(mode="after")
     def _means_something(self) -> KLConfig:
         if self.where == "none" and self.coef > 0:
-            raise ValueError(f"kl.coef is {self.coef} but kl.where is 'none'; set kl.where to 'reward' or 'loss'")
+            raise ValueError(
+                f"kl.coef is {self.coef} but kl.where is 'none'; set kl.where to 'reward' or 'loss'"
+            )
         if self.where == "loss" and self.estimator == "k1" and self.used and not self.weighted:
             raise ValueError(
-                "kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or kl.weighted: true, or kl.where: reward"
+                "kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or "
+                "kl.weighted: true, or kl.where: reward"
             )
         if self.refresh_decay and not self.refresh_every:
             raise ValueError(
-                f"kl.refresh_decay = {self.refresh_decay} changes nothing without kl.refresh_every; set that, e.g. to 1"
+                f"kl.refresh_decay = {self.refresh_decay} changes nothing without "
+                "kl.refresh_every; set that, e.g. to 1"
             )
         return self
 
@@ -150,7 +154,9 @@ class DistillConfig(Settings):
                 f"{self.kind}; sampling.temperature holds there"
             )
         if self.kind == "none" and self.coef != 1.0:
-            raise ValueError(f"distill.coef = {self.coef} changes nothing: set distill.kind, e.g. to sampled")
+            raise ValueError(
+                f"distill.coef = {self.coef} changes nothing: set distill.kind, e.g. to sampled"
+            )
         return self
 
 
@@ -315,5 +321,7 @@ def _renamed(preset: Any, given: Any) -> bool:
 
     The numbers of the preset are not meant for that function.
     """
-    name = given.get("name") if isinstance(given, dict) else given if isinstance(given, str) else None
+    name = (
+        given.get("name") if isinstance(given, dict) else given if isinstance(given, str) else None
+    )
     return isinstance(preset, dict) and name is not None and preset.get("name") not in (None, name)

@@ -83,7 +83,9 @@ class Loaded(typing.Generic[S]):
     """The dotted key of each given setting to the file or argument that set it last."""
 
 
-def load_settings(cls: type[S], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Loaded[S]:
+def load_settings(
+    cls: type[S], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()
+) -> Loaded[S]:
     """Read ``files`` in order, then ``key=value`` overrides, into a ``cls``.
 
     Args:
@@ -120,7 +122,9 @@ def load_settings(cls: type[S], files: Sequence[str | Path] = (), overrides: Seq
     return Loaded(settings, sources)
 
 
-def build(cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, problems: Sequence[str] = ()) -> S:
+def build(
+    cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, problems: Sequence[str] = ()
+) -> S:
     """Build a ``cls`` from ``tree``.
 
     Args:
@@ -181,7 +185,11 @@ def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = (
+            deep_merge(old, value)
+            if isinstance(old, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return merged
 
 
@@ -219,9 +227,18 @@ def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
     full: Tree = {}
     for key, value in tree.items():
         branch = _branch(cls, key)
-        if branch is not None and branch.shorthand and isinstance(value, str | int | float) and not isinstance(value, bool):
+        if (
+            branch is not None
+            and branch.shorthand
+            and isinstance(value, str | int | float)
+            and not isinstance(value, bool)
+        ):
             value = {branch.shorthand: value}
-        full[key] = expand_shorthand(branch, value) if branch is not None and isinstance(value, dict) else value
+        full[key] = (
+            expand_shorthand(branch, value)
+            if branch is not None and isinstance(value, dict)
+            else value
+        )
     return full
 
 
@@ -234,13 +251,21 @@ def _descriptions_in(module: str) -> dict[str, dict[str, str]]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError):  # an interpreter's classes, or an install of bytecode alone
         return {}
-    return {node.name: dict(_strings_below_fields(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {
+        node.name: dict(_strings_below_fields(node))
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _strings_below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for item, below in itertools.pairwise(node.body):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            text = (
+                below.value.value
+                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                else None
+            )
             if isinstance(text, str):
                 yield item.target.id, " ".join(text.split()).replace("``", "`")
 
@@ -258,8 +283,14 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 line = key.start_mark.line + 1
                 if key.value in first:
-                    where = f"lines {first[key.value]} and {line}" if first[key.value] != line else f"line {line}"
-                    raise DuplicateKeyError(f"the key {key.value!r} is given twice ({where}); leave one of them out")
+                    where = (
+                        f"lines {first[key.value]} and {line}"
+                        if first[key.value] != line
+                        else f"line {line}"
+                    )
+                    raise DuplicateKeyError(
+                        f"the key {key.value!r} is given twice ({where}); leave one of them out"
+                    )
                 first[key.value] = line
         return node
 
@@ -285,7 +316,11 @@ def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
     if key not in cls.model_fields:
         return None
     kind = cls.model_fields[key].annotation
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union else (kind,)
+    options = (
+        typing.get_args(kind)
+        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+        else (kind,)
+    )
     return next((o for o in options if isinstance(o, type) and issubclass(o, Settings)), None)
 
 
@@ -332,9 +367,17 @@ def _translated(cls: type[Settings], name: str, given: Any) -> str:
 
     Names below ``name`` count too. Empty if none is known.
     """
-    names = [key for key, _ in dotted(given, f"{name}.")] if isinstance(given, Mapping) and given else [name]
+    names = (
+        [key for key, _ in dotted(given, f"{name}.")]
+        if isinstance(given, Mapping) and given
+        else [name]
+    )
     pairs = [(key, found) for key in names if (found := own_name(key)) is not None]
-    told = [f"{key} is {found} here" for key, found in pairs if _exists(cls, found.split(".")) and found != key]
+    told = [
+        f"{key} is {found} here"
+        for key, found in pairs
+        if _exists(cls, found.split(".")) and found != key
+    ]
     return ", ".join(told)
 
 
@@ -351,7 +394,11 @@ def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, s
     path = [str(p) for p in error["loc"]]
     name = ".".join(path)
     origin = next(
-        (s for key, s in sources.items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")),
+        (
+            s
+            for key, s in sources.items()
+            if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")
+        ),
         "",
     )
     where = f" (from {origin})" if origin else ""
@@ -365,12 +412,20 @@ def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, s
         if told := _translated(cls, name, error["input"]):
             return f"unknown setting {name}{where}; {told}"
         near = difflib.get_close_matches(path[-1], names, n=1)
-        hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"known here: {', '.join(names)}"
+        hint = (
+            f"did you mean {'.'.join([*path[:-1], near[0]])}?"
+            if near
+            else f"known here: {', '.join(names)}"
+        )
         return f"unknown setting {name}{where}; {hint}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         message += f"; to give it as text, put quotes inside the quotes: {name}='\"...\"'"
-    given = "" if error["type"] in {"missing", "value_error"} or "environment" in path else f" = {error['input']!r}"
+    given = (
+        ""
+        if error["type"] in {"missing", "value_error"} or "environment" in path
+        else f" = {error['input']!r}"
+    )
     return f"{name or 'config'}{given}{where}: {message}"
 
 
@@ -386,4 +441,8 @@ class ComponentConfig(NamedFunction):
 def _full_parts(parts: Any, key: str = "name") -> Any:
     """Return ``[a, {name: b}]``, or a bare ``a``, with every bare name as ``{key: name}``."""
     parts = [parts] if isinstance(parts, str | dict) else parts
-    return [{key: p} if isinstance(p, str) else p for p in parts] if isinstance(parts, list | tuple) else parts
+    return (
+        [{key: p} if isinstance(p, str) else p for p in parts]
+        if isinstance(parts, list | tuple)
+        else parts
+    )

@@ -103,8 +103,14 @@ class MediaConfig(Settings):
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> MediaConfig:
-        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}")
+        if (
+            self.min_pixels is not None
+            and self.max_pixels is not None
+            and self.min_pixels > self.max_pixels
+        ):
+            raise ValueError(
+                f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}"
+            )
         return self
 
 
@@ -208,5 +214,8 @@ class DataConfig(Settings):
     @model_validator(mode="after")
     def _weights_mean_something(self) -> DataConfig:
         if self.blend == "concat" and len({s.weight for s in self.sources}) > 1:
-            raise ValueError("sources have weights, but blend is 'concat', which takes each source once; set blend: sample")
+            raise ValueError(
+                "sources have weights, but blend is 'concat', which takes each source once; set "
+                "blend: sample"
+            )
         return self

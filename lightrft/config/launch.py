@@ -80,7 +80,10 @@ class RayConfig(Settings):
         The share is 0 for workers that compute on no device, and None for a whole device.
         """
         shares = {"engines": self.engine_devices, "scorers": 0.0}
-        return {WORKERS[name]: (count, shares.get(name, self.model_devices)) for name, count in self.staff.items()}
+        return {
+            WORKERS[name]: (count, shares.get(name, self.model_devices))
+            for name, count in self.staff.items()
+        }
 
     @model_validator(mode="after")
     def _of_workers(self) -> RayConfig:
@@ -94,8 +97,13 @@ class RayConfig(Settings):
         }
         for name, kinds in needed.items():
             value = getattr(self, name)
-            if value != type(self).model_fields[name].default and not any(self.staff[kind] for kind in kinds):
-                raise ValueError(f"launch.ray.{name} = {value!r} changes nothing without launch.ray.{' or '.join(kinds)}")
+            if value != type(self).model_fields[name].default and not any(
+                self.staff[kind] for kind in kinds
+            ):
+                raise ValueError(
+                    f"launch.ray.{name} = {value!r} changes nothing without "
+                    f"launch.ray.{' or '.join(kinds)}"
+                )
         return self
 
 
@@ -112,7 +120,9 @@ class LaunchConfig(Settings):
 
     @model_validator(mode="after")
     def _of_kind(self) -> LaunchConfig:
-        if self.kind != "ray" and (given := [k for k, f in RayConfig.model_fields.items() if self._differs(k, f)]):
+        if self.kind != "ray" and (
+            given := [k for k, f in RayConfig.model_fields.items() if self._differs(k, f)]
+        ):
             raise ValueError(
                 f"launch.ray.{given[0]} = {getattr(self.ray, given[0])!r} changes nothing with "
                 f"kind {self.kind}; set launch.kind=ray"

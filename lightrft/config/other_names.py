@@ -241,11 +241,16 @@ OLD_NAMES: dict[str, str] = {
 }
 """Settings of earlier versions, as they end, to their names now."""
 
-_TRAINED_BY_RANKS = "the ranks train it, and strategy.kind fsdp2 or deepspeed shards it over them; leave it out"
+_TRAINED_BY_RANKS = (
+    "the ranks train it, and strategy.kind fsdp2 or deepspeed shards it over them; leave it out"
+)
 
 REMOVED: dict[str, str] = {
     "launch.ray.critic": f"it was removed: a critic in one worker cannot be sharded; {_TRAINED_BY_RANKS}",
-    "launch.ray.process": (f"it was removed: a process reward model in one worker cannot be sharded; {_TRAINED_BY_RANKS}"),
+    "launch.ray.process": (
+        "it was removed: a process reward model in one worker cannot be sharded; "
+        f"{_TRAINED_BY_RANKS}"
+    ),
     "optimizer.warmup": "set optimizer.warmup_steps, or optimizer.warmup_ratio for a share of all steps",
 }
 """Settings of earlier versions, as they end, with what to do instead."""

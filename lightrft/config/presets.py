@@ -210,7 +210,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": {"name": "grpo"},
         "loss": {"name": "importance"},
         "old_logprobs": "rollout",
-        "token_masks": [{"name": "m2po_released", "options": {"tau": 0.04, "floor_low": 0.3, "floor_high": 0.5}}],
+        "token_masks": [
+            {"name": "m2po_released", "options": {"tau": 0.04, "floor_low": 0.3, "floor_high": 0.5}}
+        ],
         "aggregation": "token",
     },
     "clip_cov": {
@@ -271,19 +273,27 @@ PAPERS: dict[str, str] = {
     "reinforce++": "REINFORCE++, arXiv 2501.03262, section 3",
     "reinforce++_baseline": "REINFORCE++ with a baseline, arXiv 2501.03262, section 3; k2 and its coefficient as in "
     "the authors' script of 2026",
-    "rloo": "Back to basics, arXiv 2402.14740, section 3: the policy gradient of whole responses; coefficient as there for TL;DR",
-    "remax": "ReMax, arXiv 2310.10505, algorithm 2; discount and coefficient of the KL as in the authors' scripts",
-    "remax_released": "ReMax as in the authors' released code: each token has its own KL only, and the mean is over tokens",
+    "rloo": "Back to basics, arXiv 2402.14740, section 3: the policy gradient of whole responses; "
+    "coefficient as there for TL;DR",
+    "remax": "ReMax, arXiv 2310.10505, algorithm 2; discount and coefficient of the KL as in the "
+    "authors' scripts",
+    "remax_released": "ReMax as in the authors' released code: each token has its own KL only, and the mean is "
+    "over tokens",
     "opo": "OPO, arXiv 2505.23585: exact on-policy training, without KL or entropy",
     "pass_at_k": "Inference-time objectives, arXiv 2503.19595, section 3",
     "maxrl": "Maximum likelihood reinforcement learning, arXiv 2602.02710",
     "gpg": "GPG, arXiv 2504.02546, section 3",
     "raft": "RAFT, arXiv 2304.06767, algorithm 1: the log-likelihood of the best responses",
-    "rft": "Rejection sampling fine-tuning, arXiv 2308.01825, inside the loop: the log-likelihood of correct responses",
-    "dr_grpo": "Understanding R1-Zero-like training, arXiv 2503.20783, section 3.2: no division by length or deviation, no KL",
-    "lite_ppo": "Tricks or traps, arXiv 2508.08221, section 5: deviation of the batch, token-level loss, no KL",
-    "gdpo": "GDPO, arXiv 2601.05242, section 3: every reward inside its group, then their weighted sum over the batch",
-    "vapo": "VAPO, arXiv 2504.05118, section 5.1; there the critic learns alone for the first 50 steps: critic.warmup_steps",
+    "rft": "Rejection sampling fine-tuning, arXiv 2308.01825, inside the loop: the log-likelihood "
+    "of correct responses",
+    "dr_grpo": "Understanding R1-Zero-like training, arXiv 2503.20783, section 3.2: no division by "
+    "length or deviation, no KL",
+    "lite_ppo": "Tricks or traps, arXiv 2508.08221, section 5: deviation of the batch, token-level loss, "
+    "no KL",
+    "gdpo": "GDPO, arXiv 2601.05242, section 3: every reward inside its group, then their weighted "
+    "sum over the batch",
+    "vapo": "VAPO, arXiv 2504.05118, section 5.1; there the critic learns alone for the first 50 "
+    "steps: critic.warmup_steps",
     "ppo": "PPO, arXiv 1707.06347; per-token KL in the reward as in arXiv 2203.02155",
     "reinforce": "Williams 1992: the policy gradient of whole responses, no baseline",
     "dapo": "DAPO, arXiv 2503.14476, section 4.1; the buffer is 4096 of 20480 tokens there",
@@ -291,7 +301,8 @@ PAPERS: dict[str, str] = {
     "gspo_token": "GSPO-token, arXiv 2507.18071, section 4.3",
     "luspo": "LUSPO, arXiv 2602.05261, section 5.1: GSPO times the length of each response",
     "gmpo": "GMPO, arXiv 2507.20673, section 4: bounds (e^-0.4, e^0.4)",
-    "cispo": "MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound; the upper one is not printed, so it is DAPO's",
+    "cispo": "MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound; the upper one is not "
+    "printed, so it is DAPO's",
     "cispo_cap": "CISPO as in ScaleRL, arXiv 2510.13786, sections 3.2 and 4: one bound, on the ratio "
     "itself; deviation of the batch, mean over prompts. Its filter of groups with equal "
     "rewards and its curriculum are separate settings",
@@ -303,19 +314,24 @@ PAPERS: dict[str, str] = {
     "advantage and denominator of the authors' script",
     "dppo_kl": "DPPO, binary KL, arXiv 2602.04879: the trust region is around the sampler",
     "topr": "TOPR, arXiv 2503.14286, section 3: rewards of 1 and -1, no baseline",
-    "kimi_k15": "Kimi k1.5, arXiv 2501.12599, section 2.3.2: mirror descent around the policy before the update",
+    "kimi_k15": "Kimi k1.5, arXiv 2501.12599, section 2.3.2: mirror descent around the policy before the "
+    "update",
     "otb": "the optimal token baseline, arXiv 2602.07078",
     "m2po": "M2PO, arXiv 2510.01161, section 5",
     "m2po_released": "M2PO as in the authors' released code: the second moment of the tokens where clipping "
     "could act, and a clip that is never narrower than its floors",
-    "clip_cov": "The entropy mechanism, arXiv 2505.22617, section 4.2; clip and filter as in the authors' scripts",
-    "kl_cov": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 7B models, and filter, as in the authors' scripts",
+    "clip_cov": "The entropy mechanism, arXiv 2505.22617, section 4.2; clip and filter as in the "
+    "authors' scripts",
+    "kl_cov": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 7B models, and filter, "
+    "as in the authors' scripts",
     "kl_cov_32b": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 32B models, and filter, "
     "as in the authors' scripts",
-    "high_entropy": "Beyond the 80/20 rule, arXiv 2506.01939, section 5: DAPO on the most uncertain fifth of the tokens",
+    "high_entropy": "Beyond the 80/20 rule, arXiv 2506.01939, section 5: DAPO on the most uncertain fifth of "
+    "the tokens",
     "prime": "PRIME, arXiv 2502.01456: no KL, only prompts of which between 0.2 and 0.8 of the "
     "answers are right; see also ``prm``",
-    "prime_released": "PRIME as in the authors' released code: process scores over their largest return, whitened advantages",
+    "prime_released": "PRIME as in the authors' released code: process scores over their largest return, "
+    "whitened advantages",
     "opd": "On-policy distillation, arXiv 2306.13649, by the sampled token; distill: reverse_kl, "
     "forward_kl or jsd for whole vocabularies",
 }
@@ -330,7 +346,9 @@ ENTROPY = "PRIME-RL/Entropy-Mechanism-of-RL, recipe/dapo"
 DPPO_SCRIPT = "verl, examples/dppo_trainer/run_qwen3_30b_a3b_megatron.sh"
 M2PO_SCRIPT = "Infini-AI-Lab/M2PO, train-scripts/m2po-qwen-math-7b-s256.sh"
 PRIME_SCRIPT = "PRIME-RL/PRIME, training/examples/run_prime_main.sh"
-CPGD_SCRIPT = "ModalMinds/MM-EUREKA, branch qwen, examples/scripts/train_cpgd_qwen_7b_single_node.sh"
+CPGD_SCRIPT = (
+    "ModalMinds/MM-EUREKA, branch qwen, examples/scripts/train_cpgd_qwen_7b_single_node.sh"
+)
 REMAX_SCRIPT = "liziniu/ReMax, step3_rlhf_finetuning/training_scripts/llama2/run_llama2_7b.sh"
 OPENRLHF = "OpenRLHF's default"
 
@@ -344,7 +362,9 @@ SOURCES: dict[str, dict[str, str]] = {
     "rloo": {"kl.coef": "arXiv 2402.14740, for TL;DR"},
     "remax": {"advantage.gamma": REMAX_SCRIPT, "kl.coef": REMAX_SCRIPT},
     "remax_released": {"advantage.gamma": REMAX_SCRIPT, "kl.coef": REMAX_SCRIPT},
-    "rft": {"advantage.options.threshold": "1: the reward of a correct response; arXiv 2308.01825 keeps correct responses"},
+    "rft": {
+        "advantage.options.threshold": "1: the reward of a correct response; arXiv 2308.01825 keeps correct responses"
+    },
     "dr_grpo": {"loss": PPO_CLIP},
     "lite_ppo": {"loss": PPO_CLIP},
     "gdpo": {"loss": PPO_CLIP},

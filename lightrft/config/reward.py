@@ -52,5 +52,7 @@ class RewardConfig(Settings):
             if "terms" in tree:
                 tree["terms"] = _full_parts(tree["terms"], "function")
             if isinstance(tree.get("per_source"), dict):
-                tree["per_source"] = {k: _full_parts(v, "function") for k, v in tree["per_source"].items()}
+                tree["per_source"] = {
+                    k: _full_parts(v, "function") for k, v in tree["per_source"].items()
+                }
         return tree

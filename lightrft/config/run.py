@@ -37,7 +37,8 @@ class RunConfig(Settings):
         path = PurePath(name)
         if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
             raise ValueError(
-                f"{name!r} is no folder below run.dir; give a name such as 'first' or 'trials/first', and set run.dir"
+                f"{name!r} is no folder below run.dir; give a name such as 'first' or "
+                "'trials/first', and set run.dir"
             )
         return name
 

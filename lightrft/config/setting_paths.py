@@ -88,8 +88,12 @@ def _changed(cls: Any, tree: Any, change: Change, folder: Path, key: str = "") -
             made[name] = _leaf(cls, name, value, change, folder, below)
         elif branch is cls or name not in cls.model_fields:
             made[name] = value
-        elif typing.get_origin(cls.model_fields[name].annotation) is dict and isinstance(value, Mapping):
-            made[name] = {k: _changed(branch, v, change, folder, f"{below}.{k}") for k, v in value.items()}
+        elif typing.get_origin(cls.model_fields[name].annotation) is dict and isinstance(
+            value, Mapping
+        ):
+            made[name] = {
+                k: _changed(branch, v, change, folder, f"{below}.{k}") for k, v in value.items()
+            }
         else:
             made[name] = _changed(branch, value, change, folder, below)
     return made

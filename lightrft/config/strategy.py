@@ -67,7 +67,9 @@ SHARDING = ("hsdp_shard_size", "reshard_after_forward", "cpu_offload")
 
 _OF_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SHARDING, ("auto", "fsdp2")),
-    **dict.fromkeys(("offload_activations", "offload_during_generation"), ("auto", "fsdp2", "single")),
+    **dict.fromkeys(
+        ("offload_activations", "offload_during_generation"), ("auto", "fsdp2", "single")
+    ),
     **dict.fromkeys(("zero_stage", "deepspeed"), ("deepspeed",)),
 }
 
@@ -159,7 +161,8 @@ class SamplingConfig(Settings):
     def _bounds(self) -> SamplingConfig:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}; raise the latter"
+                f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
+                f"{self.max_new_tokens}; raise the latter"
             )
         return self
 

@@ -30,7 +30,11 @@ LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
 
 
 def token_cache_of(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, purpose: str, options: Mapping[str, object], processor: Any = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    purpose: str,
+    options: Mapping[str, object],
+    processor: Any = None,
 ) -> TokenCache | None:
     """Return the cache entry of ``config``, or None if its tokens are not cached.
 
@@ -77,7 +81,9 @@ def token_cache_of(
     return TokenCache(Path(config.token_cache).expanduser() / f"{key}.arrow")
 
 
-def _obstacle(config: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: Any, files: bool) -> str:
+def _obstacle(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: Any, files: bool
+) -> str:
     """Return the reason why tokens cannot be cached, or an empty text.
 
     ``files`` is True if every source consists of local files.

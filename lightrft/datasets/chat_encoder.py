@@ -40,7 +40,10 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of interch
 MARKER = re.compile(f"{OPEN}(\\d+){CLOSE}")
 MARKUP = re.compile(r"[<\[]\S+[>\]]")
 FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}")
-WAYS_OUT = "set model.chat_template to a template file, or data.apply_chat_template: false with data.template"
+WAYS_OUT = (
+    "set model.chat_template to a template file, or data.apply_chat_template: false with "
+    "data.template"
+)
 
 
 class ChatEncoder:
@@ -58,7 +61,9 @@ class ChatEncoder:
             without a field.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: Any = None) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: Any = None
+    ) -> None:
         # the type that apply_chat_template() returns depends on its arguments
         self.tokenizer: Any = tokenizer
         self.media = None if processor is None else MediaReader(config.media, processor)
@@ -186,7 +191,9 @@ class ChatEncoder:
         self.attach(prompt, record, shown)
         return prompt
 
-    def expanded(self, shown: Sequence[tuple[ParsedRow, Sequence[str]]]) -> list[list[str] | MalformedRow]:
+    def expanded(
+        self, shown: Sequence[tuple[ParsedRow, Sequence[str]]]
+    ) -> list[list[str] | MalformedRow]:
         """Replace the media marks in the rendered texts of each record by the text of the media.
 
         This measures the media. An unreadable record is returned as its ``MalformedRow`` error.
@@ -272,7 +279,9 @@ class ChatEncoder:
         shown = [self._shield_all(m, m["role"] == "assistant") for m in messages]
         if cut:
             last = messages[-1]
-            rest = self.escape_special_tokens(last["content"][cut:], answer=last["role"] == "assistant")
+            rest = self.escape_special_tokens(
+                last["content"][cut:], answer=last["role"] == "assistant"
+            )
             shown[-1] = {**shown[-1], "content": rest}
         return shown
 
@@ -524,7 +533,9 @@ class ChatEncoder:
         name = _name(self.tokenizer)
         raise ModelError(f"the tokenizer {name} cannot write {text!r} as plain text")
 
-    def _plain_ids(self, texts: list[str], *, add_special_tokens: bool = False, **options: object) -> list[list[int]]:
+    def _plain_ids(
+        self, texts: list[str], *, add_special_tokens: bool = False, **options: object
+    ) -> list[list[int]]:
         if not texts:
             return []
         return self.tokenizer(
@@ -537,7 +548,9 @@ class ChatEncoder:
         )["input_ids"]
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object] | None = None) -> None:
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object] | None = None
+) -> None:
     """Check the prefix property of the chat template.
 
     The tokens of a conversation up to a turn must be a prefix of the tokens of the longer
@@ -545,7 +558,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, obj
 
     Raises ``ModelError`` with the first violation and the possible settings.
     """
-    encoder = ChatEncoder(DataConfig(apply_chat_template=True, chat_template_options=dict(options or {})), tokenizer)
+    encoder = ChatEncoder(
+        DataConfig(apply_chat_template=True, chat_template_options=dict(options or {})), tokenizer
+    )
     where = f"the tokenizer {_name(tokenizer)}"
     turns: list[Message] = [
         {"role": "user", "content": "1+1=?"},
@@ -594,7 +609,9 @@ def _asking(record: ParsedRow) -> list[Message]:
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise MalformedRow(f"{record.where}: the conversation has no message before the assistant's")
+        raise MalformedRow(
+            f"{record.where}: the conversation has no message before the assistant's"
+        )
     return messages
 
 

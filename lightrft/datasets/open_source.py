@@ -69,10 +69,20 @@ def open_source(
         skipped = f"; {rows.malformed} malformed rows were skipped" if rows.malformed else ""
         raise DataError(f"data.sources: {source.path} has no rows{skipped}")
     if source.reader is None:
-        _refuse(source.reader_options, "data.sources.reader_options", "a reader; name one in data.sources.reader")
+        _refuse(
+            source.reader_options,
+            "data.sources.reader_options",
+            "a reader; name one in data.sources.reader",
+        )
         return rows
     reader = READERS[source.reader]
-    _check_keywords(reader, source.reader_options, f"reader {source.reader!r}", "data.sources.reader_options", ({},))
+    _check_keywords(
+        reader,
+        source.reader_options,
+        f"reader {source.reader!r}",
+        "data.sources.reader_options",
+        ({},),
+    )
     return MappedRows(rows, reader, source.reader, source.reader_options)
 
 
@@ -142,7 +152,11 @@ def files_of(source: SourceConfig) -> list[Path] | None:
 def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -> Rows:
     if is_function(source.path):
         return _from_function(source, malformed)
-    _refuse(source.options, "data.sources.options", f"a function source (module:function); {source.path} is none")
+    _refuse(
+        source.options,
+        "data.sources.options",
+        f"a function source (module:function); {source.path} is none",
+    )
     path = Path(source.path).expanduser()
     files = files_of(source)
     if files is None:
@@ -257,7 +271,9 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # the library's errors have no common class
-        raise DataError(f"data.sources: {path} is not a readable saved data set: {first_line(error)}") from error
+        raise DataError(
+            f"data.sources: {path} is not a readable saved data set: {first_line(error)}"
+        ) from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
             have = ", ".join(map(str, saved))
@@ -290,7 +306,10 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def _from_hub(source: SourceConfig) -> Rows:
-    return InMemoryRows(_load(source.path, source.path, name=source.subset, split=source.split), f"{source.path}[{source.split}]")
+    return InMemoryRows(
+        _load(source.path, source.path, name=source.subset, split=source.split),
+        f"{source.path}[{source.split}]",
+    )
 
 
 def _load(kind: str, shown_as: str, **options: Any) -> Any:
@@ -362,7 +381,9 @@ def _check_keywords(
     try:
         inspect.signature(function).bind(*positional, **options)
     except TypeError as error:
-        raise ConfigError(f"{setting}: {what} takes ({', '.join(_parameters(function))}): {error}") from None
+        raise ConfigError(
+            f"{setting}: {what} takes ({', '.join(_parameters(function))}): {error}"
+        ) from None
 
 
 def _refuse(options: Mapping[str, object], setting: str, who: str) -> None:

@@ -43,7 +43,9 @@ class Sources:
 
     def __init__(self, config: DataConfig, reads: SupportedMedia = NOTHING) -> None:
         if not config.sources:
-            raise ConfigError("data.sources is empty; name a file, a folder, a data set or module:function")
+            raise ConfigError(
+                "data.sources is empty; name a file, a folder, a data set or module:function"
+            )
         self.config = config
         self.rows: list[Rows] = []
         self.names = [source_name(s) for s in config.sources]
@@ -56,7 +58,9 @@ class Sources:
     def record(self, source: int, row: int) -> ParsedRow:
         """Return row ``row`` of source ``source``. Raises ``MalformedRow``."""
         rows = self.rows[source]
-        return read_record(rows[row], self.config.columns, rows.where(row), self.reads, self._roots[source])
+        return read_record(
+            rows[row], self.config.columns, rows.where(row), self.reads, self._roots[source]
+        )
 
     def where(self, source: int, row: int) -> str:
         """Return the location of row ``row`` of source ``source``, for messages."""
@@ -210,7 +214,9 @@ class Sources:
         self._open(
             [
                 {
-                    path: TextIndex(columns[f"offsets/{s}/{k}"], columns[f"lines/{s}/{k}"], malformed, problem)
+                    path: TextIndex(
+                        columns[f"offsets/{s}/{k}"], columns[f"lines/{s}/{k}"], malformed, problem
+                    )
                     for k, (path, malformed, problem) in enumerate(files)
                 }
                 for s, files in enumerate(facts["files"])
@@ -223,7 +229,10 @@ class Sources:
         return facts["lengths"], entry.names if facts["unique"] else list(entry.names)
 
     def _open(self, indexes: Sequence[Indexes]) -> None:
-        self.rows = [open_source(source, self.config.bad_rows, index) for source, index in zip(self.config.sources, indexes)]
+        self.rows = [
+            open_source(source, self.config.bad_rows, index)
+            for source, index in zip(self.config.sources, indexes)
+        ]
         self.counts["malformed"] += sum(rows.malformed for rows in self.rows)
         problems = [rows.first_problem for rows in self.rows if rows.first_problem]
         self.first_problem = problems[0] if problems else ""
@@ -400,7 +409,9 @@ class PromptDataset:
                 shown.append((row, record, self.encoder.prompt(record)))
             except MalformedRow as error:
                 self._sources.skip(error)
-        good = self._sources.made(shown, self.encoder.expanded([(record, [text]) for _, record, text in shown]))
+        good = self._sources.made(
+            shown, self.encoder.expanded([(record, [text]) for _, record, text in shown])
+        )
         names, kept = [], self._kept
         for (
             (
@@ -412,9 +423,18 @@ class PromptDataset:
         ), ids in zip(good, self.encoder.encode_prompts([full for _, (full,) in good])):
             cut = 0
             if len(ids) > self.config.max_prompt_tokens:
-                shorter = self._truncate(record, ids) if self.config.overlong_prompts == "truncate" and not record.media else None
+                shorter = (
+                    self._truncate(record, ids)
+                    if self.config.overlong_prompts == "truncate" and not record.media
+                    else None
+                )
                 if shorter is None:
-                    self._sources.overlong(record.where, len(ids), self.config.max_prompt_tokens, "data.max_prompt_tokens")
+                    self._sources.overlong(
+                        record.where,
+                        len(ids),
+                        self.config.max_prompt_tokens,
+                        "data.max_prompt_tokens",
+                    )
                     continue
                 cut, ids = shorter
                 self.counts["truncated"] += 1
@@ -431,7 +451,9 @@ class PromptDataset:
             note_text(self.counts, self._unknown.count(text, ids), len(ids), source, row)
             reference = record.reference if record.reference is not None else record.answer
             gold = record.label if record.label is not None else reference
-            note_label(self.counts, record.data_source or self._sources.names[source], gold, source, row)
+            note_label(
+                self.counts, record.data_source or self._sources.names[source], gold, source, row
+            )
         return names
 
     def _truncate(self, record: ParsedRow, ids: list[int]) -> tuple[int, list[int]] | None:

@@ -313,7 +313,9 @@ def read_message(value: object, where: str, finder: MediaFinder) -> Message:
         speaker = fields.pop("from")
         content = fields.pop("value", "")
         if speaker not in SHAREGPT_ROLES:
-            raise MalformedRow(f"{where}: 'from' is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
+            raise MalformedRow(
+                f"{where}: 'from' is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}"
+            )
         role = SHAREGPT_ROLES[speaker]
     else:
         have = ", ".join(value) or "nothing"

@@ -102,7 +102,9 @@ def named_column(row: Row, name: str, what: str, where: str) -> Any:
 def as_row(value: object, where: str) -> Row:
     """Return ``value`` unchanged. Raises ``MalformedRow`` unless it is a dictionary."""
     if not isinstance(value, Mapping):
-        raise MalformedRow(f"{where}: a row must be a set of named values, not {type(value).__name__}")
+        raise MalformedRow(
+            f"{where}: a row must be a set of named values, not {type(value).__name__}"
+        )
     return value
 
 

@@ -47,7 +47,9 @@ class PromptSampler:
         """Return the order of one epoch, ``[length]``."""
         if self._known is None or self._known[0] != epoch:
             if self.shuffle:
-                order = numpy_generator(self.seed, RandomStream.EPOCH_ORDER, epoch).permutation(self.length)
+                order = numpy_generator(self.seed, RandomStream.EPOCH_ORDER, epoch).permutation(
+                    self.length
+                )
             else:
                 order = np.arange(self.length)
             self._known = (epoch, order)
@@ -147,7 +149,9 @@ class EvalPrompts(Sequence[Prompt]):
             return
         starts = range(0, len(self), PART)
         for start in starts:
-            fetched = _agreed(self._dataset.fetch(range(start, min(start + PART, len(self)))), ranks)
+            fetched = _agreed(
+                self._dataset.fetch(range(start, min(start + PART, len(self)))), ranks
+            )
             part = _kept(self._dataset, fetched)
             self._dataset.prefetch(range(start + PART, min(start + 2 * PART, len(self))))
             yield start, part
@@ -209,7 +213,9 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
             problem = f"{lost} rows in a row cannot be read any more"
             raise DataError(f"data.sources: {problem}; the last: {fetched[-1]}")
         drawn += kept
-    if isinstance(sampler, PromptSampler):  # a curriculum has no peek(): its next indices depend on the results of this step
+    if isinstance(
+        sampler, PromptSampler
+    ):  # a curriculum has no peek(): its next indices depend on the results of this step
         dataset.prefetch(sampler.peek(count))
     return drawn
 

@@ -155,7 +155,9 @@ class SFTDataset:
             source, row, numbers = self._media[k]
             record = self._sources.record(source, row)
             parts = (example.prompt_ids, example.response_ids)
-            media = self.encoder.media.split([record.media[n] for n in numbers], parts, record.where)
+            media = self.encoder.media.split(
+                [record.media[n] for n in numbers], parts, record.where
+            )
             example.prompt_media, example.response_media = media
         return example
 
@@ -249,7 +251,9 @@ class SFTDataset:
                 return False
         if len(ids) > self.max_tokens:
             # media cannot be cut: their placeholders must fit their features
-            may_cut = self.config.overlong_prompts == "truncate" and placeholders.isdisjoint(ids[self.max_tokens :])
+            may_cut = self.config.overlong_prompts == "truncate" and placeholders.isdisjoint(
+                ids[self.max_tokens :]
+            )
             if not may_cut or not any(trained[: self.max_tokens]):
                 self._sources.overlong(part.record.where, len(ids), self.max_tokens, "max_tokens")
                 return False
@@ -307,7 +311,10 @@ class SFTDataset:
             raise _no_answer(record)
         # some datasets end a response with EOS, which _tokens_of appends
         answer = answer.removesuffix(self.encoder.tokenizer.eos_token or "")
-        turn = (self.encoder.prompt(record), self.encoder.escape_special_tokens(answer, answer=True))
+        turn = (
+            self.encoder.prompt(record),
+            self.encoder.escape_special_tokens(answer, answer=True),
+        )
         return _Part(row, record, [turn], [])
 
     def _marks_answers(self, record: ParsedRow, turns: Sequence[tuple[str, str]]) -> bool:
@@ -344,7 +351,11 @@ class SFTDataset:
             trained += [False] * (len(ids) - len(trained))
             start = len(ids)
             ids = self._extend(ids, asking, said, known)
-            ends = [k for k in range(start, len(ids)) if ids[k] in self.encoder.special_ids - self.encoder.placeholders]
+            ends = [
+                k
+                for k in range(start, len(ids))
+                if ids[k] in self.encoder.special_ids - self.encoder.placeholders
+            ]
             closed = bool(ends)
             last = ends[-1] + 1 if closed else len(ids)
             trained += [True] * (last - start) + [False] * (len(ids) - last)

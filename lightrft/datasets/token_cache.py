@@ -105,10 +105,20 @@ class TokenCache:
                 raise ValueError("its digest does not match its content")
             table = pa.ipc.open_file(body).read_all()
             lists = {name: table.column(name).chunk(0) for name in table.column_names}
-            columns = {name: found.values.to_numpy(zero_copy_only=True) for name, found in lists.items() if name != NAMES}
-            return Entry(columns, Names(lists[NAMES].values), json.loads(table.schema.metadata[FACTS]))
+            columns = {
+                name: found.values.to_numpy(zero_copy_only=True)
+                for name, found in lists.items()
+                if name != NAMES
+            }
+            return Entry(
+                columns, Names(lists[NAMES].values), json.loads(table.schema.metadata[FACTS])
+            )
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as error:
-            _log.warning("data.token_cache: %s is damaged and is built again: %s", self.path, first_line(error))
+            _log.warning(
+                "data.token_cache: %s is damaged and is built again: %s",
+                self.path,
+                first_line(error),
+            )
             return None
 
     def write(self, entry: Entry) -> None:
@@ -121,11 +131,16 @@ class TokenCache:
         temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
         arrays = {name: pa.array(column) for name, column in entry.columns.items()}
         arrays[NAMES] = pa.array(list(entry.names), pa.large_string())
-        rows = {name: pa.LargeListArray.from_arrays(pa.array([0, len(a)], pa.int64()), a) for name, a in arrays.items()}
+        rows = {
+            name: pa.LargeListArray.from_arrays(pa.array([0, len(a)], pa.int64()), a)
+            for name, a in arrays.items()
+        }
         table = pa.table(rows).replace_schema_metadata({FACTS: json.dumps(dict(entry.facts))})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):  # left by a killed process; this process has the lock
+            for left in self.path.parent.glob(
+                f".{self.path.name}.*.tmp"
+            ):  # left by a killed process; this process has the lock
                 left.unlink(missing_ok=True)
             with temporary.open("wb") as file:
                 with pa.ipc.new_file(file, table.schema) as writer:
@@ -137,7 +152,11 @@ class TokenCache:
                 os.fsync(file.fileno())
             temporary.replace(self.path)
         except OSError as error:
-            _log.warning("data.token_cache: %s cannot be written, so the next start tokenizes again: %s", self.path, error)
+            _log.warning(
+                "data.token_cache: %s cannot be written, so the next start tokenizes again: %s",
+                self.path,
+                error,
+            )
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)

@@ -186,8 +186,8 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
     team = strategy.tensor_parallel * strategy.sequence_parallel
     if processes % team:
         says = (
-            f"= {processes}, which teams of {team} (strategy.tensor_parallel x strategy.sequence_parallel) "
-            f"do not divide; set it to a multiple of {team}"
+            f"= {processes}, which teams of {team} (strategy.tensor_parallel x "
+            f"strategy.sequence_parallel) do not divide; set it to a multiple of {team}"
         )
         yield Finding("settings", "bad", "launch.processes", says)
     rows = processes // strategy.tensor_parallel
@@ -198,7 +198,10 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
         )
         yield Finding("settings", "bad", "strategy.hsdp_shard_size", says)
     if strategy.kind == "deepspeed" and find_spec("deepspeed") is None:
-        says = "= deepspeed, and the package is not installed here: pip install 'lightrft[deepspeed]', or set strategy.kind=fsdp2"
+        says = (
+            "= deepspeed, and the package is not installed here: pip install "
+            "'lightrft[deepspeed]', or set strategy.kind=fsdp2"
+        )
         yield Finding("settings", "bad", "strategy.kind", says)
 
 
@@ -213,7 +216,9 @@ def _devices(
         says = f"{devices}, computed: another machine may have it"
         yield Finding("settings", "ok", "device", says)
         return
-    way = "for a machine that is not here set doctor.device=cuda and doctor.device_memory, e.g. 80GiB"
+    way = (
+        "for a machine that is not here set doctor.device=cuda and doctor.device_memory, e.g. 80GiB"
+    )
     try:
         SingleStrategy(config.strategy)
     except ConfigError as error:
@@ -221,7 +226,10 @@ def _devices(
         return
     there = torch.accelerator.device_count()
     if device.kind != "cpu" and device.processes > there:
-        says = f"= {device.processes}, and this machine has {there} {device.kind} devices; lower it, or {way}"
+        says = (
+            f"= {device.processes}, and this machine has {there} {device.kind} devices; lower "
+            f"it, or {way}"
+        )
         yield Finding("settings", "bad", "launch.processes", says)
     else:
         yield Finding("settings", "ok", "device", f"{devices} ({config.strategy.device})")
@@ -229,11 +237,17 @@ def _devices(
 
 def _dtype(dtype: torch.dtype, device: Device) -> Finding:
     if dtype == torch.float16:
-        says = "float16: small gradients become 0, and nothing scales the loss; set model.dtype=bfloat16, or float32 on a CPU"
+        says = (
+            "float16: small gradients become 0, and nothing scales the loss; set "
+            "model.dtype=bfloat16, or float32 on a CPU"
+        )
         return Finding("settings", "warn", "model.dtype", says)
     on_cpu = device.kind == "cpu"
     if on_cpu and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        says = "bfloat16: this CPU computes it by detours, several times slower than float32; set model.dtype=float32"
+        says = (
+            "bfloat16: this CPU computes it by detours, several times slower than float32; set "
+            "model.dtype=float32"
+        )
         return Finding("settings", "warn", "model.dtype", says)
     return Finding("settings", "ok", "model.dtype", str(dtype).removeprefix("torch."))
 
@@ -249,7 +263,9 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     """Check tokenizer, template and rows, and return them. Raises their errors."""
     tokenizer = local_tokenizer(config.model)
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
-    found.append(Finding("data", "ok", "tokenizer", f"{len(tokenizer)} tokens, {rows} in the model"))
+    found.append(
+        Finding("data", "ok", "tokenizer", f"{len(tokenizer)} tokens, {rows} in the model")
+    )
     found.append(_template(config, tokenizer))
     found += _tokens(config, tokenizer)
     processor = load_processor(config.model, tokenizer)
@@ -293,7 +309,10 @@ def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
             )
             yield Finding("data", "warn", "model.tokenizer", says)
     if tokenizer.eos_token_id is None:
-        says = "has no end token, so every response runs to sampling.max_new_tokens; set sampling.stop or sampling.stop_token_ids"
+        says = (
+            "has no end token, so every response runs to sampling.max_new_tokens; set "
+            "sampling.stop or sampling.stop_token_ids"
+        )
         yield Finding("data", "warn", "tokenizer", says)
 
 
@@ -324,13 +343,18 @@ def _bounds(config: RLConfig | SFTConfig) -> Lengths:
 
 
 def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
-    chat = config.data.template is None if config.data.apply_chat_template == "auto" else config.data.apply_chat_template
+    chat = (
+        config.data.template is None
+        if config.data.apply_chat_template == "auto"
+        else config.data.apply_chat_template
+    )
     if not chat:
         says = "not used, as data.apply_chat_template or data.template says"
         return Finding("data", "ok", "chat template", says)
     if not tokenizer.chat_template:
         says = (
-            "there is none, so rows are plain text; set model.chat_template or data.template where the model expects another form"
+            "there is none, so rows are plain text; set model.chat_template or data.template "
+            "where the model expects another form"
         )
         return Finding("data", "warn", "chat template", says)
     try:
@@ -345,7 +369,10 @@ def _unwritten(encoder: ChatEncoder) -> Iterator[Finding]:
     """Report the placeholders for media that no chat template writes."""
     for kind, text in encoder.unsupported_media.items():
         if encoder.chat:
-            says = f"takes no {kind}, each is written as {text!r}; leave model.chat_template out, or set one that takes it"
+            says = (
+                f"takes no {kind}, each is written as {text!r}; leave model.chat_template out, "
+                "or set one that takes it"
+            )
             yield Finding("data", "warn", "chat template", says)
         else:
             says = f"written into the text as {text!r}, since no chat template is in use"
@@ -361,7 +388,10 @@ def _overlong(counts: Counter[str], what: str, setting: str) -> Finding:
         setting: The setting that bounds their length.
     """
     lost = (counts["overlong"] + counts["malformed"]) / max(1, counts["rows"])
-    says = f"{counts[what]} {what} of {counts['rows']} rows; {counts['overlong']} overlong, {counts['malformed']} malformed"
+    says = (
+        f"{counts[what]} {what} of {counts['rows']} rows; {counts['overlong']} overlong, "
+        f"{counts['malformed']} malformed"
+    )
     if counts["truncated"]:
         says += f", {counts['truncated']} cut"
     if lost > MANY_OVERLONG:
@@ -381,7 +411,10 @@ def _context(config: RLConfig, longest: int) -> Finding:
     limit = config.sampling.max_new_tokens
     end = longest + limit
     if context is not None and end > context:
-        says = f"a response may reach token {end}, and the model was made for {context}; lower sampling.max_new_tokens"
+        says = (
+            f"a response may reach token {end}, and the model was made for {context}; lower "
+            "sampling.max_new_tokens"
+        )
         return Finding("data", "bad", "lengths", says)
     says = f"longest prompt {longest}, longest response {limit} tokens"
     return Finding("data", "ok", "lengths", says)
@@ -397,11 +430,17 @@ def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
         yield Finding("settings", "warn", "train.max_tokens_per_micro_batch", says)
     engine_budget = config.engine.max_cache_tokens
     if isinstance(config, RLConfig) and engine_budget < lengths.longest:
-        says = f"= {engine_budget} cannot hold one prompt and response of {lengths.longest} tokens, which ends the run; raise it"
+        says = (
+            f"= {engine_budget} cannot hold one prompt and response of {lengths.longest} tokens, "
+            "which ends the run; raise it"
+        )
         yield Finding("settings", "bad", "engine.max_cache_tokens", says)
     answers = lengths.groups * lengths.samples
     if config.launch.processes > answers:
-        says = f"= {config.launch.processes}, and a step has {answers} responses: some processes have nothing to do"
+        says = (
+            f"= {config.launch.processes}, and a step has {answers} responses: some processes "
+            "have nothing to do"
+        )
         yield Finding("settings", "warn", "launch.processes", says)
 
 
@@ -434,7 +473,10 @@ def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[F
         scorer.check_sources(prompt.data_source for prompt in prompts)
         for name, pairs in given.items():
             if not pairs:
-                says = "rows have neither reference nor label, so only empty responses are scored; look at data.columns"
+                says = (
+                    "rows have neither reference nor label, so only empty responses are scored; "
+                    "look at data.columns"
+                )
                 yield Finding("reward", "warn", name, says)
                 continue
             began = time.perf_counter()
@@ -445,7 +487,10 @@ def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[F
             yield _scores(name, scored, each)
             means[name] = sum(rollout.reward or 0.0 for rollout in scored) / len(scored)
     if len(means) == 2 and means["reference response"] <= means["empty response"]:
-        says = "reference responses score no more than empty ones: the reward may not read them, or the label is not a response"
+        says = (
+            "reference responses score no more than empty ones: the reward may not read them, or "
+            "the label is not a response"
+        )
         yield Finding("reward", "warn", "order", says)
 
 
@@ -507,7 +552,9 @@ def _agrees(config: RLConfig, said: speed_probe.StepTimeEstimate) -> Iterator[Fi
         yield Finding("engine", "warn", "model.layout", said.layout)
     if said.agreement is None:
         least = config.sampling.min_new_tokens
-        says = f"not compared: no response is longer than sampling.min_new_tokens = {least}; lower it"
+        says = (
+            f"not compared: no response is longer than sampling.min_new_tokens = {least}; lower it"
+        )
         yield Finding("engine", "warn", "log-probs", says)
     elif not said.agreement.cause:
         yield Finding("engine", "ok", "log-probs", str(said.agreement))

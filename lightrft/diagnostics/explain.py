@@ -19,7 +19,9 @@ from lightrft.rollout.curriculum import CURRICULA
 from lightrft.utils.registry import About
 
 TERMS_SCALED = r"R=\sum_k w_k\frac{x_k-\operatorname{mean}x_k}{\operatorname{std}x_k+\epsilon}"
-WHITENED = r"\hat A\leftarrow\frac{\hat A-\operatorname{mean}\hat A}{\operatorname{std}\hat A+\epsilon}"
+WHITENED = (
+    r"\hat A\leftarrow\frac{\hat A-\operatorname{mean}\hat A}{\operatorname{std}\hat A+\epsilon}"
+)
 OF_TOKEN = ("rho_t = exp(logp - logp_old)", r"\rho_t=\pi_\theta/\pi_{old}")
 RATIOS = {
     "sequence": (
@@ -33,7 +35,9 @@ RATIOS = {
     ),
 }
 """Forms of ``loss.ratio`` that replace the token ratio in the formula of a loss."""
-CLIPPED_VALUE = r"\max\!\big((V_t-\hat R_t)^2,\ (\operatorname{clip}(V_t,V_{old}-c,V_{old}+c)-\hat R_t)^2\big)"
+CLIPPED_VALUE = (
+    r"\max\!\big((V_t-\hat R_t)^2,\ (\operatorname{clip}(V_t,V_{old}-c,V_{old}+c)-\hat R_t)^2\big)"
+)
 SYMBOLS = {
     "clip_low": r"\epsilon_l",
     "clip_high": r"\epsilon_h",
@@ -105,7 +109,10 @@ def _terms(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         ratio, latex = ("rho_t ", r"\rho_t") if kl.weighted else ("", "")
         yield f"+ {kl.coef:g} {ratio}kl_t", rf"+{kl.coef:g}\,{latex}k_{{i,t}}"
     if algorithm.policy_drift.coef:
-        yield f"+ {algorithm.policy_drift.coef:g} drift_t", rf"+{algorithm.policy_drift.coef:g}\,\delta_{{i,t}}"
+        yield (
+            f"+ {algorithm.policy_drift.coef:g} drift_t",
+            rf"+{algorithm.policy_drift.coef:g}\,\delta_{{i,t}}",
+        )
     if algorithm.distill.whole:
         yield f"+ {algorithm.distill.coef:g} D_t", rf"+{algorithm.distill.coef:g}\,D_{{i,t}}"
     entropy = algorithm.entropy
@@ -140,7 +147,9 @@ def _lines(config: RLConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Li
     yield from _listed("correction of L", "correction", algorithm, found)
     yield from _listed("token mask of L", "token_mask", algorithm, found)
     aggregation = algorithm.aggregation
-    yield Line("aggregation", aggregation, COMPONENT_KINDS["aggregation"].registry.about(aggregation))
+    yield Line(
+        "aggregation", aggregation, COMPONENT_KINDS["aggregation"].registry.about(aggregation)
+    )
     if config.ptx.coef:
         yield Line("next to the objective", "ptx", PTX, _only("coef", _below("ptx", found)))
     yield from _listed("filter", "filter", algorithm, found)
@@ -154,7 +163,9 @@ def _lines(config: RLConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Li
         yield Line("prompts", curriculum.name, CURRICULA.about(curriculum.name), own)
 
 
-def _token_rewards(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
+def _token_rewards(
+    algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]
+) -> Iterator[Line]:
     """Yield the rewards of tokens: the outcome with its KL penalty, and process rewards."""
     formula = "r_t = 1[t is the last sampled token] R"
     latex = r"r_t=\mathbb 1[t=T]\,R"
@@ -193,19 +204,25 @@ def _scales(settings: NormalizeConfig, own: tuple[EffectiveSetting, ...]) -> Ite
     """Yield the normalization of rewards, before shaping, and of values."""
     if settings.terms != "none":
         formula = (
-            f"R = sum_k w_k (x_k - mean_{settings.terms} x_k) / (std_{settings.terms} x_k + eps), over the terms of the reward"
+            f"R = sum_k w_k (x_k - mean_{settings.terms} x_k) / (std_{settings.terms} x_k + "
+            "eps), over the terms of the reward"
         )
         about = About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242")
         yield Line("reward terms", settings.terms, about, own)
     if settings.rewards != "none":
         standard = settings.rewards == "standard"
         numerator = "(R - mean)" if standard else "R"
-        formula = f"R <- {numerator} / (std + eps), mean and std of all rewards that the run has seen"
+        formula = (
+            f"R <- {numerator} / (std + eps), mean and std of all rewards that the run has seen"
+        )
         numerator_latex = "R - mean" if standard else "R"
         latex = rf"R\leftarrow\frac{{{numerator_latex}}}{{\operatorname{{std}}+\epsilon}}"
         yield Line("reward scale", settings.rewards, About(formula, latex), own)
     if settings.values:
-        formula = "the critic says (return - mean) / (std + eps), mean and std of all returns that the run has seen"
+        formula = (
+            "the critic says (return - mean) / (std + eps), mean and std of all returns that the "
+            "run has seen"
+        )
         about = About(formula, "", "arXiv 1602.07714, arXiv 2103.01955")
         yield Line("values", "normalised", about, own)
 
@@ -332,7 +349,17 @@ def _below(branch: str, found: tuple[EffectiveSetting, ...]) -> tuple[EffectiveS
     return tuple(number for number in below if symbol_of(number) not in NAMES)
 
 
-NAMES = ("name", "normalize", "where", "estimator", "kind", "weighted", "terms", "rewards", "values")
+NAMES = (
+    "name",
+    "normalize",
+    "where",
+    "estimator",
+    "kind",
+    "weighted",
+    "terms",
+    "rewards",
+    "values",
+)
 
 
 def to_text(explanation: Explanation) -> str:

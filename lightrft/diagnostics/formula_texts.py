@@ -19,7 +19,8 @@ IMPLICIT = About(
     "PRIME, arXiv 2502.01456; Free Process Rewards, arXiv 2412.01981",
 )
 OUTCOME_LOSS = About(
-    "-o log sigma(sum_t p_t) - (1 - o) log sigma(-sum_t p_t), mean over responses,  o = 1[R >= threshold]",
+    "-o log sigma(sum_t p_t) - (1 - o) log sigma(-sum_t p_t), mean over responses,  o = 1[R >= "
+    "threshold]",
     r"-o\log\sigma\big(\textstyle\sum_tp_t\big)-(1-o)\log\sigma\big(-\sum_tp_t\big),\quad o=\mathbb 1[R\ge\tau]",
     "PRIME, arXiv 2502.01456",
 )

@@ -23,7 +23,13 @@ from lightrft.roles import Roles
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.serialization import load_batch
 from lightrft.strategy.checkpoint import CheckpointStore, load_state, verify
-from lightrft.trainer.rl_step import update_settings, with_advantages, with_policy, with_reference, with_values
+from lightrft.trainer.rl_step import (
+    update_settings,
+    with_advantages,
+    with_policy,
+    with_reference,
+    with_values,
+)
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.seeding import restore_rng, seed_everything
@@ -108,7 +114,10 @@ def _run(
     """
     replayed = Replayed(batch)
     requirements = Requirements.of(config.algorithm)
-    max_tokens, temperature = config.train.max_tokens_per_micro_batch, sampling_temperature(config.sampling)
+    max_tokens, temperature = (
+        config.train.max_tokens_per_micro_batch,
+        sampling_temperature(config.sampling),
+    )
     if "policy" in phases:
         batch = with_policy(batch, roles, config, requirements)
     if "reference" in phases:
@@ -117,11 +126,15 @@ def _run(
     if "values" in phases:
         batch = with_values(batch, roles, config, controls)
     if "process" in phases:
-        batch = with_process_rewards(batch, roles, config.prm, max_tokens, temperature, replayed.metrics)
+        batch = with_process_rewards(
+            batch, roles, config.prm, max_tokens, temperature, replayed.metrics
+        )
     if "advantages" in phases:
         batch = with_advantages(batch, config, controls, requirements)
     if "update" in phases:
-        replayed.metrics.merge(update(roles, batch, update_settings(config, requirements), controls, step))
+        replayed.metrics.merge(
+            update(roles, batch, update_settings(config, requirements), controls, step)
+        )
     replayed.batch = batch
     return replayed
 
@@ -133,10 +146,15 @@ def _saved_batch(folder: Path, step: int) -> Batch:
         return load_batch(file)
     found = file.parent.glob(f"step_*{SUFFIX}")
     kept = sorted(int(batch.stem.removeprefix("step_")) for batch in found)
-    raise CheckpointError(f"{folder} kept no batch of step {step}, but of {kept or 'none'}; set log.batches_every in the run")
+    raise CheckpointError(
+        f"{folder} kept no batch of step {step}, but of {kept or 'none'}; set log.batches_every "
+        "in the run"
+    )
 
 
-def _take_up(roles: Roles, controls: Controllers, config: RLConfig, folder: Path, step: int) -> None:
+def _take_up(
+    roles: Roles, controls: Controllers, config: RLConfig, folder: Path, step: int
+) -> None:
     """Restore the state after ``step`` steps. Raises ``CheckpointError`` if it was not saved."""
     if step == 0:
         seed_everything(config.run.seed)

@@ -81,7 +81,9 @@ class GenerationTiming:
         return self.each * max(longest, rows * mean / width) + self.row * rows * mean
 
 
-def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: Lengths) -> StepTimeEstimate:
+def expected(
+    config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: Lengths
+) -> StepTimeEstimate:
     """Measure the real model and scale the time to a full step.
 
     The policy is loaded in one process. It generates ``FEW`` and ``ANSWERS`` responses. The latter

@@ -98,10 +98,16 @@ def _updates(config: RLConfig) -> Iterator[str]:
     steps = config.train.ppo_epochs * config.train.num_mini_batches
     on_policy = config.algorithm.old_logprobs == "policy"
     if steps > 1:
-        yield (f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts.")
+        yield (
+            f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and "
+            "clipping acts."
+        )
         return
     if not on_policy:
-        yield ("Each batch gets one update; its ratio is to the sampler, not to the policy before the update.")
+        yield (
+            "Each batch gets one update; its ratio is to the sampler, not to the policy before "
+            "the update."
+        )
         return
     yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts."
     if not Requirements.of(config.algorithm).old_logprobs(steps):
@@ -113,11 +119,20 @@ def _other_models(config: RLConfig) -> Iterator[str]:
     if requirements.critic:
         yield "The critic is trained on the returns, together with the policy."
         if config.critic.warmup_steps:
-            yield (f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy does not change.")
+            yield (
+                f"In the first {config.critic.warmup_steps} steps it is trained alone: the "
+                "policy does not change."
+            )
     if requirements.process:
-        yield ("The process model is trained on the outcomes of each batch before the advantages are taken.")
+        yield (
+            "The process model is trained on the outcomes of each batch before the advantages "
+            "are taken."
+        )
     if config.ptx.coef:
-        yield (f"Each optimizer step of the policy also learns {config.ptx.batch_size} conversations of ptx.data.")
+        yield (
+            f"Each optimizer step of the policy also learns {config.ptx.batch_size} "
+            "conversations of ptx.data."
+        )
 
 
 def _reach_every_row(algorithm: AlgorithmConfig) -> Iterator[str]:

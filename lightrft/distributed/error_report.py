@@ -43,10 +43,22 @@ def report_error(error: BaseException) -> bool:
     file = os.environ.get(ERROR_FILE)
     if not file:
         return False
-    kind = "rank" if isinstance(error, RankError) else "user" if isinstance(error, UserError) else "bug"
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}{_where(error)}"
+    kind = (
+        "rank"
+        if isinstance(error, RankError)
+        else "user"
+        if isinstance(error, UserError)
+        else "bug"
+    )
+    text = (
+        str(error)
+        if isinstance(error, UserError)
+        else f"{type(error).__name__}: {error}{_where(error)}"
+    )
     details = {"py_callstack": text, "timestamp": str(int(time.time())), "kind": kind}
-    Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
+    Path(file).write_text(
+        json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
+    )
     return SPEAKER in os.environ and isinstance(error, UserError)
 
 

@@ -105,18 +105,33 @@ class Heartbeat:
             self._over.wait(MISSED * BEAT)
             after = self._signs(range(self.size))
             rest = [rank for rank in range(self.size) if rank != self.rank]
-            if left := [f"rank {rank}: {said}" for rank in rest if (said := self._get(f"left/{self._run}/{rank}"))]:
+            if left := [
+                f"rank {rank}: {said}"
+                for rank in rest
+                if (said := self._get(f"left/{self._run}/{rank}"))
+            ]:
                 return "; ".join(left)
-            if silent := [rank for rank in rest if after[rank] is None or after[rank] == before[rank]]:
+            if silent := [
+                rank for rank in rest if after[rank] is None or after[rank] == before[rank]
+            ]:
                 return f"{self._named(silent)} sends no heartbeat: it was killed, or is stopped"
-            if late := [rank for rank in members if rank != self.rank and (after[rank] or (0, {}))[1].get(line, 0) < mine]:
+            if late := [
+                rank
+                for rank in members
+                if rank != self.rank and (after[rank] or (0, {}))[1].get(line, 0) < mine
+            ]:
                 return f"{self._named(late)} is alive, and has not come to where the others wait"
         except RuntimeError as error:  # raised by the store
-            return f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)})"
+            return (
+                "the launcher, or the machine of the first rank, cannot be reached "
+                f"({first_line(error)})"
+            )
         return ""
 
     def _named(self, ranks: Iterable[int]) -> str:
-        return ", ".join(f"rank {rank} ({self._get(f'who/{rank}') or 'never seen'})" for rank in ranks)
+        return ", ".join(
+            f"rank {rank} ({self._get(f'who/{rank}') or 'never seen'})" for rank in ranks
+        )
 
     def _live(self) -> None:
         heard = {rank: (None, time.monotonic()) for rank in range(self.size)}
@@ -132,7 +147,10 @@ class Heartbeat:
                 _say("the launcher has ended; this process stops too")
                 os.kill(os.getpid(), signal.SIGTERM)
             if orphaned and woke - orphaned > self.limit:
-                _leave(f"it has not stopped within {self.limit / 60:g} minutes after its launcher ended")
+                _leave(
+                    f"it has not stopped within {self.limit / 60:g} minutes after its launcher "
+                    "ended"
+                )
             try:
                 self._beat()
                 self._watch(heard, woke)
@@ -141,7 +159,8 @@ class Heartbeat:
                 if not orphaned and woke - last_answer > LOST * BEAT:
                     orphaned = woke
                     _say(
-                        f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)}); this process stops"
+                        "the launcher, or the machine of the first rank, cannot be reached "
+                        f"({first_line(error)}); this process stops"
                     )
                     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -156,11 +175,18 @@ class Heartbeat:
         for rank, sign in self._signs(range(self.size) if self.rank == 0 else [0]).items():
             if sign != heard[rank][0]:
                 heard[rank] = (sign, now)
-        late = [rank for rank, (_, at) in heard.items() if now - at > self.limit + GRACE and (self.rank == 0 or rank == 0)]
+        late = [
+            rank
+            for rank, (_, at) in heard.items()
+            if now - at > self.limit + GRACE and (self.rank == 0 or rank == 0)
+        ]
         # A rank that is done sends no heartbeats while it waits for others to clean up.
         silent = [rank for rank in late if not self._store.check([f"done/{rank}"])]
         if silent:
-            verdict = f"{self._named(silent)} has sent no heartbeat for strategy.timeout_minutes = {self.limit / 60:g} minutes"
+            verdict = (
+                f"{self._named(silent)} has sent no heartbeat for strategy.timeout_minutes = "
+                f"{self.limit / 60:g} minutes"
+            )
             self._store.set("verdict", verdict)
         elif not self._store.check(["verdict"]):
             return
@@ -173,7 +199,10 @@ class Heartbeat:
     def _signs(self, ranks: Iterable[int]) -> dict[int, tuple[int, dict[str, int]] | None]:
         keys = {rank: f"beat/{rank}" for rank in ranks}
         if self._store.check(list(keys.values())):
-            return {rank: json.loads(value) for rank, value in zip(keys, self._store.multi_get(list(keys.values())))}
+            return {
+                rank: json.loads(value)
+                for rank, value in zip(keys, self._store.multi_get(list(keys.values())))
+            }
         return {rank: json.loads(self._get(key) or "null") for rank, key in keys.items()}
 
     def _get(self, key: str) -> str:

@@ -32,7 +32,15 @@ def loopback_store(port: int, timeout: timedelta) -> Any:
         listener.bind((LOOPBACK, port))
         number = listener.getsockname()[1]
         # The store takes over the descriptor, and closes it.
-        return TCPStore(LOOPBACK, number, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+        return TCPStore(
+            LOOPBACK,
+            number,
+            None,
+            True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
     except BaseException:
         listener.close()
         raise

@@ -60,7 +60,9 @@ def plan_placement(launch: LaunchConfig, accelerated: bool) -> PlacementPlan:
     """
     asked = launch.ray
     devices = (1.0 if asked.devices is None else asked.devices) if accelerated else 0.0
-    bundles: list[Bundle] = [{"CPU": asked.cpus, **({"GPU": 1.0} if devices else {})} for _ in range(launch.processes)]
+    bundles: list[Bundle] = [
+        {"CPU": asked.cpus, **({"GPU": 1.0} if devices else {})} for _ in range(launch.processes)
+    ]
     left = [1.0 - devices if devices else 0.0] * launch.processes
     workers: dict[str, BundleSlot] = {}
     for kind, (count, share) in asked.workers.items():
@@ -103,7 +105,9 @@ def environments(places: Sequence[RankPlacement], port: int) -> list[dict[str, s
                 "GROUP_RANK": str(nodes.index(place.node)),
                 "MASTER_ADDR": places[0].address,
                 "MASTER_PORT": str(port),
-                "CUDA_VISIBLE_DEVICES": ",".join(device for i in here for device in places[i].devices),
+                "CUDA_VISIBLE_DEVICES": ",".join(
+                    device for i in here for device in places[i].devices
+                ),
             }
         )
     return found

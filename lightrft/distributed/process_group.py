@@ -102,7 +102,11 @@ class TorchProcessGroup:
 
         self._dist = dist
         self.minutes = minutes
-        self._plain = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if group is None else group
+        self._plain = (
+            dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+            if group is None
+            else group
+        )
         self.rank: int = dist.get_rank(self._plain)
         self.size: int = dist.get_world_size(self._plain)
         self._members: list[int] = dist.get_process_group_ranks(self._plain)
@@ -126,7 +130,10 @@ class TorchProcessGroup:
     def duplicate(self) -> TorchProcessGroup:
         """See ``ProcessGroup.apart``."""
         limit = timedelta(minutes=self.minutes)
-        return TorchProcessGroup(self.minutes, self._dist.new_group(self._members, limit, "gloo", use_local_synchronization=True))
+        return TorchProcessGroup(
+            self.minutes,
+            self._dist.new_group(self._members, limit, "gloo", use_local_synchronization=True),
+        )
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
@@ -135,7 +142,11 @@ class TorchProcessGroup:
         try:
             yield
         except RuntimeError as error:  # gloo raises it for a broken connection and for a timeout
-            blame = "" if self.heartbeat is None else self.heartbeat.diagnose_peers(self._line, self._members)
+            blame = (
+                ""
+                if self.heartbeat is None
+                else self.heartbeat.diagnose_peers(self._line, self._members)
+            )
             raise _lost(error, self.minutes, blame) from error
 
 
@@ -143,7 +154,8 @@ def _lost(error: RuntimeError, minutes: float, blame: str) -> LostRankError:
     """Build the error of a lost connection, which names the rank in ``blame`` if one was found."""
     blame = blame or "a rank has ended or timed out; see the messages of the other ranks"
     return LostRankError(
-        f"{blame} (strategy.timeout_minutes = {minutes:g} minutes; {first_line(error)}). The same command resumes from the last checkpoint"
+        f"{blame} (strategy.timeout_minutes = {minutes:g} minutes; {first_line(error)}). The "
+        "same command resumes from the last checkpoint"
     )
 
 
@@ -173,12 +185,15 @@ def check_parallel_sizes(ranks: ProcessGroup, size: int) -> None:
     """Raise ``ConfigError`` if ``size`` does not divide the number of ranks."""
     if ranks.size % size:
         raise ConfigError(
-            f"{size} processes work on the same rows (strategy.sequence_parallel times strategy.tensor_parallel), which does not divide the {ranks.size} of "
-            f"this run; set launch.processes to a multiple of {size}, or both to 1"
+            f"{size} processes work on the same rows (strategy.sequence_parallel times "
+            f"strategy.tensor_parallel), which does not divide the {ranks.size} of this run; set "
+            f"launch.processes to a multiple of {size}, or both to 1"
         )
 
 
-def build_parallel_groups(ranks: ProcessGroup, sequence: int, tensor: int = 1) -> tuple[ModelParallelGroup, ProcessGroup]:
+def build_parallel_groups(
+    ranks: ProcessGroup, sequence: int, tensor: int = 1
+) -> tuple[ModelParallelGroup, ProcessGroup]:
     """Build the sequence-parallel group of this rank and its data-parallel group.
 
     A model-parallel group has ``sequence * tensor`` consecutive ranks that work on the same rows.
@@ -206,8 +221,12 @@ def build_parallel_groups(ranks: ProcessGroup, sequence: int, tensor: int = 1) -
     blocks = [list(range(first, first + size)) for first in range(0, ranks.size, size)]
     lines = [block[place::tensor] for block in blocks for place in range(tensor)]
     own, _ = dist.new_subgroups_by_enumeration(lines, timeout=limit)
-    across, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*blocks)], timeout=limit, backend="gloo")
-    return ModelParallelGroup(ranks.rank % size // tensor, sequence, own, tensor), TorchProcessGroup(ranks.minutes, across)
+    across, _ = dist.new_subgroups_by_enumeration(
+        [list(column) for column in zip(*blocks)], timeout=limit, backend="gloo"
+    )
+    return ModelParallelGroup(
+        ranks.rank % size // tensor, sequence, own, tensor
+    ), TorchProcessGroup(ranks.minutes, across)
 
 
 def first_rank() -> bool:
@@ -300,8 +319,9 @@ def _meeting(minutes: float) -> tuple[Any, int, int]:
     except (dist.DistError, TimeoutError) as error:
         _stores.pop(place, None)
         raise LostRankError(
-            f"{size} processes were to meet at {address}:{port} (MASTER_ADDR, MASTER_PORT) and have not within strategy.timeout_minutes = "
-            f"{minutes:g} minutes ({first_line(error)}); see that all were started and can reach that address"
+            f"{size} processes were to meet at {address}:{port} (MASTER_ADDR, MASTER_PORT) and "
+            f"have not within strategy.timeout_minutes = {minutes:g} minutes "
+            f"({first_line(error)}); see that all were started and can reach that address"
         ) from error
 
 
@@ -406,7 +426,11 @@ def run_on_all_ranks(ranks: ProcessGroup, work: Callable[[], T]) -> list[T]:
     for rank, (_, found) in enumerate(told):
         if found is not None:
             kind, text = found
-            raise kind(text) if getattr(kind, "shared_by_ranks", False) else RankError(f"rank {rank}: {kind.__name__}: {text}")
+            raise (
+                kind(text)
+                if getattr(kind, "shared_by_ranks", False)
+                else RankError(f"rank {rank}: {kind.__name__}: {text}")
+            )
     return [value for value, _ in told]
 
 
@@ -435,7 +459,9 @@ class KeepAlive:
         if time.monotonic() >= self._due and (self._given is None or self._given.done()):
             self.end()
             self._given = Future()
-            threading.Thread(target=self._tell, args=[self._given], name="sign of life", daemon=True).start()
+            threading.Thread(
+                target=self._tell, args=[self._given], name="sign of life", daemon=True
+            ).start()
             self._due = time.monotonic() + self._pause
 
     def end(self) -> None:

@@ -28,7 +28,9 @@ def package() -> Any:
         import ray.exceptions
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ConfigError(f"launch.kind = 'ray' needs the package ray ({error}): {INSTALL}") from None
+        raise ConfigError(
+            f"launch.kind = 'ray' needs the package ray ({error}): {INSTALL}"
+        ) from None
     return ray
 
 
@@ -42,10 +44,14 @@ def cluster(config: RayConfig) -> Generator[None]:
     """
     if (config.address or "").startswith("ray://"):
         raise ConfigError(
-            f"launch.ray.address = {config.address!r}: the ranks' driver must run on a node of the cluster; start the command there "
-            "(ray job submit does that) with launch.ray.address=auto"
+            f"launch.ray.address = {config.address!r}: the ranks' driver must run on a node of "
+            "the cluster; start the command there (ray job submit does that) with "
+            "launch.ray.address=auto"
         )
-    for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
+    for name, value in {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }.items():
         os.environ.setdefault(name, value)
     ray = package()
     if ray.is_initialized():
@@ -69,8 +75,9 @@ def _join(ray: Any, address: str) -> None:
     except Exception as error:  # Ray raises plain ``Exception`` as well as connection errors
         ray.shutdown()
         raise ConfigError(
-            f"launch.ray.address = {address!r}: no Ray cluster could be joined ({first_line(error)}); start one with ray start --head, or "
-            "leave the address out for a cluster of this machine alone"
+            f"launch.ray.address = {address!r}: no Ray cluster could be joined "
+            f"({first_line(error)}); start one with ray start --head, or leave the address out "
+            "for a cluster of this machine alone"
         ) from error
 
 
@@ -83,18 +90,31 @@ def _start(ray: Any, minutes: float) -> None:
     until = time.monotonic() + 60 * minutes
     while True:
         try:
-            ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+            ray.init(
+                address="local",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=False,
+            )
             return
         except Exception as error:  # Ray raises plain ``Exception`` for a node that starts too late
             ray.shutdown()
             late = isinstance(error, TimeoutError) or "timed out" in str(error)
             if late and time.monotonic() < until:
-                log.warning("Ray did not start in time (%s); it is started again", first_line(error))
+                log.warning(
+                    "Ray did not start in time (%s); it is started again", first_line(error)
+                )
                 continue
-            limit = f" within launch.ray.placement_timeout_minutes = {minutes:g} minutes" if late else ""
+            limit = (
+                f" within launch.ray.placement_timeout_minutes = {minutes:g} minutes"
+                if late
+                else ""
+            )
             raise ResourceError(
-                f"launch.kind = 'ray': Ray did not start on this machine{limit} ({first_line(error)}); free processors and memory, raise "
-                "launch.ray.placement_timeout_minutes, or start it with ray start --head and set launch.ray.address=auto"
+                f"launch.kind = 'ray': Ray did not start on this machine{limit} "
+                f"({first_line(error)}); free processors and memory, raise "
+                "launch.ray.placement_timeout_minutes, or start it with ray start --head and "
+                "set launch.ray.address=auto"
             ) from error
 
 
@@ -134,11 +154,17 @@ def uses_devices(config: RLConfig | SFTConfig) -> bool:
     """Return True if ranks compute on accelerators of the cluster."""
     if config.strategy.device == "cpu":
         return False
-    return config.strategy.device != "auto" or config.launch.ray.devices is not None or "GPU" in package().cluster_resources()
+    return (
+        config.strategy.device != "auto"
+        or config.launch.ray.devices is not None
+        or "GPU" in package().cluster_resources()
+    )
 
 
 @contextmanager
-def create_placement_group(plan: PlacementPlan, launch: LaunchConfig, stop: StopFlag) -> Generator[Any]:
+def create_placement_group(
+    plan: PlacementPlan, launch: LaunchConfig, stop: StopFlag
+) -> Generator[Any]:
     """Reserve a placement group for ``plan`` and remove it on exit.
 
     Args:
@@ -151,14 +177,18 @@ def create_placement_group(plan: PlacementPlan, launch: LaunchConfig, stop: Stop
         RankError: the run was stopped while it waited.
     """
     groups = package().util
-    group = groups.placement_group([dict(bundle) for bundle in plan.bundles], strategy=launch.ray.placement)
+    group = groups.placement_group(
+        [dict(bundle) for bundle in plan.bundles], strategy=launch.ray.placement
+    )
     try:
         until = time.monotonic() + 60 * launch.ray.placement_timeout_minutes
         own = launch.ray.address is None  # a local cluster does not grow, so waiting is pointless
         while not group.wait(1):
             if stop:
                 raise RankError("stopped before the ranks had a place")
-            if time.monotonic() > until or (own and missing_resources(plan.asked, cluster_resources())):
+            if time.monotonic() > until or (
+                own and missing_resources(plan.asked, cluster_resources())
+            ):
                 raise ResourceError(no_room(plan, launch))
         yield group
     finally:
@@ -167,7 +197,11 @@ def create_placement_group(plan: PlacementPlan, launch: LaunchConfig, stop: Stop
 
 def cluster_resources() -> Bundle:
     """Return the resources of all nodes of the cluster, used or free."""
-    return {name: value for name, value in package().cluster_resources().items() if name in ("CPU", "GPU")}
+    return {
+        name: value
+        for name, value in package().cluster_resources().items()
+        if name in ("CPU", "GPU")
+    }
 
 
 def missing_resources(asked: Bundle, there: Bundle) -> list[str]:
@@ -181,13 +215,18 @@ def no_room(plan: PlacementPlan, launch: LaunchConfig) -> str:
     free = ray.available_resources()
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
     asked = ", ".join(f"{value:g} {name}" for name, value in plan.asked.items())
-    there = ", ".join(f"{value:g} {name} ({free.get(name, 0.0):g} free)" for name, value in cluster_resources().items())
+    there = ", ".join(
+        f"{value:g} {name} ({free.get(name, 0.0):g} free)"
+        for name, value in cluster_resources().items()
+    )
     way = "add nodes" if launch.ray.address else "join a cluster with more (launch.ray.address)"
     return (
-        f"launch.ray: {launch.processes} ranks and {len(plan.workers)} workers ask for {asked} in {len(plan.bundles)} bundles "
-        f"({launch.ray.placement}), and the cluster has {there} on {nodes} node{'s' if nodes != 1 else ''}: no room within "
-        f"launch.ray.placement_timeout_minutes = {launch.ray.placement_timeout_minutes:g} minutes; lower launch.processes or launch.ray.cpus, choose another launch.ray.placement, "
-        f"or {way}"
+        f"launch.ray: {launch.processes} ranks and {len(plan.workers)} workers ask for {asked} "
+        f"in {len(plan.bundles)} bundles ({launch.ray.placement}), and the cluster has {there} "
+        f"on {nodes} node{'s' if nodes != 1 else ''}: no room within "
+        f"launch.ray.placement_timeout_minutes = {launch.ray.placement_timeout_minutes:g} "
+        "minutes; lower launch.processes or launch.ray.cpus, choose another "
+        f"launch.ray.placement, or {way}"
     )
 
 
@@ -200,17 +239,29 @@ def actor(kind: type, group: Any, slot: BundleSlot) -> Any:
         slot: bundle index and resources of the actor.
     """
     ray = package()
-    scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot.bundle)
+    scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=slot.bundle
+    )
     return ray.remote(kind).options(
-        num_cpus=slot.cpus, num_gpus=slot.devices, max_restarts=0, max_task_retries=0, scheduling_strategy=scheduling
+        num_cpus=slot.cpus,
+        num_gpus=slot.devices,
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy=scheduling,
     )
 
 
 def beside_driver(kind: type, *args: Any) -> Any:
     """Start an actor on the driver's node."""
     ray = package()
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(kind).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote(*args)
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    return (
+        ray.remote(kind)
+        .options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here)
+        .remote(*args)
+    )
 
 
 def adopt(environment: Mapping[str, str]) -> None:
@@ -226,5 +277,7 @@ def adopt(environment: Mapping[str, str]) -> None:
 def reason_of(error: BaseException) -> str:
     """Return the part of Ray's error message that gives the cause."""
     rows = [row.strip() for row in str(error).splitlines() if row.strip()]
-    telling = " ".join([row for row in rows if "because" in row or "exit detail" in row] or rows[:1])
+    telling = " ".join(
+        [row for row in rows if "because" in row or "exit detail" in row] or rows[:1]
+    )
     return telling.partition(" Some common causes")[0].rstrip(".")[:400]

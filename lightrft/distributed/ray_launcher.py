@@ -23,7 +23,14 @@ from lightrft.config.base import build, parse_yaml, to_yaml
 from lightrft.config.launch import RayConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.distributed.error_report import error_listener
-from lightrft.distributed.placement import BundleSlot, PlacementPlan, RankPlacement, environments, plan_placement, side_by_side
+from lightrft.distributed.placement import (
+    BundleSlot,
+    PlacementPlan,
+    RankPlacement,
+    environments,
+    plan_placement,
+    side_by_side,
+)
 from lightrft.distributed.ray_cluster import (
     actor,
     adopt,
@@ -74,7 +81,9 @@ def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> d
     with cluster(config.launch.ray), StopFlag() as stop:
         summary = RayLauncher(path, config, observer, stop).run()
         # Ranks always get SIGTERM, so their summary would not name the signal that the driver got.
-        return {**summary, "stopped_by": stop.reason} if stop and "stopped_by" in summary else summary
+        return (
+            {**summary, "stopped_by": stop.reason} if stop and "stopped_by" in summary else summary
+        )
 
 
 def check_launch(config: RLConfig | SFTConfig) -> None:
@@ -84,17 +93,28 @@ def check_launch(config: RLConfig | SFTConfig) -> None:
     if config.strategy.device == "cpu":
         for name in ("devices", "engine_devices", "model_devices"):
             if (share := getattr(asked, name)) is not None:
-                raise ConfigError(f"launch.ray.{name} = {share} changes nothing: strategy.device is cpu; leave one of them out")
+                raise ConfigError(
+                    f"launch.ray.{name} = {share} changes nothing: strategy.device is cpu; leave "
+                    "one of them out"
+                )
     limit = config.strategy.timeout_minutes
-    if asked.call_timeout_minutes is not None and asked.call_timeout_minutes >= limit and config.launch.processes > 1:
+    if (
+        asked.call_timeout_minutes is not None
+        and asked.call_timeout_minutes >= limit
+        and config.launch.processes > 1
+    ):
         raise ConfigError(
-            f"launch.ray.call_timeout_minutes = {asked.call_timeout_minutes:g} minutes is not below strategy.timeout_minutes = {limit:g}: ranks that wait for a worker would "
+            f"launch.ray.call_timeout_minutes = {asked.call_timeout_minutes:g} minutes is not "
+            f"below strategy.timeout_minutes = {limit:g}: ranks that wait for a worker would "
             "time out before it is restarted; lower the first or raise the second"
         )
     if isinstance(config, SFTConfig):
         for name, count in asked.staff.items():
             if count:
-                raise ConfigError(f"launch.ray.{name} = {count} changes nothing: sft has no such workers; leave it out")
+                raise ConfigError(
+                    f"launch.ray.{name} = {count} changes nothing: sft has no such workers; "
+                    "leave it out"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +171,8 @@ class RankActor:
             os.chdir(folder)
         except OSError as error:
             raise ConfigError(
-                f"node {address} has no folder {folder} ({error.strerror}); with launch.kind=ray, give the command in a folder that all "
-                "nodes share"
+                f"node {address} has no folder {folder} ({error.strerror}); with "
+                "launch.kind=ray, give the command in a folder that all nodes share"
             ) from None
         devices = tuple(str(device) for device in context.get_accelerator_ids().get("GPU", ()))
         return RankPlacement(context.get_node_id(), address, os.getpid(), devices)
@@ -170,7 +190,9 @@ class RankActor:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
         except OSError as error:
-            raise ConfigError(f"run.dir = {folder!r}: the first rank cannot write there: {error.strerror}") from None
+            raise ConfigError(
+                f"run.dir = {folder!r}: the first rank cannot write there: {error.strerror}"
+            ) from None
         return str(mark)
 
     def sees(self, mark: str, seconds: float) -> bool:
@@ -188,7 +210,9 @@ class RankActor:
     def run(self, order: RankTask) -> RankResult:
         """Run ``order`` and return its outcome, which includes an error."""
         adopt(order.environment)
-        teller = EventReporter(order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR)
+        teller = EventReporter(
+            order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR
+        )
         report_logs_and_errors(teller)
         office = WorkerAllocator(order.roster, order.slots, package().util.get_node_ip_address())
         leave = partial(teller.leave, int(order.environment["RANK"]))
@@ -223,7 +247,9 @@ def resumes_run(order: RankTask) -> RLConfig | SFTConfig:
         return config
     own = list((Path(config.run.dir).expanduser() / config.run.name / "checkpoints").glob("step_*"))
     resume = config.run.resume if config.run.resume not in ("auto", "never") and not own else "auto"
-    return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume, "overwrite": False})})
+    return config.model_copy(
+        update={"run": config.run.model_copy(update={"resume": resume, "overwrite": False})}
+    )
 
 
 def wait_until_gone(before: Sequence[RankPlacement]) -> None:
@@ -232,14 +258,22 @@ def wait_until_gone(before: Sequence[RankPlacement]) -> None:
     """
     here = package().get_runtime_context().get_node_id()
     until = time.monotonic() + SETTLING
-    while any(alive(place.pid) for place in before if place.node == here) and time.monotonic() < until:
+    while (
+        any(alive(place.pid) for place in before if place.node == here) and time.monotonic() < until
+    ):
         time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:
     """Return True if the process ``pid`` is running and is no zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="ascii", errors="replace")
+            .rpartition(")")[2]
+            .split()[0]
+            != "Z"
+        )
     except OSError:
         return False
 
@@ -301,13 +335,21 @@ class RayLauncher:
         stopping.
         """
         if self.stop:
-            raise RankError(f"{lost}, while the run was being stopped; the same command resumes from the last checkpoint")
+            raise RankError(
+                f"{lost}, while the run was being stopped; the same command resumes from the "
+                "last checkpoint"
+            )
         if self.losses > self.asked.restarts:
             raise RankError(
-                f"{lost}; the ranks were restarted launch.ray.restarts = {self.asked.restarts} times. The same command resumes from "
-                "the last checkpoint"
+                f"{lost}; the ranks were restarted launch.ray.restarts = {self.asked.restarts} "
+                "times. The same command resumes from the last checkpoint"
             )
-        log.warning("%s; all ranks start again from the last checkpoint (%d of %d)", lost, self.losses, self.asked.restarts)
+        log.warning(
+            "%s; all ranks start again from the last checkpoint (%d of %d)",
+            lost,
+            self.losses,
+            self.asked.restarts,
+        )
 
     def attempt(self) -> dict[str, Any]:
         """Place the ranks and workers once, run them and return the result of rank 0."""
@@ -315,7 +357,11 @@ class RayLauncher:
         with create_placement_group(plan, self.config.launch, self.stop) as group:
             host = str(Path.cwd()), self.asked.environment, self._desk
             self.roster = (
-                beside_driver(WorkerRegistry, group, 60 * self.asked.placement_timeout_minutes, host) if plan.workers else None
+                beside_driver(
+                    WorkerRegistry, group, 60 * self.asked.placement_timeout_minutes, host
+                )
+                if plan.workers
+                else None
             )
             actors = [actor(RankActor, group, slot).remote() for slot in plan.ranks]
             try:
@@ -334,10 +380,14 @@ class RayLauncher:
         self.check_shared(actors)
         (port,) = self.all_of(actors[:1], [actors[0].free_port.remote()], "find a port")
         orders = self.orders(port, plan, before)
-        ended = self.watch({one.run.remote(order): rank for rank, (one, order) in enumerate(zip(actors, orders))})
+        ended = self.watch(
+            {one.run.remote(order): rank for rank, (one, order) in enumerate(zip(actors, orders))}
+        )
         return self.outcome(ended)
 
-    def orders(self, port: int, plan: PlacementPlan, before: tuple[RankPlacement, ...] = ()) -> list[RankTask]:
+    def orders(
+        self, port: int, plan: PlacementPlan, before: tuple[RankPlacement, ...] = ()
+    ) -> list[RankTask]:
         """Return the order of each rank, in rank order.
 
         Args:
@@ -345,10 +395,17 @@ class RayLauncher:
             plan: slots of the workers.
             before: places of the lost ranks that these ranks replace.
         """
-        kind, tree, asks = type(self.config).__name__, to_yaml(self.config), (self.roster, plan.workers)
+        kind, tree, asks = (
+            type(self.config).__name__,
+            to_yaml(self.config),
+            (self.roster, plan.workers),
+        )
         common = RankTask(self.path, kind, tree, {}, self._desk, self.began, before, *asks)
         environment = {**self.asked.environment, "TORCHELASTIC_RESTART_COUNT": str(self.losses)}
-        return [replace(common, environment={**environment, **own}) for own in environments(self.places, port)]
+        return [
+            replace(common, environment={**environment, **own})
+            for own in environments(self.places, port)
+        ]
 
     def all_of(self, actors: Sequence[Any], refs: list[Any], what: str) -> list[Any]:
         """Return the results of ``refs``.
@@ -369,9 +426,12 @@ class RayLauncher:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except ray.exceptions.GetTimeoutError:
             raise RankLost(
-                f"{len(actors)} ranks did not {what} within launch.ray.placement_timeout_minutes = {self.asked.placement_timeout_minutes:g} minutes"
+                f"{len(actors)} ranks did not {what} within launch.ray.placement_timeout_minutes "
+                f"= {self.asked.placement_timeout_minutes:g} minutes"
             ) from None
-        except ray.exceptions.RayError as error:  # an actor that died, a node or a connection that is gone
+        except (
+            ray.exceptions.RayError
+        ) as error:  # an actor that died, a node or a connection that is gone
             raise RankLost(f"a rank ended before it could {what} ({reason_of(error)})") from None
 
     def check_shared(self, actors: list[Any]) -> None:
@@ -381,13 +441,18 @@ class RayLauncher:
         if not others:
             return
         (mark,) = self.all_of(actors[:1], [actors[0].put_mark.remote(folder)], "write to run.dir")
-        seen = self.all_of(actors, [actors[i].sees.remote(mark, SETTLING) for i in others.values()], "look at run.dir")
+        seen = self.all_of(
+            actors,
+            [actors[i].sees.remote(mark, SETTLING) for i in others.values()],
+            "look at run.dir",
+        )
         self.all_of(actors[:1], [actors[0].remove_mark.remote(mark)], "write to run.dir")
         for rank, found in zip(others.values(), seen):
             if not found:
                 raise ConfigError(
-                    f"run.dir = {self.config.run.dir!r}: rank {rank} on {self.places[rank]} does not see what rank 0 on {self.places[0]} "
-                    "writes there; set run.dir to a folder of a file system that all nodes share"
+                    f"run.dir = {self.config.run.dir!r}: rank {rank} on {self.places[rank]} does "
+                    f"not see what rank 0 on {self.places[0]} writes there; set run.dir to a "
+                    "folder of a file system that all nodes share"
                 )
 
     def watch(self, waiting: dict[Any, int]) -> dict[int, RankResult]:
@@ -441,7 +506,11 @@ class RayLauncher:
         """
         place = f"rank {rank} on node {self.places[rank]}"
         said = self._left.get(rank)
-        return RankLost(f"{place} has given up: {without_way_on(said)}" if said else f"{place} was lost: {reason}")
+        return RankLost(
+            f"{place} has given up: {without_way_on(said)}"
+            if said
+            else f"{place} was lost: {reason}"
+        )
 
     def outcome(self, ended: Mapping[int, RankResult]) -> dict[str, Any]:
         """Return the result of rank 0, or raise the error of the rank that caused the failure.
@@ -457,7 +526,10 @@ class RayLauncher:
                 raise self.as_error(rank, one)
         if silent:
             where = ", ".join(f"rank {rank} on node {self.places[rank]}" for rank in silent)
-            raise RankLost(f"{where} did not respond after another ended ({without_way_on(next(iter(failed.values())).text)})")
+            raise RankLost(
+                f"{where} did not respond after another ended "
+                f"({without_way_on(next(iter(failed.values())).text)})"
+            )
         if failed:
             raise RankLost(f"ranks lost one another: {without_way_on(failed[min(failed)].text)}")
         return ended[0].result
@@ -468,7 +540,9 @@ class RayLauncher:
             return one.kind(one.text)
         if one.error == MemoryError.__name__:
             return MemoryError(one.text)
-        return RuntimeError(f"{one.error} on rank {rank}, node {self.places[rank]}: {one.text}\n{one.trace}")
+        return RuntimeError(
+            f"{one.error} on rank {rank}, node {self.places[rank]}: {one.text}\n{one.trace}"
+        )
 
 
 def without_way_on(text: str) -> str:

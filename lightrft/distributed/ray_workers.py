@@ -94,7 +94,9 @@ class WorkerRegistry:
         host: working directory, environment and desk of each worker.
     """
 
-    def __init__(self, group: Any, seconds: float, host: tuple[str, Mapping[str, str], Any]) -> None:
+    def __init__(
+        self, group: Any, seconds: float, host: tuple[str, Mapping[str, str], Any]
+    ) -> None:
         self._group = group
         self._seconds = seconds
         self._host = host
@@ -158,8 +160,9 @@ class WorkerRegistry:
         except TimeoutError:
             package().kill(post.actor)
             raise ResourceError(
-                f"{post.name} found no place within launch.ray.placement_timeout_minutes = {self._seconds / 60:g} minutes: its node is gone, and no other has "
-                "what it asks for; add one, and give the same command again"
+                f"{post.name} found no place within launch.ray.placement_timeout_minutes = "
+                f"{self._seconds / 60:g} minutes: its node is gone, and no other has what it "
+                "asks for; add one, and give the same command again"
             ) from None
         except package().exceptions.RayActorError:
             return  # it has died again, and the next call will report that
@@ -256,7 +259,7 @@ def current_allocator() -> WorkerAllocator:
     office = _OFFICE.get()
     if office is None:
         raise ConfigError(
-            "launch.ray gives roles separate workers, but no cluster is connected: start the run by the command lightrft, or "
-            "by lightrft.distributed.ray_launcher.run_on_ray"
+            "launch.ray gives roles separate workers, but no cluster is connected: start the run "
+            "by the command lightrft, or by lightrft.distributed.ray_launcher.run_on_ray"
         )
     return office

@@ -44,10 +44,19 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
         if (dim := getattr(placement, "dim", None)) is not None:
             mesh = tensor.device_mesh
             # _StridedShard splits into ``split_factor`` groups first, then shards each group.
-            splits[dim].append((getattr(placement, "split_factor", 1), mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)))
+            splits[dim].append(
+                (
+                    getattr(placement, "split_factor", 1),
+                    mesh.get_local_rank(mesh_dim),
+                    mesh.size(mesh_dim),
+                )
+            )
     runs = [_runs(size, of_dim) for size, of_dim in zip(shape, splits, strict=True)]
     return LocalShard(
-        shape, [(tuple(w for w, _ in run), local[tuple(h for _, h in run)]) for run in product(*runs)] if shape else [((), local)]
+        shape,
+        [(tuple(w for w, _ in run), local[tuple(h for _, h in run)]) for run in product(*runs)]
+        if shape
+        else [((), local)],
     )
 
 
@@ -72,7 +81,9 @@ def _runs(size: int, splits: list[tuple[int, int, int]]) -> list[tuple[slice, sl
     for groups, rank, count in splits:
         parts = here.split(max(1, -(-len(here) // groups)))
         here = torch.cat([_chunk(part, rank, count) for part in parts])
-    ends = [0, *((here.diff() != 1).nonzero().flatten() + 1).tolist(), len(here)] if len(here) else []
+    ends = (
+        [0, *((here.diff() != 1).nonzero().flatten() + 1).tolist(), len(here)] if len(here) else []
+    )
     return [(slice(int(here[a]), int(here[b - 1]) + 1), slice(a, b)) for a, b in pairwise(ends)]
 
 

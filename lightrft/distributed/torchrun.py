@@ -84,7 +84,12 @@ class OneMachine:
 
         if self.store is None:
             self.store = loopback_store(0, timedelta(minutes=10))
-        return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
+        return RendezvousInfo(
+            PrefixStore(self.run_id, self.store),
+            0,
+            1,
+            RendezvousStoreInfo(LOOPBACK, self.store.port),
+        )
 
     def is_closed(self) -> bool:
         return False
@@ -133,7 +138,10 @@ def cause(failures: Mapping[int, Any], forced: Collection[int] = ()) -> tuple[st
         failures: torchelastic's failures, by rank.
         forced: ids of processes that the launcher killed afterwards.
     """
-    told = {rank: ("", "was killed") if failure.pid in forced else _told(failure) for rank, failure in failures.items()}
+    told = {
+        rank: ("", "was killed") if failure.pid in forced else _told(failure)
+        for rank, failure in failures.items()
+    }
     order = {"killed": 0, "bug": 1, "user": 1, "rank": 2, "": 3}
     rank = min(told, key=lambda r: (order[told[r][0]], failures[r].timestamp, r))
     kind, text = told[rank]

@@ -35,7 +35,10 @@ class Engine(Protocol):
     shares_weights: bool
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never_stop
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool] = never_stop,
     ) -> Iterator[Rollout]:
         """Yield one response to each request as it finishes, in no particular order.
 

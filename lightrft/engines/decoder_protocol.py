@@ -26,7 +26,9 @@ class DecodeSession(Protocol):
         """
         ...
 
-    def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int, /) -> None: ...
+    def reserve(
+        self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int, /
+    ) -> None: ...
 
     def prefill(
         self,

@@ -211,9 +211,9 @@ def check_requests(
         if tokens > config.max_cache_tokens:
             needed = f"{prompt_tokens} prompt tokens + max_new_tokens {limit} = {tokens}"
             raise ResourceError(
-                f"engine.max_cache_tokens = {config.max_cache_tokens} cannot hold prompt {prompt}: {needed}; "
-                f"raise engine.max_cache_tokens to at least {tokens}, "
-                "or lower max_new_tokens or the prompt length"
+                f"engine.max_cache_tokens = {config.max_cache_tokens} cannot hold prompt "
+                f"{prompt}: {needed}; raise engine.max_cache_tokens to at least {tokens}, or "
+                "lower max_new_tokens or the prompt length"
             )
 
 
@@ -315,7 +315,11 @@ class _CacheShape(NamedTuple):
     def with_row(self, limit: int, prompt: int | None) -> _CacheShape:
         """Return the shape with one more row of ``limit`` tokens, and its prompt of ``prompt``
         tokens unless ``None``."""
-        prompts = (self.prompts, self.prompt_tokens) if prompt is None else (self.prompts + 1, max(self.prompt_tokens, prompt))
+        prompts = (
+            (self.prompts, self.prompt_tokens)
+            if prompt is None
+            else (self.prompts + 1, max(self.prompt_tokens, prompt))
+        )
         return _CacheShape(*prompts, self.rows + 1, max(self.answer_tokens, limit))
 
 
@@ -341,7 +345,9 @@ class _Rows:
         self.requests += requests
         self.groups += groups
         self.keys = np.concatenate([self.keys, draws.seed_keys([r.seed for r in requests])])
-        self.greedy = np.concatenate([self.greedy, np.array([r.greedy for r in requests], dtype=bool)])
+        self.greedy = np.concatenate(
+            [self.greedy, np.array([r.greedy for r in requests], dtype=bool)]
+        )
         self.limits = np.concatenate([self.limits, np.array(limits, dtype=np.int64)])
         held = np.array([r.num_generated for r in requests], dtype=np.int64)
         self.steps = np.concatenate([self.steps, held])
@@ -384,7 +390,11 @@ class _Rows:
         del self.requests[rows:], self.groups[rows:]
         self.keys, self.greedy = self.keys[:rows], self.greedy[:rows]
         self.limits, self.steps = self.limits[:rows], self.steps[:rows]
-        self.tokens, self.logprobs, self.versions = self.tokens[:rows], self.logprobs[:rows], self.versions[:rows]
+        self.tokens, self.logprobs, self.versions = (
+            self.tokens[:rows],
+            self.logprobs[:rows],
+            self.versions[:rows],
+        )
 
     def _resize(self, rows: int, columns: int) -> None:
         for name in ("tokens", "logprobs", "versions"):
@@ -474,7 +484,8 @@ class _RunningRequests:
         if np.isnan(host_logprobs).any():
             bad = self._rows.requests[int(np.flatnonzero(np.isnan(host_logprobs))[0])]
             raise ModelError(
-                f"the policy gave logits that are not numbers after prompt {bad.prompt.id!r}; its weights have diverged"
+                f"the policy gave logits that are not numbers after prompt {bad.prompt.id!r}; "
+                "its weights have diverged"
             )
         self._rows.record(host_tokens, host_logprobs, self._engine.version)
         return self._finish(host_tokens)
@@ -498,7 +509,9 @@ class _RunningRequests:
             tokens, logprobs = draws.greedy(processed)
         else:
             u = to_device(torch.from_numpy(draws.uniforms(rows.keys, rows.steps)), self._device)
-            tokens, logprobs = draws.sample_tokens(draws.process(logits, sampling, self._seen, suppress), u)
+            tokens, logprobs = draws.sample_tokens(
+                draws.process(logits, sampling, self._seen, suppress), u
+            )
             if rows.greedy.any():
                 at = to_device(torch.from_numpy(np.flatnonzero(rows.greedy)), self._device)
                 part = [None if mask is None else mask[at] for mask in (self._seen, suppress)]
@@ -613,7 +626,11 @@ class _RunningRequests:
     def _cut(self, row: int) -> FinishReason:
         """Return the finish reason of a row that did not stop: ``length`` at its limit, ``abort``
         if it can be resumed later."""
-        return "length" if self._rows.steps[row] >= _limit(self._rows.requests[row], self._sampling) else "abort"
+        return (
+            "length"
+            if self._rows.steps[row] >= _limit(self._rows.requests[row], self._sampling)
+            else "abort"
+        )
 
     def _rollout(self, row: int, reason: FinishReason, text: str | None) -> Rollout:
         rows, request = self._rows, self._rows.requests[row]
@@ -624,7 +641,8 @@ class _RunningRequests:
         return Rollout(
             prompt=request.prompt,
             token_ids=token_ids,
-            sampled=(request.partial.sampled if request.partial is not None else []) + [True] * (length - request.num_generated),
+            sampled=(request.partial.sampled if request.partial is not None else [])
+            + [True] * (length - request.num_generated),
             logprobs=rows.logprobs[row, :length].tolist(),
             versions=rows.versions[row, :length].tolist(),
             finish_reason=reason,

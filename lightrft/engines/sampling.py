@@ -153,7 +153,9 @@ def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     target = u.to(wide).unsqueeze(-1) * outer[:, -1:]
     block = _first_above(outer, target)
     below = torch.where(block > 0, outer.gather(-1, (block - 1).clamp_(min=0)), 0)
-    inner = torch.cumsum(weights[torch.arange(rows, device=logits.device), block[:, 0]].to(wide), dim=-1)
+    inner = torch.cumsum(
+        weights[torch.arange(rows, device=logits.device), block[:, 0]].to(wide), dim=-1
+    )
     tokens = (block * size + _first_above(inner, target - below)).clamp_(max=vocabulary - 1)
     logprobs = (logits.gather(-1, tokens) - top).to(wide) - outer[:, -1:].log()
     return tokens[:, 0], logprobs[:, 0].float()

@@ -38,7 +38,11 @@ class Controllers:
     @staticmethod
     def of(algorithm: AlgorithmConfig) -> Controllers:
         """Build the initial state of a run."""
-        return Controllers(KLController.of(algorithm.kl), EntropyController.of(algorithm.entropy), algorithm.normalize)
+        return Controllers(
+            KLController.of(algorithm.kl),
+            EntropyController.of(algorithm.entropy),
+            algorithm.normalize,
+        )
 
     def values(self, spoken: Tensor) -> Tensor:
         """Convert the outputs of the critic to the scale of rewards."""
@@ -53,10 +57,17 @@ class Controllers:
         if not self.normalize.values or batch.returns is None or batch.values is None:
             return batch
         eps, seen = self.normalize.eps, self._returns_with(batch)
-        return batch.replace(returns=seen.standardised(batch.returns, eps), values=self.returns.standardised(batch.values, eps))
+        return batch.replace(
+            returns=seen.standardised(batch.returns, eps),
+            values=self.returns.standardised(batch.values, eps),
+        )
 
     def _returns_with(self, batch: Batch) -> RunningStats:
-        return self.returns if batch.returns is None else self.returns.including(batch.returns[batch.mask])
+        return (
+            self.returns
+            if batch.returns is None
+            else self.returns.including(batch.returns[batch.mask])
+        )
 
     def update_from_batch(self, batch: Batch, *, frozen: bool = False) -> Metrics:
         """Report the current coefficients and update them from ``batch``.
@@ -66,7 +77,9 @@ class Controllers:
             frozen: The policy was not trained in this step. Coefficients that react to the policy
                 then do not change.
         """
-        metrics = Metrics({"policy/kl_coef": Mean(self.kl.coef)}) if self.kl.config.used else Metrics()
+        metrics = (
+            Metrics({"policy/kl_coef": Mean(self.kl.coef)}) if self.kl.config.used else Metrics()
+        )
         if batch.old_logprobs is not None and batch.ref_logprobs is not None:
             distance = TokenRows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
             metrics.add("policy/kl_per_answer", Mean(distance))
@@ -88,14 +101,21 @@ class Controllers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return coefficients and statistics as plain data."""
-        coefficients = {"kl_coef": self.kl.coef, "kl_step": self.kl.step, "entropy_coef": self.entropy.coef}
+        coefficients = {
+            "kl_coef": self.kl.coef,
+            "kl_step": self.kl.step,
+            "entropy_coef": self.entropy.coef,
+        }
         return {**coefficients, "rewards": asdict(self.rewards), "returns": asdict(self.returns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that ``state_dict`` returned."""
         self.kl.coef, self.kl.step = state["kl_coef"], state["kl_step"]
         self.entropy.coef = state["entropy_coef"]
-        self.rewards, self.returns = RunningStats(**state["rewards"]), RunningStats(**state["returns"])
+        self.rewards, self.returns = (
+            RunningStats(**state["rewards"]),
+            RunningStats(**state["returns"]),
+        )
 
 
 def _of(name: str, seen: RunningStats) -> Metrics:

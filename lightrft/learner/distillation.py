@@ -35,7 +35,9 @@ class DistillationTeacher(Protocol):
         ...
 
 
-def with_teacher(batch: Batch, roles: Roles, settings: DistillConfig, max_tokens: int, temperature: float) -> Batch:
+def with_teacher(
+    batch: Batch, roles: Roles, settings: DistillConfig, max_tokens: int, temperature: float
+) -> Batch:
     """Add the teacher's log-probs of the sampled tokens, if the advantages read them.
 
     Args:
@@ -48,7 +50,9 @@ def with_teacher(batch: Batch, roles: Roles, settings: DistillConfig, max_tokens
     teacher = roles.teacher
     if teacher is None or settings.kind != "sampled":
         return batch
-    return batch.replace(teacher_logprobs=compute_logprobs(teacher, batch, roles, max_tokens, temperature))
+    return batch.replace(
+        teacher_logprobs=compute_logprobs(teacher, batch, roles, max_tokens, temperature)
+    )
 
 
 def add_distillation_reward(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tensor:
@@ -67,11 +71,15 @@ def add_distillation_reward(advantages: Tensor, batch: Batch, settings: DistillC
         return advantages
     if batch.old_logprobs is None:
         raise ValueError("distillation by the sampled token needs batch.old_logprobs")
-    ratio = (batch.old_logprobs.to(advantages.dtype) - batch.teacher_logprobs.to(advantages.dtype)) * settings.coef
+    ratio = (
+        batch.old_logprobs.to(advantages.dtype) - batch.teacher_logprobs.to(advantages.dtype)
+    ) * settings.coef
     return advantages - torch.where(batch.mask, ratio, torch.zeros_like(ratio))
 
 
-def distillation_targets(roles: Roles, settings: DistillConfig, temperature: float) -> Callable[[Batch], Target | None]:
+def distillation_targets(
+    roles: Roles, settings: DistillConfig, temperature: float
+) -> Callable[[Batch], Target | None]:
     """Return a function from a micro-batch to the teacher's distributions at its tokens.
 
     The function returns ``None`` if no loss compares full vocabularies. Every rank must call
@@ -88,15 +96,18 @@ def distillation_targets(roles: Roles, settings: DistillConfig, temperature: flo
     teacher = roles.teacher
     if teacher is None or not settings.whole:
         return lambda part: None
-    options: dict[str, Any] = {"temperature": settings.temperature or temperature, "beta": settings.beta}
+    options: dict[str, Any] = {
+        "temperature": settings.temperature or temperature,
+        "beta": settings.beta,
+    }
     if isinstance(teacher, FrozenModel):
         options["head"] = gathered_head(teacher.model, roles.strategy)
         return lambda part: teacher.model.target(part, settings.kind, **options)
     if isinstance(teacher, DistillationTeacher):
         return lambda part: teacher.target(part, settings.kind, **options)
     raise ConfigError(
-        f"algorithm.distill.kind = {settings.kind} compares whole distributions, which this teacher cannot tell; set "
-        "algorithm.distill.kind=sampled"
+        f"algorithm.distill.kind = {settings.kind} compares whole distributions, which this "
+        "teacher cannot tell; set algorithm.distill.kind=sampled"
     )
 
 
@@ -109,11 +120,18 @@ def gathered_head(model: Actor, strategy: Strategy) -> nn.Module:
     if strategy.ranks.size == 1:
         return head
     with strategy.local_parameters(head) as own:
-        copies = ((p, strategy.gather(p.detach()).to(strategy.device, copy=True)) for p in own.values())
+        copies = (
+            (p, strategy.gather(p.detach()).to(strategy.device, copy=True)) for p in own.values()
+        )
         whole = {id(p): nn.Parameter(tensor, requires_grad=False) for p, tensor in copies}
     if type(head) is not nn.Linear:
         return copy.deepcopy(head, whole)
-    plain = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
-    for name, parameter in own.items():  # parameters only: sharding also attaches hooks to the modules of a model
+    plain = nn.Linear(
+        head.in_features, head.out_features, bias=head.bias is not None, device="meta"
+    )
+    for (
+        name,
+        parameter,
+    ) in own.items():  # parameters only: sharding also attaches hooks to the modules of a model
         setattr(plain, name, whole[id(parameter)])
     return plain

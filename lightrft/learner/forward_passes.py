@@ -20,7 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def map_micro_batches(
-    batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, max_tokens: int, model: object = None
+    batch: Batch,
+    score: Callable[[Batch, Tensor], Tensor],
+    roles: Roles,
+    max_tokens: int,
+    model: object = None,
 ) -> Tensor:
     """Compute a token column ``[N]`` without gradient, one micro-batch at a time.
 
@@ -78,7 +82,9 @@ class MicroBatches:
         return column
 
 
-def compute_logprobs(model: Reference, batch: Batch, roles: Roles, max_tokens: int, temperature: float) -> Tensor:
+def compute_logprobs(
+    model: Reference, batch: Batch, roles: Roles, max_tokens: int, temperature: float
+) -> Tensor:
     """Return the log-probs of ``model`` for the response tokens, ``[N]``.
 
     Args:

@@ -31,13 +31,19 @@ def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[T
     if count == 1:
         return [torch.arange(len(batch))]
     if len(batch.prompts) < count:
-        return [part.sort().values for part in torch.randperm(len(batch), generator=generator).tensor_split(count) if len(part)]
+        return [
+            part.sort().values
+            for part in torch.randperm(len(batch), generator=generator).tensor_split(count)
+            if len(part)
+        ]
     parts = torch.randperm(len(batch.prompts), generator=generator).tensor_split(count)
     of = batch.prompt_of.cpu()
     return [index for part in parts if len(index := torch.isin(of, part).nonzero()[:, 0])]
 
 
-def local_micro_batches(batch: Batch, budget: int, layout: str, ranks: ProcessGroup) -> list[Tensor]:
+def local_micro_batches(
+    batch: Batch, budget: int, layout: str, ranks: ProcessGroup
+) -> list[Tensor]:
     """Return this rank's part of ``micro_batches``; over all ranks every row occurs once.
 
     Every rank gets the same number of micro-batches, since a call of a sharded model is collective.
@@ -82,7 +88,10 @@ def balance_across_ranks(batch: Batch, layout: str, count: int) -> list[Tensor]:
             piece for part in bins for piece in part if len(piece[2]) > 1
         ]
         if max(loads) <= SLACK * sum(loads) / count or not whole:
-            return [torch.tensor(sorted(r for _, _, rows in part for r in rows), dtype=torch.long) for part in bins]
+            return [
+                torch.tensor(sorted(r for _, _, rows in part for r in rows), dtype=torch.long)
+                for part in bins
+            ]
         _, prompt, rows = max(whole, key=lambda piece: piece[0])
         # Every other row by length, so that both halves have about the same work.
         order = sorted(rows, key=lambda r: (-int(batch.lengths[r]), r))
@@ -98,7 +107,9 @@ def _work(part: list[tuple[int, int, list[int]]], cost: Callable[[int, list[int]
     return sum(cost(prompt, rows) for prompt, rows in members.items())
 
 
-def _spread(pieces: list[tuple[int, int, list[int]]], count: int) -> list[list[tuple[int, int, list[int]]]]:
+def _spread(
+    pieces: list[tuple[int, int, list[int]]], count: int
+) -> list[list[tuple[int, int, list[int]]]]:
     """Assign the most expensive pieces first, each to the part with the least work."""
     bins: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -152,7 +163,9 @@ def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
         piece: list[int] = []
         for i in sorted(rows, key=lambda i: (-answer_length[i], i)):
             if piece and cost(prompt, [*piece, i]) > budget:
-                pieces.append((cost(prompt, piece), prompt_length[prompt] + answer_length[piece[0]], piece))
+                pieces.append(
+                    (cost(prompt, piece), prompt_length[prompt] + answer_length[piece[0]], piece)
+                )
                 piece = []
             piece.append(i)
         pieces.append((cost(prompt, piece), prompt_length[prompt] + answer_length[piece[0]], piece))

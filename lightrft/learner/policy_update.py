@@ -9,13 +9,23 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.importance_sampling import compares_whole_batch, correction_weights, interpolated_proximal
+from lightrft.algorithms.importance_sampling import (
+    compares_whole_batch,
+    correction_weights,
+    interpolated_proximal,
+)
 from lightrft.algorithms.kl import KL_ESTIMATORS, capped_k3
 from lightrft.algorithms.nonfinite_tokens import readable, unread_tokens, without_tokens
 from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_masks import with_token_masks
-from lightrft.algorithms.token_ops import TokenRows, absolute_gap, ratio_of, require_column, weighted_sum
+from lightrft.algorithms.token_ops import (
+    TokenRows,
+    absolute_gap,
+    ratio_of,
+    require_column,
+    weighted_sum,
+)
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.train import TrainConfig
 from lightrft.distributed.reduce_metrics import all_reduce_metrics
@@ -73,7 +83,13 @@ class Objective:
             version: Version of the policy before the update.
         """
         entropy = None if batch is None else mean_entropy(batch)
-        return Objective(algorithm, requirements, controls.kl.coef, controls.entropy.current_coef(entropy), version)
+        return Objective(
+            algorithm,
+            requirements,
+            controls.kl.coef,
+            controls.entropy.current_coef(entropy),
+            version,
+        )
 
     @property
     def wants_entropy(self) -> bool:
@@ -92,8 +108,16 @@ class Objective:
         """
         rows = TokenRows.of(batch)
         leaves = batch.old_logprobs is not None or self.algorithm.old_logprobs == "interpolated"
-        drifts = self.algorithm.policy_drift.coef > 0 and (leaves or self.algorithm.policy_drift.estimator not in FLAT_AT_0)
-        if self.wants_entropy or self.wants_kl or drifts or self.algorithm.distill.whole or batch.pull is not None:
+        drifts = self.algorithm.policy_drift.coef > 0 and (
+            leaves or self.algorithm.policy_drift.estimator not in FLAT_AT_0
+        )
+        if (
+            self.wants_entropy
+            or self.wants_kl
+            or drifts
+            or self.algorithm.distill.whole
+            or batch.pull is not None
+        ):
             return (rows.count() > 0).nonzero()[:, 0]
         useful = require_column(batch.advantages) != 0
         if batch.token_mask is not None:
@@ -118,7 +142,10 @@ class Objective:
         loss = loss + self._drift(batch, logprobs, old)
         loss = loss + self._kl(batch, rows, logprobs, old, metrics)
         if batch.teacher_logprobs is not None:
-            metrics.add("policy/teacher_kl", Mean.of(logprobs.detach() - _counted(batch.teacher_logprobs, rows), rows.mask))
+            metrics.add(
+                "policy/teacher_kl",
+                Mean.of(logprobs.detach() - _counted(batch.teacher_logprobs, rows), rows.mask),
+            )
         if scores.divergence is not None:
             metrics.add("policy/divergence", Mean.of(scores.divergence, rows.mask))
             loss = loss + self.algorithm.distill.coef * weighted_sum(scores.divergence, batch)
@@ -127,38 +154,66 @@ class Objective:
             if self.wants_entropy:
                 loss = loss - self.entropy_coef * weighted_sum(scores.entropy, batch)
         if batch.positive_weights is not None:
-            metrics.add("policy/positive_nll", Mean.of(-logprobs, rows.mask & (batch.positive_weights != 0)))
-            loss = loss - self.algorithm.positive_nll.coef * weighted_sum(logprobs, batch, batch.positive_weights)
+            metrics.add(
+                "policy/positive_nll", Mean.of(-logprobs, rows.mask & (batch.positive_weights != 0))
+            )
+            loss = loss - self.algorithm.positive_nll.coef * weighted_sum(
+                logprobs, batch, batch.positive_weights
+            )
         return loss, metrics
 
     def _lost(self, batch: Batch, scores: TokenScores, old: Tensor) -> Tensor:
         """Return a mask ``[N]`` of trained tokens for which a term of the loss is not finite."""
-        read = [scores.logprobs, old, *([scores.entropy] if self.wants_entropy else []), scores.divergence]
+        read = [
+            scores.logprobs,
+            old,
+            *([scores.entropy] if self.wants_entropy else []),
+            scores.divergence,
+        ]
         finite = ~unread_tokens(batch, self.requirements)
         for column in read:
             if column is not None:
                 finite = finite & torch.isfinite(column.detach())
         return batch.mask & ~finite
 
-    def _policy(self, batch: Batch, rows: TokenRows, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
+    def _policy(
+        self, batch: Batch, rows: TokenRows, logprobs: Tensor, old: Tensor
+    ) -> tuple[Tensor, Metrics]:
         """Compute the policy loss with its corrections, token masks and KL pulls."""
         algorithm, settings = self.algorithm, self.algorithm.loss
         advantages = _counted(require_column(batch.advantages), rows)
-        losses, stats = POLICY_LOSSES[settings.name](logprobs, old, advantages, rows, settings, **settings.options)
+        losses, stats = POLICY_LOSSES[settings.name](
+            logprobs, old, advantages, rows, settings, **settings.options
+        )
         if algorithm.importance_sampling:
             factor = batch.correction
             if factor is None:
                 behavior = _counted(require_column(batch.behavior_logprobs), rows)
-                factor = correction_weights(algorithm.importance_sampling, logprobs.detach(), old, behavior, advantages, rows)
+                factor = correction_weights(
+                    algorithm.importance_sampling,
+                    logprobs.detach(),
+                    old,
+                    behavior,
+                    advantages,
+                    rows,
+                )
             losses, stats = _times(losses, factor), {**stats, "correction": factor}
         if batch.token_mask is not None:
-            losses, stats = _times(losses, batch.token_mask), {**stats, "token_mask": batch.token_mask}
+            losses, stats = (
+                _times(losses, batch.token_mask),
+                {**stats, "token_mask": batch.token_mask},
+            )
         if batch.pull is not None:
             losses = losses + batch.pull * absolute_gap(logprobs, old)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
         if batch.behavior_logprobs is not None:
-            metrics.add("policy/rollout_logprob_diff", Mean.of((old - batch.behavior_logprobs).abs(), rows.mask))
-        metrics.add("policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask))
+            metrics.add(
+                "policy/rollout_logprob_diff",
+                Mean.of((old - batch.behavior_logprobs).abs(), rows.mask),
+            )
+        metrics.add(
+            "policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask)
+        )
         return weighted_sum(losses, batch), metrics
 
     def _drift(self, batch: Batch, logprobs: Tensor, old: Tensor) -> Tensor | float:
@@ -169,12 +224,20 @@ class Objective:
         rows = TokenRows.of(batch)
         if drift.level == "response":
             old, logprobs = rows.spread(rows.sum(old)), rows.spread(rows.sum(logprobs))
-        losses = KL_ESTIMATORS[drift.estimator](old, logprobs) if drift.cap is None else capped_k3(old, logprobs, drift.cap)
+        losses = (
+            KL_ESTIMATORS[drift.estimator](old, logprobs)
+            if drift.cap is None
+            else capped_k3(old, logprobs, drift.cap)
+        )
         if drift.level == "response":
-            losses = losses / rows.spread(rows.count().clamp(min=1)).to(losses.dtype)  # sums to the response's loss
+            losses = losses / rows.spread(rows.count().clamp(min=1)).to(
+                losses.dtype
+            )  # sums to the response's loss
         return drift.coef * weighted_sum(losses, batch)
 
-    def _kl(self, batch: Batch, rows: TokenRows, logprobs: Tensor, old: Tensor, metrics: Metrics) -> Tensor | float:
+    def _kl(
+        self, batch: Batch, rows: TokenRows, logprobs: Tensor, old: Tensor, metrics: Metrics
+    ) -> Tensor | float:
         """Report the KL to the reference and return its term in the loss."""
         if batch.ref_logprobs is None:
             return 0.0
@@ -204,7 +267,11 @@ def old_logprobs(batch: Batch, logprobs: Tensor, source: str, version: int) -> T
         return batch.old_logprobs
     if source == "interpolated":
         return interpolated_proximal(
-            logprobs, require_column(batch.behavior_logprobs), require_column(batch.versions), version, version + 1
+            logprobs,
+            require_column(batch.behavior_logprobs),
+            require_column(batch.versions),
+            version,
+            version + 1,
         )
     return logprobs.detach()
 
@@ -234,7 +301,9 @@ class UpdateSettings:
     log_entropy: bool
 
 
-def update(roles: Roles, batch: Batch, settings: UpdateSettings, controls: Controllers, step: int) -> Metrics:
+def update(
+    roles: Roles, batch: Batch, settings: UpdateSettings, controls: Controllers, step: int
+) -> Metrics:
     """Train policy and critic on ``batch``.
 
     This takes ``train.ppo_epochs`` passes of ``train.num_mini_batches`` optimizer steps each.
@@ -293,7 +362,9 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: 
     batch = batch.replace(loss_weights=AGGREGATIONS[algorithm.aggregation](rows, constant))
     if not algorithm.positive_nll.coef:
         return batch
-    positive = rows.mask & rows.spread(require_column(batch.outcomes) >= algorithm.positive_nll.threshold)
+    positive = rows.mask & rows.spread(
+        require_column(batch.outcomes) >= algorithm.positive_nll.threshold
+    )
     return batch.replace(positive_weights=positive.double() / max(1, int(positive.sum())))
 
 
@@ -310,8 +381,13 @@ def with_current(mini: Batch, roles: Roles, settings: UpdateSettings, version: i
     """
     if not settings.requirements.current:
         return mini
-    logprobs = compute_logprobs(roles.actor, mini, roles, settings.train.max_tokens_per_micro_batch, settings.temperature)
-    return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, settings.algorithm.old_logprobs, version))
+    logprobs = compute_logprobs(
+        roles.actor, mini, roles, settings.train.max_tokens_per_micro_batch, settings.temperature
+    )
+    return mini.replace(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs(mini, logprobs, settings.algorithm.old_logprobs, version),
+    )
 
 
 def with_importance_weights(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
@@ -321,10 +397,16 @@ def with_importance_weights(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
     rows = TokenRows.of(mini)
     columns = (mini.logprobs, mini.old_logprobs, mini.behavior_logprobs, mini.advantages)
     now, old, behavior, advantages = (_counted(require_column(column), rows) for column in columns)
-    return mini.replace(correction=correction_weights(algorithm.importance_sampling, now, old, behavior, advantages, rows))
+    return mini.replace(
+        correction=correction_weights(
+            algorithm.importance_sampling, now, old, behavior, advantages, rows
+        )
+    )
 
 
-def policy_step(roles: Roles, mini: Batch, objective: Objective, settings: UpdateSettings) -> Metrics:
+def policy_step(
+    roles: Roles, mini: Batch, objective: Objective, settings: UpdateSettings
+) -> Metrics:
     """Take one optimizer step of the policy on the rows of ``mini`` that can get a gradient.
 
     Args:
@@ -337,19 +419,25 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, settings: Updat
     target = distillation_targets(roles, settings.algorithm.distill, settings.temperature)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        scores = roles.actor.score(part, temperature=settings.temperature, entropy=entropy, target=target(part))
+        scores = roles.actor.score(
+            part, temperature=settings.temperature, entropy=entropy, target=target(part)
+        )
         return objective(part, scores)
 
     active = mini.select(objective.active(mini))
     additional = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
     budget = settings.train.max_tokens_per_micro_batch
-    loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, budget, loss_of, additional)
+    loss, metrics = optimizer_step(
+        "policy", roles.strategy, roles.policy, active, budget, loss_of, additional
+    )
     metrics.add("policy/loss", Mean(loss))
     metrics.add("policy/frac_rows_with_loss", Mean(len(active), max(1, len(mini))))
     return metrics
 
 
-def critic_step(strategy: Strategy, critic: TrainableModel, mini: Batch, clip: float | None, max_tokens: int) -> Metrics:
+def critic_step(
+    strategy: Strategy, critic: TrainableModel, mini: Batch, clip: float | None, max_tokens: int
+) -> Metrics:
     """Take one optimizer step of the critic.
 
     Args:
@@ -364,7 +452,10 @@ def critic_step(strategy: Strategy, critic: TrainableModel, mini: Batch, clip: f
         values, _ = critic.model.values(part)
         losses = value_loss(values, require_column(part.values), require_column(part.returns), clip)
         metrics = Metrics(
-            {"critic/values": Mean.of(values, part.mask), "critic/returns": Mean.of(require_column(part.returns), part.mask)}
+            {
+                "critic/values": Mean.of(values, part.mask),
+                "critic/returns": Mean.of(require_column(part.returns), part.mask),
+            }
         )
         return weighted_sum(losses, part), metrics
 
@@ -399,7 +490,11 @@ def optimizer_step(
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     trained.model.train()
     layout, teams = trained.model.layout, strategy.data_parallel_group
-    parts = [(b, f, index) for b, f in ((batch, loss_of), *additional) for index in local_micro_batches(b, budget, layout, teams)]
+    parts = [
+        (b, f, index)
+        for b, f in ((batch, loss_of), *additional)
+        for index in local_micro_batches(b, budget, layout, teams)
+    ]
     for i, (whole, loss_of_part, index) in enumerate(parts):
         loss, found = loss_of_part(whole.select(index).to(strategy.device))
         strategy.backward(trained.state, loss, last=i == len(parts) - 1)

@@ -23,7 +23,12 @@ from lightrft.types import Batch, rows_of
 
 
 def with_process_rewards(
-    batch: Batch, roles: Roles, settings: PRMConfig, max_tokens: int, temperature: float, metrics: Metrics
+    batch: Batch,
+    roles: Roles,
+    settings: PRMConfig,
+    max_tokens: int,
+    temperature: float,
+    metrics: Metrics,
 ) -> Batch:
     """Train the process reward model on ``batch`` and add its token rewards.
 
@@ -41,15 +46,24 @@ def with_process_rewards(
     process = roles.process
     if process is None:
         return batch
-    logprobs, found = process_step(roles.strategy, process, batch, settings, max_tokens, temperature)
+    logprobs, found = process_step(
+        roles.strategy, process, batch, settings, max_tokens, temperature
+    )
     metrics.merge(found)
     if settings.forward == "double":
         logprobs = compute_logprobs(process.model, batch, roles, max_tokens, temperature)
-    return batch.replace(process_rewards=settings.beta * (logprobs - _reference(batch).to(logprobs)))
+    return batch.replace(
+        process_rewards=settings.beta * (logprobs - _reference(batch).to(logprobs))
+    )
 
 
 def process_step(
-    strategy: Strategy, process: TrainableModel, batch: Batch, settings: PRMConfig, max_tokens: int, temperature: float
+    strategy: Strategy,
+    process: TrainableModel,
+    batch: Batch,
+    settings: PRMConfig,
+    max_tokens: int,
+    temperature: float,
 ) -> tuple[Tensor, Metrics]:
     """Take one optimizer step of the process reward model.
 
@@ -82,12 +96,16 @@ def process_step(
     loss, metrics = optimizer_step("process", strategy, process, batch, max_tokens, loss_of)
     metrics.add("process/loss", Mean(loss))
     parts, teams = MicroBatches(), strategy.data_parallel_group
-    for index, values in zip(local_micro_batches(batch, max_tokens, process.model.layout, teams), before, strict=True):
+    for index, values in zip(
+        local_micro_batches(batch, max_tokens, process.model.layout, teams), before, strict=True
+    ):
         parts.put(rows_of(batch.lengths, index), values)
     return teams.sum(parts.column(batch.tokens)), metrics
 
 
-def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float) -> tuple[Tensor, Tensor]:
+def outcome_losses(
+    logprobs: Tensor, batch: Batch, beta: float, threshold: float
+) -> tuple[Tensor, Tensor]:
     """Compute the cross-entropy of each response's outcome.
 
     Args:
@@ -108,7 +126,9 @@ def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float
     rows = TokenRows.of(batch)
     some = rows.count() > 0
     gap = logprobs - _reference(batch).to(logprobs)
-    finite = torch.isfinite(gap.detach())  # one infinite token must not determine, or invalidate, the whole response
+    finite = torch.isfinite(
+        gap.detach()
+    )  # one infinite token must not determine, or invalidate, the whole response
     now = torch.where(finite, logprobs, torch.zeros_like(logprobs))
     ref = torch.where(finite, _reference(batch).to(logprobs), torch.zeros_like(logprobs))
     logit = beta * rows.sum(now - ref)

@@ -35,7 +35,9 @@ class PretrainingLoss:
     sampler: PromptSampler
 
     @staticmethod
-    def of(config: PtxConfig, tokenizer: Any, seed: int, processor: Any = None) -> PretrainingLoss | None:
+    def of(
+        config: PtxConfig, tokenizer: Any, seed: int, processor: Any = None
+    ) -> PretrainingLoss | None:
         """Build the loss from settings; ``None`` if its coefficient is 0.
 
         Args:
@@ -46,10 +48,14 @@ class PretrainingLoss:
         """
         if not config.coef:
             return None
-        dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=seed, processor=processor)
+        dataset = SFTDataset(
+            config.data, tokenizer, max_tokens=config.max_tokens, seed=seed, processor=processor
+        )
         report("ptx", dataset.counts, dataset.first_problem)
         check_text(dataset, "ptx.data.sources")
-        return PretrainingLoss(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
+        return PretrainingLoss(
+            config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle)
+        )
 
     def term(self, actor: Actor) -> tuple[Batch, LossOf]:
         """Return the next batch and its loss.

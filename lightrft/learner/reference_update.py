@@ -33,7 +33,9 @@ class MovingReference(FrozenModel):
     moved: bool = False
 
     @staticmethod
-    def of(model: Actor, shapes: Mapping[str, tuple[int, ...]], strategy: Strategy, kl: KLConfig) -> MovingReference:
+    def of(
+        model: Actor, shapes: Mapping[str, tuple[int, ...]], strategy: Strategy, kl: KLConfig
+    ) -> MovingReference:
         """Build a reference that follows a policy.
 
         Args:
@@ -50,8 +52,9 @@ class MovingReference(FrozenModel):
         if here != shapes:
             odd = sorted(set(here.items()) ^ set(shapes.items()))[0]
             raise ConfigError(
-                f"algorithm.kl.refresh_every = {kl.refresh_every}: the reference is not of the policy's shape (e.g. {odd[0]}), so it "
-                "cannot be refreshed from it; leave reference unset, or set algorithm.kl.refresh_every=0"
+                f"algorithm.kl.refresh_every = {kl.refresh_every}: the reference is not of the "
+                f"policy's shape (e.g. {odd[0]}), so it cannot be refreshed from it; leave "
+                "reference unset, or set algorithm.kl.refresh_every=0"
             )
         with strategy.local_parameters(model) as own:
             half = {n: p for n, p in own.items() if p.dtype in (torch.bfloat16, torch.float16)}
@@ -66,7 +69,9 @@ class MovingReference(FrozenModel):
         """
         with self._changed() as held:
             for name, value in parameters:
-                held[name].lerp_(self.strategy.shard_like(value.to(held[name].dtype), held[name]), 1 - decay)
+                held[name].lerp_(
+                    self.strategy.shard_like(value.to(held[name].dtype), held[name]), 1 - decay
+                )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the gathered weights on the first rank, and nothing on other ranks.
@@ -88,7 +93,8 @@ class MovingReference(FrozenModel):
         with self._changed() as held:
             if held.keys() != state.keys():
                 raise CheckpointError(
-                    "the checkpoint holds another reference's weights; set reference to what it was in that run"
+                    "the checkpoint holds another reference's weights; set reference to what it "
+                    "was in that run"
                 )
             for name, tensor in held.items():
                 tensor.copy_(self.strategy.shard_like(state[name].to(tensor.dtype), tensor))
@@ -123,10 +129,12 @@ def update_reference(roles: Roles, kl: KLConfig, done: int) -> None:
     if kl.refresh_every and done and done % kl.refresh_every == 0:
         if not isinstance(roles.reference, MovingReference):
             raise ConfigError(
-                f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot move; set "
-                "algorithm.kl.refresh_every=0"
+                f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot "
+                "move; set algorithm.kl.refresh_every=0"
             )
-        roles.reference.update_from(roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay)
+        roles.reference.update_from(
+            roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay
+        )
 
 
 def reference_state(roles: Roles) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
     return weighted_sum(losses, kept), Mean.of(losses.detach(), kept.mask), Sum(lost.sum())
 
 
-def sft_step(strategy: Strategy, policy: TrainableModel, batch: Batch, micro_batch_tokens: int) -> Metrics:
+def sft_step(
+    strategy: Strategy, policy: TrainableModel, batch: Batch, micro_batch_tokens: int
+) -> Metrics:
     """Take one optimizer step on the mean of -logp over the trained tokens of the global batch.
 
     Args:
@@ -59,7 +61,9 @@ def sft_step(strategy: Strategy, policy: TrainableModel, batch: Batch, micro_bat
     """
     rows = TokenRows.of(batch)
     batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
-    metrics = Metrics({"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))})
+    metrics = Metrics(
+        {"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))}
+    )
     verify_layout(policy, batch, strategy)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:

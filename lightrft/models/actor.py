@@ -18,11 +18,22 @@ from lightrft.models.attention import interface
 from lightrft.models.attention.layouts import Packed, pack
 from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
 from lightrft.models.divergence import Target, token_divergence
-from lightrft.models.families import attention_reach, context_length, decoder_of, family_of, head_transform
+from lightrft.models.families import (
+    attention_reach,
+    context_length,
+    decoder_of,
+    family_of,
+    head_transform,
+)
 from lightrft.models.loading.sharded_read import DeferredWeights, build_model
 from lightrft.models.logprobs import logit_energy, token_logprobs, transform_logits
 from lightrft.models.lora import base_model, is_adapted, merged_state
-from lightrft.models.multimodal.merge_inputs import MergedInputs, merge_multimodal_inputs, misread, own_inputs
+from lightrft.models.multimodal.merge_inputs import (
+    MergedInputs,
+    merge_multimodal_inputs,
+    misread,
+    own_inputs,
+)
 from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
@@ -176,7 +187,9 @@ class Backbone(nn.Module):
 
     def _read(self, states: Tensor, packed: Packed, places: Tensor) -> HiddenStates:
         if self._team.size == 1:
-            return HiddenStates(states.index_select(0, places), SequencePart(self._team, len(places)))
+            return HiddenStates(
+                states.index_select(0, places), SequencePart(self._team, len(places))
+            )
         part, own = Row(self._team, packed.input_ids.numel()).reads(places)
         return HiddenStates(states.index_select(0, own), part)
 
@@ -273,8 +286,14 @@ class Backbone(nn.Module):
 
         transformers does so only while the model is in training mode.
         """
-        options = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        if hasattr(self.base, "activation_checkpointing_enable"):  # newer transformers renamed the method
+        options = (
+            {"use_reentrant": False}
+            if gradient_checkpointing_kwargs is None
+            else gradient_checkpointing_kwargs
+        )
+        if hasattr(
+            self.base, "activation_checkpointing_enable"
+        ):  # newer transformers renamed the method
             self.base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -374,9 +393,13 @@ class Actor(Backbone):
         options = {"softcap": softcap, "scale": scale, "chunk_mb": self.config.logits_mb}
         if energy:
             head = self.base.get_output_embeddings()
-            scores = scores._replace(energy=logit_energy(states, head, targets, temperature=temperature, **options))
+            scores = scores._replace(
+                energy=logit_energy(states, head, targets, temperature=temperature, **options)
+            )
         if target is not None:
-            divergence = token_divergence(states, self.base.get_output_embeddings(), target.of(part), **options)
+            divergence = token_divergence(
+                states, self.base.get_output_embeddings(), target.of(part), **options
+            )
             scores = scores._replace(divergence=divergence)
         logprobs, *others = (None if own is None else part.whole(own) for own in scores)
         assert logprobs is not None
@@ -430,7 +453,9 @@ class Actor(Backbone):
             "entropy": entropy,
             "chunk_mb": self.config.logits_mb,
         }
-        return TokenScores(*token_logprobs(states, head, targets, temperature=temperature, **options))
+        return TokenScores(
+            *token_logprobs(states, head, targets, temperature=temperature, **options)
+        )
 
     def logits(self, states: Tensor) -> Tensor:
         """Return all logits ``[..., V]`` of ``states [..., H]`` at once.
@@ -538,14 +563,21 @@ class Actor(Backbone):
                 for rows in (few, *self._long_rows(few))
             ]
             for layout in _ORDER[_ORDER.index(self._layout) :]:
-                why = next(filter(None, (self._differs(rows, layout, at, truth) for rows, at, truth in checks)), "")
+                why = next(
+                    filter(
+                        None, (self._differs(rows, layout, at, truth) for rows, at, truth in checks)
+                    ),
+                    "",
+                )
                 if not why:
                     self._layout = layout
                     return "; ".join([*reasons, f"using {layout} instead"]) if reasons else ""
                 reasons.append(f"layout {layout} {why}")
         finally:
             self.train(training)
-        raise ModelError(f"model type {self.base.config.model_type!r} cannot be scored: {'; '.join(reasons)}")
+        raise ModelError(
+            f"model type {self.base.config.model_type!r} cannot be scored: {'; '.join(reasons)}"
+        )
 
     def _long_rows(self, batch: Batch) -> list[Batch]:
         """Return one group of two rows that reach beyond every window, made of tokens of ``batch``;
@@ -573,9 +605,17 @@ class Actor(Backbone):
         """Return evenly spaced indices of response tokens whose logits fit into ``logits_mb``
         together."""
         tokens = batch.responses.tokens.numel()
-        logits = self.text_config.vocab_size * torch.promote_types(self.base.dtype, torch.float32).itemsize
+        logits = (
+            self.text_config.vocab_size
+            * torch.promote_types(self.base.dtype, torch.float32).itemsize
+        )
         count = min(tokens, max(2, self.config.logits_mb * 2**20 // logits))
-        return torch.linspace(0, max(0, tokens - 1), count, dtype=torch.float64).round().long().to(batch.responses.tokens.device)
+        return (
+            torch.linspace(0, max(0, tokens - 1), count, dtype=torch.float64)
+            .round()
+            .long()
+            .to(batch.responses.tokens.device)
+        )
 
     def _differs(self, batch: Batch, layout: Layout, at: Tensor, truth: Tensor) -> str:
         before, self._layout = self._layout, layout
@@ -595,7 +635,11 @@ class Actor(Backbone):
             self._layout = before
         gap = (found - truth).abs()
         worst = float((gap.max() if self._exact else gap.mean()) if gap.numel() else 0.0)
-        return "" if worst <= (1e-3 if self._exact else 0.03) else f"differs from the model's own log-probs by {worst:.2g}"
+        return (
+            ""
+            if worst <= (1e-3 if self._exact else 0.03)
+            else f"differs from the model's own log-probs by {worst:.2g}"
+        )
 
     def own_logprobs(self, batch: Batch, at: Tensor | None = None) -> Tensor:
         """Return log-probs of the response tokens by the model's own forward.
@@ -633,7 +677,10 @@ def _only(head: nn.Module, places: Tensor) -> Generator[None]:
     numbered row by row."""
 
     def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (given[0].reshape(-1, given[0].shape[-1]).index_select(0, places).unsqueeze(0), *given[1:])
+        return (
+            given[0].reshape(-1, given[0].shape[-1]).index_select(0, places).unsqueeze(0),
+            *given[1:],
+        )
 
     hook = head.register_forward_pre_hook(cut)
     try:
@@ -657,6 +704,15 @@ def _few(batch: Batch, out: Tensor, rows: int = 4) -> Batch:
     """
     sizes = torch.bincount(batch.prompt_of, minlength=len(batch.prompts))
     media = sum((r.lengths for r in batch.prompts.media.values()), torch.zeros_like(sizes)) > 0
-    groups = list(zip((~media[batch.prompt_of]).tolist(), (-sizes[batch.prompt_of]).tolist(), batch.prompt_of.tolist()))
-    order = sorted((b for b in range(len(batch)) if not out[b]), key=lambda b: (int(batch.lengths[b]) == 0, *groups[b]))
+    groups = list(
+        zip(
+            (~media[batch.prompt_of]).tolist(),
+            (-sizes[batch.prompt_of]).tolist(),
+            batch.prompt_of.tolist(),
+        )
+    )
+    order = sorted(
+        (b for b in range(len(batch)) if not out[b]),
+        key=lambda b: (int(batch.lengths[b]) == 0, *groups[b]),
+    )
     return batch.select(torch.tensor(order[:rows], dtype=torch.long, device=batch.prompt_of.device))

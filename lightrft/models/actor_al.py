@@ -17,7 +17,10 @@ Clips = Tensor | Sequence[Tensor]
 """Log-mel frames ``[clips, mels, frames]`` of a batch's clips in order, or a list of ``[mels,
 frames]`` of different lengths."""
 
-_NO_PICTURES = "ActorAL reads text and hears; give sound as audio_values, and use ActorVL for pictures and videos"
+_NO_PICTURES = (
+    "ActorAL reads text and hears; give sound as audio_values, and use ActorVL for pictures and "
+    "videos"
+)
 
 
 class ActorAL(PublicActor):
@@ -68,9 +71,16 @@ class ActorAL(PublicActor):
         Raises:
             ModelError: Pictures or videos are given.
         """
-        refuse(_NO_PICTURES, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
+        refuse(
+            _NO_PICTURES,
+            pixel_values=pixel_values,
+            pixel_values_videos=pixel_values_videos,
+            video_grid_thw=video_grid_thw,
+        )
         media = self._media(sequences, audio_values, feature_attention_mask)
-        return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, media)
+        return self.score_rows(
+            sequences, num_actions, attention_mask, return_output, packed_seq_lens, media
+        )
 
     def generate(
         self,
@@ -102,12 +112,21 @@ class ActorAL(PublicActor):
         Raises:
             ModelError: Both names of the audio input are given, or pictures or videos are.
         """
-        refuse(_NO_PICTURES, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
+        refuse(
+            _NO_PICTURES,
+            pixel_values=pixel_values,
+            pixel_values_videos=pixel_values_videos,
+            video_grid_thw=video_grid_thw,
+        )
         if audio_values is None:
             audio_values = input_features
         elif input_features is not None:
-            raise ModelError("input_features and audio_values are two names of one input: give one of them")
-        return self.sample_rows(input_ids, self._media(input_ids, audio_values, feature_attention_mask), kwargs)
+            raise ModelError(
+                "input_features and audio_values are two names of one input: give one of them"
+            )
+        return self.sample_rows(
+            input_ids, self._media(input_ids, audio_values, feature_attention_mask), kwargs
+        )
 
     def _media(self, ids: Tensor, values: Clips | None, mask: Tensor | None) -> Given:
         if values is None:

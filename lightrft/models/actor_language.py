@@ -34,10 +34,16 @@ class ActorLanguage(PublicActor):
             return_output: Also return the model's output, with logits of every token.
             packed_seq_lens: Lengths of the packed samples.
         """
-        return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, {})
+        return self.score_rows(
+            sequences, num_actions, attention_mask, return_output, packed_seq_lens, {}
+        )
 
     def generate(
-        self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: object = None, **kwargs: object
+        self,
+        input_ids: Tensor,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: object = None,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 
@@ -50,7 +56,11 @@ class ActorLanguage(PublicActor):
         Raises:
             ModelError: Pictures are given.
         """
-        refuse("ActorLanguage reads text alone; use ActorVL", pixel_values=pixel_values, image_grid_thw=image_grid_thw)
+        refuse(
+            "ActorLanguage reads text alone; use ActorVL",
+            pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+        )
         return self.sample_rows(input_ids, {}, kwargs)
 
 
@@ -80,4 +90,6 @@ class CriticLanguage(PublicCritic):
             return_output: Also return the values of all states.
             packed_seq_lens: Lengths of the packed samples.
         """
-        return self.value_rows(input_ids, num_actions, attention_mask, return_output, packed_seq_lens, {})
+        return self.value_rows(
+            input_ids, num_actions, attention_mask, return_output, packed_seq_lens, {}
+        )

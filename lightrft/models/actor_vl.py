@@ -53,7 +53,9 @@ class ActorVL(PublicActor):
             packed_seq_lens: Lengths of the packed samples.
         """
         media = _media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, media)
+        return self.score_rows(
+            sequences, num_actions, attention_mask, return_output, packed_seq_lens, media
+        )
 
     def generate(
         self,
@@ -74,7 +76,11 @@ class ActorVL(PublicActor):
             video_grid_thw: ``[videos, 3]`` patches along time, height and width.
             **kwargs: Options of ``PublicActor.sample_rows``.
         """
-        return self.sample_rows(input_ids, _media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw), kwargs)
+        return self.sample_rows(
+            input_ids,
+            _media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw),
+            kwargs,
+        )
 
 
 class CriticVL(PublicCritic):
@@ -109,11 +115,16 @@ class CriticVL(PublicCritic):
             packed_seq_lens: Lengths of the packed samples.
         """
         media = _media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        return self.value_rows(input_ids, num_actions, attention_mask, return_output, packed_seq_lens, media)
+        return self.value_rows(
+            input_ids, num_actions, attention_mask, return_output, packed_seq_lens, media
+        )
 
 
 def _media(
-    pixel_values: Tensor | None, image_grid_thw: Grid | None, pixel_values_videos: Tensor | None, video_grid_thw: Grid | None
+    pixel_values: Tensor | None,
+    image_grid_thw: Grid | None,
+    pixel_values_videos: Tensor | None,
+    video_grid_thw: Grid | None,
 ) -> dict[str, Tensor | None]:
     return {
         "pixel_values": pixel_values,

@@ -57,7 +57,9 @@ class Critic(Backbone):
             self.value_head.double()
         head = self.base.get_output_embeddings()
         if head is not None and head.weight is not self.base.get_input_embeddings().weight:
-            head.requires_grad_(False)  # logits are not used, so an optimizer needs no state for them
+            head.requires_grad_(
+                False
+            )  # logits are not used, so an optimizer needs no state for them
 
     @torch.no_grad()
     def _draw_head(self, seed: int) -> None:
@@ -67,7 +69,12 @@ class Critic(Backbone):
 
     @classmethod
     def load(
-        cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
+        cls,
+        config: ModelConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> Critic:
         """Load the model of ``config.path``, with its value head if the folder holds one.
 

@@ -16,7 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrft.models.attention.ulysses import SequencePart
 from lightrft.models.divergence_kinds import DIVERGENCES, GRADIENTS
-from lightrft.models.logprobs import HeadGradient, LogitTransform, head_width, rows_per_chunk, transform_logits, wide
+from lightrft.models.logprobs import (
+    HeadGradient,
+    LogitTransform,
+    head_width,
+    rows_per_chunk,
+    transform_logits,
+    wide,
+)
 
 
 @dataclass(slots=True)
@@ -162,7 +169,12 @@ def _generic(
     the backward pass."""
 
     def chunk(states: Tensor, part: slice) -> Tensor:
-        logits = transform_logits(head(states)[:, :width].to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature)
+        logits = transform_logits(
+            head(states)[:, :width].to(wide(hidden.dtype)),
+            bend.scale,
+            bend.softcap,
+            bend.temperature,
+        )
         teacher = target.logprobs(part, width, logits.dtype)
         return DIVERGENCES[target.kind](logits.log_softmax(-1), teacher, target.beta)
 

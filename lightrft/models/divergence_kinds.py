@@ -73,7 +73,8 @@ def forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 @DIVERGENCES.register(
     "jsd",
-    formula="D_t = beta KL(pi_teacher, m) + (1 - beta) KL(pi, m),  m = beta pi_teacher + (1 - beta) pi",
+    formula="D_t = beta KL(pi_teacher, m) + (1 - beta) KL(pi, m),  m = beta pi_teacher + (1 - beta) "
+    "pi",
     latex=r"D_t=\beta\operatorname{KL}(\pi_T\,\|\,m)+(1-\beta)\operatorname{KL}(\pi_\theta\,\|\,m),\quad m=\beta\pi_T+(1-\beta)\pi_\theta",
     paper="generalised Jensen-Shannon divergence: GKD, arXiv 2306.13649, eq. 1",
 )
@@ -88,7 +89,9 @@ def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
         beta: Weight of the teacher in the mixture, in (0, 1).
     """
     mixture = _mixture(student, teacher, beta)
-    return beta * _expected(teacher, teacher - mixture) + (1 - beta) * _expected(student, student - mixture)
+    return beta * _expected(teacher, teacher - mixture) + (1 - beta) * _expected(
+        student, student - mixture
+    )
 
 
 def _reverse_kl_gradient(student: Tensor, teacher: Tensor, beta: float) -> Tensor:

@@ -89,7 +89,9 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_PLAIN, Family()),
     **dict.fromkeys(_OWN_ATTENTION, _PADDED),
     **dict.fromkeys(_OWN_EAGER_ATTENTION, _EAGER),
-    **dict.fromkeys(("gemma2", "vaultgemma"), Family(padded_attention="eager")),  # scores are soft-capped
+    **dict.fromkeys(
+        ("gemma2", "vaultgemma"), Family(padded_attention="eager")
+    ),  # scores are soft-capped
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "ctrl"), _GPT),
     **dict.fromkeys(
         (
@@ -117,24 +119,61 @@ FAMILIES: dict[str, Family] = {
     "modernbert-decoder": Family(refused="its head has more than one layer"),
     "opt": Family(decoder="model.decoder"),
     "recurrent_gemma": replace(_PADDED, softcap="logits_soft_cap"),
-    "rwkv": Family(refused="transformers changes its weights in place between training and evaluation"),
+    "rwkv": Family(
+        refused="transformers changes its weights in place between training and evaluation"
+    ),
     "xglm": _EAGER,
-    "youtu": Family(refused="transformers zeroes its pad token's embedding whenever it loads the model"),
+    "youtu": Family(
+        refused="transformers zeroes its pad token's embedding whenever it loads the model"
+    ),
     "xlstm": replace(_MAMBA, softcap="output_logit_soft_cap"),
-    "qwen2_vl": Family(decoder=_LANGUAGE, loader="Qwen2VLForConditionalGeneration", reader=towers.QWEN2_VL),
-    "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN2_5_VL),
-    "qwen3_vl": Family(decoder=_LANGUAGE, loader="Qwen3VLForConditionalGeneration", reader=towers.QWEN3_VL),
-    "qwen3_vl_moe": Family(decoder=_LANGUAGE, loader="Qwen3VLMoeForConditionalGeneration", reader=towers.QWEN3_VL),
-    "qwen3_5": replace(_PADDED, decoder=_LANGUAGE, loader="Qwen3_5ForConditionalGeneration", reader=towers.QWEN3_5),
-    "qwen3_5_moe": replace(_PADDED, decoder=_LANGUAGE, loader="Qwen3_5MoeForConditionalGeneration", reader=towers.QWEN3_5),
-    "internvl": Family(decoder=_LANGUAGE, loader="InternVLForConditionalGeneration", reader=tile_towers.INTERNVL),
-    "llava_onevision": Family(decoder=_LANGUAGE, loader="LlavaOnevisionForConditionalGeneration", reader=tile_towers.ONEVISION),
-    "qwen2_audio": Family(decoder=_LANGUAGE, loader="Qwen2AudioForConditionalGeneration", reader=audio_towers.QWEN2_AUDIO),
-    "voxtral": Family(decoder=_LANGUAGE, loader="VoxtralForConditionalGeneration", reader=audio_towers.VOXTRAL),
-    "gemma3": Family(decoder=_LANGUAGE, loader="Gemma3ForConditionalGeneration", reader=towers.GEMMA_3),
-    "smolvlm": Family(decoder="model.text_model", loader="SmolVLMForConditionalGeneration", reader=towers.SMOL_VLM),
+    "qwen2_vl": Family(
+        decoder=_LANGUAGE, loader="Qwen2VLForConditionalGeneration", reader=towers.QWEN2_VL
+    ),
+    "qwen2_5_vl": Family(
+        decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN2_5_VL
+    ),
+    "qwen3_vl": Family(
+        decoder=_LANGUAGE, loader="Qwen3VLForConditionalGeneration", reader=towers.QWEN3_VL
+    ),
+    "qwen3_vl_moe": Family(
+        decoder=_LANGUAGE, loader="Qwen3VLMoeForConditionalGeneration", reader=towers.QWEN3_VL
+    ),
+    "qwen3_5": replace(
+        _PADDED, decoder=_LANGUAGE, loader="Qwen3_5ForConditionalGeneration", reader=towers.QWEN3_5
+    ),
+    "qwen3_5_moe": replace(
+        _PADDED,
+        decoder=_LANGUAGE,
+        loader="Qwen3_5MoeForConditionalGeneration",
+        reader=towers.QWEN3_5,
+    ),
+    "internvl": Family(
+        decoder=_LANGUAGE, loader="InternVLForConditionalGeneration", reader=tile_towers.INTERNVL
+    ),
+    "llava_onevision": Family(
+        decoder=_LANGUAGE,
+        loader="LlavaOnevisionForConditionalGeneration",
+        reader=tile_towers.ONEVISION,
+    ),
+    "qwen2_audio": Family(
+        decoder=_LANGUAGE,
+        loader="Qwen2AudioForConditionalGeneration",
+        reader=audio_towers.QWEN2_AUDIO,
+    ),
+    "voxtral": Family(
+        decoder=_LANGUAGE, loader="VoxtralForConditionalGeneration", reader=audio_towers.VOXTRAL
+    ),
+    "gemma3": Family(
+        decoder=_LANGUAGE, loader="Gemma3ForConditionalGeneration", reader=towers.GEMMA_3
+    ),
+    "smolvlm": Family(
+        decoder="model.text_model", loader="SmolVLMForConditionalGeneration", reader=towers.SMOL_VLM
+    ),
     "qwen2_5_omni_thinker": Family(
-        decoder=_LANGUAGE, loader="Qwen2_5OmniThinkerForConditionalGeneration", reader=audio_towers.OMNI
+        decoder=_LANGUAGE,
+        loader="Qwen2_5OmniThinkerForConditionalGeneration",
+        reader=audio_towers.OMNI,
     ),
 }
 
@@ -160,7 +199,9 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return longest
 
 
-_REACHES = re.compile(r"window|chunk|local_attention|block_size|topk|extent|floor|original_max_position")
+_REACHES = re.compile(
+    r"window|chunk|local_attention|block_size|topk|extent|floor|original_max_position"
+)
 
 
 def attention_reach(config: PreTrainedConfig, most: int) -> int:
@@ -213,7 +254,8 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
     if config.get_text_config(decoder=True) is not config:
         known = ", ".join(name for name, family in FAMILIES.items() if family.reader is not None)
         raise ModelError(
-            f"{unknown}. It has parts besides a language model, which would be left out. Families that read media: {known}"
+            f"{unknown}. It has parts besides a language model, which would be left out. "
+            f"Families that read media: {known}"
         )
     if not allow_unproved:
         names = []

@@ -110,7 +110,9 @@ def token_logprobs(
     bend = LogitTransform(scale, softcap, temperature)
     if type(head) is nn.Linear:
         rows = rows_per_chunk(hidden, head.out_features, chunk_mb)
-        logprobs, entropies = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, bend, entropy, rows)
+        logprobs, entropies = _TokenLogprobs.apply(
+            hidden, head.weight, head.bias, targets, bend, entropy, rows
+        )
         return logprobs, entropies if entropy else None
     return _generic(hidden, head, targets, bend, entropy, chunk_mb)
 
@@ -314,18 +316,30 @@ def _expected_log(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _generic(
-    hidden: Tensor, head: nn.Module, targets: Tensor, bend: LogitTransform, entropy: bool, chunk_mb: float
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    bend: LogitTransform,
+    entropy: bool,
+    chunk_mb: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply any other head (with adapters, quantised) by plain autograd in chunks, recomputed in
     the backward pass."""
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        logp = transform_logits(head(h).to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
-        return logp.gather(1, t[:, None])[:, 0], (-_expected_log(logp.exp(), logp) if entropy else logp.new_zeros(0))
+        logp = transform_logits(
+            head(h).to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature
+        ).log_softmax(-1)
+        return logp.gather(1, t[:, None])[:, 0], (
+            -_expected_log(logp.exp(), logp) if entropy else logp.new_zeros(0)
+        )
 
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     starts = range(0, max(1, hidden.shape[0]), rows)
-    parts = [checkpoint(chunk, hidden[s : s + rows], targets[s : s + rows], use_reentrant=False) for s in starts]
+    parts = [
+        checkpoint(chunk, hidden[s : s + rows], targets[s : s + rows], use_reentrant=False)
+        for s in starts
+    ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy else None
 
 
@@ -356,9 +370,13 @@ def logit_energy(
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     parts = [hidden.new_empty(0, dtype=wide(hidden.dtype))]
     for start in range(0, hidden.shape[0], rows):
-        logits = transform_logits(head(hidden[start : start + rows]).to(wide(hidden.dtype)), scale, softcap, temperature)
+        logits = transform_logits(
+            head(hidden[start : start + rows]).to(wide(hidden.dtype)), scale, softcap, temperature
+        )
         p = logits.softmax(-1)
-        parts.append(1 - 2 * p.gather(1, targets[start : start + rows, None])[:, 0] + p.square().sum(-1))
+        parts.append(
+            1 - 2 * p.gather(1, targets[start : start + rows, None])[:, 0] + p.square().sum(-1)
+        )
     return torch.cat(parts)
 
 

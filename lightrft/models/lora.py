@@ -127,7 +127,9 @@ def find_all_linear_modules(model: nn.Module, freeze_vision_tower: bool = True) 
     layer of the language model. Pass the names to ``apply_lora_configuration``, which separates the
     two.
     """
-    return {name.rsplit(".", 1)[-1] for name in linear_modules(model, _excluded(freeze_vision_tower))}
+    return {
+        name.rsplit(".", 1)[-1] for name in linear_modules(model, _excluded(freeze_vision_tower))
+    }
 
 
 def _excluded(freeze_vision_tower: bool) -> tuple[str, ...]:
@@ -161,7 +163,11 @@ def apply_lora_configuration(
         problem = f"lora_rank = {lora_rank} and lora_alpha = {lora_alpha}"
         raise ModelError(f"{problem}: both must be positive for adapters to learn")
     targets = "all-linear" if target_modules is None else target_modules
-    towers = () if freeze_vision_tower else tuple(part for part in parts_of(family_of(model.config)) if part == TOWER)
+    towers = (
+        ()
+        if freeze_vision_tower
+        else tuple(part for part in parts_of(family_of(model.config)) if part == TOWER)
+    )
     config = LoRAConfig(
         rank=lora_rank,
         alpha=lora_alpha,

@@ -56,7 +56,9 @@ class ModuleActor(Actor):
             "attention_mask": mask,
             "position_ids": packed.position_ids,
         }
-        kept = {name: value for name, value in inputs.items() if self._takes_all or name in self._taken}
+        kept = {
+            name: value for name, value in inputs.items() if self._takes_all or name in self._taken
+        }
         name = type(self.model).__name__
         if "attention_mask" not in kept and not bool(mask.all()):
             problem = "rows of unequal length need an attention_mask"
@@ -64,9 +66,13 @@ class ModuleActor(Actor):
         output = self.model(**kept)
         if isinstance(output, Tensor):
             return output
-        logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+        logits = (
+            output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+        )
         if logits is None:
-            raise ModelError(f"the forward of {name} returned {type(output).__name__} without logits")
+            raise ModelError(
+                f"the forward of {name} returned {type(output).__name__} without logits"
+            )
         return logits
 
     def score_states(
@@ -98,7 +104,10 @@ class ModuleActor(Actor):
         gradient_checkpointing_kwargs: dict[str, object] | None = None,
     ) -> None:
         """Call the module's method of the same name. Raises ``ModelError`` if it has none."""
-        self._call("gradient_checkpointing_enable", gradient_checkpointing_kwargs or {"use_reentrant": False})
+        self._call(
+            "gradient_checkpointing_enable",
+            gradient_checkpointing_kwargs or {"use_reentrant": False},
+        )
 
     def gradient_checkpointing_disable(self) -> None:
         """Call the module's method of the same name. Raises ``ModelError`` if it has none."""
@@ -137,7 +146,9 @@ class ModuleActor(Actor):
         while rows.shape[1] - width < _limit(options, width) and bool(open_rows.any()):
             positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
             source = torch.where(mask.flatten() != 0, mask.flatten().cumsum(0) - 1, -1)
-            logits = self.states(Packed(rows, positions, None, source[:0], None, source))[:, -1].float()
+            logits = self.states(Packed(rows, positions, None, source[:0], None, source))[
+                :, -1
+            ].float()
             if rows.shape[1] - width < options["min_new_tokens"]:
                 logits[:, ends] = -torch.inf
             token = torch.where(open_rows, _pick(rows, logits, options), options["pad_token_id"])
@@ -152,7 +163,9 @@ def _limit(options: dict[str, Any], width: int) -> int:
     if "max_new_tokens" in options:
         return options["max_new_tokens"]
     if "max_length" not in options:
-        raise ModelError("generate() needs max_new_tokens or max_length: a plain module has no generation config")
+        raise ModelError(
+            "generate() needs max_new_tokens or max_length: a plain module has no generation config"
+        )
     return options["max_length"] - width
 
 

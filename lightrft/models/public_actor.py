@@ -187,13 +187,20 @@ class PublicActor(PublicModel):
         """
         if num_actions is None and not return_output:
             raise ValueError(NOTHING)
-        rows = PaddedRows.of(sequences, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
+        rows = PaddedRows.of(
+            sequences, attention_mask, num_actions, packed_seq_lens, self.packing_samples
+        )
         at = None if num_actions is None else rows.places
         states = rows.states(self.actor, media)
         scores = None
         if at is not None:
-            predicting, targets = states.flatten(0, 1)[at.reshape(-1)], sequences.reshape(-1)[at.reshape(-1) + 1]
-            scores = self.actor.score_states(predicting, targets, entropy=self.high_entropy_token_ratio > 0)
+            predicting, targets = (
+                states.flatten(0, 1)[at.reshape(-1)],
+                sequences.reshape(-1)[at.reshape(-1) + 1],
+            )
+            scores = self.actor.score_states(
+                predicting, targets, entropy=self.high_entropy_token_ratio > 0
+            )
         logprobs = None if scores is None or at is None else scores.logprobs.reshape(at.shape)
         if not return_output:
             return logprobs
@@ -230,7 +237,9 @@ class PublicActor(PublicModel):
         """
         unknown = sorted(set(given) - set(_GENERATE))
         if unknown:
-            raise TypeError(f"generate() got unknown {', '.join(unknown)}; known: {', '.join(_GENERATE)}")
+            raise TypeError(
+                f"generate() got unknown {', '.join(unknown)}; known: {', '.join(_GENERATE)}"
+            )
         options = {
             name: value
             for name, value in {
@@ -247,7 +256,9 @@ class PublicActor(PublicModel):
         eos = eos[0] if isinstance(eos, list | tuple) else eos
         pad = eos if options["pad_token_id"] is None else options["pad_token_id"]
         if eos is None:
-            raise ModelError("generate() needs eos_token_id: the model's generation config has none")
+            raise ModelError(
+                "generate() needs eos_token_id: the model's generation config has none"
+            )
         self.actor.use_attention("padded")
         rows = PaddedRows.of(input_ids, options.get("attention_mask"), None, None, packing=False)
         base: Any = self.actor.base
@@ -330,8 +341,12 @@ class PublicCritic(PublicModel):
         self.packing_samples = packing_samples
         self.normalize_reward = normalize_reward
         settings = self.critic.base.config.to_dict()
-        self.register_buffer("mean", torch.tensor(float(settings.get("mean") or 0.0)), persistent=False)
-        self.register_buffer("std", torch.tensor(float(settings.get("std") or 1.0)), persistent=False)
+        self.register_buffer(
+            "mean", torch.tensor(float(settings.get("mean") or 0.0)), persistent=False
+        )
+        self.register_buffer(
+            "std", torch.tensor(float(settings.get("std") or 1.0)), persistent=False
+        )
 
     @property
     def backbone(self) -> Backbone:
@@ -368,7 +383,9 @@ class PublicCritic(PublicModel):
         """
         if num_actions is None and not return_output:
             raise ValueError(NOTHING)
-        rows = PaddedRows.of(input_ids, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
+        rows = PaddedRows.of(
+            input_ids, attention_mask, num_actions, packed_seq_lens, self.packing_samples
+        )
         at = None if num_actions is None else rows.places
         values = self.critic.value(rows.states(self.critic, media))
         if self.normalize_reward:
@@ -391,7 +408,9 @@ class _Loader:
         load_in_4bit: bool,
     ) -> None:
         self.settings: dict[str, Any] = {
-            "attention": "flash_attention_2" if use_flash_attention_2 and _has_flash_attention() else None,
+            "attention": "flash_attention_2"
+            if use_flash_attention_2 and _has_flash_attention()
+            else None,
             "dtype": "bfloat16" if bf16 else "auto",
             "load_in_4bit": load_in_4bit,
         }

@@ -32,7 +32,9 @@ def reset_position_ids(attention_mask: Tensor) -> Tensor:
     ``attention_mask [B, L]`` holds 1..n for the samples of a row and 0 for padding, whose position
     is 0.
     """
-    steps = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
+    steps = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(
+        attention_mask
+    )
     starts = torch.ones_like(attention_mask, dtype=torch.bool)
     starts[:, 1:] = attention_mask[:, 1:] != attention_mask[:, :-1]
     start_of = torch.where(starts, steps, 0).cummax(1).values
@@ -50,7 +52,9 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     if mask is None:
         return tensor.mean() if dim is None else tensor.mean(dim)
     kept = torch.where(mask.bool(), tensor, 0)
-    total, count = (kept.sum(), mask.bool().sum()) if dim is None else (kept.sum(dim), mask.bool().sum(dim))
+    total, count = (
+        (kept.sum(), mask.bool().sum()) if dim is None else (kept.sum(dim), mask.bool().sum(dim))
+    )
     return total / count.clamp(min=1)
 
 
@@ -86,7 +90,10 @@ def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) 
 
 
 def compute_approx_kl(
-    log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_estimator: str = "k1"
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    action_mask: Tensor | None = None,
+    kl_estimator: str = "k1",
 ) -> Tensor:
     """Return an estimate of KL(policy || base) at each token.
 
@@ -103,7 +110,11 @@ def compute_approx_kl(
     Raises:
         ValueError: ``kl_estimator`` is another name.
     """
-    d = log_probs.float() - log_probs_base.float() if log_probs.dtype != torch.float64 else log_probs - log_probs_base
+    d = (
+        log_probs.float() - log_probs_base.float()
+        if log_probs.dtype != torch.float64
+        else log_probs - log_probs_base
+    )
     if action_mask is not None:
         d = torch.where(action_mask.bool(), d, 0)
     if kl_estimator == "k1":
@@ -153,7 +164,9 @@ def compute_reward(
         given = torch.where(mask.any(1), outcome.to(rewards), 0.0)
         return rewards.scatter_add(1, last[:, None], given[:, None])
     if num_actions is not None and [len(k) for k in kl] != list(num_actions):
-        raise ValueError(f"num_actions = {list(num_actions)} but kl has rows of {[len(k) for k in kl]}")
+        raise ValueError(
+            f"num_actions = {list(num_actions)} but kl has rows of {[len(k) for k in kl]}"
+        )
     pieces = []
     for row, value in zip(kl, outcome, strict=True):
         piece = -kl_coef * row
@@ -184,8 +197,12 @@ def create_high_entropy_mask(
     mask = action_mask.bool()
     counts = mask.sum(1)
     keep = torch.where(counts > 0, (counts * high_entropy_ratio).long().clamp(min=1), 0)
-    order = torch.where(mask, entropy.detach().to(torch.float64), -torch.inf).argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    order = torch.where(mask, entropy.detach().to(torch.float64), -torch.inf).argsort(
+        dim=1, descending=True, stable=True
+    )
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
     return (mask & (rank < keep[:, None])).to(action_mask.dtype)
 
 

@@ -60,7 +60,9 @@ def log_to_terminal(level: int = logging.WARNING) -> logging.Handler:
         from rich.console import Console
         from rich.logging import RichHandler
 
-        handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False, markup=False)
+        handler = RichHandler(
+            console=Console(stderr=True), show_path=False, show_time=False, markup=False
+        )
     else:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))

@@ -35,7 +35,9 @@ class Metric(ABC):
     def merge(self, other: Self) -> None:
         """Add the parts of ``other``. Raises ``TypeError`` if it is another kind of metric."""
         if type(other) is not type(self):
-            raise TypeError(f"a {type(self).__name__} and a {type(other).__name__} cannot be merged")
+            raise TypeError(
+                f"a {type(self).__name__} and a {type(other).__name__} cannot be merged"
+            )
         for mine, theirs in zip(self.columns, other.columns, strict=True):
             mine.extend(theirs)
 
@@ -196,10 +198,14 @@ def exact_sum(values: Iterable[float]) -> float:
     values = list(values)
     special = [v for v in values if not math.isfinite(v)]
     if special:
-        return math.nan if any(math.isnan(v) for v in special) or len(set(special)) > 1 else special[0]
+        return (
+            math.nan if any(math.isnan(v) for v in special) or len(set(special)) > 1 else special[0]
+        )
     try:
         return math.fsum(values)
-    except OverflowError:  # an intermediate sum overflowed, which depends on the order; fractions do not overflow
+    except (
+        OverflowError
+    ):  # an intermediate sum overflowed, which depends on the order; fractions do not overflow
         total = sum(map(Fraction, values), Fraction())
         try:
             return float(total)
@@ -218,7 +224,11 @@ def _nan_last(value: float) -> tuple[bool, float]:
 def _read(metrics: Iterable[Metric]) -> None:
     """Replace every tensor by a number, with one transfer per device."""
     places = [
-        (column, i) for m in metrics for column in m.columns for i, v in enumerate(column) if not isinstance(v, int | float)
+        (column, i)
+        for m in metrics
+        for column in m.columns
+        for i, v in enumerate(column)
+        if not isinstance(v, int | float)
     ]
     if not places:
         return

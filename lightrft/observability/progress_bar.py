@@ -71,7 +71,9 @@ class Progress:
         """Record that a step is done. ``row`` contains its metrics and ``step``."""
         self.done = int(row["step"])
         self._times.append(self._clock())
-        self._values |= {name: row[name] for name, _, _ in SHOWN if isinstance(row.get(name), int | float)}
+        self._values |= {
+            name: row[name] for name, _, _ in SHOWN if isinstance(row.get(name), int | float)
+        }
         if not self._enabled:
             return
         if self._live is not None:
@@ -92,7 +94,11 @@ class Progress:
 
     def details(self) -> str:
         """Return the newest values, e.g. ``reward 0.512 · held-out 61.0%``."""
-        return " · ".join(f"{label} {self._values[name]:{form}}" for name, label, form in SHOWN if name in self._values)
+        return " · ".join(
+            f"{label} {self._values[name]:{form}}"
+            for name, label, form in SHOWN
+            if name in self._values
+        )
 
     def line(self) -> str:
         """Return the plain line for the newest step."""
@@ -115,7 +121,9 @@ class Progress:
 
     def _is_due(self, row: Mapping[str, Any]) -> bool:
         evaluated = any(name.startswith("eval/") for name in row)
-        return evaluated or self.done >= self.total or self._times[-1] - self._spoke >= self._interval
+        return (
+            evaluated or self.done >= self.total or self._times[-1] - self._spoke >= self._interval
+        )
 
     def __enter__(self) -> Self:
         # restarts the clock: the setup between construction and entry is not a step
@@ -123,7 +131,9 @@ class Progress:
         if self._enabled and self._console.is_terminal:
             self._live = self._make_live()
             self._live.start()
-            self._task = self._live.add_task(self._title, total=self.total, completed=self.done, details="", left="--:--")
+            self._task = self._live.add_task(
+                self._title, total=self.total, completed=self.done, details="", left="--:--"
+            )
         return self
 
     def __exit__(

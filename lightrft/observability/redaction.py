@@ -11,7 +11,9 @@ from lightrft.utils.errors import ConfigError
 
 MARK = "<redacted>"
 ENVIRONMENT = "environment"
-_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PWD|CREDENTIAL|AUTH|COOKIE)S?(_|$)|(^|_)PASS", re.IGNORECASE)
+_VARIABLE = re.compile(
+    r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PWD|CREDENTIAL|AUTH|COOKIE)S?(_|$)|(^|_)PASS", re.IGNORECASE
+)
 _OPTION = re.compile(
     r"(^|[_.-])((api|access|secret|private|auth)[_.-]?key|token|secret|password|passwd|credentials?|auth|authorization)$",
     re.IGNORECASE,

@@ -84,7 +84,9 @@ class RolloutWriter:
         """
         for name, column in columns.items():
             if len(column) != len(rollouts):
-                raise ValueError(f"column {name!r} has {len(column)} entries for {len(rollouts)} rollouts")
+                raise ValueError(
+                    f"column {name!r} has {len(column)} entries for {len(rollouts)} rollouts"
+                )
         with self._changed:
             self._start()
             self._changed.wait_for(lambda: len(self._jobs) < self._depth or self._error is not None)
@@ -126,9 +128,14 @@ class RolloutWriter:
         error, self._error = self._error, None
         if error is None:
             return
-        waiting = f"{len(self._jobs)} batches of rollouts are not written yet, the first to {self._jobs[0].path}"
+        waiting = (
+            f"{len(self._jobs)} batches of rollouts are not written yet, the first to "
+            f"{self._jobs[0].path}"
+        )
         if is_disk_full(error):
-            raise ResourceError(f"the disk is full: {waiting}; free some space, or set log.rollouts_every=0") from error
+            raise ResourceError(
+                f"the disk is full: {waiting}; free some space, or set log.rollouts_every=0"
+            ) from error
         raise RuntimeError(f"{waiting}: {type(error).__name__}: {error}") from error
 
     def _work(self) -> None:

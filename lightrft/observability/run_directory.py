@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 AT_START = "free some space, or choose another run.dir"
 LATER = (
-    "free some space, or restore the folder and the right to write there; the same command then resumes from the last checkpoint"
+    "free some space, or restore the folder and the right to write there; the same command then "
+    "resumes from the last checkpoint"
 )
 SUPERVISED = "sft"  # this phase has no rollouts and runs before the phases that have, so a rewind into it removes all rollouts
 OURS = (
@@ -63,7 +64,9 @@ class RunDirectory:
         lock: file descriptor of the lock. None where the system has no locks.
     """
 
-    def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None, lock: int | None) -> None:
+    def __init__(
+        self, path: Path, *, fresh: bool, checkpoint: Path | None, lock: int | None
+    ) -> None:
         self.path = path
         self.fresh = fresh
         self.checkpoint = checkpoint
@@ -110,7 +113,10 @@ class RunDirectory:
         check_complete(config)
         checkpoint = None if resume in ("auto", "never") else Path(resume).expanduser()
         if checkpoint is not None and not checkpoint.is_dir():
-            raise ConfigError(f"run.resume = {resume!r}: there is no such checkpoint; use auto, never, or a checkpoint's folder")
+            raise ConfigError(
+                f"run.resume = {resume!r}: there is no such checkpoint; use auto, never, or a "
+                "checkpoint's folder"
+            )
         _make(path)
         with disk_errors(path, AT_START):
             lock = _take(path)
@@ -208,14 +214,20 @@ class RunDirectory:
         The settings are written under ``changed``.
         """
         rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
-        lost = {name: n for name, n in (("log_lines_lost", self._log.lost), ("tensorboard_rows_lost", rows)) if n}
+        lost = {
+            name: n
+            for name, n in (("log_lines_lost", self._log.lost), ("tensorboard_rows_lost", rows))
+            if n
+        }
         write_json(
             self.path / "summary.json",
             {**values, **lost, "changed": self._changed},
             private=MARK in str(self._changed),
         )
 
-    def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(
+        self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Write ``samples.json`` with responses to the same prompts before and after training.
 
         Each entry has ``prompt``, ``attachments`` (names of files in ``media/``), ``text``,
@@ -293,7 +305,9 @@ class ReadOnlyRunDirectory(RunDirectory):
     def write_summary(self, values: Mapping[str, Any]) -> None:
         return
 
-    def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(
+        self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+    ) -> None:
         return
 
     def flush(self) -> None:
@@ -307,15 +321,22 @@ def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.dir/run.name: cannot make {path}: {error.strerror}; choose another") from None
+        raise ConfigError(
+            f"run.dir/run.name: cannot make {path}: {error.strerror}; choose another"
+        ) from None
 
 
-def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: Collection[str]) -> bool:
+def _settle(
+    path: Path, config: Settings, resume: str, overwrite: bool, ignore: Collection[str]
+) -> bool:
     """Write the config of this run to ``path``. Return True if the run starts from scratch."""
     saved = path / "config.yaml"
     found = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     if found and "config.yaml" not in found:
-        raise ConfigError(f"{path} exists and is not a run's folder (it holds {min(found)}); choose another run.name or run.dir")
+        raise ConfigError(
+            f"{path} exists and is not a run's folder (it holds {min(found)}); choose another "
+            "run.name or run.dir"
+        )
     if overwrite:
         _clear(path)
     elif found and _has_begun(path):
@@ -359,7 +380,8 @@ def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
     new = dict(dotted(yaml.safe_load(_saved_yaml(config))))
     missing = object()
     differing = [
-        f"  {key}: {_shown(old.get(key, missing), missing)} in the folder, {_shown(new.get(key, missing), missing)} now"
+        f"  {key}: {_shown(old.get(key, missing), missing)} in the folder, "
+        f"{_shown(new.get(key, missing), missing)} now"
         for key in dict.fromkeys([*old, *new])
         if old.get(key, missing) != new.get(key, missing)
         and not any(key == name or key.startswith(f"{name}.") for name in ignore)
@@ -367,7 +389,8 @@ def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
     if differing:
         raise ConfigError(
             f"{saved.parent} holds a run of another config; set another run.name, "
-            "run.overwrite=true to start over, or give the same settings. They differ in:\n" + "\n".join(differing)
+            "run.overwrite=true to start over, or give the same settings. They differ in:\n"
+            + "\n".join(differing)
         )
 
 
@@ -396,11 +419,16 @@ def _take(path: Path) -> int | None:
         return None
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by a forked worker
+        fcntl.lockf(
+            handle, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # unlike flock, not inherited by a forked worker
     except OSError:
         holder = os.read(handle, 20).decode("ascii", "replace").strip()
         os.close(handle)
-        raise ConfigError(f"{path} is in use by process {holder or 'unknown'}; stop it, or choose another run.name") from None
+        raise ConfigError(
+            f"{path} is in use by process {holder or 'unknown'}; stop it, or choose another "
+            "run.name"
+        ) from None
     os.truncate(handle, 0)
     os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle

@@ -35,7 +35,8 @@ RULES = (
     Rule(
         "rollout/frac_reward_failed",
         0.0,
-        "{value:.1%} of responses got no reward; they are not trained on. Mend what reward.terms names",
+        "{value:.1%} of responses got no reward; they are not trained on. Mend what reward.terms "
+        "names",
     ),
     Rule(
         "rollout/ungraded_answers",
@@ -52,12 +53,14 @@ RULES = (
     Rule(
         "response/clip_ratio",
         0.25,
-        "{value:.0%} of responses were cut at sampling.max_new_tokens, so most of them have no answer; raise it",
+        "{value:.0%} of responses were cut at sampling.max_new_tokens, so most of them have no "
+        "answer; raise it",
     ),
     Rule(
         "rollout/steps_reward_zero",
         2,
-        "every reward was 0 in the last {value:.0f} steps; look at rollouts/ in the run folder: can the policy reach a reward?",
+        "every reward was 0 in the last {value:.0f} steps; look at rollouts/ in the run folder: "
+        "can the policy reach a reward?",
     ),
     Rule(
         "rollout/steps_not_trained",
@@ -69,7 +72,8 @@ RULES = (
     Rule(
         "policy/skipped_steps",
         0,
-        "{value:.0f} optimizer steps were skipped, since the gradient was not finite; lower optimizer.lr",
+        "{value:.0f} optimizer steps were skipped, since the gradient was not finite; lower "
+        "optimizer.lr",
     ),
     Rule(
         "policy/nonfinite_tokens",
@@ -88,17 +92,20 @@ RULES = (
     Rule(
         "policy/old_kl",
         1.0,
-        "one update moved the policy by {value:.3g} nats per token; lower optimizer.lr or train.ppo_epochs",
+        "one update moved the policy by {value:.3g} nats per token; lower optimizer.lr or "
+        "train.ppo_epochs",
     ),
     Rule(
         "policy/kl",
         10.0,
-        "the policy is {value:.3g} nats per token away from the reference; lower optimizer.lr, or raise algorithm.kl.coef",
+        "the policy is {value:.3g} nats per token away from the reference; lower optimizer.lr, "
+        "or raise algorithm.kl.coef",
     ),
     Rule(
         "eval/failed",
         0,
-        "{value:.0f} eval responses got no reward; they count as wrong. Mend what reward.terms names",
+        "{value:.0f} eval responses got no reward; they count as wrong. Mend what reward.terms "
+        "names",
     ),
     Rule(
         "eval/truncated",

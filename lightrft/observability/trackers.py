@@ -43,7 +43,11 @@ class JsonLinesTracker:
 
     def rewind(self, step: int, phase: str = "") -> None:
         """Remove the rows of ``phase`` after ``step``, and every row after the first of them."""
-        late = (i for i, row in enumerate(self.rows) if row.get("phase", "") == phase and row["step"] > step)
+        late = (
+            i
+            for i, row in enumerate(self.rows)
+            if row.get("phase", "") == phase and row["step"] > step
+        )
         cut = next(late, len(self.rows))
         if cut == len(self.rows):
             return
@@ -80,7 +84,9 @@ class JsonLinesTracker:
         step = int(row["step"])
         if last is not None and step <= last:
             raise ValueError(f"step {step} of phase {phase!r} comes after step {last}")
-        odd = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)} - self._warned
+        odd = {
+            k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)
+        } - self._warned
         if odd:
             self._warned |= odd
             log.warning("step %s: not finite, written as null: %s", step, ", ".join(sorted(odd)))
@@ -119,7 +125,10 @@ class TensorBoard:
 
         The next call raises its error again.
         """
-        if not (isinstance(told.exc_value, OSError) and type(told.thread).__module__.startswith("tensorboard.")):
+        if not (
+            isinstance(told.exc_value, OSError)
+            and type(told.thread).__module__.startswith("tensorboard.")
+        ):
             self._hook(told)
 
     def log(self, row: Row) -> None:
@@ -139,7 +148,9 @@ class TensorBoard:
         phase, step = str(row.get("phase", "")), int(row["step"])
         if phase not in self._writers:
             purge = self._last.get(phase, -1) + 1
-            self._writers[phase] = self._make(str(self._folder / phase), purge_step=purge, flush_secs=10)
+            self._writers[phase] = self._make(
+                str(self._folder / phase), purge_step=purge, flush_secs=10
+            )
         for name, value in row.items():
             if name != "step" and not isinstance(value, str):
                 self._writers[phase].add_scalar(name, value, step)
@@ -150,7 +161,8 @@ class TensorBoard:
                 writer.close()
             except OSError as error:
                 log.warning(
-                    "the last TensorBoard events are not written (%s); metrics.jsonl has every step",
+                    "the last TensorBoard events are not written (%s); metrics.jsonl has every "
+                    "step",
                     error,
                 )
         if threading.excepthook == self._on_thread_error:
@@ -176,7 +188,8 @@ class Wandb:
             import wandb  # ty: ignore[import-not-found]
         except ImportError:
             raise ConfigError(
-                f"log.wandb = {project!r} needs the package wandb: pip install 'lightrft[wandb]', or leave log.wandb empty"
+                f"log.wandb = {project!r} needs the package wandb: pip install "
+                "'lightrft[wandb]', or leave log.wandb empty"
             ) from None
         known = folder / "wandb_id"
         if not known.exists():
@@ -215,7 +228,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             row["step"] + 0
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{path}, line {number} is not a row of metrics: {line[:80]!r}") from None
+            raise DataError(
+                f"{path}, line {number} is not a row of metrics: {line[:80]!r}"
+            ) from None
         rows.append(row)
     return rows
 

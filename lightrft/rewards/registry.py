@@ -88,7 +88,9 @@ def load_reward(name: str, options: Mapping[str, Any]) -> Reward:
     try:
         signature = inspect.signature(function)
     except ValueError as error:
-        raise RewardError(f"reward {name!r} has no signature that can be read: {error}; wrap it in a def") from None
+        raise RewardError(
+            f"reward {name!r} has no signature that can be read: {error}; wrap it in a def"
+        ) from None
     _check_signature(name, signature, options)
     # An object may be callable by a method that is a coroutine function.
     called = function if inspect.isroutine(function) else type(function).__call__
@@ -116,7 +118,9 @@ def _check_signature(name: str, signature: inspect.Signature, options: Mapping[s
         inspect.Parameter.VAR_POSITIONAL,
     }
     if first is None or first.kind not in by_position:
-        raise RewardError(f"{shown}, but its signature is {signature}: its first parameter must take the rollout")
+        raise RewardError(
+            f"{shown}, but its signature is {signature}: its first parameter must take the rollout"
+        )
     try:
         signature.bind(None, **options)
     except TypeError as error:
@@ -126,7 +130,9 @@ def _check_signature(name: str, signature: inspect.Signature, options: Mapping[s
 def _portable_name(name: str, function: Callable[..., Any]) -> str:
     """Return a name under which a worker finds ``function`` without running the user's program."""
     if name.startswith("__main__:"):
-        raise RewardError(f"reward {name!r}: workers cannot import the running program; use file.py:function")
+        raise RewardError(
+            f"reward {name!r}: workers cannot import the running program; use file.py:function"
+        )
     if ":" in name:
         return name
     module = getattr(function, "__module__", "__main__")
@@ -135,6 +141,7 @@ def _portable_name(name: str, function: Callable[..., Any]) -> str:
     qualified = getattr(function, "__qualname__", ".")
     if module == "__main__" or "." in qualified:
         raise RewardError(
-            f"reward {name!r} was registered by the running program, where workers cannot find it; use file.py:function"
+            f"reward {name!r} was registered by the running program, where workers cannot find "
+            "it; use file.py:function"
         )
     return f"{module}:{qualified}"

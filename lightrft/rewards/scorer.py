@@ -132,7 +132,9 @@ class Scorer:
         for source, terms in config.per_source.items():
             self._per_source[source] = self._load(f"reward.per_source.{source}", terms)
         if not self._terms:
-            raise RewardError("reward.terms is empty: name at least one reward, e.g. reward.terms=[math]")
+            raise RewardError(
+                "reward.terms is empty: name at least one reward, e.g. reward.terms=[math]"
+            )
         self._lock = threading.Condition()
         self._alone: deque[_Call] = deque()
         self._done: queue.SimpleQueue[Rollout | None] = queue.SimpleQueue()
@@ -241,7 +243,9 @@ class Scorer:
             reward = load_reward(term.function, term.options)
             name = term.name or term.function.rpartition(":")[2]
             if name in names:
-                raise RewardError(f"{where}: two terms are called {name!r}; give one of them another name")
+                raise RewardError(
+                    f"{where}: two terms are called {name!r}; give one of them another name"
+                )
             names.add(name)
             indices.append(len(self._terms))
             self._terms.append(_Term(name, term.weight, reward))
@@ -287,7 +291,10 @@ class Scorer:
             self._end(number, worker)
         if failures >= STARTS:
             self._break(
-                RewardError(f"reward workers cannot run: {why} ({failures} times in a row); the lines above may say more")
+                RewardError(
+                    f"reward workers cannot run: {why} ({failures} times in a row); the lines "
+                    "above may say more"
+                )
             )
 
     def _launch(self, number: int) -> WorkerProcess:

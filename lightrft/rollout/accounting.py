@@ -32,7 +32,10 @@ class FilterResult:
 
 
 def filter_and_select(
-    group: Sequence[Rollout], filters: Sequence[ComponentConfig], select: ComponentConfig | None, least: int
+    group: Sequence[Rollout],
+    filters: Sequence[ComponentConfig],
+    select: ComponentConfig | None,
+    least: int,
 ) -> FilterResult:
     """Filter a group, then select responses.
 
@@ -57,7 +60,11 @@ def filter_and_select(
             rollout.baseline = greedy.reward
     reason = drop_reason(answers, filters, least)
     kept = [] if reason else selected(answers, select)
-    return FilterResult(kept) if len(kept) >= least else FilterResult(reason=reason or "too_few_selected")
+    return (
+        FilterResult(kept)
+        if len(kept) >= least
+        else FilterResult(reason=reason or "too_few_selected")
+    )
 
 
 def _fail_without_number(rollout: Rollout) -> None:
@@ -211,16 +218,22 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
     mean = sum(rewards) / len(rewards) if rewards else 0.0
     if rewards:
         metrics.add("reward/mean", Mean(sum(rewards), len(rewards)))
-        metrics.add("reward/std", Mean((sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5))
+        metrics.add(
+            "reward/std", Mean((sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5)
+        )
         metrics.add("reward/max", Max(max(rewards)))
         metrics.add("reward/min", Min(min(rewards)))
     if drawn:
-        metrics.add("rollout/frac_reward_failed", Mean(sum(bool(r.failed) for r in drawn), len(drawn)))
+        metrics.add(
+            "rollout/frac_reward_failed", Mean(sum(bool(r.failed) for r in drawn), len(drawn))
+        )
     if groups := collected.compared["groups"]:
         metrics.add("rollout/frac_reward_zero_std", Mean(collected.compared["zero_std"], groups))
     for rollout in scored:
         for name, value in rollout.terms.items():
-            if not name.endswith(f"/{UNGRADED}"):  # only ungradable responses have it, so its mean is meaningless
+            if not name.endswith(
+                f"/{UNGRADED}"
+            ):  # only ungradable responses have it, so its mean is meaningless
                 metrics.add(f"reward/{name}", Mean(value))
     for rollout in collected.rollouts:
         if rollout.sample == GREEDY and rollout.reward is not None and not rollout.failed:
@@ -248,9 +261,13 @@ def _account(collected: CollectedRollouts) -> Metrics:
         metrics.add(f"rollout/dropped/{reason}", Sum(count))
     metrics.add("rollout/dropped_share", Mean(tokens["dropped"], tokens["sampled"]))
     metrics.add("rollout/failed_answers", Sum(sum(collected.failures.values())))
-    ungraded = sum(any(name.endswith(f"/{UNGRADED}") for name in r.terms) for r in collected.rollouts)
+    ungraded = sum(
+        any(name.endswith(f"/{UNGRADED}") for name in r.terms) for r in collected.rollouts
+    )
     metrics.add("rollout/ungraded_answers", Sum(ungraded))
-    metrics.add("rollout/num_aborted", Sum(sum(r.finish_reason == "abort" for r in collected.rollouts)))
+    metrics.add(
+        "rollout/num_aborted", Sum(sum(r.finish_reason == "abort" for r in collected.rollouts))
+    )
     metrics.add("rollout/rounds", Sum(collected.rounds))
     metrics.add("rollout/groups", Sum(len(collected.groups)))
     return metrics

@@ -35,7 +35,9 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         versions=flat([r.versions for r in rollouts], torch.long),
         sample=torch.tensor([r.sample for r in rollouts], dtype=torch.long),
         rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
-        baselines=torch.tensor(baselines, dtype=torch.float64) if any(b is not None for b in baselines) else None,
+        baselines=torch.tensor(baselines, dtype=torch.float64)
+        if any(b is not None for b in baselines)
+        else None,
         terms=of_terms([[r.terms.get(name, math.nan) for name in terms] for r in rollouts]),
         term_weights=of_terms([[r.weights.get(name, 0.0) for name in terms] for r in rollouts]),
         version=torch.tensor([min(r.versions, default=0) for r in rollouts], dtype=torch.long),

@@ -161,7 +161,11 @@ def collect_rollouts(
 
 
 def plan_round(
-    settings: CollectSettings, step: int, source: PromptSource, collected: CollectedRollouts, waiting: deque[list[Rollout]]
+    settings: CollectSettings,
+    step: int,
+    source: PromptSource,
+    collected: CollectedRollouts,
+    waiting: deque[list[Rollout]],
 ) -> Round | None:
     """Take the prompts of the next round and build its requests.
 
@@ -186,11 +190,18 @@ def plan_round(
     prompts = source.draw(wanted - len(begun)) if wanted > len(begun) else []
     seeds = (settings.seed, step, collected.rounds)
     fresh = requests_for(prompts, rollout.group_size, *seeds, greedy=settings.requirements.greedy)
-    requests = with_token_budget([*map(unfinished_requests, begun), *fresh], rollout.max_tokens_per_step)
+    requests = with_token_budget(
+        [*map(unfinished_requests, begun), *fresh], rollout.max_tokens_per_step
+    )
     return Round(requests, begun, GroupQuota(missing, settings.judge))
 
 
-def admit(collected: CollectedRollouts, planned: Round, groups: Sequence[list[Rollout]], rollout: RolloutConfig) -> None:
+def admit(
+    collected: CollectedRollouts,
+    planned: Round,
+    groups: Sequence[list[Rollout]],
+    rollout: RolloutConfig,
+) -> None:
     """Filter and select the groups of a round, and count their tokens.
 
     Args:
@@ -208,7 +219,11 @@ def admit(collected: CollectedRollouts, planned: Round, groups: Sequence[list[Ro
 
 
 def _admit_group(
-    collected: CollectedRollouts, group: list[Rollout], verdict: FilterResult, used: bool, rollout: RolloutConfig
+    collected: CollectedRollouts,
+    group: list[Rollout],
+    verdict: FilterResult,
+    used: bool,
+    rollout: RolloutConfig,
 ) -> None:
     """Train on a group, keep it for the next step, or drop it."""
     if rollout.partial and any(r.finish_reason == "abort" for r in group):
@@ -227,8 +242,8 @@ def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
     if rollouts and not reasons[""]:
         ((reason, times),) = reasons.most_common(1)
         raise RewardError(
-            f"every response {which} failed to be scored ({len(rollouts)} in all), {times} of them with: {reason}. "
-            "Mend what reward.terms names, or the rows that it reads"
+            f"every response {which} failed to be scored ({len(rollouts)} in all), {times} of "
+            f"them with: {reason}. Mend what reward.terms names, or the rows that it reads"
         )
 
 
@@ -245,7 +260,9 @@ class RankGroups:
     counted: Sequence[int] = ()
 
     @staticmethod
-    def of(places: Sequence[int], groups: Sequence[Sequence[Rollout]], counted: Sequence[int] = ()) -> RankGroups:
+    def of(
+        places: Sequence[int], groups: Sequence[Sequence[Rollout]], counted: Sequence[int] = ()
+    ) -> RankGroups:
         """Pack ``groups``.
 
         Args:
@@ -257,11 +274,15 @@ class RankGroups:
         return RankGroups(packed, counted)
 
 
-def unpack_groups(parts: Sequence[RankGroups], requests: Sequence[Sequence[Request]]) -> list[list[Rollout]]:
+def unpack_groups(
+    parts: Sequence[RankGroups], requests: Sequence[Sequence[Request]]
+) -> list[list[Rollout]]:
     """Return the groups of all ranks in the order of ``requests``."""
     found = {i: group for part in parts for i, group in part.groups.items()}
     prompts = [group[0].prompt for group in requests]
-    return [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
+    return [
+        [unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)
+    ]
 
 
 def places_of(ranks: ProcessGroup, count: int, tensor_parallel_size: int = 1) -> range:
@@ -309,7 +330,11 @@ def generate_on_ranks(
     if ranks.size == 1:
         return generate_and_score(engine, scorer, requests, sampling, timers, stopped, quota, ready)
     leading = engine.shared_by_all_ranks and ranks.rank == 0
-    places = range(len(requests)) if leading else places_of(ranks, len(requests), engine.tensor_parallel_size)
+    places = (
+        range(len(requests))
+        if leading
+        else places_of(ranks, len(requests), engine.tensor_parallel_size)
+    )
     asked = [requests[i] for i in places]
     begun = [ready[i] for i in places] if ready else ()
     own: list[list[Rollout]] = []
@@ -321,11 +346,19 @@ def generate_on_ranks(
         try:
             if engine.tensor_parallel_size == 1:
                 limit = quota if leading else None
-                own.extend(generate_and_score(engine, scorer, asked, sampling, timers, stopped, limit, begun, keep_alive))
+                own.extend(
+                    generate_and_score(
+                        engine, scorer, asked, sampling, timers, stopped, limit, begun, keep_alive
+                    )
+                )
             else:
                 responses = generate_all(engine, asked, sampling, timers, keep_alive)
                 if ranks.rank % engine.tensor_parallel_size == 0:
-                    own.extend(score_groups(responses, scorer, asked, timers, stopped, None, begun, keep_alive))
+                    own.extend(
+                        score_groups(
+                            responses, scorer, asked, timers, stopped, None, begun, keep_alive
+                        )
+                    )
         finally:
             engine.sleep(1)
         return RankGroups.of(places, own, quota.counted if quota is not None and leading else ())
@@ -335,5 +368,7 @@ def generate_on_ranks(
         return own  # the same objects that the quota has judged
     groups = unpack_groups(parts, requests)
     if quota is not None:
-        quota.count_in_order(parts[0].counted if engine.shared_by_all_ranks else range(len(groups)), groups)
+        quota.count_in_order(
+            parts[0].counted if engine.shared_by_all_ranks else range(len(groups)), groups
+        )
     return groups

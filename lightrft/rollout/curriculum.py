@@ -61,7 +61,8 @@ def failures(rates: np.ndarray, epoch: float, *, floor: float = 0.0) -> np.ndarr
 
 @CURRICULA.register(
     "easy_to_hard",
-    formula="weight = exp(-((p - m) / width)^2 / 2) + floor,  m from start to end over epochs; 1 + floor for prompts not seen yet",
+    formula="weight = exp(-((p - m) / width)^2 / 2) + floor,  m from start to end over epochs; 1 + "
+    "floor for prompts not seen yet",
     latex=r"w=\exp\!\big(-\tfrac12((p-m)/\sigma)^2\big)+\epsilon,\quad m=a+(b-a)\min(1,e/E)",
 )
 def easy_to_hard(
@@ -89,7 +90,9 @@ def easy_to_hard(
     _floor("easy_to_hard", floor)
     for name, value in (("epochs", epochs), ("width", width)):
         if not value > 0:
-            raise ConfigError(f"curriculum easy_to_hard: options.{name} is {value}; it must be positive")
+            raise ConfigError(
+                f"curriculum easy_to_hard: options.{name} is {value}; it must be positive"
+            )
     mark = start + (end - start) * min(1.0, epoch / epochs)
     return np.where(np.isnan(rates), 1.0, np.exp(-(((rates - mark) / width) ** 2) / 2)) + floor
 
@@ -175,7 +178,9 @@ class Curriculum:
             CheckpointError: If it belongs to other prompts.
         """
         if state["about"] != self._about:
-            raise CheckpointError("the checkpoint's pass rates are of other prompts than data.sources has now")
+            raise CheckpointError(
+                "the checkpoint's pass rates are of other prompts than data.sources has now"
+            )
         self.draws, self.drawn = state["draws"], state["drawn"]
         self.rates[:] = np.nan
         self.rates[state["seen"].numpy()] = state["rates"].numpy()
@@ -183,10 +188,17 @@ class Curriculum:
 
     def _weights(self) -> np.ndarray:
         name = self.config.name
-        weights = np.asarray(CURRICULA[name](self.rates.copy(), self.epoch, **self.config.options), dtype=np.float64)
-        if weights.shape != self.rates.shape or not np.isfinite(weights).all() or (weights < 0).any():
+        weights = np.asarray(
+            CURRICULA[name](self.rates.copy(), self.epoch, **self.config.options), dtype=np.float64
+        )
+        if (
+            weights.shape != self.rates.shape
+            or not np.isfinite(weights).all()
+            or (weights < 0).any()
+        ):
             raise ConfigError(
-                f"rollout.curriculum: {name!r} must give {len(self.rates)} finite weights that are not negative, one for each prompt"
+                f"rollout.curriculum: {name!r} must give {len(self.rates)} finite weights that "
+                "are not negative, one for each prompt"
             )
         return weights
 
@@ -195,15 +207,23 @@ class Curriculum:
 
         Positions of weight 0 are sampled only when all others are used.
         """
-        noise = numpy_generator(self.seed, RandomStream.CURRICULUM, self.draws).gumbel(size=len(weights))[free]
+        noise = numpy_generator(self.seed, RandomStream.CURRICULUM, self.draws).gumbel(
+            size=len(weights)
+        )[free]
         self.draws += 1
         given = weights[free]
         # -1e6 is far below any noise, so that positions of weight 0 come last.
-        keys = np.where(given > 0, np.log(np.maximum(given, np.finfo(np.float64).tiny)), -1e6) + noise
-        best = np.argpartition(-keys, count - 1)[:count] if count < len(keys) else np.arange(len(keys))
+        keys = (
+            np.where(given > 0, np.log(np.maximum(given, np.finfo(np.float64).tiny)), -1e6) + noise
+        )
+        best = (
+            np.argpartition(-keys, count - 1)[:count] if count < len(keys) else np.arange(len(keys))
+        )
         return free[best[np.argsort(-keys[best], kind="stable")]]
 
 
 def _floor(name: str, floor: float) -> None:
     if floor < 0:
-        raise ConfigError(f"curriculum {name}: options.floor is {floor}; a weight cannot be negative")
+        raise ConfigError(
+            f"curriculum {name}: options.floor is {floor}; a weight cannot be negative"
+        )

@@ -69,7 +69,9 @@ def evaluate(
     groups: list[list[Rollout]] = []
     for first, part in in_parts(prompts, ranks):
         requests = requests_for(part, config.samples, seed, "eval", first=first)
-        groups += generate_on_ranks(ranks, engine, scorer, requests, config.sampling, Timers(), stopped)
+        groups += generate_on_ranks(
+            ranks, engine, scorer, requests, config.sampling, Timers(), stopped
+        )
     metrics = Metrics()
     by_source: dict[str, list[list[Rollout]]] = defaultdict(list)
     for group in groups:
@@ -82,7 +84,9 @@ def evaluate(
     return Evaluation(groups, metrics)
 
 
-def _count(metrics: Metrics, prefix: str, groups: Sequence[Sequence[Rollout]], config: EvalConfig) -> None:
+def _count(
+    metrics: Metrics, prefix: str, groups: Sequence[Sequence[Rollout]], config: EvalConfig
+) -> None:
     for group in groups:
         right = [correct(r, config.threshold) for r in group]
         metrics.add(f"{prefix}/accuracy", Mean(sum(right) / len(right)))

@@ -36,7 +36,10 @@ def requests_for(
     """
     extra = [GREEDY] if greedy else []
     return [
-        [Request(p, derive_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
+        [
+            Request(p, derive_seed(*seeds, i, s), s, greedy=s == GREEDY)
+            for s in (*extra, *range(samples))
+        ]
         for i, p in enumerate(prompts, first)
     ]
 
@@ -44,14 +47,22 @@ def requests_for(
 def unfinished_requests(group: Sequence[Rollout]) -> list[Request]:
     """Return requests that continue the unfinished responses of ``group``."""
     unfinished = [r for r in group if r.finish_reason == "abort"]
-    return [Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, partial=r) for r in unfinished]
+    return [
+        Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, partial=r)
+        for r in unfinished
+    ]
 
 
-def with_token_budget(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[list[Request]]:
+def with_token_budget(
+    requests: Sequence[Sequence[Request]], tokens: int | None
+) -> list[list[Request]]:
     """Return ``requests`` that pause after at most ``tokens`` further tokens each."""
     if tokens is None:
         return [list(group) for group in requests]
-    return [[replace(r, pause_after_tokens=r.num_generated + tokens) for r in group] for group in requests]
+    return [
+        [replace(r, pause_after_tokens=r.num_generated + tokens) for r in group]
+        for group in requests
+    ]
 
 
 @dataclass(slots=True)
@@ -262,7 +273,11 @@ class _GroupScorer:
 
         Waits for their scores, so that the speed of scoring does not change the result.
         """
-        while self._generated and not quota.met and quota.passed + len(self._generated) >= quota.wanted:
+        while (
+            self._generated
+            and not quota.met
+            and quota.passed + len(self._generated) >= quota.wanted
+        ):
             group = self._generated.popleft()
             if self._missing[group]:
                 for done in self.scorer.results(wait=True):

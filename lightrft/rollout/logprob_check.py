@@ -28,7 +28,12 @@ from lightrft.utils.errors import ModelError
 ROWS = 4
 """Number of responses of a batch that are compared."""
 
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-11, torch.float64: 2**-11}
+ROUNDING = {
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+    torch.float32: 2**-11,
+    torch.float64: 2**-11,
+}
 """Unit roundoff of a layer's output, by dtype.
 
 Float32 matmuls may use TF32, and the engine reports float32 in any case.
@@ -82,7 +87,9 @@ class LogprobComparison:
         likeliest = sampling.model_copy(update={"temperature": 0.0})
         gaps = torch.empty_like(self.reported)
         for where, settings in ((self.greedy, likeliest), (~self.greedy, sampling)):
-            seen = None if self.seen is None or settings.repetition_penalty == 1 else self.seen[where]
+            seen = (
+                None if self.seen is None or settings.repetition_penalty == 1 else self.seen[where]
+            )
             logits = draws.process(self.logits[where], settings, seen)
             chosen = logits.gather(1, self.tokens[where, None])[:, 0]
             if settings is likeliest:
@@ -105,7 +112,9 @@ class LogprobComparison:
 
 
 @torch.no_grad()
-def compare_logprobs(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int | None) -> LogprobComparison | None:
+def compare_logprobs(
+    actor: Actor, batch: Batch, sampling: SamplingConfig, version: int | None
+) -> LogprobComparison | None:
     """Score a few tokens of ``batch`` that policy ``version`` sampled.
 
     The logits of all compared tokens fit into ``model.logits_mb``.
@@ -124,11 +133,18 @@ def compare_logprobs(actor: Actor, batch: Batch, sampling: SamplingConfig, versi
         return None
     few = few.to(actor.device)
     places = _comparable(few, sampling, version).nonzero()[:, 0]
-    places = places[torch.linspace(0, len(places) - 1, min(len(places), room(actor))).round().long().to(places.device)]
+    places = places[
+        torch.linspace(0, len(places) - 1, min(len(places), room(actor)))
+        .round()
+        .long()
+        .to(places.device)
+    ]
     logits, dtype = logits_at(actor, few, places)
     assert few.behavior_logprobs is not None
     greedy = torch.full_like(places, sampling.temperature == 0, dtype=torch.bool)
-    sums = torch.zeros(len(few), device=places.device).index_add_(0, few.row_of, few.behavior_logprobs.abs().float())
+    sums = torch.zeros(len(few), device=places.device).index_add_(
+        0, few.row_of, few.behavior_logprobs.abs().float()
+    )
     # Log-probs of exactly 0 throughout a response come from a point mass, as of greedy sampling.
     greedy |= sums[few.row_of[places]] == 0
     seen = seen_before(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
@@ -161,7 +177,11 @@ def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch
     finally:
         actor.train(training)
     # Sharded weights are float32 outside of a call, whatever the call computes in.
-    kinds = {states.dtype, torch.float32, *(p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING)}
+    kinds = {
+        states.dtype,
+        torch.float32,
+        *(p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING),
+    }
     return logits, max(kinds, key=ROUNDING.__getitem__)
 
 
@@ -224,10 +244,17 @@ class Agreement:
     def __str__(self) -> str:
         gap = f"the engine's log-probs differ from the trainer's by {self.gap:.3g} nats"
         bound = f"rounding in {self.dtype} explains {self.bound:.2g}"
-        return f"{gap} on {self.tokens} tokens it sampled; {bound}{self.cause and '. ' + self.cause}"
+        return (
+            f"{gap} on {self.tokens} tokens it sampled; {bound}{self.cause and '. ' + self.cause}"
+        )
 
 
-def agreement(actor: Actor, found: LogprobComparison, sampling: SamplingConfig, unequal: Callable[[], str] | None) -> Agreement:
+def agreement(
+    actor: Actor,
+    found: LogprobComparison,
+    sampling: SamplingConfig,
+    unequal: Callable[[], str] | None,
+) -> Agreement:
     """Return the difference between the log-probs of engine and trainer, and its cause.
 
     Args:
@@ -246,7 +273,11 @@ def agreement(actor: Actor, found: LogprobComparison, sampling: SamplingConfig, 
 
 
 def refuse_gap(
-    actor: Actor, found: LogprobComparison | None, sampling: SamplingConfig, unequal: Callable[[], str] | None, when: str = ""
+    actor: Actor,
+    found: LogprobComparison | None,
+    sampling: SamplingConfig,
+    unequal: Callable[[], str] | None,
+    when: str = "",
 ) -> None:
     """Raise ``ModelError`` with the cause if the log-probs differ by more than ``gap_bound``.
 
@@ -272,7 +303,10 @@ def _cause(
         return f"Cause: weights were not transferred, the engine holds another {name!r}."
     if found.is_of_older_weights(bound):
         hides = "whatever its fingerprint says"
-        return f"Cause: weights were not transferred, the engine gives the log-probs of older ones, {hides}."
+        return (
+            "Cause: weights were not transferred, the engine gives the log-probs of older ones, "
+            f"{hides}."
+        )
     for words, variant in _variants(sampling):
         if found.gap(variant) <= bound:
             return f"Cause: the engine sampled {words}, and the settings say {_said(sampling)}."
@@ -303,7 +337,8 @@ def _variants(sampling: SamplingConfig) -> Iterator[tuple[str, SamplingConfig]]:
 
 def _said(sampling: SamplingConfig) -> str:
     return ", ".join(
-        f"{name} {getattr(sampling, name)}" for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        f"{name} {getattr(sampling, name)}"
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     )
 
 
@@ -331,10 +366,15 @@ def refuse_weights(found: Fingerprint, given: Mapping[str, Tensor], version: int
         version: Their version.
     """
     if name := unequal_weight(found, given.items()):
-        raise ModelError(f"weights of version {version} were not transferred: the engine holds another {name!r} than the trainer")
+        raise ModelError(
+            f"weights of version {version} were not transferred: the engine holds another "
+            f"{name!r} than the trainer"
+        )
 
 
-def check_batch(roles: Roles, batch: Batch, sampling: SamplingConfig, engine: EngineConfig, version: int) -> None:
+def check_batch(
+    roles: Roles, batch: Batch, sampling: SamplingConfig, engine: EngineConfig, version: int
+) -> None:
     """Compare log-probs on the first batch of a run.
 
     For an engine with separate weights, compare them on every batch. Every rank must call it with
@@ -350,7 +390,11 @@ def check_batch(roles: Roles, batch: Batch, sampling: SamplingConfig, engine: En
     Raises:
         ModelError: With the cause, if the log-probs differ.
     """
-    if not engine.check_logprobs or not len(batch) or (roles.logprobs_checked and roles.engine.shares_weights):
+    if (
+        not engine.check_logprobs
+        or not len(batch)
+        or (roles.logprobs_checked and roles.engine.shares_weights)
+    ):
         return
     with roles.strategy.gathered(roles.actor):
         found = compare_logprobs(roles.actor, batch, sampling, version)
@@ -387,7 +431,10 @@ class CheckedEngine:
         )
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never_stop
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool] = never_stop,
     ) -> Iterator[Rollout]:
         """Generate responses. See ``Engine.generate``.
 

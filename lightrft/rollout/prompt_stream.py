@@ -46,7 +46,11 @@ class PromptStream:
 
     @staticmethod
     def of(
-        config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None, processor: Any = None
+        config: DataConfig,
+        tokenizer: Any,
+        seed: int,
+        curriculum: CurriculumConfig | None = None,
+        processor: Any = None,
     ) -> PromptStream:
         """Build a stream over the data set of ``config``.
 
@@ -88,7 +92,12 @@ class PromptStream:
     @contextmanager
     def restore_on_error(self) -> Generator[None]:
         """Rewind the stream to the start of the body if the body raises."""
-        before, carried, begun, lost = self.sampler.state_dict(), self.carried, self.partial, self.unreadable_rows
+        before, carried, begun, lost = (
+            self.sampler.state_dict(),
+            self.carried,
+            self.partial,
+            self.unreadable_rows,
+        )
         try:
             yield
         except BaseException:
@@ -114,7 +123,10 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data set and the groups for the next step, as plain data."""
         waiting = {"carried": self.carried, "begun": self.partial}
-        packed = {name: [[pack_rollout(r) for r in group] for group in groups] for name, groups in waiting.items()}
+        packed = {
+            name: [[pack_rollout(r) for r in group] for group in groups]
+            for name, groups in waiting.items()
+        }
         return {"sampler": self.sampler.state_dict(), **packed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,5 +137,6 @@ class PromptStream:
         """
         self.sampler.load_state_dict(state["sampler"])
         self.carried, self.partial = (
-            [unpack_rollouts(group, self.named) for group in state[name]] for name in ("carried", "begun")
+            [unpack_rollouts(group, self.named) for group in state[name]]
+            for name in ("carried", "begun")
         )

@@ -52,7 +52,12 @@ def can_prefetch_per_rank(rollout: RolloutConfig, engine: Engine, ranks: Process
         ranks: The process group that generates.
     """
     settled = rollout.max_rounds == 1 and rollout.curriculum is None and not rollout.partial
-    return settled and ranks.size > 1 and engine.tensor_parallel_size == 1 and not engine.shared_by_all_ranks
+    return (
+        settled
+        and ranks.size > 1
+        and engine.tensor_parallel_size == 1
+        and not engine.shared_by_all_ranks
+    )
 
 
 @dataclass(slots=True)
@@ -118,7 +123,9 @@ class RankPrefetcher:
         self._jobs: list[PrefetchJob] = []
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation prefetch")
 
-    def submit(self, batch: int, version: int, weights: Mapping[str, Tensor], probe: WeightProbe | None) -> PrefetchJob:
+    def submit(
+        self, batch: int, version: int, weights: Mapping[str, Tensor], probe: WeightProbe | None
+    ) -> PrefetchJob:
         """Queue this rank's part of a batch and return it at once.
 
         Args:
@@ -180,14 +187,26 @@ class RankPrefetcher:
             wait([job.future], LOOK_SECONDS)
         return job.future.result()
 
-    def _run(self, job: PrefetchJob, batch: int, version: int, weights: Mapping[str, Tensor], probe: WeightProbe | None) -> None:
+    def _run(
+        self,
+        job: PrefetchJob,
+        batch: int,
+        version: int,
+        weights: Mapping[str, Tensor],
+        probe: WeightProbe | None,
+    ) -> None:
         try:
             job.future.set_result(self._generate(job, batch, version, weights, probe))
         except BaseException as error:
             job.future.set_exception(error)
 
     def _generate(
-        self, job: PrefetchJob, batch: int, version: int, weights: Mapping[str, Tensor], probe: WeightProbe | None
+        self,
+        job: PrefetchJob,
+        batch: int,
+        version: int,
+        weights: Mapping[str, Tensor],
+        probe: WeightProbe | None,
     ) -> RankPart:
         began, timers = time.perf_counter(), Timers(queued_is_done)
         idle = began - self._ended if self._ended else 0.0
@@ -206,7 +225,13 @@ class RankPrefetcher:
         asked = [planned.requests[i] for i in places_of(self._ranks, len(planned.requests))]
         # Every group is finished: the order of groups, not time, determines which of them are used.
         groups = generate_and_score(
-            engine, self._roles.scorer, asked, self._settings.sampling, timers, self._stopped, keep_alive=self._move
+            engine,
+            self._roles.scorer,
+            asked,
+            self._settings.sampling,
+            timers,
+            self._stopped,
+            keep_alive=self._move,
         )
         self._ended = time.perf_counter()
         return RankPart(planned, groups, unreadable, timers, idle)

@@ -29,13 +29,19 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
         where = rows.first_with(f"{UNLABELLED}/{source}")
         if needy := next(_needing_labels(reward.per_source.get(source) or reward.terms), ""):
             raise DataError(
-                f"{key}: {where}: there is no label (or reference), and reward {needy!r} compares responses with it. "
-                f"{_are(count)} without one; name the column in {key.removesuffix('.sources')}.columns.label, or mend the rows"
+                f"{key}: {where}: there is no label (or reference), and reward {needy!r} "
+                f"compares responses with it. {_are(count)} without one; name the column in "
+                f"{key.removesuffix('.sources')}.columns.label, or mend the rows"
             )
     every, count = rows.counts["prompts"], sum(missing.values())
     if 0 < count < every:
         where = rows.first_with(f"{UNLABELLED}/{next(iter(missing))}")
-        log.warning("%s: %s no label; the first is %s", key, f"{count} of {every} rows {'has' if count == 1 else 'have'}", where)
+        log.warning(
+            "%s: %s no label; the first is %s",
+            key,
+            f"{count} of {every} rows {'has' if count == 1 else 'have'}",
+            where,
+        )
 
 
 def _are(count: int) -> str:

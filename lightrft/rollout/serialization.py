@@ -53,10 +53,16 @@ def pack_collected(collected: CollectedRollouts) -> dict[str, Any]:
     earlier = [r for group in collected.groups for r in group if id(r) not in known]
     place = {id(rollout): i for i, rollout in enumerate([*collected.rollouts, *earlier])}
     fields = {f.name: getattr(collected, f.name) for f in dataclasses.fields(collected)}
-    packed = {name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()}
+    packed = {
+        name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()
+    }
     groups = [[place[id(rollout)] for rollout in group] for group in collected.groups]
     lists = {"rollouts": collected.rollouts, "earlier": earlier}
-    return {**packed, "groups": groups, **{name: [pack_rollout(r) for r in rollouts] for name, rollouts in lists.items()}}
+    return {
+        **packed,
+        "groups": groups,
+        **{name: [pack_rollout(r) for r in rollouts] for name, rollouts in lists.items()},
+    }
 
 
 def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> CollectedRollouts:
@@ -64,7 +70,10 @@ def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> CollectedR
     drawn = unpack_rollouts([*packed["rollouts"], *packed["earlier"]], find)
     whole: dict[str, Any] = {f.name: packed[f.name] for f in dataclasses.fields(CollectedRollouts)}
     whole = {name: Counter(value) if name in COUNTS else value for name, value in whole.items()}
-    whole |= {"rollouts": drawn[: len(packed["rollouts"])], "groups": [[drawn[i] for i in group] for group in packed["groups"]]}
+    whole |= {
+        "rollouts": drawn[: len(packed["rollouts"])],
+        "groups": [[drawn[i] for i in group] for group in packed["groups"]],
+    }
     return CollectedRollouts(**whole)
 
 
@@ -86,7 +95,10 @@ def save_batch(path: Path, batch: Batch) -> None:
     except Exception as error:
         written.unlink(missing_ok=True)
         if is_disk_full(error):
-            raise ResourceError(f"{path} was not saved: the disk is full; free some space, or set log.batches_every=0") from error
+            raise ResourceError(
+                f"{path} was not saved: the disk is full; free some space, or set "
+                "log.batches_every=0"
+            ) from error
         raise
 
 
@@ -103,16 +115,25 @@ def load_batch(path: Path) -> Batch:
     try:
         return Batch(prompts, responses, state["prompt_of"], **state["token"], **state["sample"])
     except TypeError as error:
-        raise CheckpointError(f"{path}{SUFFIX} has columns that batches do not have here: {error}") from None
+        raise CheckpointError(
+            f"{path}{SUFFIX} has columns that batches do not have here: {error}"
+        ) from None
 
 
 def _segments_state(segments: Segments) -> dict[str, Any]:
-    media = {name: {"values": rows.values, "lengths": rows.lengths} for name, rows in segments.media.items()}
+    media = {
+        name: {"values": rows.values, "lengths": rows.lengths}
+        for name, rows in segments.media.items()
+    }
     return {"tokens": segments.tokens, "lengths": segments.lengths, "media": media}
 
 
 def _segments_of(state: Mapping[str, Any]) -> Segments:
-    return Segments(state["tokens"], state["lengths"], {name: Ragged(**rows) for name, rows in state["media"].items()})
+    return Segments(
+        state["tokens"],
+        state["lengths"],
+        {name: Ragged(**rows) for name, rows in state["media"].items()},
+    )
 
 
 def with_outcomes(batch: Batch, collected: CollectedRollouts) -> Batch:

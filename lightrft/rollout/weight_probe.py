@@ -19,7 +19,15 @@ from lightrft.engines.base import Engine
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import GREEDY
 from lightrft.rollout.generation import no_op
-from lightrft.rollout.logprob_check import LogprobComparison, batch_of, logits_at, refuse_gap, refuse_weights, room, seen_before
+from lightrft.rollout.logprob_check import (
+    LogprobComparison,
+    batch_of,
+    logits_at,
+    refuse_gap,
+    refuse_weights,
+    room,
+    seen_before,
+)
 from lightrft.types import Request, Rollout
 
 PROMPTS, RESPONSES, TOKENS = 2, 4, 8

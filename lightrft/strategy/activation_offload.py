@@ -36,7 +36,11 @@ def keep_on_host(model: nn.Module) -> None:
 
 def stays(tensor: Tensor) -> bool:
     """Return ``True`` if ``tensor`` is small, or a weight."""
-    return tensor.numel() <= SMALL or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return (
+        tensor.numel() <= SMALL
+        or isinstance(tensor, nn.Parameter)
+        or isinstance(tensor._base, nn.Parameter)
+    )
 
 
 def to_host(tensor: Tensor) -> Any:

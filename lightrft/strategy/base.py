@@ -136,7 +136,9 @@ class Strategy(Protocol):
         """
         ...
 
-    def offloaded(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    def offloaded(
+        self, states: Iterable[TrainState], frozen: Iterable[nn.Module]
+    ) -> AbstractContextManager[None]:
         """Return a context manager that may offload optimizers and frozen models.
 
         They are unused inside.
@@ -201,7 +203,11 @@ def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
     def whole(tensor: Tensor) -> Tensor | None:
         found = strategy.gather(tensor.detach())
         # A gathered tensor may be a view of a larger buffer, so copy it.
-        return found.to("cpu", copy=isinstance(tensor, DTensor)).contiguous() if strategy.ranks.rank == 0 else None
+        return (
+            found.to("cpu", copy=isinstance(tensor, DTensor)).contiguous()
+            if strategy.ranks.rank == 0
+            else None
+        )
 
     found = ((name, whole(tensor)) for name, tensor in tensors)
     return {name: tensor for name, tensor in found if tensor is not None}

@@ -13,12 +13,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightrft.strategy.manifest import MANIFEST, Manifest, digest_file, read_manifest, verify, write_manifest
+from lightrft.strategy.manifest import (
+    MANIFEST,
+    Manifest,
+    digest_file,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from lightrft.utils.atomic_files import human_bytes, is_disk_full, sync_folder
 from lightrft.utils.errors import CheckpointError, DamagedError, ResourceError
 from lightrft.utils.state_io import load_state, save_state
 
-__all__ = ["CheckpointStore", "DiskFullError", "Manifest", "load_state", "read_manifest", "save_state", "verify"]
+__all__ = [
+    "CheckpointStore",
+    "DiskFullError",
+    "Manifest",
+    "load_state",
+    "read_manifest",
+    "save_state",
+    "verify",
+]
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +113,20 @@ class CheckpointStore:
             temporary.mkdir()
             (temporary / WRITING).touch()
             yield temporary
-            metrics = {self._best_name: float(metric)} if self._best_name and metric is not None else {}
+            metrics = (
+                {self._best_name: float(metric)} if self._best_name and metric is not None else {}
+            )
             self._seal(temporary, Manifest(step, {}, dict(about or {}), metrics), at_work)
             if os.path.lexists(final) and (final.is_symlink() or read_manifest(final) is None):
-                log.warning("%s is not an intact checkpoint: it is moved to %s", final, _move_aside(final))
+                log.warning(
+                    "%s is not an intact checkpoint: it is moved to %s", final, _move_aside(final)
+                )
             self._publish(temporary, final)
         except BaseException as error:
-            reached, full = _folder_bytes(temporary), isinstance(error, Exception) and self._is_full(error)
+            reached, full = (
+                _folder_bytes(temporary),
+                isinstance(error, Exception) and self._is_full(error),
+            )
             if temporary.exists():
                 _empty(temporary)
                 _remove(temporary)
@@ -117,7 +139,10 @@ class CheckpointStore:
     def steps(self) -> dict[int, Path]:
         """Return complete checkpoints by step, oldest first."""
         found: dict[int, Path] = {}
-        for prefix in (REPLACED, FINAL):  # FINAL last: a final folder takes precedence over the one that it replaces
+        for prefix in (
+            REPLACED,
+            FINAL,
+        ):  # FINAL last: a final folder takes precedence over the one that it replaces
             for path in self._folders(prefix):
                 manifest = read_manifest(path)
                 if manifest is not None:
@@ -154,13 +179,18 @@ class CheckpointStore:
                 damaged.append((path, error))
                 continue
             for other, error in damaged:
-                log.warning("%s. It is moved to %s; the run resumes from step %d", error, _move_aside(other), manifest.step)
+                log.warning(
+                    "%s. It is moved to %s; the run resumes from step %d",
+                    error,
+                    _move_aside(other),
+                    manifest.step,
+                )
             final = self.folder / f"{FINAL}{manifest.step:06d}"
             return (path if path == final else path.rename(final)), manifest
         if damaged:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is intact; repair one, or set run.overwrite=true to start from step 0. The newest: "
-                f"{damaged[0][1]}"
+                f"no checkpoint in {self.folder} is intact; repair one, or set "
+                f"run.overwrite=true to start from step 0. The newest: {damaged[0][1]}"
             )
         return None
 
@@ -191,7 +221,10 @@ class CheckpointStore:
             return False
         best = self.best()
         held = read_manifest(best) if best is not None else None
-        return held is None or self._best_sign * metric > self._best_sign * held.metrics[self._best_name]
+        return (
+            held is None
+            or self._best_sign * metric > self._best_sign * held.metrics[self._best_name]
+        )
 
     def discard_after(self, step: int) -> None:
         """Remove checkpoints newer than ``step``, since new ones will be written.
@@ -205,7 +238,9 @@ class CheckpointStore:
             if read_manifest(path) is not None:
                 _remove(path)
             else:
-                log.warning("%s is not an intact checkpoint: it is moved to %s", path, _move_aside(path))
+                log.warning(
+                    "%s is not an intact checkpoint: it is moved to %s", path, _move_aside(path)
+                )
 
     def _ranked(self) -> list[Path]:
         """Return complete checkpoints that have the metric, the best first."""
@@ -220,13 +255,20 @@ class CheckpointStore:
     def _by_name(self) -> list[Path]:
         """Return folders named as checkpoints, the newest first. A final folder comes before the
         folder that it replaces."""
-        return sorted([*self._folders(FINAL), *self._folders(REPLACED)], key=lambda p: (-_step_of(p), p.name.startswith(".")))
+        return sorted(
+            [*self._folders(FINAL), *self._folders(REPLACED)],
+            key=lambda p: (-_step_of(p), p.name.startswith(".")),
+        )
 
     def _folders(self, prefix: str) -> list[Path]:
         if not self.folder.is_dir():
             return []
         pattern = re.compile(re.escape(prefix) + r"\d+(\.\d+)?")
-        return sorted(p for p in self.folder.iterdir() if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
+        return sorted(
+            p
+            for p in self.folder.iterdir()
+            if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()
+        )
 
     def _sweep(self) -> None:
         """Clean up after a killed process."""
@@ -235,7 +277,11 @@ class CheckpointStore:
             if read_manifest(path) is not None and not final.exists():
                 path.rename(final)
         for path in [*self._folders(REPLACED), *self._folders(TEMPORARY)]:
-            if read_manifest(path) is not None or (path / WRITING).exists() or not any(path.iterdir()):
+            if (
+                read_manifest(path) is not None
+                or (path / WRITING).exists()
+                or not any(path.iterdir())
+            ):
                 _remove(path)
 
     @staticmethod
@@ -244,7 +290,10 @@ class CheckpointStore:
         files = {}
         for path in sorted(p for p in temporary.rglob("*") if p.is_file() and p.name != WRITING):
             _sync(path)
-            files[path.relative_to(temporary).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest_file(path, at_work)}
+            files[path.relative_to(temporary).as_posix()] = {
+                "bytes": path.stat().st_size,
+                "sha256": digest_file(path, at_work),
+            }
         for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
             sync_folder(folder)
         write_manifest(temporary, Manifest(manifest.step, files, manifest.about, manifest.metrics))
@@ -276,15 +325,21 @@ class CheckpointStore:
         return is_disk_full(error) or (vague and shutil.disk_usage(self.folder).free < 64 * 1024)
 
     def _disk_full(self, final: Path, reached: int) -> DiskFullError:
-        last = [manifest.bytes for path in self.steps().values() if (manifest := read_manifest(path))]
+        last = [
+            manifest.bytes for path in self.steps().values() if (manifest := read_manifest(path))
+        ]
         needed = max([reached, *last])
         free = shutil.disk_usage(self.folder if self.folder.exists() else final.anchor).free
         held = f"; {len(last)} earlier checkpoints there are intact" if last else ""
-        size = f"It needs {'about' if last else 'more than'} {human_bytes(needed)}, and " if needed else ""
+        size = (
+            f"It needs {'about' if last else 'more than'} {human_bytes(needed)}, and "
+            if needed
+            else ""
+        )
         return DiskFullError(
-            f"{final} was not saved: the disk is full. {size}"
-            f"{human_bytes(free)} are free{held}. Free some space, put run.dir on another disk, or lower checkpoint.keep "
-            f"(now {self.keep})",
+            f"{final} was not saved: the disk is full. {size}{human_bytes(free)} are free{held}. "
+            "Free some space, put run.dir on another disk, or lower checkpoint.keep (now "
+            f"{self.keep})",
             needed,
             free,
         )
@@ -317,12 +372,18 @@ def _sync(path: Path) -> None:
 
 
 def _folder_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.exists() else 0
+    return (
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if path.exists()
+        else 0
+    )
 
 
 def _free_name(path: Path) -> Path:
     """Return ``path``, or the first unused name of ``path.1``, ``path.2`` ..."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
+    )
     return next(name for name in names if not name.exists())
 
 

@@ -31,18 +31,34 @@ from lightrft.distributed.shards import LocalShard, flat_blocks, local_shard_of
 from lightrft.strategy.base import StepInfo, TrainableModule, TrainState
 from lightrft.strategy.device_mesh import limit_groups
 from lightrft.strategy.lr_schedule import lr_factor
-from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, write_state
+from lightrft.strategy.single import (
+    MOMENTS,
+    SingleStrategy,
+    parameter_groups,
+    read_state,
+    set_lr,
+    write_state,
+)
 from lightrft.strategy.wrap_policy import blocks_of, bucket_of, largest_block
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import exchange
 
 OURS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *(
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ),
     *("optimizer", "scheduler", "fp16", "bf16", "data_types"),
 )
 """Keys of DeepSpeed's configuration that settings of this program replace."""
 
-MASTERS = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+MASTERS = (
+    "fp32_partitioned_groups_flat",
+    "fp32_groups_flat_partition",
+    "single_partition_of_fp32_groups",
+)
 """Attributes with DeepSpeed's float32 masters: in stage 3, in stage 1 of bfloat16 weights, and
 otherwise."""
 
@@ -87,17 +103,25 @@ class DeepSpeedStrategy(SingleStrategy):
         self.config = config
         self._hooked: dict[nn.Module, Any] = {}
         if odd := sorted(set(config.deepspeed) & set(OURS)):
-            raise ConfigError(f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out")
-        if "stage" in config.deepspeed.get("zero_optimization", {}):
-            raise ConfigError("strategy.deepspeed.zero_optimization.stage: set strategy.zero_stage in its place")
-        if (config.deepspeed.get("zero_optimization", {}).get("offload_param") or {}).get("device") == "nvme":
             raise ConfigError(
-                "strategy.deepspeed.zero_optimization.offload_param.device = 'nvme': shards are read into memory; set cpu"
+                f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out"
+            )
+        if "stage" in config.deepspeed.get("zero_optimization", {}):
+            raise ConfigError(
+                "strategy.deepspeed.zero_optimization.stage: set strategy.zero_stage in its place"
+            )
+        if (config.deepspeed.get("zero_optimization", {}).get("offload_param") or {}).get(
+            "device"
+        ) == "nvme":
+            raise ConfigError(
+                "strategy.deepspeed.zero_optimization.offload_param.device = 'nvme': shards are "
+                "read into memory; set cpu"
             )
         for name, value in config.deepspeed.get("zero_optimization", {}).items():
             if name.startswith("zero_quantized") and value and self.device.type == "cpu":
                 raise ConfigError(
-                    f"strategy.deepspeed.zero_optimization.{name} = {value}: DeepSpeed quantises on GPUs alone; leave it out on a CPU"
+                    f"strategy.deepspeed.zero_optimization.{name} = {value}: DeepSpeed quantises "
+                    "on GPUs alone; leave it out on a CPU"
                 )
         if self.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -114,7 +138,9 @@ class DeepSpeedStrategy(SingleStrategy):
         self._spread(model)
         if self.config.zero_stage == 3:
             if isinstance(model, TrainableModule):
-                model.run_towers = True  # a call of a sharded module is collective, so every rank must make it
+                model.run_towers = (
+                    True  # a call of a sharded module is collective, so every rank must make it
+                )
             self._fetch_by_blocks(model, self._engine(model, None, {}).optimizer)
 
     def _spread(self, model: nn.Module) -> None:
@@ -134,9 +160,15 @@ class DeepSpeedStrategy(SingleStrategy):
         settings = self._configuration()["zero_optimization"]
         # Pass the existing groups: DeepSpeed would create them again for each model, which fails
         # for the second.
-        near = groups._get_zero_param_intra_parallel_group() if settings.get("zero_hpz_partition_size") else None
+        near = (
+            groups._get_zero_param_intra_parallel_group()
+            if settings.get("zero_hpz_partition_size")
+            else None
+        )
         with self._refusing():
-            init = zero.Init(config_dict_or_path=self._configuration(), zero_param_parallel_group=near)
+            init = zero.Init(
+                config_dict_or_path=self._configuration(), zero_param_parallel_group=near
+            )
         if init.mem_efficient_linear:  # otherwise full weights would be saved for the backward pass
             init._enable_mem_efficient_linear()
         # Quantised frozen shards could not be filled with the weights that are read later.
@@ -147,7 +179,9 @@ class DeepSpeedStrategy(SingleStrategy):
         parameters: dict[str, Any] = dict(model.named_parameters())
         for name, parameter in parameters.items():
             if name in unread:
-                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                parameter.data = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=self.device
+                )
                 # The public way to convert a parameter would also broadcast it in full from rank 0.
                 init._convert_to_deepspeed_param(parameter)
                 parameter.partition()
@@ -155,28 +189,40 @@ class DeepSpeedStrategy(SingleStrategy):
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
         self._spread(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+        shapes = {
+            name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()
+        }
         groups = parameter_groups(model, shapes, parameters, optimizer)
         precision = _precision(parameters.values())
         if isinstance(model, TrainableModule):
             model.run_towers = True  # every rank waits for the gradient of every parameter, so towers must always run
-        adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
-        engine = self._engine(model, adamw, {"gradient_clipping": optimizer.max_grad_norm or 0.0, **precision})
+        adamw = torch.optim.AdamW(
+            groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
+        )
+        engine = self._engine(
+            model, adamw, {"gradient_clipping": optimizer.max_grad_norm or 0.0, **precision}
+        )
         if self.config.zero_stage == 3:
             self._fetch_by_blocks(model, engine.optimizer.parameter_offload)
             _share_masters(engine.optimizer)
-        state = TrainState(model, adamw, None, optimizer, Zero(engine, parameters, 0, total_steps), shapes)
+        state = TrainState(
+            model, adamw, None, optimizer, Zero(engine, parameters, 0, total_steps), shapes
+        )
         set_lr(adamw, optimizer, 0, total_steps)
         # DeepSpeed's own first step would link moments only to the parameters of its first group.
         self._reset_moments(state, None)
         return state
 
-    def _engine(self, model: nn.Module, adamw: torch.optim.Optimizer | None, more: dict[str, Any]) -> Any:
+    def _engine(
+        self, model: nn.Module, adamw: torch.optim.Optimizer | None, more: dict[str, Any]
+    ) -> Any:
         """Build DeepSpeed's engine over ``model``. Raises ``ConfigError`` for settings that
         DeepSpeed refuses."""
         config = deep_merge({"zero_optimization": _sizes(model)}, self._configuration()) | more
         with self._refusing():
-            engine = self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=config)[0]
+            engine = self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=config)[
+                0
+            ]
         limit_groups(self.ranks)
         return engine
 
@@ -185,7 +231,9 @@ class DeepSpeedStrategy(SingleStrategy):
         try:
             yield
         except ValueError as error:  # includes pydantic's errors
-            raise ConfigError(f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}") from error
+            raise ConfigError(
+                f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}"
+            ) from error
 
     def _configuration(self) -> dict[str, Any]:
         ours = {
@@ -194,7 +242,10 @@ class DeepSpeedStrategy(SingleStrategy):
             "communication_data_type": "fp32",
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.config.zero_stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {
+                "stage": self.config.zero_stage,
+                "stage3_param_persistence_threshold": 0,
+            },
             "steps_per_print": 2**31,
         }
         return deep_merge(ours, self.config.deepspeed)
@@ -258,7 +309,12 @@ class DeepSpeedStrategy(SingleStrategy):
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in state.model.named_parameters():
             with self.deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.detach().clone() if hasattr(parameter, "ds_id") else parameter.detach()
+                yield (
+                    name,
+                    parameter.detach().clone()
+                    if hasattr(parameter, "ds_id")
+                    else parameter.detach(),
+                )
 
     def save(self, state: TrainState, path: Path) -> None:
         inner, utils = state.inner, self.deepspeed.utils
@@ -267,19 +323,38 @@ class DeepSpeedStrategy(SingleStrategy):
         tensors: dict[str, Tensor] = {}
         for name, parameter in inner.parameters.items():
             found = {"weights": utils.safe_get_full_fp32_param(parameter), "step": steps}
-            found |= {key: utils.safe_get_full_optimizer_state(parameter, key) for key in MOMENTS[:2]}
+            found |= {
+                key: utils.safe_get_full_optimizer_state(parameter, key) for key in MOMENTS[:2]
+            }
             if first:
-                tensors |= {f"{key}/{name}": tensor.detach().to("cpu", copy=True) for key, tensor in found.items()}
+                tensors |= {
+                    f"{key}/{name}": tensor.detach().to("cpu", copy=True)
+                    for key, tensor in found.items()
+                }
         write_state(self.ranks, path, tensors, inner.step, inner.total)
 
     def load(self, state: TrainState, path: Path) -> None:
         inner: Zero = state.inner
-        tensors, inner.step = read_state(path, {name: state.shapes[name] for name in inner.parameters})
-        self._reset_moments(state, max((tensors[f"step/{n}"] for n in inner.parameters if f"step/{n}" in tensors), default=None))
+        tensors, inner.step = read_state(
+            path, {name: state.shapes[name] for name in inner.parameters}
+        )
+        self._reset_moments(
+            state,
+            max(
+                (tensors[f"step/{n}"] for n in inner.parameters if f"step/{n}" in tensors),
+                default=None,
+            ),
+        )
         with torch.no_grad():
             for name, parameter in inner.parameters.items():
-                found = {key: tensors[f"{key}/{name}"] for key in ("weights", *MOMENTS[:2]) if f"{key}/{name}" in tensors}
-                self._write(parameter, {key: tensor.to(self.device) for key, tensor in found.items()})
+                found = {
+                    key: tensors[f"{key}/{name}"]
+                    for key in ("weights", *MOMENTS[:2])
+                    if f"{key}/{name}" in tensors
+                }
+                self._write(
+                    parameter, {key: tensor.to(self.device) for key, tensor in found.items()}
+                )
         set_lr(state.optimizer, state.config, inner.step, inner.total)
 
     def _reset_moments(self, state: TrainState, step: Tensor | None) -> None:
@@ -302,9 +377,17 @@ class DeepSpeedStrategy(SingleStrategy):
             # DeepSpeed's full setters of stage 3 fail for sizes that the ranks do not divide.
             mine = tensor if sharded is None else _shard(tensor, sharded.numel(), self.ranks)
             if key == "weights":
-                (utils.safe_set_full_fp32_param if sharded is None else utils.safe_set_local_fp32_param)(parameter, mine)
+                (
+                    utils.safe_set_full_fp32_param
+                    if sharded is None
+                    else utils.safe_set_local_fp32_param
+                )(parameter, mine)
             else:
-                change = utils.safe_set_full_optimizer_state if sharded is None else utils.safe_set_local_optimizer_state
+                change = (
+                    utils.safe_set_full_optimizer_state
+                    if sharded is None
+                    else utils.safe_set_local_optimizer_state
+                )
                 change(parameter, mine, key)
         with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(whole["weights"])
@@ -347,7 +430,11 @@ def _share_masters(zero: Any) -> None:
     """Make float32 shards of stage 3 their own masters. DeepSpeed intends this, but compares a
     device with its name, and copies."""
     for master, shard in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat):
-        if shard is not None and (master.dtype, master.device, master.shape) == (shard.dtype, shard.device, shard.shape):
+        if shard is not None and (master.dtype, master.device, master.shape) == (
+            shard.dtype,
+            shard.device,
+            shard.shape,
+        ):
             master.data = shard.data
 
 
@@ -361,8 +448,9 @@ def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
     kinds = {p.dtype for p in parameters}
     if odd := kinds - {torch.float32, torch.bfloat16}:
         raise ConfigError(
-            f"strategy.kind = 'deepspeed' trains float32 and bfloat16 weights, and the model has {', '.join(sorted(map(str, odd)))}; "
-            "set model.dtype=bfloat16, or strategy.kind=fsdp2"
+            "strategy.kind = 'deepspeed' trains float32 and bfloat16 weights, and the model has "
+            f"{', '.join(sorted(map(str, odd)))}; set model.dtype=bfloat16, or "
+            "strategy.kind=fsdp2"
         )
     if kinds == {torch.float32}:
         return {}
@@ -375,7 +463,9 @@ def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
 def _shard(whole: Tensor, size: int, ranks: ProcessGroup) -> Tensor:
     """Return this rank's part ``[size]`` of ``whole``, padded with zeros at the end."""
     flat = whole.flatten()
-    return nn.functional.pad(flat, (0, size * ranks.size - flat.numel()))[size * ranks.rank :][:size]
+    return nn.functional.pad(flat, (0, size * ranks.size - flat.numel()))[size * ranks.rank :][
+        :size
+    ]
 
 
 def _deepspeed() -> Any:
@@ -384,8 +474,8 @@ def _deepspeed() -> Any:
         deepspeed = import_module("deepspeed")
     except ImportError as error:
         raise ConfigError(
-            f"strategy.kind = 'deepspeed' needs the package deepspeed ({error}): pip install 'lightrft[deepspeed]', or set "
-            "strategy.kind=fsdp2"
+            f"strategy.kind = 'deepspeed' needs the package deepspeed ({error}): pip install "
+            "'lightrft[deepspeed]', or set strategy.kind=fsdp2"
         ) from None
     # DeepSpeed would compile this op on first use, for calls that are not made here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -34,10 +34,12 @@ def mesh_of(
     """
     rows = ranks.size // tensor
     if shard is not None and rows % shard:
-        of = f"the {ranks.size} processes of this run" + (f" over strategy.tensor_parallel = {tensor}" if tensor > 1 else "")
+        of = f"the {ranks.size} processes of this run" + (
+            f" over strategy.tensor_parallel = {tensor}" if tensor > 1 else ""
+        )
         raise ConfigError(
-            f"strategy.hsdp_shard_size = {shard} does not divide {of}; set it to a divisor, or leave it out to spread one copy of the weights over "
-            "all of them"
+            f"strategy.hsdp_shard_size = {shard} does not divide {of}; set it to a divisor, or "
+            "leave it out to spread one copy of the weights over all of them"
         )
     shard = shard or rows
     axes = {REPLICATE: rows // shard} if shard < rows else {}

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -31,19 +38,34 @@ class Experts(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            cut = distribute_tensor(parameter, device_mesh, [self.cuts[name]], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            cut = distribute_tensor(
+                parameter, device_mesh, [self.cuts[name]], src_data_rank=self.src_data_rank
+            )
+            module.register_parameter(
+                name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
+            )
         whole = module.forward
 
         def forward(*inputs: Tensor) -> Tensor:
             held = dict(module._parameters)
-            here = {name: weight.to_local() for name, weight in held.items() if isinstance(weight, DTensor)}
+            here = {
+                name: weight.to_local()
+                for name, weight in held.items()
+                if isinstance(weight, DTensor)
+            }
             module._parameters.update(here)  # ty: ignore[no-matching-overload]
             try:
-                found = whole(*(_summed_gradient(x, device_mesh) if x.is_floating_point() else x for x in inputs))
+                found = whole(
+                    *(
+                        _summed_gradient(x, device_mesh) if x.is_floating_point() else x
+                        for x in inputs
+                    )
+                )
             finally:
                 module._parameters.update(held)
-            return DTensor.from_local(found, device_mesh, [Partial()], run_check=False).full_tensor()
+            return DTensor.from_local(
+                found, device_mesh, [Partial()], run_check=False
+            ).full_tensor()
 
         module.forward = forward
         return module
@@ -66,4 +88,6 @@ def cut_of(weight: Tensor, style: str, size: int) -> Placement | None:
 
 def _summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``x``, which is replicated. Its gradient is summed over the ranks."""
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(
+        grad_placements=[Partial()]
+    )

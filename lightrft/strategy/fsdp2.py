@@ -16,7 +16,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from lightrft.config.strategy import StrategyConfig
@@ -39,8 +45,12 @@ class Fsdp2Strategy(SingleStrategy):
     def __init__(self, config: StrategyConfig, ranks: ProcessGroup) -> None:
         super().__init__(config)
         self.ranks = ranks
-        self.team, self._teams = build_parallel_groups(ranks, config.sequence_parallel, config.tensor_parallel)
-        self.mesh, self.across = mesh_of(self.device, ranks, config.hsdp_shard_size, config.tensor_parallel)
+        self.team, self._teams = build_parallel_groups(
+            ranks, config.sequence_parallel, config.tensor_parallel
+        )
+        self.mesh, self.across = mesh_of(
+            self.device, ranks, config.hsdp_shard_size, config.tensor_parallel
+        )
         self.home = torch.device("cpu") if config.cpu_offload else self.device
         """Device of the shards between calls."""
         self._types: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
@@ -67,7 +77,9 @@ class Fsdp2Strategy(SingleStrategy):
             shard_layers(model, self.across)
         if isinstance(model, TrainableModule):
             model.team = self.team
-            model.run_towers = True  # a call of a sharded module is collective, so every rank must make it
+            model.run_towers = (
+                True  # a call of a sharded module is collective, so every rank must make it
+            )
         self._types[model] = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._shard(model)
         _fetch_ahead(model)
@@ -86,11 +98,21 @@ class Fsdp2Strategy(SingleStrategy):
 
     def _shard(self, model: nn.Module) -> None:
         trained = any(parameter.requires_grad for parameter in model.parameters())
-        half = next((p.dtype for p in model.parameters() if p.requires_grad and p.dtype in HALF), None)
-        alone = [] if half is None else [module for module in model.modules() if _full_precision(module)]
-        half = half if self.across is None else None  # with tensor parallelism, the optimizer keeps the float32 copy
+        half = next(
+            (p.dtype for p in model.parameters() if p.requires_grad and p.dtype in HALF), None
+        )
+        alone = (
+            []
+            if half is None
+            else [module for module in model.modules() if _full_precision(module)]
+        )
+        half = (
+            half if self.across is None else None
+        )  # with tensor parallelism, the optimizer keeps the float32 copy
         if half is not None:
-            exchange(model, lambda p: p.detach().float() if p.requires_grad and p.dtype in HALF else None)
+            exchange(
+                model, lambda p: p.detach().float() if p.requires_grad and p.dtype in HALF else None
+            )
         options: dict[str, Any] = {
             "mesh": self.mesh,
             # A frozen model has no backward pass to reshard it, so it must reshard after forward.
@@ -101,19 +123,25 @@ class Fsdp2Strategy(SingleStrategy):
         }
         for module in (*alone, *outermost_blocks(model), model):
             compute = None if module in alone else half
-            policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(
+                param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
             fully_shard(module, mp_policy=policy, **options)
 
     def _memory(self, tensor: Tensor) -> Tensor | None:
         """Allocate memory for a parameter or buffer on the meta device; ``None`` for another."""
         if not tensor.is_meta:
             return None
-        return torch.empty_like(tensor, device=self.home if isinstance(tensor, nn.Parameter) else self.device)
+        return torch.empty_like(
+            tensor, device=self.home if isinstance(tensor, nn.Parameter) else self.device
+        )
 
     def step(self, state: TrainState) -> StepInfo:
         if self.across is not None:
             masters = state.inner.masters
-            sum_partial([masters[n].grad for n in partial_names(state.model) if n in masters], self.across)
+            sum_partial(
+                [masters[n].grad for n in partial_names(state.model) if n in masters], self.across
+            )
         return super().step(state)
 
     def alike(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -122,7 +150,11 @@ class Fsdp2Strategy(SingleStrategy):
     @contextmanager
     def gathered(self, model: nn.Module) -> Generator[None]:
         modules = list(_sharded(model))
-        groups = [group for module in modules if (group := module._get_fsdp_state()._fsdp_param_group) is not None]
+        groups = [
+            group
+            for module in modules
+            if (group := module._get_fsdp_state()._fsdp_param_group) is not None
+        ]
         after = [group.post_forward_mesh_info for group in groups]
         for module in modules:
             module.unshard()
@@ -152,7 +184,9 @@ class Fsdp2Strategy(SingleStrategy):
     def shard_like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return super().shard_like(whole, tensor)
-        own = torch.empty_like(tensor, dtype=whole.dtype)  # empty_like: an offloaded tensor is not on its mesh's device
+        own = torch.empty_like(
+            tensor, dtype=whole.dtype
+        )  # empty_like: an offloaded tensor is not on its mesh's device
         for index, part in local_shard_of(own).blocks:
             part.copy_(whole[index])
         return own
@@ -180,4 +214,8 @@ def _full_precision(module: nn.Module) -> bool:
     """Return ``True`` if ``module`` has no submodules and all of its weights are trained in
     float32."""
     own = list(module.parameters(recurse=False))
-    return bool(own) and not any(module.children()) and all(p.dtype == torch.float32 and p.requires_grad for p in own)
+    return (
+        bool(own)
+        and not any(module.children())
+        and all(p.dtype == torch.float32 and p.requires_grad for p in own)
+    )

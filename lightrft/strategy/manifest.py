@@ -55,7 +55,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "metrics": dict(manifest.metrics),
         "files": dict(manifest.files),
     }
-    write_atomic(folder / MANIFEST, json.dumps({**document, "digest": _digest_of(document)}, indent=1))
+    write_atomic(
+        folder / MANIFEST, json.dumps({**document, "digest": _digest_of(document)}, indent=1)
+    )
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -69,18 +71,29 @@ def load_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise DamagedError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
     except PermissionError as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror}; give this user the right to") from None
+        raise CheckpointError(
+            f"{folder / MANIFEST} cannot be read: {error.strerror}; give this user the right to"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{folder} is damaged: its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
+        raise DamagedError(
+            f"{folder} is damaged: its {MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        ) from None
     if not isinstance(document, dict) or document.get("format") not in (FORMAT, WITHOUT_DIGEST):
-        raise DamagedError(f"{folder} is not a complete checkpoint: its {MANIFEST} is not of the format {FORMAT}")
+        raise DamagedError(
+            f"{folder} is not a complete checkpoint: its {MANIFEST} is not of the format {FORMAT}"
+        )
     # A flipped byte must not turn one format into the other: each has exactly the fields that it was written with.
     digest = document.pop("digest", None) if document["format"] == FORMAT else ""
-    if document.keys() != FIELDS or (document["format"] == FORMAT and digest != _digest_of(document)):
+    if document.keys() != FIELDS or (
+        document["format"] == FORMAT and digest != _digest_of(document)
+    ):
         raise DamagedError(f"{folder} is damaged: its {MANIFEST} is not what was saved")
     named = re.fullmatch(r"\.?(?:[a-z]+_)?step_(\d+)(\.\d+)?", folder.name)
     if named and int(named[1]) != document["step"]:
-        raise DamagedError(f"{folder} is damaged: its {MANIFEST} is of step {document['step']}, which its name is not")
+        raise DamagedError(
+            f"{folder} is damaged: its {MANIFEST} is of step {document['step']}, which its name "
+            "is not"
+        )
     return Manifest(document["step"], document["files"], document["about"], document["metrics"])
 
 
@@ -92,7 +105,9 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
 
 
-def verify(path: Path, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None) -> Manifest:
+def verify(
+    path: Path, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None
+) -> Manifest:
     """Compare every file of the checkpoint ``path`` with the manifest.
 
     Args:
@@ -114,15 +129,24 @@ def verify(path: Path, about: Mapping[str, Any] | None = None, at_work: Callable
         try:
             size = file.stat().st_size
             if size != entry["bytes"]:
-                raise DamagedError(f"{path} is damaged: {file} has {size} bytes, {entry['bytes']} were saved")
+                raise DamagedError(
+                    f"{path} is damaged: {file} has {size} bytes, {entry['bytes']} were saved"
+                )
             if digest_file(file, at_work) != entry["sha256"]:
-                raise DamagedError(f"{path} is damaged: {file} has the right size but not the content that was saved")
+                raise DamagedError(
+                    f"{path} is damaged: {file} has the right size but not the content that was "
+                    "saved"
+                )
         except FileNotFoundError:
             raise DamagedError(f"{path} is damaged: {file} is missing") from None
         except PermissionError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}; give this user the right to") from None
+            raise CheckpointError(
+                f"{file} cannot be read: {error.strerror}; give this user the right to"
+            ) from None
         except OSError as error:
-            raise DamagedError(f"{path} is damaged: {file} cannot be read ({error.strerror})") from error
+            raise DamagedError(
+                f"{path} is damaged: {file} cannot be read ({error.strerror})"
+            ) from error
     return manifest
 
 
@@ -145,8 +169,9 @@ def _check_about(path: Path, manifest: Manifest, about: Mapping[str, Any]) -> No
     ]
     if differing:
         raise CheckpointError(
-            f"{path} belongs to something else; give the model and settings that it was saved with, or set run.resume to "
-            "another checkpoint. They differ in:\n" + "\n".join(differing)
+            f"{path} belongs to something else; give the model and settings that it was saved "
+            "with, or set run.resume to another checkpoint. They differ in:\n"
+            + "\n".join(differing)
         )
 
 

@@ -73,11 +73,18 @@ class SingleStrategy:
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
         self.place(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in parameters.items()}
+        masters = {
+            n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float()
+            for n, p in parameters.items()
+        }
         shapes = shapes_of(model)
         groups = parameter_groups(model, shapes, masters, optimizer)
-        groups = [{**group, "params": part} for group in groups for part in self.alike(group["params"])]
-        adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+        groups = [
+            {**group, "params": part} for group in groups for part in self.alike(group["params"])
+        ]
+        adamw = torch.optim.AdamW(
+            groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
+        )
         inner = Masters(parameters, masters, 0, total_steps)
         set_lr(adamw, optimizer, inner.step, inner.total)
         return TrainState(model, adamw, None, optimizer, inner, shapes)
@@ -101,7 +108,9 @@ class SingleStrategy:
         parts = self.alike([m.grad for m in masters if m.grad is not None])
         norms = [self.gather(torch.nn.utils.get_total_norm(part)) for part in parts]
         norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-        info = StepInfo(float(norm), state.config.lr * lr_factor(inner.step, inner.total, state.config))
+        info = StepInfo(
+            float(norm), state.config.lr * lr_factor(inner.step, inner.total, state.config)
+        )
         if not math.isfinite(info.grad_norm):
             info.skipped = "gradient not finite"
         else:
@@ -116,8 +125,12 @@ class SingleStrategy:
         return info
 
     @contextmanager
-    def offloaded(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> Generator[None]:
-        if not self.config.offload_during_generation or self.config.cpu_offload:  # offloaded state stays on the host all the time
+    def offloaded(
+        self, states: Iterable[TrainState], frozen: Iterable[nn.Module]
+    ) -> Generator[None]:
+        if (
+            not self.config.offload_during_generation or self.config.cpu_offload
+        ):  # offloaded state stays on the host all the time
             yield
             return
         states, frozen = list(states), list(frozen)
@@ -128,13 +141,20 @@ class SingleStrategy:
             self._bring(states, frozen, self.device)
 
     @staticmethod
-    def _bring(states: Iterable[TrainState], frozen: Iterable[nn.Module], device: torch.device) -> None:
+    def _bring(
+        states: Iterable[TrainState], frozen: Iterable[nn.Module], device: torch.device
+    ) -> None:
         """Move optimizer state and models to ``device``."""
         for state in states:
             inner: Masters = state.inner
             for name, master in inner.masters.items():
-                if master is not inner.parameters[name] and (other := moved(master, device)) is not master:
-                    torch.utils.swap_tensors(master, other)  # setting the data of a DTensor would not move its shard
+                if (
+                    master is not inner.parameters[name]
+                    and (other := moved(master, device)) is not master
+                ):
+                    torch.utils.swap_tensors(
+                        master, other
+                    )  # setting the data of a DTensor would not move its shard
                 held = state.optimizer.state.get(master, {})
                 for key in MOMENTS[:2]:
                     if key in held:
@@ -176,9 +196,16 @@ class SingleStrategy:
             for name, master in inner.masters.items():
                 master.copy_(self.shard_like(tensors[f"weights/{name}"], master))
                 if f"exp_avg/{name}" in tensors:
-                    moments = {key: self.shard_like(tensors[f"{key}/{name}"], master) for key in MOMENTS if key != "step"}
+                    moments = {
+                        key: self.shard_like(tensors[f"{key}/{name}"], master)
+                        for key in MOMENTS
+                        if key != "step"
+                    }
                     on = torch.device("cpu") if not master.is_cuda else master.device
-                    state.optimizer.state[master] = {**moments, "step": tensors[f"step/{name}"].to(on)}
+                    state.optimizer.state[master] = {
+                        **moments,
+                        "step": tensors[f"step/{name}"].to(on),
+                    }
         self._write_back(inner)
         set_lr(state.optimizer, state.config, inner.step, inner.total)
 
@@ -217,7 +244,10 @@ def set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, step: int, tot
 
 
 def parameter_groups(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], masters: Mapping[str, Tensor], config: OptimizerConfig
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    masters: Mapping[str, Tensor],
+    config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
     """Build AdamW's groups: one set per learning rate, with weight decay for matrices only.
 
@@ -237,11 +267,17 @@ def parameter_groups(
         mine = {n: m for n, m in masters.items() if rates[n] == rate}
         decayed = [m for n, m in mine.items() if len(shapes[n]) >= 2]
         plain = [m for n, m in mine.items() if len(shapes[n]) < 2]
-        groups += [{"params": g, "weight_decay": d, "rate": rate} for g, d in ((decayed, config.weight_decay), (plain, 0.0)) if g]
+        groups += [
+            {"params": g, "weight_decay": d, "rate": rate}
+            for g, d in ((decayed, config.weight_decay), (plain, 0.0))
+            if g
+        ]
     return groups
 
 
-def write_state(ranks: ProcessGroup, path: Path, tensors: Mapping[str, Tensor], step: int, total: int) -> None:
+def write_state(
+    ranks: ProcessGroup, path: Path, tensors: Mapping[str, Tensor], step: int, total: int
+) -> None:
     """Write full tensors to the folder ``path``, on rank 0. Every rank must call it.
 
     Args:
@@ -271,9 +307,18 @@ def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
         about = json.loads((path / ABOUT_FILE).read_text())
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}); resume from an older step, or set run.overwrite=true to start over"
+            f"{path} cannot be read ({error}); resume from an older step, or set "
+            "run.overwrite=true to start over"
         ) from error
-    check_shapes(path, shapes, {k.removeprefix(WEIGHTS): tuple(t.shape) for k, t in tensors.items() if k.startswith(WEIGHTS)})
+    check_shapes(
+        path,
+        shapes,
+        {
+            k.removeprefix(WEIGHTS): tuple(t.shape)
+            for k, t in tensors.items()
+            if k.startswith(WEIGHTS)
+        },
+    )
     return tensors, about["step"]
 
 
@@ -293,10 +338,14 @@ def load_weights(model: nn.Module, path: Path) -> None:
                 for name, parameter in trained.items():
                     parameter.copy_(file.get_tensor(WEIGHTS + name))
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); take another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); take another checkpoint"
+        ) from error
 
 
-def check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]
+) -> None:
     """Raise ``CheckpointError`` unless the shapes of a checkpoint match by name.
 
     Args:
@@ -327,19 +376,27 @@ def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) ->
     names = list(names)
     if not names:
         raise ConfigError(
-            "nothing of the model is trained: model.freeze leaves no parameter; leave a part of the model out of it"
+            "nothing of the model is trained: model.freeze leaves no parameter; leave a part of "
+            "the model out of it"
         )
     if not config.lr_of:
         return dict.fromkeys(names, config.lr)
     if not isinstance(model, TrainableModule):
-        raise ConfigError(f"optimizer.lr_of = {config.lr_of}: this model does not say which parts it has; leave it out")
+        raise ConfigError(
+            f"optimizer.lr_of = {config.lr_of}: this model does not say which parts it has; "
+            "leave it out"
+        )
     part_of = {name: model.part_of(name) for name in names}
     for part, rate in config.lr_of.items():
         if part not in model.parts:
-            raise ConfigError(f"optimizer.lr_of.{part} = {rate}: the model has no such part; it has {', '.join(model.parts)}")
+            raise ConfigError(
+                f"optimizer.lr_of.{part} = {rate}: the model has no such part; it has "
+                f"{', '.join(model.parts)}"
+            )
         if part not in part_of.values():
             raise ConfigError(
-                f"optimizer.lr_of.{part} = {rate} changes nothing: nothing of that part is trained (model.freeze, model.lora)"
+                f"optimizer.lr_of.{part} = {rate} changes nothing: nothing of that part is "
+                "trained (model.freeze, model.lora)"
             )
     return {name: config.lr_of.get(part, config.lr) for name, part in part_of.items()}
 
@@ -352,7 +409,11 @@ def _device(name: str) -> torch.device:
     """Return the device ``name``. Raises ``ConfigError`` if it does not exist."""
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch asserts that it was built for the device
         raise ConfigError(
-            f"strategy.device = {name!r} cannot be used ({first_line(error)}); set it to auto, cpu or one that is there"
+            f"strategy.device = {name!r} cannot be used ({first_line(error)}); set it to auto, "
+            "cpu or one that is there"
         ) from None

@@ -19,7 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.torch_version import TorchVersion
 
@@ -46,9 +51,16 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     if not plan:
         raise _refused(size, f"transformers has no plan for {type(_planned(model)).__name__}")
     if odd := next((pattern for pattern in plan if not _known(plan, pattern)), None):
-        raise _refused(size, f"{odd} of {type(_planned(model)).__name__} is {plan[odd]}, which is not known here")
+        raise _refused(
+            size,
+            f"{odd} of {type(_planned(model)).__name__} is {plan[odd]}, which is not known here",
+        )
     _check_sizes(_planned(model).config.get_text_config(decoder=True), size)
-    parts = [part for name, module in _planned(model).named_modules() for part in _parts(name, module, plan, size)]
+    parts = [
+        part
+        for name, module in _planned(model).named_modules()
+        for part in _parts(name, module, plan, size)
+    ]
     for part, style in parts:
         parallelize_module(part, mesh, style, src_data_rank=None)
 
@@ -69,8 +81,16 @@ def partial_names(model: nn.Module) -> list[str]:
     """
     inner = _planned(model)
     prefix = next(name for name, module in model.named_modules() if module is inner)
-    patterns = [f"{prefix}.{pattern}.*".lstrip(".") for pattern, style in plan_of(model).items() if style == PARTIAL]
-    return [name for name, _ in model.named_parameters() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    patterns = [
+        f"{prefix}.{pattern}.*".lstrip(".")
+        for pattern, style in plan_of(model).items()
+        if style == PARTIAL
+    ]
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    ]
 
 
 def cut_names(model: nn.Module) -> frozenset[str]:
@@ -82,7 +102,11 @@ def cut_names(model: nn.Module) -> frozenset[str]:
             cut |= set(module.parameters())
         elif style in STYLES:
             sides = getattr(module, ADAPTERS[style], {}).values()
-            cut |= {p for part in (getattr(module, "base_layer", module), *sides) for p in part.parameters()}
+            cut |= {
+                p
+                for part in (getattr(module, "base_layer", module), *sides)
+                for p in part.parameters()
+            }
     return frozenset(name for name, parameter in model.named_parameters() if parameter in cut)
 
 
@@ -90,14 +114,19 @@ def sum_partial(gradients: Iterable[Tensor | None], mesh: DeviceMesh) -> None:
     """All-reduce, in place, ``gradients`` of which each rank of ``mesh`` has a partial sum."""
     for gradient in gradients:
         if gradient is not None:
-            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=mesh.get_group())
+            dist.all_reduce(
+                gradient.to_local() if isinstance(gradient, DTensor) else gradient,
+                group=mesh.get_group(),
+            )
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group ``tensors`` by their mesh, since one call can only process tensors of one mesh."""
     found: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(
+            tensor
+        )
     return list(found.values()) or [[]]
 
 
@@ -118,11 +147,17 @@ def _known(plan: Mapping[str, str], pattern: str) -> bool:
 def _style(plan: Mapping[str, str], name: str) -> str:
     """Return the style of ``name`` in ``plan``, or an empty string. Each star of a pattern matches
     one component of a name."""
-    matching = (style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name))
+    matching = (
+        style
+        for pattern, style in plan.items()
+        if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name)
+    )
     return next(matching, "")
 
 
-def _parts(name: str, module: Any, plan: Mapping[str, str], size: int) -> Iterator[tuple[nn.Module, ParallelStyle]]:
+def _parts(
+    name: str, module: Any, plan: Mapping[str, str], size: int
+) -> Iterator[tuple[nn.Module, ParallelStyle]]:
     """Yield the sharded submodules of a module, with their styles.
 
     This is the layer itself. If it has adapters (peft's), it is the layer below them and the
@@ -135,7 +170,12 @@ def _parts(name: str, module: Any, plan: Mapping[str, str], size: int) -> Iterat
         yield module, STYLES[style]()
     elif style in STYLES:
         if len(getattr(module, "lora_magnitude_vector", ())):
-            raise _refused(size, "model.lora.dora = true needs the norms of whole weights; set model.lora.dora=false", "or ")
+            raise _refused(
+                size,
+                "model.lora.dora = true needs the norms of whole weights; set "
+                "model.lora.dora=false",
+                "or ",
+            )
         for part in (module.base_layer, *getattr(module, ADAPTERS[style]).values()):
             yield part, STYLES[style]()
 
@@ -147,9 +187,14 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> d
         if style not in WIDTHS:
             raise _refused(size, f"the plan for {name} says nothing of its {own}")
         if (cut := cut_of(weight, style, size)) is None:
-            raise _refused(size, f"{own} of {name} is {list(weight.shape)}, whose width it does not divide")
+            raise _refused(
+                size, f"{own} of {name} is {list(weight.shape)}, whose width it does not divide"
+            )
         if isinstance(cut, _StridedShard) and TorchVersion(torch.__version__) < "2.12":
-            why = f"torch {torch.__version__} cannot put {own} of {name} together, two matrices side by side; install torch 2.12 or newer"
+            why = (
+                f"torch {torch.__version__} cannot put {own} of {name} together, two matrices "
+                "side by side; install torch 2.12 or newer"
+            )
             raise _refused(size, why, "or ")
         cuts[own] = cut
     return cuts
@@ -157,9 +202,15 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> d
 
 def _check_sizes(config: Any, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if hasattr(config, name) and isinstance(value := getattr(config, name), int) and value % size:
+        if (
+            hasattr(config, name)
+            and isinstance(value := getattr(config, name), int)
+            and value % size
+        ):
             raise _refused(size, f"the model's {name} is {value}, which it does not divide")
 
 
 def _refused(size: int, why: str, way: str = "") -> ConfigError:
-    return ConfigError(f"strategy.tensor_parallel = {size}: {why}; {way}set strategy.tensor_parallel=1")
+    return ConfigError(
+        f"strategy.tensor_parallel = {size}: {why}; {way}set strategy.tensor_parallel=1"
+    )

@@ -19,13 +19,17 @@ def check(config: RLConfig) -> None:
     """Raise ``ConfigError`` for problems that can be found without a model or data."""
     check_reward(config)
     if not config.data.sources:
-        raise ConfigError("data.sources is empty; name what prompts come from, e.g. data.sources=[{path: train.jsonl}]")
+        raise ConfigError(
+            "data.sources is empty; name what prompts come from, e.g. data.sources=[{path: "
+            "train.jsonl}]"
+        )
     kl, answers = config.algorithm.kl, config.rollout.prompts_per_step * config.rollout.group_size
     # The coefficient is multiplied by 1 + error * answers / horizon, with error >= -0.2.
     if kl.used and kl.controller == "adaptive" and answers >= 5 * kl.horizon:
         raise ConfigError(
-            f"algorithm.kl.horizon = {kl.horizon}: with {answers} responses per step (rollout.prompts_per_step x rollout.group_size) the adaptive "
-            f"coefficient could turn negative; raise it above {answers // 5}"
+            f"algorithm.kl.horizon = {kl.horizon}: with {answers} responses per step "
+            "(rollout.prompts_per_step x rollout.group_size) the adaptive coefficient could "
+            f"turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
     requirements = Requirements.of(config.algorithm)
@@ -37,7 +41,8 @@ def check(config: RLConfig) -> None:
     if requirements.groups and config.rollout.group_size < 2:
         name = config.algorithm.advantage.name
         raise ConfigError(
-            f"rollout.group_size = {config.rollout.group_size}: advantage {name!r} compares the responses of a group; set it to 2 or more"
+            f"rollout.group_size = {config.rollout.group_size}: advantage {name!r} compares the "
+            "responses of a group; set it to 2 or more"
         )
 
 
@@ -47,11 +52,13 @@ def check_reward(config: RLConfig) -> None:
         return
     if Requirements.of(config.algorithm).reward:
         raise ConfigError(
-            "reward.terms is empty; name what scores a response, e.g. reward.terms=[math] or reward.terms=[file.py:function]"
+            "reward.terms is empty; name what scores a response, e.g. reward.terms=[math] or "
+            "reward.terms=[file.py:function]"
         )
     if config.eval.data.sources:
         raise ConfigError(
-            "eval.data has sources but reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
+            "eval.data has sources but reward.terms is empty; name what scores a response, e.g. "
+            "reward.terms=[math]"
         )
 
 
@@ -60,35 +67,54 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
     algorithm, kl = config.algorithm, config.algorithm.kl
     if algorithm.distill.kind != "none" and not config.teacher.path:
         raise ConfigError(
-            f"algorithm.distill.kind = {algorithm.distill.kind} needs a teacher; set teacher.path to its folder or name"
+            f"algorithm.distill.kind = {algorithm.distill.kind} needs a teacher; set "
+            "teacher.path to its folder or name"
         )
     if algorithm.distill.kind == "none" and config.teacher != type(config.teacher)():
-        raise ConfigError(f"teacher.path = {config.teacher.path!r} changes nothing: set algorithm.distill, e.g. to sampled")
+        raise ConfigError(
+            f"teacher.path = {config.teacher.path!r} changes nothing: set algorithm.distill, "
+            "e.g. to sampled"
+        )
     if algorithm.distill.kind == "none" and requirements.teacher:
         name = algorithm.advantage.name
-        raise ConfigError(f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, e.g. to sampled")
+        raise ConfigError(
+            f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, "
+            "e.g. to sampled"
+        )
     if not requirements.critic and config.critic != type(config.critic)():
-        raise ConfigError(f"critic changes nothing: advantage {algorithm.advantage.name!r} has no critic; take gae or vapo")
+        raise ConfigError(
+            f"critic changes nothing: advantage {algorithm.advantage.name!r} has no critic; take "
+            "gae or vapo"
+        )
     if config.reference is not None and not requirements.reference:
         raise ConfigError(
-            f"reference = {config.reference!r} changes nothing: no part in force reads it; set algorithm.kl, or leave it out"
+            f"reference = {config.reference!r} changes nothing: no part in force reads it; set "
+            "algorithm.kl, or leave it out"
         )
     if not requirements.process and config.prm != type(config.prm)():
-        raise ConfigError(f"process changes nothing: advantage {algorithm.advantage.name!r} has no process reward; take prime")
+        raise ConfigError(
+            f"process changes nothing: advantage {algorithm.advantage.name!r} has no process "
+            "reward; take prime"
+        )
     if config.ptx.coef and not config.ptx.data.sources:
         raise ConfigError(
-            f"ptx.coef = {config.ptx.coef} needs ptx.data.sources; name what to learn from, e.g. [{{path: sft.jsonl}}]"
+            f"ptx.coef = {config.ptx.coef} needs ptx.data.sources; name what to learn from, e.g. "
+            f"[{{path: sft.jsonl}}]"
         )
     if not config.ptx.coef and config.ptx != type(config.ptx)():
-        raise ConfigError("ptx changes nothing: ptx.coef is 0; give it a share in the loss, e.g. ptx.coef=0.1")
+        raise ConfigError(
+            "ptx changes nothing: ptx.coef is 0; give it a share in the loss, e.g. ptx.coef=0.1"
+        )
     if kl.refresh_every and not requirements.reference:
         raise ConfigError(
-            f"algorithm.kl.refresh_every = {kl.refresh_every} changes nothing: no part in force reads the reference"
+            f"algorithm.kl.refresh_every = {kl.refresh_every} changes nothing: no part in force "
+            "reads the reference"
         )
     if kl.refresh_every and config.model.lora is not None:
         raise ConfigError(
-            f"algorithm.kl.refresh_every = {kl.refresh_every}: with model.lora the reference is the model without its adapters, which "
-            "cannot move; set algorithm.kl.refresh_every=0, or train all weights (model.lora=null)"
+            f"algorithm.kl.refresh_every = {kl.refresh_every}: with model.lora the reference is "
+            "the model without its adapters, which cannot move; set "
+            "algorithm.kl.refresh_every=0, or train all weights (model.lora=null)"
         )
 
 
@@ -97,7 +123,8 @@ def warn_of_staleness(config: RLConfig, requirements: Requirements) -> None:
     rollout = config.rollout
     if (rollout.staleness or rollout.partial) and requirements.ignores_sampler_logprobs:
         log.warning(
-            "rollout.%s: tokens come from an older policy, and nothing corrects for it; set algorithm.importance_sampling=[tis], or "
-            "algorithm.old_logprobs=rollout with a loss that clips the ratio",
+            "rollout.%s: tokens come from an older policy, and nothing corrects for it; set "
+            "algorithm.importance_sampling=[tis], or algorithm.old_logprobs=rollout with a loss "
+            "that clips the ratio",
             f"staleness = {rollout.staleness}" if rollout.staleness else "partial = True",
         )

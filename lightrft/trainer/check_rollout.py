@@ -30,8 +30,9 @@ def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[
     if requirements.steps:
         name = algorithm.advantage.name
         yield (
-            f"algorithm.advantage.name = {name}: it compares the steps of responses by the states that they were taken in, and no "
-            "environment of this version names states; take grpo, which compares whole responses"
+            f"algorithm.advantage.name = {name}: it compares the steps of responses by the "
+            "states that they were taken in, and no environment of this version names states; "
+            "take grpo, which compares whole responses"
         )
     for i, part in enumerate(algorithm.filters):
         yield from _refused(f"algorithm.filters.{i}", FILTERS, part, _example())
@@ -42,34 +43,54 @@ def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[
     if rollout.curriculum is not None:
         part = ComponentConfig(name=rollout.curriculum.name, options=rollout.curriculum.options)
         wrong = list(signature_problems("rollout.curriculum", CURRICULA, part, 2))
-        yield from wrong or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
+        yield from wrong or _refused(
+            "rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0
+        )
         if not config.data.shuffle:
-            yield "data.shuffle = False: rollout.curriculum samples prompts by weight, in no order; leave one of the two out"
+            yield (
+                "data.shuffle = False: rollout.curriculum samples prompts by weight, in no "
+                "order; leave one of the two out"
+            )
     if not requirements.reward and (rollout.select is not None or rollout.curriculum is not None):
         what = "select" if rollout.select is not None else "curriculum"
-        yield f"rollout.{what} reads rewards, and this algorithm has none: all that it learns comes from a teacher; leave it out"
+        yield (
+            f"rollout.{what} reads rewards, and this algorithm has none: all that it learns "
+            "comes from a teacher; leave it out"
+        )
     if rollout.carry_over and rollout.oversample == 1:
-        yield "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no group is left over"
+        yield (
+            "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no "
+            "group is left over"
+        )
     if rollout.partial and rollout.oversample == 1 and rollout.max_tokens_per_step is None:
         yield (
-            "rollout.partial = True changes nothing: no response is left unfinished; set rollout.max_tokens_per_step, or rollout.oversample above 1"
+            "rollout.partial = True changes nothing: no response is left unfinished; set "
+            "rollout.max_tokens_per_step, or rollout.oversample above 1"
         )
     if rollout.max_tokens_per_step is not None and not rollout.partial:
-        yield f"rollout.max_tokens_per_step = {rollout.max_tokens_per_step} needs rollout.partial=true, which continues unfinished responses"
-    if rollout.max_tokens_per_step is not None and rollout.max_tokens_per_step >= config.sampling.max_new_tokens:
         yield (
-            f"rollout.max_tokens_per_step = {rollout.max_tokens_per_step} changes nothing: responses have at most sampling.max_new_tokens = "
-            f"{config.sampling.max_new_tokens} tokens"
+            f"rollout.max_tokens_per_step = {rollout.max_tokens_per_step} needs "
+            "rollout.partial=true, which continues unfinished responses"
+        )
+    if (
+        rollout.max_tokens_per_step is not None
+        and rollout.max_tokens_per_step >= config.sampling.max_new_tokens
+    ):
+        yield (
+            f"rollout.max_tokens_per_step = {rollout.max_tokens_per_step} changes nothing: "
+            f"responses have at most sampling.max_new_tokens = {config.sampling.max_new_tokens} "
+            "tokens"
         )
     if rollout.carry_over and rollout.staleness:
         yield (
-            f"rollout.carry_over = True would take responses from further back than rollout.staleness = {rollout.staleness}; leave one of "
-            "the two out"
+            "rollout.carry_over = True would take responses from further back than "
+            f"rollout.staleness = {rollout.staleness}; leave one of the two out"
         )
     if rollout.carry_over and requirements.ignores_sampler_logprobs:
         yield (
-            "rollout.carry_over = True trains on responses of an older policy, which nothing corrects: set "
-            "algorithm.importance_sampling=[tis], or algorithm.old_logprobs=rollout with a loss that clips the ratio"
+            "rollout.carry_over = True trains on responses of an older policy, which nothing "
+            "corrects: set algorithm.importance_sampling=[tis], or "
+            "algorithm.old_logprobs=rollout with a loss that clips the ratio"
         )
 
 
@@ -78,13 +99,21 @@ def _kept(config: RLConfig, part: ComponentConfig, requirements: Requirements) -
     if part.name not in SELECTIONS or not isinstance(keep, int):
         return
     if keep >= samples:
-        yield f"rollout.select.options.keep = {keep} leaves out none of rollout.group_size = {samples} responses; lower it, or generate more"
+        yield (
+            f"rollout.select.options.keep = {keep} leaves out none of rollout.group_size = "
+            f"{samples} responses; lower it, or generate more"
+        )
     if keep < 2 and requirements.groups:
         name = config.algorithm.advantage.name
-        yield f"rollout.select.options.keep = {keep}: advantage {name!r} compares the responses of a group; set it to 2 or more"
+        yield (
+            f"rollout.select.options.keep = {keep}: advantage {name!r} compares the responses of "
+            "a group; set it to 2 or more"
+        )
 
 
-def _refused(key: str, registry: Registry[Any], part: ComponentConfig, *example: Any) -> Iterator[str]:
+def _refused(
+    key: str, registry: Registry[Any], part: ComponentConfig, *example: Any
+) -> Iterator[str]:
     """Yield the errors of a built-in function about its options, when called with an example."""
     if part.name not in registry:
         return
@@ -97,4 +126,7 @@ def _refused(key: str, registry: Registry[Any], part: ComponentConfig, *example:
 
 
 def _example() -> list[Rollout]:
-    return [Rollout(Prompt("", [0]), [0], [True], [-1.0], [0], "stop", i, i, reward=float(i)) for i in range(2)]
+    return [
+        Rollout(Prompt("", [0]), [0], [True], [-1.0], [0], "stop", i, i, reward=float(i))
+        for i in range(2)
+    ]

@@ -14,7 +14,9 @@ from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
 
 
-def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
+def check_lengths(
+    actor: Actor, longest: int, sampling: SamplingConfig, key: str, data: str
+) -> None:
     """Raise ``ConfigError`` if a response could exceed the context length of the model.
 
     Args:
@@ -30,14 +32,21 @@ def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str
     if context is None or longest + sampling.max_new_tokens <= context:
         return
     room = context - longest
-    way = f"lower {key}.max_new_tokens to {room} or less" if room > 0 else f"lower {data}.max_prompt_tokens"
+    way = (
+        f"lower {key}.max_new_tokens to {room} or less"
+        if room > 0
+        else f"lower {data}.max_prompt_tokens"
+    )
     raise ConfigError(
-        f"{key}.max_new_tokens = {sampling.max_new_tokens}: after the longest prompt, {longest} tokens, a response could "
-        f"reach token {longest + sampling.max_new_tokens}, beyond the model's max_position_embeddings = {context}; {way}"
+        f"{key}.max_new_tokens = {sampling.max_new_tokens}: after the longest prompt, {longest} "
+        f"tokens, a response could reach token {longest + sampling.max_new_tokens}, beyond the "
+        f"model's max_position_embeddings = {context}; {way}"
     )
 
 
-def check_bound(config: PreTrainedConfig, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
+def check_bound(
+    config: PreTrainedConfig, longest: int, sampling: SamplingConfig, key: str, data: str
+) -> None:
     """Raise ``ConfigError`` if a response could exceed ``length_bound``.
 
     Beyond that bound, training and sampling disagree on log-probs.
@@ -53,11 +62,16 @@ def check_bound(config: PreTrainedConfig, longest: int, sampling: SamplingConfig
     if bound is None or end <= bound.tokens:
         return
     room = bound.tokens - longest
-    way = f"lower {key}.max_new_tokens to {room} or less" if room > 0 else f"lower {data}.max_prompt_tokens"
+    way = (
+        f"lower {key}.max_new_tokens to {room} or less"
+        if room > 0
+        else f"lower {data}.max_prompt_tokens"
+    )
     raise ConfigError(
-        f"{key}.max_new_tokens = {sampling.max_new_tokens}: a row could have {end} tokens. Beyond {bound.tokens} the "
-        f"log-probs of model type {config.model_type!r} depend on other rows or on chance ({bound.reason}), so what is "
-        f"sampled would not be what is trained; {way}"
+        f"{key}.max_new_tokens = {sampling.max_new_tokens}: a row could have {end} tokens. "
+        f"Beyond {bound.tokens} the log-probs of model type {config.model_type!r} depend on "
+        f"other rows or on chance ({bound.reason}), so what is sampled would not be what is "
+        f"trained; {way}"
     )
 
 
@@ -79,6 +93,6 @@ def check_examples(actor: Actor, longest: int, max_tokens: int, key: str = "max_
     actor.longest_row = max(actor.longest_row or 0, longest)
     if context is not None and longest > context:
         raise ConfigError(
-            f"{key} = {max_tokens}: there is an example of {longest} tokens, and the model's max_position_embeddings = {context}; "
-            f"lower {key} to {context} or less"
+            f"{key} = {max_tokens}: there is an example of {longest} tokens, and the model's "
+            f"max_position_embeddings = {context}; lower {key} to {context} or less"
         )

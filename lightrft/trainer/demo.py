@@ -51,14 +51,18 @@ def make_start(config: DemoConfig, folder: Path) -> None:
     """
     if config.family not in MEDIA_FAMILIES and (config.tower or config.processor):
         raise ConfigError(
-            f"family = {config.family!r} reads text alone: tower and processor change nothing; leave them out, or take one of "
-            + ", ".join(MEDIA_FAMILIES)
+            f"family = {config.family!r} reads text alone: tower and processor change nothing; "
+            "leave them out, or take one of " + ", ".join(MEDIA_FAMILIES)
         )
     temporary = folder.with_name(".start.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     if config.family in MEDIA_FAMILIES:
-        more: dict[str, Any] = {"tower": config.tower, "processor": config.processor, "whole_roles": True}
+        more: dict[str, Any] = {
+            "tower": config.tower,
+            "processor": config.processor,
+            "whole_roles": True,
+        }
         save_tiny_media(config.family, temporary, seed=config.run.seed, **more, **config.model)
     else:
         tokenizer = tiny_tokenizer(whole_roles=True)
@@ -81,7 +85,9 @@ def finished(folder: Path, config: DemoConfig) -> dict[str, Any] | None:
 
 def _phase(config: DemoConfig, phase: Any, base: Path, name: str, model: Path) -> Any:
     run = RunConfig(**{**config.run.model_dump(), "dir": str(base), "name": name})
-    return phase.model_copy(update={"run": run, "model": phase.model.model_copy(update={"path": str(model)})})
+    return phase.model_copy(
+        update={"run": run, "model": phase.model.model_copy(update={"path": str(model)})}
+    )
 
 
 def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +110,9 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
     answers = samples["before"] or samples["after"]
     keep_attached(base, [name for answer in answers for name in answer["attachments"]])
     given = f"give it a file of {base / 'media'} and " if answers[0]["attachments"] else ""
-    changed = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8")).get("changed", {})
+    changed = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8")).get(
+        "changed", {}
+    )
     summary = {
         **result,
         "verb": "demo",
@@ -113,7 +121,8 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
         "seconds_rl": result["seconds"],
         "changed": changed,
         "next": [
-            f"lightrft chat model={model}  # {given}ask {answers[0]['prompt']}; /clear between questions",
+            f"lightrft chat model={model}  # {given}ask {answers[0]['prompt']}; /clear between "
+            "questions",
             "lightrft explain grpo",
             "lightrft rl recipes/gsm8k_grpo.yaml model=path/to/your/model",
         ],

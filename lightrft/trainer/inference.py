@@ -39,28 +39,48 @@ log = logging.getLogger(__name__)
 def run_eval(config: EvaluateConfig) -> dict[str, float]:
     """Evaluate a model on the eval set and return the metrics. Responses go to the run folder."""
     if not config.eval.data.sources:
-        raise ConfigError("eval.data.sources is empty; name the prompts, e.g. eval.data.sources=[{path: test.jsonl}]")
+        raise ConfigError(
+            "eval.data.sources is empty; name the prompts, e.g. eval.data.sources=[{path: "
+            "test.jsonl}]"
+        )
     if not config.reward.terms and not config.reward.per_source:
-        raise ConfigError("reward.terms is empty; name what scores a response, e.g. reward.terms=[math]")
+        raise ConfigError(
+            "reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
+        )
     path = Path(config.run.dir).expanduser() / config.run.name
     model, saved = resolved(config.model)
     # Record the checkpoint itself in the run folder, so that another one is rejected there.
     if saved is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(saved.checkpoint)})})
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"path": str(saved.checkpoint)})}
+        )
     folder = RunDirectory.open(
-        path, config, resume="auto", overwrite=config.run.overwrite, ignore=("eval", "run", "reward", "engine")
+        path,
+        config,
+        resume="auto",
+        overwrite=config.run.overwrite,
+        ignore=("eval", "run", "reward", "engine"),
     )
     with folder:
         tokenizer = local_tokenizer(model)
         processor = load_processor(model, tokenizer)
         prompts = load_eval_prompts(
-            config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward
+            config.eval.data,
+            tokenizer,
+            config.run.seed,
+            config.eval.limit,
+            processor,
+            reward=config.reward,
         )
         check_rewards(config.reward, prompts, tokenizer)
         with closing(local_scorer(config.reward)) as scorer:
             weights = None if saved is None else saved.weights
-            _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
-            check_lengths(actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data")
+            _, actor, engine = local_policy(
+                model, config.strategy, config.engine, tokenizer, weights=weights
+            )
+            check_lengths(
+                actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data"
+            )
             with closing(CheckedEngine(engine, actor, config.engine)) as checked:
                 found = evaluate(checked, scorer, prompts, config.eval, config.run.seed)
         metrics = found.metrics.compute()
@@ -72,7 +92,9 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
         folder.write_rollouts(0, found.rollouts, name="eval", attached=attached(found.rollouts))
         folder.flush()
         check_scored(found.rollouts, "of the evaluation")
-        folder.write_summary({"verb": "eval", "model": config.model.path, "prompts": len(prompts), **metrics})
+        folder.write_summary(
+            {"verb": "eval", "model": config.model.path, "prompts": len(prompts), **metrics}
+        )
     return metrics
 
 
@@ -82,7 +104,9 @@ def run_generate(config: GenerateConfig) -> int:
     They are written to ``config.output`` as JSON lines, in the order of the prompts.
     """
     if not config.data.sources:
-        raise ConfigError("data.sources is empty; name the prompts, e.g. data.sources=[{path: prompts.jsonl}]")
+        raise ConfigError(
+            "data.sources is empty; name the prompts, e.g. data.sources=[{path: prompts.jsonl}]"
+        )
     output = Path(config.output).expanduser()
     if output.exists() and not config.run.overwrite:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
@@ -90,27 +114,44 @@ def run_generate(config: GenerateConfig) -> int:
     tokenizer = local_tokenizer(model)
     processor = load_processor(model, tokenizer)
     reward = config.reward if config.reward.terms or config.reward.per_source else None
-    prompts = load_eval_prompts(config.data, tokenizer, config.run.seed, None, processor, reward=reward, key="data.sources")
+    prompts = load_eval_prompts(
+        config.data, tokenizer, config.run.seed, None, processor, reward=reward, key="data.sources"
+    )
     if reward is not None:
         check_rewards(reward, prompts, tokenizer)
     rollouts: list[Rollout] = []
     with closing(local_scorer(config.reward)) as scorer:
         weights = None if saved is None else saved.weights
-        _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
+        _, actor, engine = local_policy(
+            model, config.strategy, config.engine, tokenizer, weights=weights
+        )
         check_lengths(actor, longest(prompts), config.sampling, "sampling", "data")
         with closing(CheckedEngine(engine, actor, config.engine)) as checked:
             for first, part in in_parts(prompts):
-                requests = [r for g in requests_for(part, config.samples, config.run.seed, "generate", first=first) for r in g]
+                requests = [
+                    r
+                    for g in requests_for(
+                        part, config.samples, config.run.seed, "generate", first=first
+                    )
+                    for r in g
+                ]
                 order = {r.seed: i for i, r in enumerate(requests)}
                 for rollout in checked.generate(requests, config.sampling):
                     scorer.submit(rollout)
                 rollouts += sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
     failed = [r.failed for r in rollouts if r.failed]
     if failed:
-        log.warning("%d of %d responses were not scored, the first: %s", len(failed), len(rollouts), failed[0])
+        log.warning(
+            "%d of %d responses were not scored, the first: %s",
+            len(failed),
+            len(rollouts),
+            failed[0],
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text("".join(json.dumps(_line(r), ensure_ascii=False) + "\n" for r in rollouts), encoding="utf-8")
+    temporary.write_text(
+        "".join(json.dumps(_line(r), ensure_ascii=False) + "\n" for r in rollouts), encoding="utf-8"
+    )
     temporary.replace(output)
     return len(rollouts)
 
@@ -120,7 +161,11 @@ def _line(rollout: Rollout) -> dict[str, Any]:
         "id": rollout.prompt.id,
         "sample": rollout.sample,
         "prompt": rollout.prompt.text,
-        **({"attachments": [a.name for a in rollout.prompt.attachments]} if rollout.prompt.attachments else {}),
+        **(
+            {"attachments": [a.name for a in rollout.prompt.attachments]}
+            if rollout.prompt.attachments
+            else {}
+        ),
         "response": rollout.text,
         "finish_reason": rollout.finish_reason,
         "label": rollout.prompt.label,
@@ -139,11 +184,15 @@ class Chat:
         tokenizer = local_tokenizer(model)
         self.processor = load_processor(model, tokenizer)
         weights = None if saved is None else saved.weights
-        _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
+        _, actor, engine = local_policy(
+            model, config.strategy, config.engine, tokenizer, weights=weights
+        )
         self.engine = CheckedEngine(engine, actor, config.engine)
         bound, context = length_bound(actor.base.config), context_length(actor.base.config)
         self.context = context if bound is None else min(bound.tokens, context or bound.tokens)
-        self.encoder = ChatEncoder(DataConfig(apply_chat_template=True, media=config.media), tokenizer, self.processor)
+        self.encoder = ChatEncoder(
+            DataConfig(apply_chat_template=True, media=config.media), tokenizer, self.processor
+        )
         self.messages: list[dict[str, Any]] = []
         self.attached: list[dict[str, str]] = []
         self.turn = 0
@@ -156,7 +205,9 @@ class Chat:
 
     def clear(self) -> None:
         """Clear the conversation and the attachments. The system message stays."""
-        self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
+        self.messages = (
+            [{"role": "system", "content": self.config.system}] if self.config.system else []
+        )
         self.attached = []
 
     def attach(self, path: str, kind: str = "") -> None:
@@ -167,7 +218,11 @@ class Chat:
         """
         kind = kind or (mimetypes.guess_type(path)[0] or "").partition("/")[0]
         if kind not in self.kinds:
-            reads = f"this model reads {', '.join(self.kinds)}" if self.kinds else "this model reads text alone"
+            reads = (
+                f"this model reads {', '.join(self.kinds)}"
+                if self.kinds
+                else "this model reads text alone"
+            )
             raise DataError(f"{path}: it is of kind {kind or 'unknown'}, and {reads}")
         where = path if "://" in path else str(Path(path).expanduser().absolute())
         part = {"type": kind, kind: where}
@@ -190,15 +245,26 @@ class Chat:
             room = min(room, self.context - len(prompt.token_ids))
         if room < max(1, self.config.sampling.min_new_tokens):
             raise DataError(
-                f"{len(prompt.token_ids)} tokens leave no room for a response: the maximum of the model is {self.context}"
+                f"{len(prompt.token_ids)} tokens leave no room for a response: the maximum of "
+                f"the model is {self.context}"
             )
-        request = Request(prompt, derive_seed(self.config.run.seed, "chat", self.turn), max_new_tokens=room)
+        request = Request(
+            prompt, derive_seed(self.config.run.seed, "chat", self.turn), max_new_tokens=room
+        )
         (answer,) = self.engine.generate([request], self.config.sampling)
-        self.messages, self.attached = [*messages, {"role": "assistant", "content": answer.text}], []
+        self.messages, self.attached = (
+            [*messages, {"role": "assistant", "content": answer.text}],
+            [],
+        )
         self.turn += 1
         return answer
 
 
 def attachable() -> set[str]:
     """Return all kinds of media that some model family reads."""
-    return {tower.kind for family in FAMILIES.values() if family.reader is not None for tower in family.reader.towers}
+    return {
+        tower.kind
+        for family in FAMILIES.values()
+        if family.reader is not None
+        for tower in family.reader.towers
+    }

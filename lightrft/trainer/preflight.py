@@ -17,7 +17,19 @@ log = logging.getLogger(__name__)
 
 EVAL_METRICS = ("accuracy", "pass", "failed", "length", "truncated", "reward", "unreadable")
 """Metrics of an evaluation, under ``eval/`` or ``eval/<data source>/``."""
-NAMESPACES = ("reward", "response", "rollout", "policy", "critic", "process", "ptx", "staleness", "curriculum", "sft", "time")
+NAMESPACES = (
+    "reward",
+    "response",
+    "rollout",
+    "policy",
+    "critic",
+    "process",
+    "ptx",
+    "staleness",
+    "curriculum",
+    "sft",
+    "time",
+)
 """Prefixes of the other metrics."""
 BARE = ("loss", "seconds", "tokens_per_second")
 """Metrics without a prefix."""
@@ -63,8 +75,8 @@ def check_enough(setting: str, wanted: int, found: int, what: str) -> None:
     """
     if found < wanted:
         raise ConfigError(
-            f"{setting} = {wanted}, and the data has {found} {what}: a step would take some of them twice; "
-            f"lower {setting} to {found} or less, or add data"
+            f"{setting} = {wanted}, and the data has {found} {what}: a step would take some of "
+            f"them twice; lower {setting} to {found} or less, or add data"
         )
 
 
@@ -81,23 +93,34 @@ def _sampling(config: RLConfig) -> Iterator[str]:
     if Requirements.of(config.algorithm).groups:
         name = config.algorithm.advantage.name
         yield (
-            f"{why}: all responses of a group are the same, and advantage {name!r} compares them, so nothing would be learned; "
-            "sample, e.g. with sampling.temperature=1"
+            f"{why}: all responses of a group are the same, and advantage {name!r} compares "
+            "them, so nothing would be learned; sample, e.g. with sampling.temperature=1"
         )
     elif config.rollout.group_size > 1:
-        log.warning("%s: the %d responses to a prompt are all the same", why, config.rollout.group_size)
+        log.warning(
+            "%s: the %d responses to a prompt are all the same", why, config.rollout.group_size
+        )
 
 
 def greedy_setting(sampling: SamplingConfig) -> str:
     """Return the setting that makes sampling greedy, as ``name = value``, or "" if none does."""
-    greedy = {"temperature": sampling.temperature == 0, "top_k": sampling.top_k == 1, "min_p": sampling.min_p == 1}
+    greedy = {
+        "temperature": sampling.temperature == 0,
+        "top_k": sampling.top_k == 1,
+        "min_p": sampling.min_p == 1,
+    }
     values = sampling.model_dump()
-    return next((f"sampling.{name} = {values[name]:g}" for name, holds in greedy.items() if holds), "")
+    return next(
+        (f"sampling.{name} = {values[name]:g}" for name, holds in greedy.items() if holds), ""
+    )
 
 
 def _weights(reward: RewardConfig) -> Iterator[str]:
     """Yield the lists of reward terms whose weighted sum is always 0."""
-    lists = {"reward.terms": reward.terms, **{f"reward.per_source.{name}": terms for name, terms in reward.per_source.items()}}
+    lists = {
+        "reward.terms": reward.terms,
+        **{f"reward.per_source.{name}": terms for name, terms in reward.per_source.items()},
+    }
     for name, terms in lists.items():
         if terms and not any(term.weight for term in terms):
             yield f"{name}: every weight is 0, so every reward is; give one of them a weight"
@@ -111,16 +134,17 @@ def _without_data(settings: EvalConfig) -> Iterator[str]:
     for name in ("every", "stop_at", "limit", "samples"):
         if given[name] != EvalConfig.model_fields[name].default:
             yield (
-                f"eval.{name} = {given[name]} changes nothing: eval.data.sources is empty; name the eval set, "
-                "e.g. eval.data.sources=[test.jsonl]"
+                f"eval.{name} = {given[name]} changes nothing: eval.data.sources is empty; name "
+                "the eval set, e.g. eval.data.sources=[test.jsonl]"
             )
 
 
 def _stop_at(settings: EvalConfig) -> Iterator[str]:
     if settings.stop_at is not None and settings.data.sources and not settings.every:
         yield (
-            f"eval.stop_at = {settings.stop_at} needs eval.every, which is 0: without it, accuracy is only measured before the "
-            "first step and after the last; set eval.every, e.g. to 10"
+            f"eval.stop_at = {settings.stop_at} needs eval.every, which is 0: without it, "
+            "accuracy is only measured before the first step and after the last; set "
+            "eval.every, e.g. to 10"
         )
 
 
@@ -134,18 +158,27 @@ def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
     if head != "eval":
         known = head in NAMESPACES if rest else name in BARE
         if not known:
-            yield f"checkpoint.best = {best!r} is not a metric; take e.g. eval/accuracy, -eval/length or reward/mean"
+            yield (
+                f"checkpoint.best = {best!r} is not a metric; take e.g. eval/accuracy, "
+                "-eval/length or reward/mean"
+            )
     elif not settings.data.sources:
-        yield f"checkpoint.best = {best!r} is never measured: eval.data.sources is empty; name the eval set"
+        yield (
+            f"checkpoint.best = {best!r} is never measured: eval.data.sources is empty; name the "
+            "eval set"
+        )
     elif (leaf := name.rpartition("/")[2]) not in EVAL_METRICS:
         near = difflib.get_close_matches(leaf, EVAL_METRICS, n=1, cutoff=0.5)
         names = ", ".join(f"eval/{metric}" for metric in EVAL_METRICS)
         hint = f"did you mean eval/{near[0]}?" if near else f"an evaluation reports {names}"
         yield f"checkpoint.best = {best!r} is not a metric; {hint}"
     elif leaf == "pass" and settings.samples == 1:
-        yield f"checkpoint.best = {best!r} is only measured with eval.samples above 1; take eval/accuracy"
+        yield (
+            f"checkpoint.best = {best!r} is only measured with eval.samples above 1; take "
+            "eval/accuracy"
+        )
     elif not settings.every:
         yield (
-            f"checkpoint.best = {best!r} needs eval.every, which is 0: only the last checkpoint would have it; "
-            "set eval.every, e.g. to 10"
+            f"checkpoint.best = {best!r} needs eval.every, which is 0: only the last checkpoint "
+            "would have it; set eval.every, e.g. to 10"
         )

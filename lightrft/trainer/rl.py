@@ -9,7 +9,12 @@ from typing import Any
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import ProcessGroup, broadcast_failure, init_process_group, run_on_all_ranks
+from lightrft.distributed.process_group import (
+    ProcessGroup,
+    broadcast_failure,
+    init_process_group,
+    run_on_all_ranks,
+)
 from lightrft.distributed.ray_workers import current_allocator
 from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.learner.controllers import Controllers
@@ -68,7 +73,11 @@ class RLRun(TrainingRun):
     def train_step(self) -> Metrics:
         """Take one step, and write its rollouts and its batch if the settings ask for them."""
         config, session = self.config, self.session
-        result = self.learn_next() if self.async_generator is None else self.learn_generated(self.async_generator)
+        result = (
+            self.learn_next()
+            if self.async_generator is None
+            else self.learn_generated(self.async_generator)
+        )
         done = self.step + 1
         result.metrics.merge(all_reduce_metrics(self.roles.counts(), session.ranks))
         self.health.blame("rollout/frac_reward_failed", result.collected.failures)
@@ -76,10 +85,15 @@ class RLRun(TrainingRun):
             log.info("step %d: %d responses were not scored: %s", done, count, reason)
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
             drawn = result.collected.rollouts
-            session.folder.write_rollouts(done, drawn, attached=attached(drawn), advantages=advantages_of(result))
+            session.folder.write_rollouts(
+                done, drawn, attached=attached(drawn), advantages=advantages_of(result)
+            )
         writes = config.log.batches_every and session.ranks.rank == 0
         if writes and done % config.log.batches_every == 0 and result.batch is not None:
-            save_batch(session.path / "batches" / f"step_{done:06d}", with_outcomes(result.batch, result.collected))
+            save_batch(
+                session.path / "batches" / f"step_{done:06d}",
+                with_outcomes(result.batch, result.collected),
+            )
         return result.metrics
 
     def learn_next(self) -> StepResult:
@@ -87,7 +101,14 @@ class RLRun(TrainingRun):
         stopped = lambda: bool(self.session.stop)  # noqa: E731
         with self.stream.restore_on_error():
             result = rl_step(
-                self.roles, self.config, self.requirements, self.step, self.controllers, self.stream, self.session.timers, stopped
+                self.roles,
+                self.config,
+                self.requirements,
+                self.step,
+                self.controllers,
+                self.stream,
+                self.session.timers,
+                stopped,
             )
         if self.config.rollout.partial:
             result.metrics.merge(staleness_metrics(result.batch, self.step))
@@ -98,7 +119,14 @@ class RLRun(TrainingRun):
         timers = self.session.timers
         drawn = generator.take(self.step, timers)
         result = learn(
-            self.roles, self.config, self.requirements, self.step, self.controllers, drawn.collected, timers, drawn.probe
+            self.roles,
+            self.config,
+            self.requirements,
+            self.step,
+            self.controllers,
+            drawn.collected,
+            timers,
+            drawn.probe,
         )
         result.metrics.merge(staleness_metrics(result.batch, self.step))
         result.metrics.merge(drawn.metrics)
@@ -107,7 +135,11 @@ class RLRun(TrainingRun):
     def state(self) -> dict[str, Any]:
         """Return the state of prompts, coefficients, PTX data, reference and pending batches."""
         # Must come first: it waits for batches in flight, and may rewind the prompt sampler.
-        drawn = {} if self.async_generator is None else {"drawn": self.async_generator.state_dict(self.step)}
+        drawn = (
+            {}
+            if self.async_generator is None
+            else {"drawn": self.async_generator.state_dict(self.step)}
+        )
         carried = {**self.stream.state_dict(), "controls": self.controllers.state_dict()}
         ptx = {} if self.roles.ptx is None else {"ptx": self.roles.ptx.state_dict()}
         return {**carried, **ptx, **reference_state(self.roles), **drawn}
@@ -123,7 +155,11 @@ class RLRun(TrainingRun):
 
     def summary_fields(self) -> dict[str, Any]:
         """Return the algorithm, and the number of tokens of unfinished responses."""
-        begun = {"tokens_in_flight": sum(map(tokens_of, self.stream.partial))} if self.config.rollout.partial else {}
+        begun = (
+            {"tokens_in_flight": sum(map(tokens_of, self.stream.partial))}
+            if self.config.rollout.partial
+            else {}
+        )
         return {"algorithm": self.config.algorithm.preset or "custom", **begun}
 
     def close(self) -> None:
@@ -139,16 +175,31 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
     check(config)
     with (
         init_process_group(config.strategy.timeout_minutes) as ranks,
-        open_session(config, config.run, config.checkpoint, config.log, "rl", observer or NullObserver(), ranks) as session,
+        open_session(
+            config,
+            config.run,
+            config.checkpoint,
+            config.log,
+            "rl",
+            observer or NullObserver(),
+            ranks,
+        ) as session,
     ):
         run = prepare(config, session)
         try:
             # A row of a source without reward could otherwise be sampled after hours of training.
             if not config.reward.terms:
                 run.roles.scorer.check_sources(run.stream.dataset.data_sources)
-            check_lengths(run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data")
+            check_lengths(
+                run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data"
+            )
             if isinstance(run.roles.ptx, PretrainingLoss):
-                check_examples(run.roles.actor, run.roles.ptx.dataset.longest, config.ptx.max_tokens, "ptx.max_tokens")
+                check_examples(
+                    run.roles.actor,
+                    run.roles.ptx.dataset.longest,
+                    config.ptx.max_tokens,
+                    "ptx.max_tokens",
+                )
             resume_from_checkpoint(run)
             return run_steps(run)
         except BaseException as error:
@@ -163,16 +214,30 @@ def prepare(config: RLConfig, session: RunSession) -> RLRun:
     requirements = Requirements.of(config.algorithm)
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
-    stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
-    check_enough("rollout.prompts_per_step", config.rollout.prompts_per_step, len(stream.dataset), "prompts")
+    stream = PromptStream.of(
+        config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor
+    )
+    check_enough(
+        "rollout.prompts_per_step", config.rollout.prompts_per_step, len(stream.dataset), "prompts"
+    )
     steps = rollout_steps(config, len(stream.dataset))
     check_labels(stream.dataset, config.reward, "data.sources")
-    prompts = load_eval_prompts(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
+    prompts = load_eval_prompts(
+        config.eval.data,
+        tokenizer,
+        config.run.seed,
+        config.eval.limit,
+        processor,
+        reward=config.reward,
+    )
     controls = Controllers.of(config.algorithm)
     # With scoring workers, reward functions may only be importable on the workers' nodes.
     if not config.launch.ray.scorers:
         first = session.ranks.rank == 0
-        run_on_all_ranks(session.ranks, lambda: check_rewards(config.reward, stream.bare, tokenizer) if first else None)
+        run_on_all_ranks(
+            session.ranks,
+            lambda: check_rewards(config.reward, stream.bare, tokenizer) if first else None,
+        )
     # Must come last: an error after this would leave workers running.
     roles = roles_of(config, tokenizer, steps, processor, session.ranks)
     stopped = lambda: bool(session.stop)  # noqa: E731
@@ -193,7 +258,12 @@ def prepare(config: RLConfig, session: RunSession) -> RLRun:
 
 
 def build_async_generator(
-    roles: Roles, config: RLConfig, requirements: Requirements, stream: PromptStream, steps: int, stopped: Callable[[], bool]
+    roles: Roles,
+    config: RLConfig,
+    requirements: Requirements,
+    stream: PromptStream,
+    steps: int,
+    stopped: Callable[[], bool],
 ) -> AsyncGenerator | None:
     """Build the asynchronous generator, or return None without ``rollout.staleness``.
 
@@ -207,10 +277,19 @@ def build_async_generator(
     """
     if not config.rollout.staleness:
         return None
-    return AsyncGenerator(roles, collect_settings(config, requirements), stream, steps, stopped, config.engine.check_logprobs)
+    return AsyncGenerator(
+        roles,
+        collect_settings(config, requirements),
+        stream,
+        steps,
+        stopped,
+        config.engine.check_logprobs,
+    )
 
 
-def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: ProcessGroup) -> Roles:
+def roles_of(
+    config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: ProcessGroup
+) -> Roles:
     """Build the roles of a run, in this process or in workers as ``launch.ray`` says.
 
     Args:
@@ -223,7 +302,9 @@ def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks
     if not any(config.launch.ray.staff.values()):
         return local_roles(config, tokenizer, steps, processor, ranks)
     office = current_allocator()
-    return remote_roles(config, tokenizer, steps, processor, ranks, hire=office.hire, host=office.host)
+    return remote_roles(
+        config, tokenizer, steps, processor, ranks, hire=office.hire, host=office.host
+    )
 
 
 def advantages_of(result: StepResult) -> list[list[float]]:

@@ -77,7 +77,9 @@ def rl_step(
         stopped: returns True once the run is asked to stop.
     """
     with roles.generation_mode():
-        collected = collect_rollouts(roles, collect_settings(config, requirements), step, source, timers, stopped)
+        collected = collect_rollouts(
+            roles, collect_settings(config, requirements), step, source, timers, stopped
+        )
     return learn(roles, config, requirements, step, controls, collected, timers)
 
 
@@ -130,7 +132,10 @@ def learn(
             probe.expect(roles)
         return _nothing_learned(roles, step, collected, timers)
     metrics = Metrics()
-    max_tokens, temperature = config.train.max_tokens_per_micro_batch, sampling_temperature(config.sampling)
+    max_tokens, temperature = (
+        config.train.max_tokens_per_micro_batch,
+        sampling_temperature(config.sampling),
+    )
     batch = collate(collected.groups)
     with timers("layout"):
         verify_layouts(roles, batch)
@@ -145,9 +150,13 @@ def learn(
     with timers("values"):
         batch = with_values(batch, roles, config, controls)
     readable_tokens = readable(batch, requirements)
-    metrics.add("policy/nonfinite_tokens", Sum(int(batch.mask.sum()) - int(readable_tokens.mask.sum())))
+    metrics.add(
+        "policy/nonfinite_tokens", Sum(int(batch.mask.sum()) - int(readable_tokens.mask.sum()))
+    )
     with timers("process"):
-        batch = with_process_rewards(readable_tokens, roles, config.prm, max_tokens, temperature, metrics)
+        batch = with_process_rewards(
+            readable_tokens, roles, config.prm, max_tokens, temperature, metrics
+        )
     with timers("advantages"):
         batch, kept = with_shaped_rewards(batch, config, controls, requirements)
         collected.keep(kept.tolist())
@@ -158,12 +167,18 @@ def learn(
     metrics.add("policy/frac_rows_with_advantage", Mean(rows_with_advantage(batch), len(batch)))
     with timers("update"):
         metrics.merge(update(roles, batch, update_settings(config, requirements), controls, step))
-    metrics.merge(controls.update_from_batch(batch, frozen=actor_frozen(roles, config.critic.warmup_steps, step)))
+    metrics.merge(
+        controls.update_from_batch(
+            batch, frozen=actor_frozen(roles, config.critic.warmup_steps, step)
+        )
+    )
     publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
 
 
-def _nothing_learned(roles: Roles, step: int, collected: CollectedRollouts, timers: Timers) -> StepResult:
+def _nothing_learned(
+    roles: Roles, step: int, collected: CollectedRollouts, timers: Timers
+) -> StepResult:
     """Finish a step without a response to train on.
 
     The unchanged weights are published under the next version, because a version counts steps.
@@ -217,11 +232,16 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requ
 
     logprobs = map_micro_batches(batch, score, roles, train.max_tokens_per_micro_batch)
     old = logprobs if config.algorithm.old_logprobs == "policy" else batch.old_logprobs
-    columns = {name: roles.strategy.data_parallel_group.sum(column.column(batch.tokens)) for name, column in wanted.items()}
+    columns = {
+        name: roles.strategy.data_parallel_group.sum(column.column(batch.tokens))
+        for name, column in wanted.items()
+    }
     return batch.replace(old_logprobs=old, **columns)
 
 
-def with_reference(batch: Batch, roles: Roles, config: RLConfig, requirements: Requirements) -> Batch:
+def with_reference(
+    batch: Batch, roles: Roles, config: RLConfig, requirements: Requirements
+) -> Batch:
     """Add reference log-probs ``[N]``, if something reads them.
 
     Args:
@@ -233,8 +253,13 @@ def with_reference(batch: Batch, roles: Roles, config: RLConfig, requirements: R
     reference = roles.reference
     if reference is None or not requirements.reference:
         return batch
-    max_tokens, temperature = config.train.max_tokens_per_micro_batch, sampling_temperature(config.sampling)
-    return batch.replace(ref_logprobs=compute_logprobs(reference, batch, roles, max_tokens, temperature))
+    max_tokens, temperature = (
+        config.train.max_tokens_per_micro_batch,
+        sampling_temperature(config.sampling),
+    )
+    return batch.replace(
+        ref_logprobs=compute_logprobs(reference, batch, roles, max_tokens, temperature)
+    )
 
 
 def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controllers) -> Batch:
@@ -258,10 +283,14 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controll
         return controls.values(values)
 
     values = map_micro_batches(batch, score, roles, config.train.max_tokens_per_micro_batch)
-    return batch.replace(values=values, final_values=roles.strategy.data_parallel_group.sum(final.column(len(batch))))
+    return batch.replace(
+        values=values, final_values=roles.strategy.data_parallel_group.sum(final.column(len(batch)))
+    )
 
 
-def with_advantages(batch: Batch, config: RLConfig, controls: Controllers, requirements: Requirements) -> Batch:
+def with_advantages(
+    batch: Batch, config: RLConfig, controls: Controllers, requirements: Requirements
+) -> Batch:
     """Add shaped rewards, token rewards, advantages and returns. They are computed in float64.
 
     Responses whose reward is not finite are dropped.
@@ -272,7 +301,9 @@ def with_advantages(batch: Batch, config: RLConfig, controls: Controllers, requi
         controls: KL coefficient and reward scale.
         requirements: what the algorithm reads.
     """
-    return advantages_from(with_shaped_rewards(batch, config, controls, requirements)[0], config, controls)
+    return advantages_from(
+        with_shaped_rewards(batch, config, controls, requirements)[0], config, controls
+    )
 
 
 def with_shaped_rewards(

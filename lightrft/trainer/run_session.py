@@ -30,7 +30,13 @@ from lightrft.observability.run_directory import ReadOnlyRunDirectory, RunDirect
 from lightrft.observability.timers import Timers, queued_is_done, tokens_per_second
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
-from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
+from lightrft.strategy.checkpoint import (
+    CheckpointStore,
+    DiskFullError,
+    load_state,
+    save_state,
+    verify,
+)
 from lightrft.trainer.run_summary import headline, samples
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import LostRankError, RankError
@@ -39,7 +45,18 @@ from lightrft.utils.stop_signal import StopFlag
 
 log = logging.getLogger(__name__)
 
-MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "launch", "train.steps", "train.epochs", "eval", "reward.workers")
+MAY_DIFFER = (
+    "run",
+    "checkpoint",
+    "log",
+    "engine",
+    "strategy",
+    "launch",
+    "train.steps",
+    "train.epochs",
+    "eval",
+    "reward.workers",
+)
 """Settings that may differ between a resumed run and the run that wrote the folder."""
 
 
@@ -82,7 +99,9 @@ class RunSession:
         """The wall-clock seconds of this run, including the time before a resume."""
         return self.seconds_before_resume + _now() - self.started_at
 
-    def resume(self, strategy: Strategy, trained: Mapping[str, TrainableModel]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    def resume(
+        self, strategy: Strategy, trained: Mapping[str, TrainableModel]
+    ) -> tuple[int, dict[str, Any], dict[str, Any]]:
         """Load the newest intact checkpoint of the folder. Repeated steps are logged.
 
         A fresh start returns step 0 and empty mappings. So does a folder whose run ended before its
@@ -100,10 +119,16 @@ class RunSession:
                 that the user named must itself be intact.
         """
         about = self._about(trained)
-        path, step = run_with_keepalive(self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign))[0]
+        path, step = run_with_keepalive(
+            self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign)
+        )[0]
         if path is None:
             if again := self.folder.rewind(-1, self.phase):
-                log.warning("%s holds no checkpoint: the run starts over. Steps taken again: %d", self.path, again)
+                log.warning(
+                    "%s holds no checkpoint: the run starts over. Steps taken again: %d",
+                    self.path,
+                    again,
+                )
             return 0, {}, {}
         state = load_state(path / "trainer")
         for name, role in trained.items():
@@ -115,14 +140,20 @@ class RunSession:
             self.store.discard_after(step)
         again = self.folder.rewind(step, self.phase)
         if row:
-            self.folder.recall({**row, "step": step, "phase": self.phase, "seconds": self.seconds_before_resume})
+            self.folder.recall(
+                {**row, "step": step, "phase": self.phase, "seconds": self.seconds_before_resume}
+            )
         self.saved_step = self._first_step = step
         log.info("resumed from %s", path)
         if again:
-            log.warning("the run resumes from the checkpoint of step %d. Steps taken again: %d", step, again)
+            log.warning(
+                "the run resumes from the checkpoint of step %d. Steps taken again: %d", step, again
+            )
         return step, state, row
 
-    def _newest(self, about: Mapping[str, Any], sign: Callable[[], None]) -> tuple[Path | None, int]:
+    def _newest(
+        self, about: Mapping[str, Any], sign: Callable[[], None]
+    ) -> tuple[Path | None, int]:
         """Return the checkpoint to resume from and its step. One that the user named is never
         replaced.
         """
@@ -170,7 +201,9 @@ class RunSession:
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
         failed: Exception | None = None
-        signs = KeepAlive(self.ranks)  # rank 0 reads every byte again, so the others must not time out
+        signs = KeepAlive(
+            self.ranks
+        )  # rank 0 reads every byte again, so the others must not time out
         try:
             with self.timers("checkpoint"), ExitStack() as stack:
 
@@ -179,14 +212,22 @@ class RunSession:
                         return self.path  # not used
                     # A folder with only a checkpoint would be rejected as foreign on resume.
                     if not self.path.is_dir():
-                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-                    return stack.enter_context(self.store.writing(step, about, values.get(best), signs.give))
+                        raise FileNotFoundError(
+                            errno.ENOENT, os.strerror(errno.ENOENT), str(self.path)
+                        )
+                    return stack.enter_context(
+                        self.store.writing(step, about, values.get(best), signs.give)
+                    )
 
                 path = run_on_all_ranks(self.ranks, begin)[0]
                 for name, role in trained.items():
                     role.save(strategy, path / name)
                 if self.ranks.rank == 0:
-                    more = {"rng": capture_rng(strategy.device), "seconds": self.seconds, "row": dict(values)}
+                    more = {
+                        "rng": capture_rng(strategy.device),
+                        "seconds": self.seconds,
+                        "row": dict(values),
+                    }
                     save_state(path / "trainer", {**state, **more})
                     # A copy of the config stays with a checkpoint that is moved.
                     if (config := self.path / "config.yaml").is_file():
@@ -258,7 +299,9 @@ class RunSession:
             return True
         if asked.every_minutes and now - self._tried_time >= 60 * asked.every_minutes:
             return True
-        return self.ranks.rank == 0 and self.store.improves(values.get((asked.best or "").lstrip("-")))
+        return self.ranks.rank == 0 and self.store.improves(
+            values.get((asked.best or "").lstrip("-"))
+        )
 
     def record(self, step: int, metrics: Metrics, **more: Any) -> dict[str, Any]:
         """Log the metrics and timers of one step, show them, and return the row.
@@ -279,10 +322,15 @@ class RunSession:
         return row
 
     def _about(self, trained: Mapping[str, TrainableModel]) -> dict[str, Any]:
-        return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.shapes) for name, t in trained.items()}}
+        return {
+            "phase": self.phase,
+            **{f"{name} parameters": shapes_digest(t.shapes) for name, t in trained.items()},
+        }
 
 
-def close_session(session: RunSession, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
+def close_session(
+    session: RunSession, threshold: float, about: Mapping[str, Any], step: int
+) -> dict[str, Any]:
     """Write ``samples.json`` and ``summary.json`` from the run folder, and return the summary.
 
     Args:
@@ -295,9 +343,19 @@ def close_session(session: RunSession, threshold: float, about: Mapping[str, Any
     before, after = samples(session.path, threshold)
     if before or after:
         session.folder.write_samples(before, after)
-    summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
+    summary = {
+        "verb": session.phase,
+        "steps": step,
+        "seconds": session.seconds,
+        **about,
+        **headline(session.path, session.phase),
+    }
     seconds, steps = session.at_risk
-    summary |= {"saved_step": session.saved_step, "most_unsaved_seconds": seconds, "most_unsaved_steps": steps}
+    summary |= {
+        "saved_step": session.saved_step,
+        "most_unsaved_seconds": seconds,
+        "most_unsaved_steps": steps,
+    }
     if restarts := restart_count():
         summary["restarts"] = restarts
     if session.stop and not about.get("finished"):
@@ -318,8 +376,19 @@ def next_commands(session: RunSession) -> list[str]:
     tree = parse_yaml((session.path / "config.yaml").read_text(encoding="utf-8"))
     if tree["eval"]["data"]["sources"]:
         shared = {k: tree[k] for k in ("eval", "engine", "reward", "strategy")}
-        run = {**tree["run"], "name": f"{session.path.name}-eval", "resume": "auto", "overwrite": False}
-        whole = {**tree["model"], "path": model.name, "tokenizer": None, "revision": None, "lora": None}
+        run = {
+            **tree["run"],
+            "name": f"{session.path.name}-eval",
+            "resume": "auto",
+            "overwrite": False,
+        }
+        whole = {
+            **tree["model"],
+            "path": model.name,
+            "tokenizer": None,
+            "revision": None,
+            "lora": None,
+        }
         file = session.path / "eval.yaml"
         write_atomic(file, to_yaml(build(EvaluateConfig, {**shared, "run": run, "model": whole})))
         commands.append(f"lightrft eval {file}")
@@ -355,17 +424,31 @@ def open_session(
     """
     path = Path(run.dir).expanduser() / run.name
     seed_everything(run.seed)
-    options: dict[str, Any] = {"tensorboard": logs.tensorboard, "wandb": logs.wandb, "ignore": MAY_DIFFER}
+    options: dict[str, Any] = {
+        "tensorboard": logs.tensorboard,
+        "wandb": logs.wandb,
+        "ignore": MAY_DIFFER,
+    }
     made: list[RunDirectory] = []
 
     def take() -> tuple[bool, Path | None]:
         if ranks.rank:
             return False, None
-        made.append(RunDirectory.open(path, config, resume=run.resume, overwrite=run.overwrite, **options))
+        made.append(
+            RunDirectory.open(path, config, resume=run.resume, overwrite=run.overwrite, **options)
+        )
         return made[0].fresh, made[0].checkpoint
 
     fresh, named = run_on_all_ranks(ranks, take)[0]
     folder = made[0] if made else ReadOnlyRunDirectory(path, fresh=fresh, checkpoint=named)
     store = CheckpointStore(path / "checkpoints", checkpoint.keep, checkpoint.best)
     with folder, StopFlag() as stop:
-        yield RunSession(folder, store, checkpoint, phase, observer if ranks.rank == 0 else NullObserver(), stop, ranks=ranks)
+        yield RunSession(
+            folder,
+            store,
+            checkpoint,
+            phase,
+            observer if ranks.rank == 0 else NullObserver(),
+            stop,
+            ranks=ranks,
+        )

@@ -34,7 +34,9 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
     for kind in ("sampled", "trained", "filtered", "failed"):
         if any(f"rollout/{kind}" in r for r in rows):
             found[f"tokens_{kind}"] = int(sum(r.get(f"rollout/{kind}", 0) for r in rows))
-    waiting = int(sum(r.get("rollout/carried_out", 0) - r.get("rollout/carried_in", 0) for r in rows))
+    waiting = int(
+        sum(r.get("rollout/carried_out", 0) - r.get("rollout/carried_in", 0) for r in rows)
+    )
     if waiting:
         found["tokens_waiting"] = waiting
     return found
@@ -56,7 +58,11 @@ def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[di
     before, after = _first_answers(files[0], threshold), _first_answers(files[-1], threshold)
     shared = [k for k in before if k in after]
     if any(before[k]["attachments"] for k in shared):
-        picked = [shared[i * len(shared) // GALLERY] for i in range(GALLERY)] if len(shared) > GALLERY else shared
+        picked = (
+            [shared[i * len(shared) // GALLERY] for i in range(GALLERY)]
+            if len(shared) > GALLERY
+            else shared
+        )
     else:
         shared.sort(key=lambda k: (before[k]["correct"], not after[k]["correct"]))
         picked = _spread(shared, before, after)

@@ -47,7 +47,9 @@ class SavedPolicy:
 
 def is_saved(path: Path) -> bool:
     """Return True if ``path`` is a checkpoint or a run folder, and not a model folder."""
-    return (path / MANIFEST).is_file() or ((path / "config.yaml").is_file() and not (path / "config.json").exists())
+    return (path / MANIFEST).is_file() or (
+        (path / "config.yaml").is_file() and not (path / "config.json").exists()
+    )
 
 
 def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> SavedPolicy:
@@ -64,28 +66,39 @@ def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> Sa
         ConfigError: ``path`` is no such folder, or the run names no metric for ``best``.
     """
     if not is_saved(path):
-        raise ConfigError(f"{path} is neither a run folder (with config.yaml) nor a checkpoint (with {MANIFEST})")
+        raise ConfigError(
+            f"{path} is neither a run folder (with config.yaml) nor a checkpoint (with {MANIFEST})"
+        )
     if (path / MANIFEST).is_file():
         if which != "auto" or step is not None:
-            raise ConfigError(f"{path} is one checkpoint: leave out which and step, or name the run folder")
+            raise ConfigError(
+                f"{path} is one checkpoint: leave out which and step, or name the run folder"
+            )
         verify(path)
         checkpoint = path
     else:
         checkpoint = _chosen(path, which, step)
     tree = _config_of(checkpoint)
-    return SavedPolicy(checkpoint, load_manifest(checkpoint).step, build(ModelConfig, tree["model"]))
+    return SavedPolicy(
+        checkpoint, load_manifest(checkpoint).step, build(ModelConfig, tree["model"])
+    )
 
 
 def _chosen(run: Path, which: str, step: int | None) -> Path:
     """Return the selected checkpoint of ``run``, verified."""
     best = (_read(run / "config.yaml").get("checkpoint") or {}).get("best")
     if which == "best" and not best:
-        raise ConfigError(f"which = 'best': the run {run} has no checkpoint.best; take which=last, or a step")
+        raise ConfigError(
+            f"which = 'best': the run {run} has no checkpoint.best; take which=last, or a step"
+        )
     store = CheckpointStore(run / "checkpoints", keep=1, best=best)
     steps = store.steps()
     if step is not None:
         if step not in steps:
-            raise CheckpointError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}")
+            raise CheckpointError(
+                f"{run} has no checkpoint of step {step}; it has "
+                f"{', '.join(map(str, steps)) or 'none'}"
+            )
         verify(steps[step])
         return steps[step]
     found = store.best_intact() if best and which != "last" else None
@@ -104,7 +117,9 @@ def _config_of(checkpoint: Path) -> dict[str, Any]:
     for file in (checkpoint / "config.yaml", checkpoint.parent.parent / "config.yaml"):
         if file.is_file():
             return _read(file)
-    raise CheckpointError(f"{checkpoint} has no config.yaml, and is in no run folder: its model is not known")
+    raise CheckpointError(
+        f"{checkpoint} has no config.yaml, and is in no run folder: its model is not known"
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -129,8 +144,14 @@ def resolved(model: ModelConfig) -> tuple[ModelConfig, SavedPolicy | None]:
     folder = Path(model.path).expanduser()
     if not model.path or not is_saved(folder):
         return model, None
-    if not (folder / MANIFEST).is_file() and not any(folder.glob("checkpoints/step_*")) and (folder / "model").is_dir():
-        log.warning("model.path = %r: the run has no checkpoints; using its folder model/", model.path)
+    if (
+        not (folder / MANIFEST).is_file()
+        and not any(folder.glob("checkpoints/step_*"))
+        and (folder / "model").is_dir()
+    ):
+        log.warning(
+            "model.path = %r: the run has no checkpoints; using its folder model/", model.path
+        )
         return model.model_copy(update={"path": str(folder / "model")}), None
     saved = saved_policy(folder)
     if saved.checkpoint != folder:
@@ -140,7 +161,13 @@ def resolved(model: ModelConfig) -> tuple[ModelConfig, SavedPolicy | None]:
 
 
 def write_policy(
-    model: ModelConfig, weights: Path, path: Path, tokenizer: Any, processor: Writes | None, *, merge: bool = True
+    model: ModelConfig,
+    weights: Path,
+    path: Path,
+    tokenizer: Any,
+    processor: Writes | None,
+    *,
+    merge: bool = True,
 ) -> None:
     """Write trained weights as a Hugging Face folder, atomically. A folder at ``path`` is replaced.
 
@@ -160,7 +187,10 @@ def write_policy(
     """
     actor = Actor.load(model)
     if not merge and not actor.has_adapters:
-        raise ConfigError("adapters = 'keep' changes nothing: the run trained no adapters (model.lora); leave it out")
+        raise ConfigError(
+            "adapters = 'keep' changes nothing: the run trained no adapters (model.lora); leave "
+            "it out"
+        )
     load_weights(actor, weights)
     with whole_folder(path) as temporary:
         save_model(actor, tokenizer, temporary, processor=processor, merge=merge)
@@ -169,18 +199,36 @@ def write_policy(
 def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:
     """Export the policy of ``config`` as a Hugging Face folder. Return folder and policy."""
     if not config.path:
-        raise ConfigError("path is empty; name a run folder or a checkpoint, e.g. lightrft export runs/my_run")
+        raise ConfigError(
+            "path is empty; name a run folder or a checkpoint, e.g. lightrft export runs/my_run"
+        )
     saved = saved_policy(Path(config.path).expanduser(), config.which, config.step)
-    model = saved.model if config.base is None else saved.model.model_copy(update={"path": config.base})
+    model = (
+        saved.model if config.base is None else saved.model.model_copy(update={"path": config.base})
+    )
     run = saved.checkpoint.absolute().parent
     run = run.parent if run.name == "checkpoints" else run
-    output = run / "export" / saved.checkpoint.name if config.output is None else Path(config.output).expanduser()
+    output = (
+        run / "export" / saved.checkpoint.name
+        if config.output is None
+        else Path(config.output).expanduser()
+    )
     if output.exists():
-        ours = output.is_dir() and any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
+        ours = output.is_dir() and any(
+            (output / name).is_file() for name in ("config.json", "adapter_config.json")
+        )
         if not (config.overwrite and ours):
-            way = "set overwrite=true to replace it, or choose another output" if ours else "choose another output"
-            raise ConfigError(f"output {output} exists{'' if ours else ' and is no model folder'}; {way}")
+            way = (
+                "set overwrite=true to replace it, or choose another output"
+                if ours
+                else "choose another output"
+            )
+            raise ConfigError(
+                f"output {output} exists{'' if ours else ' and is no model folder'}; {way}"
+            )
     tokenizer = load_tokenizer(model)
     processor = load_processor(model, tokenizer)
-    write_policy(model, saved.weights, output, tokenizer, processor, merge=config.adapters == "merge")
+    write_policy(
+        model, saved.weights, output, tokenizer, processor, merge=config.adapters == "merge"
+    )
     return output, saved

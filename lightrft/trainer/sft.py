@@ -38,7 +38,12 @@ class SFTRun(TrainingRun):
         """Take one step on the next ``batch_size`` conversations."""
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         with self.session.timers("update"):
-            return sft_step(self.roles.strategy, self.roles.policy, batch, self.config.train.max_tokens_per_micro_batch)
+            return sft_step(
+                self.roles.strategy,
+                self.roles.policy,
+                batch,
+                self.config.train.max_tokens_per_micro_batch,
+            )
 
     def state(self) -> dict[str, Any]:
         """Return the state of the sampler."""
@@ -52,15 +57,26 @@ class SFTRun(TrainingRun):
 def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, Any]:
     """Train as configured and return the content of ``summary.json``."""
     if not config.data.sources:
-        raise ConfigError("data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]")
+        raise ConfigError(
+            "data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]"
+        )
     check_evaluation(config)
     if config.eval.data.sources and not config.reward.terms and not config.reward.per_source:
         raise ConfigError(
-            "eval.data has sources but reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
+            "eval.data has sources but reward.terms is empty; name what scores a response, e.g. "
+            "reward.terms=[math]"
         )
     with (
         init_process_group(config.strategy.timeout_minutes) as ranks,
-        open_session(config, config.run, config.checkpoint, config.log, "sft", observer or NullObserver(), ranks) as session,
+        open_session(
+            config,
+            config.run,
+            config.checkpoint,
+            config.log,
+            "sft",
+            observer or NullObserver(),
+            ranks,
+        ) as session,
     ):
         run = prepare(config, session)
         try:
@@ -76,15 +92,35 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
-    dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
+    dataset = SFTDataset(
+        config.data,
+        tokenizer,
+        max_tokens=config.max_tokens,
+        seed=config.run.seed,
+        processor=processor,
+    )
     report("data", dataset.counts, dataset.first_problem)
     check_text(dataset, "data.sources")
     check_enough("batch_size", config.batch_size, len(dataset), "examples")
-    steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(dataset) / config.batch_size))
-    prompts = load_eval_prompts(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
+    steps = config.train.steps or max(
+        1, math.ceil(config.train.epochs * len(dataset) / config.batch_size)
+    )
+    prompts = load_eval_prompts(
+        config.eval.data,
+        tokenizer,
+        config.run.seed,
+        config.eval.limit,
+        processor,
+        reward=config.reward,
+    )
     first = session.ranks.rank == 0
-    run_on_all_ranks(session.ranks, lambda: check_rewards(config.reward, prompts, tokenizer) if first and prompts else None)
-    strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, session.ranks)
+    run_on_all_ranks(
+        session.ranks,
+        lambda: check_rewards(config.reward, prompts, tokenizer) if first and prompts else None,
+    )
+    strategy, actor, engine = local_policy(
+        config.model, config.strategy, config.engine, tokenizer, session.ranks
+    )
     return SFTRun(
         session=session,
         eval=config.eval,

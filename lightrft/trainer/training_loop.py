@@ -86,7 +86,13 @@ def resume_from_checkpoint(run: TrainingRun) -> None:
     """Resume from the newest checkpoint, if there is one, and send the weights to the engine."""
     if run.eval_prompts:
         run.roles.scorer.check_sources(prompt.data_source for prompt in run.eval_prompts)
-        check_lengths(run.roles.actor, longest(run.eval_prompts), run.eval.sampling, "eval.sampling", "eval.data")
+        check_lengths(
+            run.roles.actor,
+            longest(run.eval_prompts),
+            run.eval.sampling,
+            "eval.sampling",
+            "eval.data",
+        )
     run.step, state, run.values = run.session.resume(run.roles.strategy, run.trained)
     run.health.resume(run.values)
     if state:
@@ -121,7 +127,11 @@ def run_steps(run: TrainingRun) -> dict[str, Any]:
     about = {**run.summary_fields(), "finished": finished, **written}
 
     def close() -> dict[str, Any]:
-        return close_session(session, run.eval.threshold, about, run.step) if session.ranks.rank == 0 else {}
+        return (
+            close_session(session, run.eval.threshold, about, run.step)
+            if session.ranks.rank == 0
+            else {}
+        )
 
     return run_on_all_ranks(session.ranks, close)[0]
 
@@ -133,10 +143,19 @@ def export(run: TrainingRun) -> int:
     are gathered into a copy on rank 0.
     """
     roles, path, ranks = run.roles, run.session.path / "model", run.session.ranks
-    best, step = run_with_keepalive(ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign))[0]
+    best, step = run_with_keepalive(
+        ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign)
+    )[0]
     if best is not None:
         parts = roles.tokenizer, roles.processor
-        run_on_all_ranks(ranks, lambda: None if ranks.rank else write_policy(roles.actor.config, best / POLICY, path, *parts))
+        run_on_all_ranks(
+            ranks,
+            lambda: (
+                None
+                if ranks.rank
+                else write_policy(roles.actor.config, best / POLICY, path, *parts)
+            ),
+        )
         return step
     if ranks.size == 1:
         save_whole(roles.actor, run)
@@ -168,7 +187,10 @@ def best_checkpoint(run: TrainingRun, sign: Callable[[], None]) -> tuple[Path | 
         return None, run.step
     best = session.store.best_intact(sign)
     if best is None:
-        log.warning("checkpoint.best = %r: no checkpoint has this metric; model/ holds the last step", metric)
+        log.warning(
+            "checkpoint.best = %r: no checkpoint has this metric; model/ holds the last step",
+            metric,
+        )
         return None, run.step
     step = load_manifest(best).step
     return (None if step == run.step else best), step
@@ -191,7 +213,9 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> dict[str, Any]:
     values = metrics.compute()
     warn(run, values)
     last = last or reached(run.eval, values)
-    metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state, values))
+    metrics.merge(
+        session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state, values)
+    )
     return session.record(run.step, metrics)
 
 
@@ -213,8 +237,17 @@ def evaluate_if_due(run: TrainingRun) -> Metrics:
     """Generate responses to the eval set with the current policy, write them and return metrics."""
     run.wait_until_idle()
     with run.roles.generation_mode():
-        found = evaluate(run.roles.engine, run.roles.scorer, run.eval_prompts, run.eval, run.seed, ranks=run.roles.strategy.ranks)
-    run.session.folder.write_rollouts(run.step, found.rollouts, name="eval", attached=attached(found.rollouts))
+        found = evaluate(
+            run.roles.engine,
+            run.roles.scorer,
+            run.eval_prompts,
+            run.eval,
+            run.seed,
+            ranks=run.roles.strategy.ranks,
+        )
+    run.session.folder.write_rollouts(
+        run.step, found.rollouts, name="eval", attached=attached(found.rollouts)
+    )
     check_scored(found.rollouts, f"to the eval prompts at step {run.step}")
     run.health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
     return found.metrics

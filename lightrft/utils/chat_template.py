@@ -15,4 +15,6 @@ def rendered(apply: Callable[[list[dict[str, Any]]], str], content: Any) -> str 
         text = apply([{"role": "user", "content": content}])
     except Exception:  # jinja's errors and whatever a template raises
         return None
-    return None if "'type'" in text else text  # the template printed the list of parts with Python's repr()
+    return (
+        None if "'type'" in text else text
+    )  # the template printed the list of parts with Python's repr()

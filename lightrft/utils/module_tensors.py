@@ -7,7 +7,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 
-def exchange(model: nn.Module, new: Callable[[Tensor], Tensor | None], *, buffers: bool = False) -> None:
+def exchange(
+    model: nn.Module, new: Callable[[Tensor], Tensor | None], *, buffers: bool = False
+) -> None:
     """Replace every parameter of ``model`` by ``new(parameter)``.
 
     A tensor that several modules share is passed to ``new`` once and stays shared.

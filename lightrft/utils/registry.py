@@ -97,7 +97,9 @@ class Registry(Generic[T]):
             return self._about[name]
         function = self[name]
         docstring = (function.__doc__ or "").strip() or "no docstring"
-        return About(f"{name}: {docstring.splitlines()[0]}", needs=frozenset(getattr(function, "needs", ())))
+        return About(
+            f"{name}: {docstring.splitlines()[0]}", needs=frozenset(getattr(function, "needs", ()))
+        )
 
     def __getitem__(self, name: str) -> T:
         """Return the function called ``name``.
@@ -109,11 +111,15 @@ class Registry(Generic[T]):
         if ":" in name:
             return resolve(name, self.kind)
         if name.endswith(".py"):
-            raise ConfigError(f"{self.kind} {name!r} is a file, of which a function must be named: {_functions_of(name)}")
+            raise ConfigError(
+                f"{self.kind} {name!r} is a file, of which a function must be named: "
+                f"{_functions_of(name)}"
+            )
         near = difflib.get_close_matches(name, self._entries, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(
-            f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self._entries))}; or package.module:function"
+            f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self._entries))}; or "
+            "package.module:function"
         )
 
     def __contains__(self, name: object) -> bool:
@@ -138,8 +144,14 @@ def resolve(name: str, kind: str = "function") -> Any:
     """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
-        raise ConfigError(f"{kind} {name!r} is not of the form package.module:function or file.py:function")
-    module = _from_file(Path(where), name, kind) if where.endswith(".py") else _from_package(where, name, kind)
+        raise ConfigError(
+            f"{kind} {name!r} is not of the form package.module:function or file.py:function"
+        )
+    module = (
+        _from_file(Path(where), name, kind)
+        if where.endswith(".py")
+        else _from_package(where, name, kind)
+    )
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -159,7 +171,9 @@ def _functions_of(name: str) -> str:
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return f"write {name}:function"
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    found = [
+        node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")
+    ]
     return "write " + " or ".join(f"{name}:{function}" for function in found or ["function"])
 
 
@@ -180,17 +194,23 @@ def _from_file(path: Path, name: str, kind: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[key]
-        raise ConfigError(f"{kind} {name!r}: importing {path} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{kind} {name!r}: importing {path} raised {type(error).__name__}: {error}"
+        ) from error
     return module
 
 
 def _from_package(where: str, name: str, kind: str) -> ModuleType:
     here = str(Path.cwd())
-    if here not in sys.path:  # last: a module in the working directory must not hide an installed one
+    if (
+        here not in sys.path
+    ):  # last: a module in the working directory must not hide an installed one
         sys.path.append(here)
     try:
         return importlib.import_module(where)
     except ImportError as error:
         raise ConfigError(f"{kind} {name!r}: cannot import {where}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{kind} {name!r}: importing {where} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{kind} {name!r}: importing {where} raised {type(error).__name__}: {error}"
+        ) from error

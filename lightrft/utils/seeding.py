@@ -116,10 +116,14 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["torch"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the random generators' state is malformed: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"the random generators' state is malformed: {type(error).__name__}: {error}"
+        ) from error
     kind = next((name for name in state if name not in _PARTS), None)
     saved = state.get(device.type) if _has_generator(device) else None
-    if isinstance(saved, list):  # older checkpoints hold a list with the state of every visible device
+    if isinstance(
+        saved, list
+    ):  # older checkpoints hold a list with the state of every visible device
         saved = dict(enumerate(saved)).get(device.index or 0)
     if saved is not None:
         torch.get_device_module(device).set_rng_state(saved, device)

@@ -44,14 +44,31 @@ def load_state(path: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         earlier = path.with_name(f"{path.name}.json")
-        reason = f"there is only {earlier.name}, of an earlier version of lightrft" if earlier.exists() else "it is missing"
+        reason = (
+            f"there is only {earlier.name}, of an earlier version of lightrft"
+            if earlier.exists()
+            else "it is missing"
+        )
         raise CheckpointError(f"{file} is not a state that can be read: {reason}") from error
     except pickle.UnpicklingError as error:
         # Torch's own message advises to load the file without the restriction.
-        raise CheckpointError(f"{file} is damaged, or holds more than plain values and tensors") from error
+        raise CheckpointError(
+            f"{file} is damaged, or holds more than plain values and tensors"
+        ) from error
     # A damaged file fails with nearly any error, depending on the byte.
-    except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
-        raise CheckpointError(f"{file} is truncated, or no state: {type(error).__name__}: {first_line(error)}") from error
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+    ) as error:
+        raise CheckpointError(
+            f"{file} is truncated, or no state: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def _file_of(path: Path) -> Path:
@@ -79,8 +96,12 @@ class _Plain:
         if isinstance(value, dict):
             for key in value:
                 if not (key is None or isinstance(key, str | int | float)):
-                    raise TypeError(f"state{place}: a key of type {type(key).__name__} cannot be saved: {key!r}")
-            return {self.of(key, place): self.of(item, f"{place}.{key}") for key, item in value.items()}
+                    raise TypeError(
+                        f"state{place}: a key of type {type(key).__name__} cannot be saved: {key!r}"
+                    )
+            return {
+                self.of(key, place): self.of(item, f"{place}.{key}") for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             items = [self.of(item, f"{place}.{i}") for i, item in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
@@ -94,7 +115,10 @@ class _Plain:
         if id(value) not in self._tensors:
             tensor = value.detach().contiguous()
             storage = tensor.untyped_storage()
-            shared = storage.data_ptr() in self._storages or storage.nbytes() != tensor.numel() * tensor.element_size()
+            shared = (
+                storage.data_ptr() in self._storages
+                or storage.nbytes() != tensor.numel() * tensor.element_size()
+            )
             if shared and tensor.numel():
                 tensor = tensor.clone()
             self._storages.add(tensor.untyped_storage().data_ptr())

@@ -85,7 +85,11 @@ def _reward(run: RunData) -> str:
     points = run.points("reward/mean")
     if not points:
         return ""
-    terms = [n for n in run.names("reward/") if n not in ("reward/mean", "reward/std", "reward/max", "reward/min")]
+    terms = [
+        n
+        for n in run.names("reward/")
+        if n not in ("reward/mean", "reward/std", "reward/max", "reward/min")
+    ]
     series = _lines("reward", points, 0)
     if len(terms) > 1:  # a single term equals the reward, up to its weight
         for i, name in enumerate(terms[:6]):
@@ -108,10 +112,15 @@ def _accuracy(run: RunData) -> str:
     series = [Series("eval accuracy", points, 2, dots=len(points) <= NOISY)]
     sources = [n for n in run.names("eval/") if n.count("/") == 2 and n.endswith("/accuracy")]
     if len(sources) > 1:
-        series += [Series(n.split("/")[1], run.points(n), 3 + i, dots=True) for i, n in enumerate(sources[:5])]
+        series += [
+            Series(n.split("/")[1], run.points(n), 3 + i, dots=True)
+            for i, n in enumerate(sources[:5])
+        ]
     before = run.summary.get("heldout_before")
     if isinstance(before, int | float) and len(points) > 1:
-        series.append(Series("before", [(points[0][0], before), (points[-1][0], before)], 5, dashed=True))
+        series.append(
+            Series("before", [(points[0][0], before), (points[-1][0], before)], 5, dashed=True)
+        )
     svg = line_plot("Held-out accuracy", series, y_format=percent, y_range=(0.0, 1.0))
     return _figure(
         "Held-out accuracy",
@@ -153,8 +162,13 @@ def _time(run: RunData) -> str:
         return ""
     total = sum(map(sum, columns.values()))
     svg = stacked_bars("Where the time goes", [row["step"] for row in rows], columns)
-    shares = [Series(f"{phase} {_share(sum(values) / total)}", [], i) for i, (phase, values) in enumerate(columns.items())]
-    return _figure("Where the time goes", "seconds per step", svg, f"{compact(total / len(rows))} s", shares)
+    shares = [
+        Series(f"{phase} {_share(sum(values) / total)}", [], i)
+        for i, (phase, values) in enumerate(columns.items())
+    ]
+    return _figure(
+        "Where the time goes", "seconds per step", svg, f"{compact(total / len(rows))} s", shares
+    )
 
 
 def _share(value: float) -> str:

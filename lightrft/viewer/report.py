@@ -50,7 +50,9 @@ def render(run: RunData) -> str:
         _settings(run),
         _next(run),
     ]
-    given = f"img-src data:; media-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    given = (
+        f"img-src data:; media-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    )
     policy = f"default-src 'none'; {given}; base-uri 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -69,18 +71,25 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode(
+        "ascii"
+    )
 
 
 def _header(run: RunData) -> str:
     if run.summary:
         seconds = run.summary.get("seconds")
-        lede = f"Finished in {duration(seconds)}." if isinstance(seconds, int | float) else "Finished."
+        lede = (
+            f"Finished in {duration(seconds)}." if isinstance(seconds, int | float) else "Finished."
+        )
     elif run.rows:
         lede = f"Not finished: these are the numbers up to step {run.rows[-1]['step']:.0f}."
     else:
         lede = "No step has been written yet."
-    return f'<header>\n<p class="eyebrow">Run report</p>\n<h1>{escape(run.name)}</h1>\n<p class="lede">{lede}</p>\n</header>'
+    return (
+        f'<header>\n<p class="eyebrow">Run report</p>\n<h1>{escape(run.name)}</h1>\n<p '
+        f'class="lede">{lede}</p>\n</header>'
+    )
 
 
 def _hero(run: RunData) -> str:
@@ -107,11 +116,17 @@ def _headline(run: RunData) -> str:
     value = f'<span class="to">{percent(after)}</span>'
     delta = ""
     if before is not None:
-        value = f'<span class="from">{percent(before)}</span><span class="arrow" aria-label="to">→</span>{value}'
+        value = (
+            f'<span class="from">{percent(before)}</span><span class="arrow" '
+            f'aria-label="to">→</span>{value}'
+        )
         points = (after - before) * 100
         css = "good" if points > 0 else "bad" if points < 0 else ""
         delta = f'<p class="delta {css}">{points:+.1f} points</p>'.replace("-", "−", 1)
-    return f'<div class="headline card"><p class="label">Held-out accuracy{when}</p><p class="value">{value}</p>{delta}</div>'
+    return (
+        f'<div class="headline card"><p class="label">Held-out accuracy{when}</p><p '
+        f'class="value">{value}</p>{delta}</div>'
+    )
 
 
 def _facts(run: RunData) -> list[tuple[str, str, str]]:
@@ -143,7 +158,9 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
     return facts
 
 
-def _first_and_last(label: str, points: Points, form: Callable[[float], str]) -> list[tuple[str, str, str]]:
+def _first_and_last(
+    label: str, points: Points, form: Callable[[float], str]
+) -> list[tuple[str, str, str]]:
     """Return the mean of a value over the last tenth of the run, and over the first tenth."""
     if not points:
         return []
@@ -157,7 +174,10 @@ def _curves(run: RunData) -> str:
     if not drawn and not account:
         return ""
     figures = f'<div class="plots">{"".join(drawn)}</div>'
-    return f'<section aria-labelledby="curves">\n<h2 id="curves">How it went</h2>\n{figures}\n{account}</section>'
+    return (
+        '<section aria-labelledby="curves">\n<h2 id="curves">How it '
+        f"went</h2>\n{figures}\n{account}</section>"
+    )
 
 
 def _account(run: RunData) -> str:
@@ -165,7 +185,9 @@ def _account(run: RunData) -> str:
     sampled = run.total("rollout/tokens_sampled")
     if not sampled:
         return ""
-    parts = {name: run.total(f"rollout/{name}") or 0.0 for name in ("trained", "filtered", "failed")}
+    parts = {
+        name: run.total(f"rollout/{name}") or 0.0 for name in ("trained", "filtered", "failed")
+    }
     classes = ["f2", "f5", "f1"]
     waiting = (run.total("rollout/carried_out") or 0.0) - (run.total("rollout/carried_in") or 0.0)
     if waiting:
@@ -189,22 +211,36 @@ def _account(run: RunData) -> str:
 
 
 def _swatch(css: str) -> str:
-    return f'<svg viewBox="0 0 14 8" aria-hidden="true"><rect class="{css}" width="14" height="8" rx="2"/></svg>'
+    return (
+        f'<svg viewBox="0 0 14 8" aria-hidden="true"><rect class="{css}" width="14" height="8" '
+        'rx="2"/></svg>'
+    )
 
 
 def _settings(run: RunData) -> str:
     changed: Mapping[str, Any] = run.summary.get("changed") or {}
     if not changed and not run.config:
         return ""
-    body = _table(changed) if changed else "<p>Every setting is at its default.</p>" if run.summary else ""
-    every = f"<details><summary>All {len(run.config)} settings</summary>{_table(run.config)}</details>" if run.config else ""
+    body = (
+        _table(changed)
+        if changed
+        else "<p>Every setting is at its default.</p>"
+        if run.summary
+        else ""
+    )
+    every = (
+        f"<details><summary>All {len(run.config)} settings</summary>{_table(run.config)}</details>"
+        if run.config
+        else ""
+    )
     head = "Settings that were changed" if changed else "Settings"
     return f'<section aria-labelledby="settings">\n<h2 id="settings">{head}</h2>\n{body}{every}\n</section>'
 
 
 def _table(settings: Mapping[str, Any]) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{escape(key)}</th><td>{escape(_value(value))}</td></tr>' for key, value in settings.items()
+        f'<tr><th scope="row">{escape(key)}</th><td>{escape(_value(value))}</td></tr>'
+        for key, value in settings.items()
     )
     return f'<table class="settings"><tbody>{rows}</tbody></table>'
 
@@ -212,7 +248,9 @@ def _table(settings: Mapping[str, Any]) -> str:
 def _value(value: Any) -> str:
     """Return a value as YAML on one line."""
     return (
-        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9).removesuffix("\n").removesuffix("\n...")
+        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
+        .removesuffix("\n")
+        .removesuffix("\n...")
     )
 
 
@@ -228,7 +266,10 @@ def _next(run: RunData) -> str:
             f'<li>{caption}<div class="command card"><pre tabindex="0">{escape(line.strip())}</pre>'
             '<button type="button" hidden>Copy</button></div></li>'
         )
-    return f'<section aria-labelledby="next">\n<h2 id="next">What to type next</h2>\n<ol class="next">{items}</ol>\n</section>'
+    return (
+        '<section aria-labelledby="next">\n<h2 id="next">What to type next</h2>\n<ol '
+        f'class="next">{items}</ol>\n</section>'
+    )
 
 
 def duration(seconds: float) -> str:

@@ -72,7 +72,9 @@ class RunData:
 
     def names(self, prefix: str) -> list[str]:
         """Return the metrics that begin with ``prefix``, in the order of their first occurrence."""
-        return list(dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix)))
+        return list(
+            dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix))
+        )
 
 
 def read_run(folder: Path) -> RunData:
@@ -81,7 +83,9 @@ def read_run(folder: Path) -> RunData:
     Raises ``DataError`` if ``folder`` is not a run folder or has a malformed file.
     """
     if not (folder / "config.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
-        raise DataError(f"{folder} is not a run's folder: it has neither config.yaml nor metrics.jsonl")
+        raise DataError(
+            f"{folder} is not a run's folder: it has neither config.yaml nor metrics.jsonl"
+        )
     rows = read_rows(folder / "metrics.jsonl")
     supervised = [row for row in rows if row.get("phase") == "sft"]
     others = [row for row in rows if row.get("phase") != "sft"]
@@ -107,7 +111,9 @@ def _answers(folder: Path) -> tuple[list[Answer], list[Answer]]:
     path = folder / "samples.json"
     samples = _mapping(_json(path), path)
     if samples:
-        return [_sample(s) for s in samples.get("before", [])], [_sample(s) for s in samples.get("after", [])]
+        return [_sample(s) for s in samples.get("before", [])], [
+            _sample(s) for s in samples.get("after", [])
+        ]
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     return (_sampled(files[0]), _sampled(files[-1])) if len(files) > 1 else ([], [])
 
@@ -133,7 +139,9 @@ def _sampled(path: Path, most: int = 5) -> list[Answer]:
             row = json.loads(line)
             prompt = row["prompt"]
             texts = (_text(prompt["text"]), _text(row["text"]), _text(prompt["label"]))
-            found.setdefault(prompt["id"], Answer(*texts, None, row["reward"], _attachments(prompt)))
+            found.setdefault(
+                prompt["id"], Answer(*texts, None, row["reward"], _attachments(prompt))
+            )
     return list(found.values())
 
 
@@ -142,7 +150,13 @@ def _attachments(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return (
+        ""
+        if value is None
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def _json(path: Path) -> Any:

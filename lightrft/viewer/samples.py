@@ -27,7 +27,9 @@ def answers(run: RunData) -> str:
     paired = all(before.prompt == after.prompt for before, after in pairs)
     if paired and all(_small(before) and _small(after) for before, after in pairs):
         return _section("Responses, before and after", _about_all(pairs), _gallery(run, pairs))
-    head = "Responses, before and after" if paired else "Responses at the first step and at the last"
+    head = (
+        "Responses, before and after" if paired else "Responses at the first step and at the last"
+    )
     some = pairs[:ANSWERS]
     about = ""
     if paired and len(pairs) > len(some):
@@ -57,7 +59,10 @@ def _about_all(pairs: Pairs) -> str:
             return question.strip()
         right_before += bool(before.correct)
         right_after += bool(after.correct)
-    return f"{question}Of these {len(pairs)} prompts of the eval set, {right_before} had a right response before, {right_after} after."
+    return (
+        f"{question}Of these {len(pairs)} prompts of the eval set, {right_before} had a right "
+        f"response before, {right_after} after."
+    )
 
 
 def _gallery(run: RunData, pairs: Pairs) -> str:

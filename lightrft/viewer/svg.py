@@ -65,7 +65,9 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
         high: largest value.
         count: approximate number of intervals.
     """
-    if not (high - low) / count > sys.float_info.min:  # the values are equal or too close to distinguish
+    if (
+        not (high - low) / count > sys.float_info.min
+    ):  # the values are equal or too close to distinguish
         pad = abs(low) * 0.5 or 0.5
         low, high = low - pad, high + pad
     raw = (high - low) / count
@@ -140,7 +142,11 @@ def line_plot(
         y_range: range of the value axis. None fits the values.
         zero: if True, the value axis starts at 0.
     """
-    series = [Series(s.name, thin(s.points), s.color, s.faint, s.dots, s.dashed) for s in series if s.points]
+    series = [
+        Series(s.name, thin(s.points), s.color, s.faint, s.dots, s.dashed)
+        for s in series
+        if s.points
+    ]
     xs = [x for s in series for x, _ in s.points]
     ys = [y for s in series for _, y in s.points]
     low, high = y_range or (min(0.0, *ys) if zero else min(ys), max(ys))
@@ -153,7 +159,9 @@ def line_plot(
     return _svg(title, _describe(series, y_format), "".join(parts))
 
 
-def stacked_bars(title: str, steps: Sequence[float], columns: Mapping[str, Sequence[float]], unit: str = "s") -> str:
+def stacked_bars(
+    title: str, steps: Sequence[float], columns: Mapping[str, Sequence[float]], unit: str = "s"
+) -> str:
     """Return a plot with one stacked bar per step.
 
     Neighboring steps are averaged if there are many.
@@ -166,7 +174,10 @@ def stacked_bars(title: str, steps: Sequence[float], columns: Mapping[str, Seque
     """
     size = max(1, math.ceil(len(steps) / 48))
     groups = [range(i, min(i + size, len(steps))) for i in range(0, len(steps), size)]
-    means = {name: [sum(values[i] for i in g) / len(g) for g in groups] for name, values in columns.items()}
+    means = {
+        name: [sum(values[i] for i in g) / len(g) for g in groups]
+        for name, values in columns.items()
+    }
     totals = [sum(values[k] for values in means.values()) for k in range(len(groups))]
     ticks = nice_ticks(0.0, max(totals) or 1.0)
     frame = _Frame(0, len(groups), 0.0, ticks[-1])
@@ -189,7 +200,9 @@ def stacked_bars(title: str, steps: Sequence[float], columns: Mapping[str, Seque
                 lines.append(f"{name}: {compact(values[k])} {unit}")
         first, last = steps[group[0]], steps[group[-1]]
         head = f"step {first:.0f}" if len(group) == 1 else f"steps {first:.0f} to {last:.0f}, mean"
-        parts.append(f'<g class="bar"><title>{escape(chr(10).join([head, *reversed(lines)]))}</title>{bar}</g>')
+        parts.append(
+            f'<g class="bar"><title>{escape(chr(10).join([head, *reversed(lines)]))}</title>{bar}</g>'
+        )
     means_text = ", ".join(f"{name} {compact(sum(v) / len(v))} {unit}" for name, v in means.items())
     return _svg(title, f"Mean per step: {means_text}.", "".join(parts))
 
@@ -219,7 +232,10 @@ def share_bar(title: str, shares: Mapping[str, float], classes: Sequence[str]) -
 
 def _svg(title: str, description: str, body: str) -> str:
     label = escape(f"{title}. {description}")
-    return f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{body}</svg>'
+    return (
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{label}">{body}</svg>'
+    )
 
 
 def _step_ticks(low: float, high: float) -> dict[float, float]:
@@ -239,21 +255,35 @@ def _axes(
     for tick in ticks:
         y = frame.y(tick)
         css = "base" if tick == ticks[0] else "grid"
-        parts.append(f'<line class="{css}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 7}" y="{y + 3.6:.1f}">{escape(y_format(tick))}</text>')
+        parts.append(
+            f'<line class="{css}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(
+            f'<text class="tick end" x="{LEFT - 7}" '
+            f'y="{y + 3.6:.1f}">{escape(y_format(tick))}</text>'
+        )
     parts.append(f'<text class="tick end" x="{LEFT - 7}" y="{HEIGHT - 8}">step</text>')
     for place, step in steps.items():
-        parts.append(f'<text class="tick mid" x="{frame.x(place):.1f}" y="{HEIGHT - 8}">{step:.0f}</text>')
+        parts.append(
+            f'<text class="tick mid" x="{frame.x(place):.1f}" y="{HEIGHT - 8}">{step:.0f}</text>'
+        )
     return "".join(parts)
 
 
 def _line(series: Series, frame: _Frame) -> str:
     places = [(frame.x(x), frame.y(y)) for x, y in series.points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    css = f"line s{series.color % 8}" + (" faint" if series.faint else "") + (" dashed" if series.dashed else "")
+    css = (
+        f"line s{series.color % 8}"
+        + (" faint" if series.faint else "")
+        + (" dashed" if series.dashed else "")
+    )
     drawn = f'<path class="{css}" d="{path}"/>' if len(places) > 1 else ""
     if series.dots or len(places) == 1:
-        drawn += "".join(f'<circle class="f{series.color % 8}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in places)
+        drawn += "".join(
+            f'<circle class="f{series.color % 8}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>'
+            for x, y in places
+        )
     return drawn
 
 
@@ -269,7 +299,10 @@ def _hover(series: Sequence[Series], frame: _Frame, y_format: Callable[[float], 
     for i, x in enumerate(xs):
         text = "\n".join([f"step {x:.0f}", *(f"{s.name}: {y_format(y)}" for s, y in at[x])])
         place = frame.x(x)
-        dots = "".join(f'<circle class="f{s.color % 8}" cx="{place:.1f}" cy="{frame.y(y):.1f}" r="3.4"/>' for s, y in at[x])
+        dots = "".join(
+            f'<circle class="f{s.color % 8}" cx="{place:.1f}" cy="{frame.y(y):.1f}" r="3.4"/>'
+            for s, y in at[x]
+        )
         parts.append(
             f'<g class="at"><title>{escape(text)}</title><rect x="{edges[i]:.1f}" y="{TOP}" '
             f'width="{edges[i + 1] - edges[i]:.1f}" height="{HEIGHT - TOP - BOTTOM}"/><line '

@@ -53,7 +53,11 @@ def remote_roles(
         host: address at which workers reach this process.
     """
     apart = RemoteRoleBuilder(config, ranks, hire, host)
-    engine = ("async_engine", apart.async_engine) if config.rollout.staleness else ("engine", apart.engine)
+    engine = (
+        ("async_engine", apart.async_engine)
+        if config.rollout.staleness
+        else ("engine", apart.engine)
+    )
     staffed = [kind for kind, (count, _) in config.launch.ray.workers.items() if count]
     makers = dict(engine if kind == "engine" else (kind, getattr(apart, kind)) for kind in staffed)
     return local_roles(config, tokenizer, steps, processor, ranks, makers)
@@ -87,24 +91,32 @@ class RemoteRoleBuilder:
         config = self.config
         trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
         asked = config.launch.ray
-        hand = WeightSyncConfig(asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained)
+        hand = WeightSyncConfig(
+            asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained
+        )
         make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)
         workers = self.hire("engine", make) if ranks.rank == 0 else ()
         return EngineWorkerGroup(workers, config.engine, self.limits, hand, ranks)
 
     def scorer(self) -> RewardWorkerGroup:
         """Build the scorer."""
-        return RewardWorkerGroup(self.hire("scorer", partial(reward_scorer_worker, self.config.reward)), self.limits)
+        return RewardWorkerGroup(
+            self.hire("scorer", partial(reward_scorer_worker, self.config.reward)), self.limits
+        )
 
     def reference(self) -> RemoteReference:
         """Build the reference."""
-        make = partial(frozen_model_worker, reference_model(self.config), self.strategy, self.threads)
+        make = partial(
+            frozen_model_worker, reference_model(self.config), self.strategy, self.threads
+        )
         return RemoteReference(self.hire("reference", make), self.limits)
 
     def teacher(self, tokenizer: Any, strategy: Strategy) -> RemoteTeacher:
         """Build the teacher."""
         model = teacher_model(self.config, tokenizer)
-        workers = self.hire("teacher", partial(frozen_model_worker, model, self.strategy, self.threads))
+        workers = self.hire(
+            "teacher", partial(frozen_model_worker, model, self.strategy, self.threads)
+        )
         return RemoteTeacher(workers, self.limits, strategy.device)
 
 
@@ -112,8 +124,14 @@ def check_workers(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` for workers of a role that the run lacks or cannot run remotely."""
     staff, algorithm = config.launch.ray.staff, config.algorithm
     nothing = {
-        "scorers": ("reward.terms is empty", not config.reward.terms and not config.reward.per_source),
-        "references": ("no part in force reads a reference; set algorithm.kl", not requirements.reference),
+        "scorers": (
+            "reward.terms is empty",
+            not config.reward.terms and not config.reward.per_source,
+        ),
+        "references": (
+            "no part in force reads a reference; set algorithm.kl",
+            not requirements.reference,
+        ),
         "teachers": ("algorithm.distill is none", algorithm.distill.kind == "none"),
     }
     for name, count in staff.items():
@@ -122,12 +140,12 @@ def check_workers(config: RLConfig, requirements: Requirements) -> None:
             raise ConfigError(f"launch.ray.{name} = {count} changes nothing: {why}; leave it out")
     if staff["references"] and config.model.lora is not None and not config.reference:
         raise ConfigError(
-            f"launch.ray.references = {staff['references']}: model.lora has the policy without its adapters for a reference, which the "
-            "ranks do themselves; leave it out"
+            f"launch.ray.references = {staff['references']}: model.lora has the policy without "
+            "its adapters for a reference, which the ranks do themselves; leave it out"
         )
     if staff["references"] and algorithm.kl.refresh_every:
         raise ConfigError(
-            f"launch.ray.references = {staff['references']}: with algorithm.kl.refresh_every = {algorithm.kl.refresh_every} "
-            "the reference follows the policy, and only the ranks can move it; set launch.ray.references=0, or "
-            "algorithm.kl.refresh_every=0"
+            f"launch.ray.references = {staff['references']}: with algorithm.kl.refresh_every = "
+            f"{algorithm.kl.refresh_every} the reference follows the policy, and only the ranks "
+            "can move it; set launch.ray.references=0, or algorithm.kl.refresh_every=0"
         )

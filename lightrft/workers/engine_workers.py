@@ -41,7 +41,9 @@ LOOK_SECONDS = 0.05
 """Polling interval for a stop request, in seconds."""
 
 
-def engine_worker(model: ModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int) -> EngineWorker:
+def engine_worker(
+    model: ModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int
+) -> EngineWorker:
     """Make the object of an engine worker.
 
     Args:
@@ -52,7 +54,9 @@ def engine_worker(model: ModelConfig, config: EngineConfig, strategy: StrategyCo
     """
     torch.set_num_threads(threads)
     actor = local_frozen(model, SingleStrategy(strategy))
-    return EngineWorker(NativeEngine(KVDecoder(actor.model), load_tokenizer(model), config, shared=False))
+    return EngineWorker(
+        NativeEngine(KVDecoder(actor.model), load_tokenizer(model), config, shared=False)
+    )
 
 
 class EngineWorker:
@@ -63,7 +67,9 @@ class EngineWorker:
         self.inbox = WeightBuffer(engine.decoder.load)
         self._drawings: dict[str, GenerationBatch] = {}
 
-    def draw(self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float) -> list[dict[str, Any]]:
+    def draw(
+        self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float
+    ) -> list[dict[str, Any]]:
         """Generate for ``job`` for about ``seconds`` and return the finished responses, packed.
 
         Args:
@@ -158,7 +164,10 @@ class EngineWorkerGroup:
         return self.delivery.version
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never_stop
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool] = never_stop,
     ) -> Iterator[Rollout]:
         """Generate a response to each request, and yield it once it is finished. See
         ``Engine.generate``.
@@ -176,7 +185,9 @@ class EngineWorkerGroup:
         check_requests(wanted, sampling, self.config)
         return self._answers(wanted, sampling, stopped)
 
-    def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
+    def _answers(
+        self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]
+    ) -> Iterator[Rollout]:
         job = _Job(self.crew, self.config.max_num_seqs, requests, sampling, self._losses)
         try:
             while job.unfinished:
@@ -246,7 +257,12 @@ class _Job:
     """
 
     def __init__(
-        self, crew: WorkerGroup, max_rows: int, requests: Sequence[Request], sampling: SamplingConfig, losses: Counter[int]
+        self,
+        crew: WorkerGroup,
+        max_rows: int,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        losses: Counter[int],
     ) -> None:
         self.crew = crew
         self.losses = losses
@@ -281,9 +297,14 @@ class _Job:
                 self.crew.begin(desk, "abort", self.name)
         for desk in busy:
             found += self._settle(desk, self.crew.outcome)
-        left = [*itertools.chain(*self.waiting), *(r for desk in self.desks for r in desk.asked.values())]
+        left = [
+            *itertools.chain(*self.waiting),
+            *(r for desk in self.desks for r in desk.asked.values()),
+        ]
         self._forget()
-        return found + [r.partial or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in left]
+        return found + [
+            r.partial or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in left
+        ]
 
     def drop(self) -> None:
         """Abort the job on the workers without waiting for a result."""
@@ -311,7 +332,9 @@ class _Job:
                 self.crew.begin(desk, "draw", self.name, desk.fresh, self.sampling, TURN_SECONDS)
                 desk.fresh = []
 
-    def _settle(self, desk: _WorkerSlot, how: Callable[[PendingCall], tuple[Any, ...]]) -> list[Rollout]:
+    def _settle(
+        self, desk: _WorkerSlot, how: Callable[[PendingCall], tuple[Any, ...]]
+    ) -> list[Rollout]:
         """Return the responses from the call of ``desk``. If the worker is lost, requeue its
         requests.
         """
@@ -320,7 +343,11 @@ class _Job:
         except WorkerLost as lost:
             self._lose(desk, str(lost))
             return []
-        rollouts = [unpack_rollout(packed, desk.asked.pop(packed["seed"]).prompt) for answers in found for packed in answers]
+        rollouts = [
+            unpack_rollout(packed, desk.asked.pop(packed["seed"]).prompt)
+            for answers in found
+            for packed in answers
+        ]
         for rollout in rollouts:
             self.losses.pop(rollout.seed, None)
         return rollouts
@@ -342,8 +369,10 @@ class _Job:
         # One more than a worker's restarts: that error comes first and describes the cause better.
         if often := [request for request in known if self.losses[request.seed] > restarts + 1]:
             raise WorkerError(
-                f"{restarts + 2} engines were lost one after another while they generated the same {len(often)} responses, e.g. to prompt "
-                f"{often[0].prompt.id!r} (the last: {desk.worker.name}: {why}), more than launch.ray.restarts = {restarts}; see what "
-                "the lines above say of it. Where it is memory, lower engine.max_num_seqs, engine.max_cache_tokens or the length of responses. The "
-                "same command resumes from the last checkpoint"
+                f"{restarts + 2} engines were lost one after another while they generated the "
+                f"same {len(often)} responses, e.g. to prompt {often[0].prompt.id!r} (the last: "
+                f"{desk.worker.name}: {why}), more than launch.ray.restarts = {restarts}; see "
+                "what the lines above say of it. Where it is memory, lower engine.max_num_seqs, "
+                "engine.max_cache_tokens or the length of responses. The same command resumes "
+                "from the last checkpoint"
             )

@@ -37,7 +37,9 @@ from lightrft.utils.errors import ConfigError, ModelError
 def local_tokenizer(model: ModelConfig) -> Any:
     """Load the tokenizer of ``model``. Raises ``ConfigError`` when no model is named."""
     if not model.path:
-        raise ConfigError("model.path is empty; give a Hugging Face folder or name, e.g. model.path=path/to/model")
+        raise ConfigError(
+            "model.path is empty; give a Hugging Face folder or name, e.g. model.path=path/to/model"
+        )
     return load_tokenizer(model)
 
 
@@ -50,7 +52,8 @@ def strategy_of(config: StrategyConfig, ranks: ProcessGroup) -> Strategy:
     check_parallel_sizes(ranks, config.sequence_parallel * config.tensor_parallel)
     if config.kind in ("fsdp2", "deepspeed") and ranks.size == 1:
         raise ConfigError(
-            f"strategy.kind = {config.kind!r} shards over several processes; set launch.processes, or strategy.kind=auto"
+            f"strategy.kind = {config.kind!r} shards over several processes; set "
+            "launch.processes, or strategy.kind=auto"
         )
     if config.kind == "deepspeed":
         from lightrft.strategy.deepspeed import DeepSpeedStrategy
@@ -61,10 +64,16 @@ def strategy_of(config: StrategyConfig, ranks: ProcessGroup) -> Strategy:
 
         return Fsdp2Strategy(config, ranks)
     if ranks.size > 1:
-        raise ConfigError(f"strategy.kind = 'single' is for one process, and this run has {ranks.size}; set strategy.kind=auto")
+        raise ConfigError(
+            f"strategy.kind = 'single' is for one process, and this run has {ranks.size}; set "
+            "strategy.kind=auto"
+        )
     for name in SHARDING:
         if (value := getattr(config, name)) != StrategyConfig.model_fields[name].default:
-            raise ConfigError(f"strategy.{name} = {value} changes nothing in one process; set launch.processes, or leave it out")
+            raise ConfigError(
+                f"strategy.{name} = {value} changes nothing in one process; set "
+                "launch.processes, or leave it out"
+            )
     return SingleStrategy(config)
 
 
@@ -93,7 +102,17 @@ def local_policy(
     if weights is not None:
         load_weights(actor, weights)
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
-    return placed, actor, NativeEngine(KVDecoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor_parallel)
+    return (
+        placed,
+        actor,
+        NativeEngine(
+            KVDecoder(actor.model),
+            tokenizer,
+            engine,
+            whole=whole,
+            together=strategy.tensor_parallel,
+        ),
+    )
 
 
 def local_scorer(config: RewardConfig, unscored: float | None = None) -> RewardScorer:
@@ -127,14 +146,20 @@ def local_roles(
         "scorer", lambda: local_scorer(config.reward, unscored=0.0)
     )()  # must come first: its processes start while models are loaded
     try:
-        strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
+        strategy, actor, engine = local_policy(
+            config.model, config.strategy, config.engine, tokenizer, ranks
+        )
         per_step = config.train.ppo_epochs * config.train.num_mini_batches
         frozen = config.critic.warmup_steps if requirements.critic else 0
         # The policy takes no optimizer step while the critic trains alone.
-        policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
+        policy = TrainableModel(
+            actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step))
+        )
         return Roles(
             strategy=strategy,
-            reference=apart["reference"]() if "reference" in apart else local_reference(config, requirements, policy, strategy),
+            reference=apart["reference"]()
+            if "reference" in apart
+            else local_reference(config, requirements, policy, strategy),
             policy=policy,
             engine=apart["engine"](actor, strategy) if "engine" in apart else engine,
             scorer=scorer,
@@ -145,7 +170,9 @@ def local_roles(
             else local_async_engine(config, actor, tokenizer, strategy),
             async_process_group=ranks.duplicate() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
-            critic=local_critic(config, strategy, max(1, steps * per_step)) if requirements.critic else None,
+            critic=local_critic(config, strategy, max(1, steps * per_step))
+            if requirements.critic
+            else None,
             process=local_process(config, strategy, steps) if requirements.process else None,
             ptx=PretrainingLoss.of(config.ptx, tokenizer, config.run.seed, processor),
         )
@@ -154,7 +181,9 @@ def local_roles(
         raise
 
 
-def local_reference(config: RLConfig, requirements: Requirements, policy: TrainableModel, strategy: Strategy) -> Reference | None:
+def local_reference(
+    config: RLConfig, requirements: Requirements, policy: TrainableModel, strategy: Strategy
+) -> Reference | None:
     """Build the reference model, or return None when no part of the algorithm reads it.
 
     With adapters it is the policy with adapters disabled. Otherwise it is a separate frozen model.
@@ -170,12 +199,18 @@ def local_reference(config: RLConfig, requirements: Requirements, policy: Traina
     if config.model.lora is not None and config.reference is None:
         return AdapterFreeReference(policy.model)
     frozen, kl = local_frozen(reference_model(config), strategy), config.algorithm.kl
-    return MovingReference.of(frozen, policy.state.shapes, strategy, kl) if kl.refresh_every else FrozenModel(frozen)
+    return (
+        MovingReference.of(frozen, policy.state.shapes, strategy, kl)
+        if kl.refresh_every
+        else FrozenModel(frozen)
+    )
 
 
 def reference_model(config: RLConfig) -> ModelConfig:
     """Return the model settings of a separate reference."""
-    return config.model.model_copy(update={"path": config.reference or config.model.path, "lora": None})
+    return config.model.model_copy(
+        update={"path": config.reference or config.model.path, "lora": None}
+    )
 
 
 def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
@@ -187,7 +222,9 @@ def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
     return frozen.eval()
 
 
-def local_async_engine(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strategy) -> Engine | None:
+def local_async_engine(
+    config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strategy
+) -> Engine | None:
     """Build an engine with a full copy of the weights on each rank, for asynchronous generation.
 
     Return None without ``rollout.staleness``.
@@ -205,7 +242,9 @@ def local_async_engine(config: RLConfig, actor: Actor, tokenizer: Any, strategy:
     else:
         # Loading initializes adapters at random. That must not advance the generator of the run.
         with torch.random.fork_rng():
-            decoder = KVDecoder(Actor.load(config.model, device=strategy.device).requires_grad_(False).eval().model)
+            decoder = KVDecoder(
+                Actor.load(config.model, device=strategy.device).requires_grad_(False).eval().model
+            )
     return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 
@@ -230,19 +269,27 @@ def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
 
     Raises ``ConfigError`` when the vocabularies of teacher and policy differ.
     """
-    own = {"tokenizer": None, "chat_template": None, "lora": None, "freeze": (), "gradient_checkpointing": False}
+    own = {
+        "tokenizer": None,
+        "chat_template": None,
+        "lora": None,
+        "freeze": (),
+        "gradient_checkpointing": False,
+    }
     model = config.model.model_copy(update={**own, **config.teacher.model_dump()})
     try:
         theirs = load_tokenizer(model).get_vocab()
     except ModelError as error:
         raise ConfigError(
-            f"teacher.path = {config.teacher.path!r}: its tokens must be known, to be compared ({error})"
+            f"teacher.path = {config.teacher.path!r}: its tokens must be known, to be compared "
+            f"({error})"
         ) from error
     ours = tokenizer.get_vocab()
     if ours != theirs:
         raise ConfigError(
-            f"teacher.path = {config.teacher.path!r}: its tokenizer has {len(theirs)} tokens, the policy's has {len(ours)}, and "
-            f"{len(ours.items() ^ theirs.items())} differ; tokens are compared one by one, so take a teacher of the same tokenizer"
+            f"teacher.path = {config.teacher.path!r}: its tokenizer has {len(theirs)} tokens, "
+            f"the policy's has {len(ours)}, and {len(ours.items() ^ theirs.items())} differ; "
+            "tokens are compared one by one, so take a teacher of the same tokenizer"
         )
     return model
 
@@ -255,10 +302,14 @@ def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> 
         strategy: strategy that places and trains it.
         optimizer_steps: number of optimizer steps of the run, for the learning-rate schedule.
     """
-    model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
+    model = config.model.model_copy(
+        update={"path": config.critic.path or config.model.path, "lora": None}
+    )
     with strategy.loading() as device:
         critic = Critic.load(model, device=device)
-    return TrainableModel(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
+    return TrainableModel(
+        critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps)
+    )
 
 
 def local_process(config: RLConfig, strategy: Strategy, steps: int) -> TrainableModel:
@@ -269,7 +320,9 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trainable
         strategy: strategy that places and trains it.
         steps: number of steps of the run. Each takes one optimizer step.
     """
-    model = config.model.model_copy(update={"path": config.prm.path or config.model.path, "lora": None})
+    model = config.model.model_copy(
+        update={"path": config.prm.path or config.model.path, "lora": None}
+    )
     with strategy.loading() as device:
         actor = Actor.load(model, device=device)
     return TrainableModel(actor, strategy.prepare(actor, config.prm.optimizer, steps))
@@ -277,4 +330,6 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trainable
 
 def rollout_steps(config: RLConfig, prompts: int) -> int:
     """Return ``train.steps``, or the steps that ``train.epochs`` passes over ``prompts`` take."""
-    return config.train.steps or max(1, math.ceil(config.train.epochs * prompts / config.rollout.prompts_per_step))
+    return config.train.steps or max(
+        1, math.ceil(config.train.epochs * prompts / config.rollout.prompts_per_step)
+    )

@@ -32,7 +32,9 @@ def without_columns(batch: Batch) -> Batch:
     return Batch(batch.prompts, batch.responses, batch.prompt_of).to("cpu")
 
 
-def frozen_model_worker(model: ModelConfig, strategy: StrategyConfig, threads: int) -> FrozenModelWorker:
+def frozen_model_worker(
+    model: ModelConfig, strategy: StrategyConfig, threads: int
+) -> FrozenModelWorker:
     """Make the object of a worker with a frozen model.
 
     Args:
@@ -70,7 +72,11 @@ class FrozenModelWorker:
     def score(self, batch: Batch, temperature: float) -> Tensor:
         """Return log-probs ``[N]`` of the response tokens."""
         self._settled(batch)
-        return self.role.score(batch.to(self.strategy.device), temperature=temperature).logprobs.float().cpu()
+        return (
+            self.role.score(batch.to(self.strategy.device), temperature=temperature)
+            .logprobs.float()
+            .cpu()
+        )
 
     @torch.no_grad()
     def states(self, batch: Batch) -> Tensor:
@@ -85,17 +91,28 @@ class FrozenModelWorker:
         head = self._head
         if type(head) is not nn.Linear:
             raise ModelError(
-                f"the head of {self.role.model.config.path} is a {type(head).__name__}, which cannot be sent to the ranks, as "
-                "algorithm.distill over whole vocabularies asks for; set launch.ray.teachers=0"
+                f"the head of {self.role.model.config.path} is a {type(head).__name__}, which "
+                "cannot be sent to the ranks, as algorithm.distill over whole vocabularies asks "
+                "for; set launch.ray.teachers=0"
             )
         softcap, scale = head_transform(self.role.model.base.config, self.role.model.family)
-        return HeadForm(head.out_features, head.in_features, head.bias is not None, head.weight.dtype, softcap, scale)
+        return HeadForm(
+            head.out_features,
+            head.in_features,
+            head.bias is not None,
+            head.weight.dtype,
+            softcap,
+            scale,
+        )
 
     def head_rows(self, first: int, count: int) -> list[Tensor]:
         """Return ``count`` rows from ``first`` on of the head's weight, and of its bias if it has
         one.
         """
-        return [p.detach()[first : first + count].cpu().clone() for p in self._head.parameters(recurse=False)]
+        return [
+            p.detach()[first : first + count].cpu().clone()
+            for p in self._head.parameters(recurse=False)
+        ]
 
     @property
     def _head(self) -> nn.Module:
@@ -148,12 +165,16 @@ class RemoteTeacher(RemoteReference):
         device: device of the head and of the distributions.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: FaultPolicy, device: torch.device) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], limits: FaultPolicy, device: torch.device
+    ) -> None:
         super().__init__(workers, limits)
         self._device = device
         self._held: tuple[HeadForm, nn.Module] | None = None
 
-    def target(self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5) -> Target:
+    def target(
+        self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5
+    ) -> Target:
         """Return the teacher's target distributions for the response tokens. See ``Actor.target``.
 
         Args:
@@ -166,16 +187,24 @@ class RemoteTeacher(RemoteReference):
             self._held = self._fetched()
         form, head = self._held
         states = (
-            self.crew.ask("states", without_columns(batch)) if batch.tokens else torch.zeros(0, form.hidden, dtype=form.dtype)
+            self.crew.ask("states", without_columns(batch))
+            if batch.tokens
+            else torch.zeros(0, form.hidden, dtype=form.dtype)
         )
-        return Target(states.to(self._device), head, kind, temperature, beta, form.softcap, form.scale)
+        return Target(
+            states.to(self._device), head, kind, temperature, beta, form.softcap, form.scale
+        )
 
     @torch.no_grad()
     def _fetched(self) -> tuple[HeadForm, nn.Module]:
         form: HeadForm = self.crew.ask("head_form")
-        head = nn.Linear(form.hidden, form.width, form.bias, self._device, form.dtype).requires_grad_(False)
+        head = nn.Linear(
+            form.hidden, form.width, form.bias, self._device, form.dtype
+        ).requires_grad_(False)
         count = max(1, PART_BYTES // (form.hidden * form.dtype.itemsize))
         for first in range(0, form.width, count):
-            for own, rows in zip(head.parameters(), self.crew.ask("head_rows", first, count), strict=True):
+            for own, rows in zip(
+                head.parameters(), self.crew.ask("head_rows", first, count), strict=True
+            ):
                 own[first : first + count] = rows.to(self._device)
         return form, head

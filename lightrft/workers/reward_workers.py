@@ -42,7 +42,9 @@ class RewardScorerWorker:
         self._asked: dict[int, tuple[str, int, Rollout]] = {}
         self._done: defaultdict[str, list[tuple[int, Outcome]]] = defaultdict(list)
 
-    def exchange(self, client: str, rollouts: Sequence[tuple[int, Rollout]], seconds: float) -> list[tuple[int, Outcome]]:
+    def exchange(
+        self, client: str, rollouts: Sequence[tuple[int, Rollout]], seconds: float
+    ) -> list[tuple[int, Outcome]]:
         """Queue ``rollouts`` of ``client`` and return its outcomes that are ready, by number.
 
         Args:
@@ -156,7 +158,13 @@ class RewardWorkerGroup:
         for desk in ready:
             if desk.asked and desk.call is None:
                 told = without_media([desk.asked[number] for number in desk.fresh])
-                self.crew.begin(desk, "exchange", self.client, list(zip(desk.fresh, told, strict=True)), TURN_SECONDS)
+                self.crew.begin(
+                    desk,
+                    "exchange",
+                    self.client,
+                    list(zip(desk.fresh, told, strict=True)),
+                    TURN_SECONDS,
+                )
                 desk.fresh = []
 
     def _settle(self, desk: _WorkerSlot) -> None:

@@ -15,7 +15,15 @@ from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.native import checksum
-from lightrft.engines.weight_transport import Layout, RayObject, Way, WeightTransport, build_transport, fill, used
+from lightrft.engines.weight_transport import (
+    Layout,
+    RayObject,
+    Way,
+    WeightTransport,
+    build_transport,
+    fill,
+    used,
+)
 from lightrft.utils.errors import ModelError
 from lightrft.workers.worker_group import FaultPolicy, WorkerGroup
 
@@ -58,7 +66,9 @@ class WeightSync:
         ModelError: workers do not hold the same weights.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: FaultPolicy, hand: WeightSyncConfig) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], limits: FaultPolicy, hand: WeightSyncConfig
+    ) -> None:
         self.crew = WorkerGroup(workers, limits, self._give)
         self.hand = hand
         self.version = 0
@@ -89,7 +99,11 @@ class WeightSync:
         self._kept, self._begun, self.version, self._found = kept, True, version, {}
         if arrived:
             # Update, do not replace: a worker restarted meanwhile has stored its fingerprint.
-            self._found.update((id(w), found) for w, found in zip(self.crew.workers, self.crew.each("settle", version)) if found)
+            self._found.update(
+                (id(w), found)
+                for w, found in zip(self.crew.workers, self.crew.each("settle", version))
+                if found
+            )
         else:
             self._resend()
         self.crew.settle()  # restarted workers have received the weights now
@@ -113,7 +127,12 @@ class WeightSync:
             if self._frozen is not None and trained is not None and name not in trained:
                 continue
             total = checksum(tensor)
-            if trained is None or name in trained or not known or any(there.get(name) != total for there in known):
+            if (
+                trained is None
+                or name in trained
+                or not known
+                or any(there.get(name) != total for there in known)
+            ):
                 sums[name] = total
                 yield name, tensor
 
@@ -124,10 +143,15 @@ class WeightSync:
         """
         trained = frozenset(sums) if self.hand.trained is None else self.hand.trained
         self._frozen = {name: total for name, total in sums.items() if name not in trained}
-        parts = [(tuple(piece for piece in layout if piece.name not in trained), data) for layout, data in self._kept]
+        parts = [
+            (tuple(piece for piece in layout if piece.name not in trained), data)
+            for layout, data in self._kept
+        ]
         self._kept_frozen = [(layout, data[: used(layout)]) for layout, data in parts if layout]
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[list[tuple[Layout, Tensor]], bool]:
+    def _send(
+        self, weights: Iterator[tuple[str, Tensor]]
+    ) -> tuple[list[tuple[Layout, Tensor]], bool]:
         """Send ``weights`` to all workers. Return the copy to keep, and True if all workers
         received them.
         """
@@ -149,7 +173,12 @@ class WeightSync:
 
             def make() -> None:
                 self._carrier = build_transport(
-                    hand.way, crew.workers, hand.bucket, hand.device, crew.limits.call_timeout, hand.host
+                    hand.way,
+                    crew.workers,
+                    hand.bucket,
+                    hand.device,
+                    crew.limits.call_timeout,
+                    hand.host,
                 )
 
             self._carried(make)
@@ -160,7 +189,10 @@ class WeightSync:
         try:
             step(*args)
         except (WorkerLost, TimeoutError, RuntimeError) as error:
-            log.warning("weights did not reach all workers (%s); they are sent again, one worker at a time", error)
+            log.warning(
+                "weights did not reach all workers (%s); they are sent again, one worker at a time",
+                error,
+            )
             self._close_carrier()
             return False
         return True
@@ -200,17 +232,24 @@ class WeightSync:
         """
         first, *others = self._found.values()
         odd = {name for other in others for name, _ in first.items() ^ other.items()}
-        odd |= {name for name, total in sums.items() if kind_of(total) == kind_of(first[name]) and total != first[name]}
+        odd |= {
+            name
+            for name, total in sums.items()
+            if kind_of(total) == kind_of(first[name]) and total != first[name]
+        }
         if odd:
             names = ", ".join(worker.name for worker in self.crew.workers)
             raise ModelError(
-                f"{names} do not hold the weights of version {self.version} that they were sent: {len(odd)} differ, e.g. "
-                f"{min(odd)!r}; set launch.ray.weights to another way if this comes again"
+                f"{names} do not hold the weights of version {self.version} that they were sent: "
+                f"{len(odd)} differ, e.g. {min(odd)!r}; set launch.ray.weights to another way if "
+                "this comes again"
             )
         return first
 
 
-def led(ranks: ProcessGroup, weights: Weights, take: Callable[[Iterator[tuple[str, Tensor]]], T]) -> T:
+def led(
+    ranks: ProcessGroup, weights: Weights, take: Callable[[Iterator[tuple[str, Tensor]]], T]
+) -> T:
     """Run ``take`` on ``weights`` on rank 0 and broadcast its result.
 
     The other ranks only join the collective calls that gather the weights.

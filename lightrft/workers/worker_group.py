@@ -49,7 +49,11 @@ class FaultPolicy:
         the ranks that wait for it time out.
         """
         asked = config.launch.ray
-        minutes = config.strategy.timeout_minutes / 2 if asked.call_timeout_minutes is None else asked.call_timeout_minutes
+        minutes = (
+            config.strategy.timeout_minutes / 2
+            if asked.call_timeout_minutes is None
+            else asked.call_timeout_minutes
+        )
         return FaultPolicy(asked.restarts, 60 * minutes)
 
 
@@ -75,7 +79,12 @@ class WorkerGroup:
             calls.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: FaultPolicy, prepare: Callable[[Worker], Any] | None = None) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        limits: FaultPolicy,
+        prepare: Callable[[Worker], Any] | None = None,
+    ) -> None:
         self.workers = list(workers)
         self.limits = limits
         self.restarts = 0
@@ -86,7 +95,9 @@ class WorkerGroup:
         self._in_a_row: Counter[int] = Counter()
         self._busy: Counter[int] = Counter()
         self._lives: Counter[int] = Counter()
-        self._starts = ThreadPoolExecutor(max(1, len(self.workers)), thread_name_prefix="worker-start")
+        self._starts = ThreadPoolExecutor(
+            max(1, len(self.workers)), thread_name_prefix="worker-start"
+        )
 
     def ready(self, worker: Worker) -> bool:
         """Return False while ``worker`` is restarting. Raise ``WorkerError`` if it is given up."""
@@ -217,7 +228,9 @@ class WorkerGroup:
             try:
                 found = worker.call(method, *args).result(self.limits.call_timeout)
             except (WorkerLost, TimeoutError) as error:
-                self.revive(worker, str(error) or f"no response for {self.limits.call_timeout:g} s", life)
+                self.revive(
+                    worker, str(error) or f"no response for {self.limits.call_timeout:g} s", life
+                )
             else:
                 self.heard(worker)
                 return found
@@ -264,8 +277,9 @@ class WorkerGroup:
                 tried = self._in_a_row[id(worker)] - 1
             if tried >= self.limits.restarts:
                 raise WorkerError(
-                    f"{worker.name} was lost again after launch.ray.restarts = {tried} restarts in a row ({reason}); see the "
-                    "lines above say of it. The same command resumes from the last checkpoint"
+                    f"{worker.name} was lost again after launch.ray.restarts = {tried} restarts "
+                    f"in a row ({reason}); see the lines above say of it. The same command "
+                    "resumes from the last checkpoint"
                 )
             log.warning("%s was lost (%s); restarting it", worker.name, reason)
             try:

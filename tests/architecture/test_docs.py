@@ -18,7 +18,12 @@ from lightrft.config.presets import PRESETS
 from tests.architecture.tree import ROOT
 from tests.architecture.verbs import CONFIG_OF
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```", re.S | re.M)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
@@ -67,8 +72,13 @@ def test_the_index_names_every_page() -> None:
     index, algorithms = ROOT / "docs" / "index.md", ROOT / "docs" / "algorithms.md"
     found = [m for page in (index, algorithms) for m in LINK.finditer(prose(page))]
     linked = {(index.parent / m["target"].partition("#")[0]).resolve() for m in found}
-    folders = [ROOT / "docs", *(ROOT / "docs" / name for name in ("tutorials", "verbs", "algorithms"))]
-    assert [by_name(p) for p in PAGES if p.parent in folders and p != index and p not in linked] == []
+    folders = [
+        ROOT / "docs",
+        *(ROOT / "docs" / name for name in ("tutorials", "verbs", "algorithms")),
+    ]
+    assert [
+        by_name(p) for p in PAGES if p.parent in folders and p != index and p not in linked
+    ] == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=str)
@@ -95,7 +105,10 @@ def test_the_page_of_parts_has_every_registered_part_with_its_formula() -> None:
     text = pages()[Path("parts.md")]
     for kind in COMPONENT_KINDS.values():
         for name in kind.registry:
-            assert f"| `{name}` | `{kind.registry.about(name).formula.replace('|', chr(92) + '|')}` |" in text
+            assert (
+                f"| `{name}` | `{kind.registry.about(name).formula.replace('|', chr(92) + '|')}` |"
+                in text
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
@@ -148,14 +161,26 @@ def test_configs_in_documents_parse_as_the_verb_that_they_name(
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_settings_named_in_a_verbs_table_exist(verb: str) -> None:
     """The first column of ``Settings that matter``."""
-    table = prose(ROOT / "docs" / "verbs" / f"{verb}.md").partition("## Settings that matter")[2].partition("\n## ")[0]
-    named = [name for row in re.findall(r"^\|(.+?)\|", table, re.M) for name in re.findall(r"`([\w.]+)`", row)]
+    table = (
+        prose(ROOT / "docs" / "verbs" / f"{verb}.md")
+        .partition("## Settings that matter")[2]
+        .partition("\n## ")[0]
+    )
+    named = [
+        name
+        for row in re.findall(r"^\|(.+?)\|", table, re.M)
+        for name in re.findall(r"`([\w.]+)`", row)
+    ]
     leaves = [key.split(".") for key, _ in dotted(CONFIG_OF[verb]().model_dump())]
     known = {".".join(leaf[: i + 1]) for leaf in leaves for i in range(len(leaf))}
     assert sorted(set(named) - known) == []
 
 
 def test_the_readme_names_the_layout_that_is_there() -> None:
-    tree = next(b.body for b in blocks(ROOT / "README.md") if b.kind == "" and b.body.startswith("lightrft/"))
+    tree = next(
+        b.body
+        for b in blocks(ROOT / "README.md")
+        if b.kind == "" and b.body.startswith("lightrft/")
+    )
     inside = [f"lightrft/{name}" for name in re.findall(r"^  (\S+)", tree, re.M)]
     assert [n for n in inside + re.findall(r"^(\S+)", tree, re.M) if not (ROOT / n).exists()] == []

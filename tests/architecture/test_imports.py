@@ -105,7 +105,14 @@ print("each of", cycles)
 def run(code: str) -> str:
     """What a fresh interpreter that sees no accelerator prints for ``code``."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -114,10 +121,13 @@ def names_of_modules() -> list[str]:
     return [".".join((PACKAGE, *m.name)) for m in modules() if m.part != "__main__"]
 
 
-def test_importing_the_package_takes_under_half_a_second_of_a_processor_and_loads_no_torch() -> None:
+def test_importing_the_package_takes_under_half_a_second_of_a_processor_and_loads_no_torch() -> (
+    None
+):
     code = (
-        "import sys, time; start = time.process_time(); import lightrft; seconds = time.process_time() - start;"
-        "print(seconds, *sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+        "import sys, time; start = time.process_time(); import lightrft; seconds = "
+        "time.process_time() - start;print(seconds, *sorted({'torch', 'transformers', 'numpy'} & "
+        "set(sys.modules)))"
     )
     runs = [run(code).split() for _ in range(3)]
     assert min(float(r[0]) for r in runs) < 0.5
@@ -126,7 +136,8 @@ def test_importing_the_package_takes_under_half_a_second_of_a_processor_and_load
 
 def test_the_command_line_starts_without_torch() -> None:
     code = (
-        "import sys; import lightrft.cli.main; print(*sorted({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+        "import sys; import lightrft.cli.main; print(*sorted({'torch', 'transformers', 'numpy', "
+        "'pydantic'} & set(sys.modules)))"
     )
     assert run(code).split() == []
 
@@ -159,14 +170,24 @@ def test_an_objective_is_explained_in_one_second_of_a_processor() -> None:
 def check_seconds(*words: str, seconds: float, of_imports: float) -> None:
     """Fail where ``lightrft words...`` takes more than ``seconds``, and more than ``of_imports`` times what this machine takes to import
     pydantic and yaml: the second bound is that of a slower machine, or of one that others use too."""
-    taken = [(seconds_of(*words), seconds_of_python("-c", "import pydantic, pydantic.main, yaml")) for _ in range(3)]
+    taken = [
+        (seconds_of(*words), seconds_of_python("-c", "import pydantic, pydantic.main, yaml"))
+        for _ in range(3)
+    ]
     assert any(own < max(seconds, of_imports * imports) for own, imports in taken), taken
 
 
 NEED_NO_MODEL = (
     *(("explain", preset) for preset in PRESETS),
     ("explain", "opd", "algorithm.distill=jsd"),
-    ("explain", "prime", "ptx.coef=0.1", "rollout.curriculum=priority", "rollout.select=balanced", "--latex"),
+    (
+        "explain",
+        "prime",
+        "ptx.coef=0.1",
+        "rollout.curriculum=priority",
+        "rollout.select=balanced",
+        "--latex",
+    ),
     ("--help",),
     ("--version",),
     ("trian",),
@@ -199,19 +220,29 @@ def test_what_needs_no_model_loads_neither_torch_nor_numpy() -> None:
 
 def test_every_module_imports_with_no_optional_package_and_without_touching_cuda() -> None:
     code = IMPORT_ALL.format(
-        hidden=sorted(HEAVY - INSTALLED), package=PACKAGE, names=names_of_modules(), heavy={"peft", "tensorboard", "math_verify"}
+        hidden=sorted(HEAVY - INSTALLED),
+        package=PACKAGE,
+        names=names_of_modules(),
+        heavy={"peft", "tensorboard", "math_verify"},
     )
     assert "loaded too early: []" in run(code)
 
 
 def test_each_module_imports_alone_whatever_the_order() -> None:
-    assert run(IMPORT_ALONE.format(package=PACKAGE, names=names_of_modules())).startswith("each of ")
+    assert run(IMPORT_ALONE.format(package=PACKAGE, names=names_of_modules())).startswith(
+        "each of "
+    )
 
 
 def test_a_cycle_of_imports_that_works_from_one_side_only_is_found(tmp_path: Path) -> None:
     package = tmp_path / "ring"
     package.mkdir()
-    files = {"__init__": "", "a": "from ring import b\nx = 1\n", "b": "from ring.a import x\n", "c": "import ring.a\n"}
+    files = {
+        "__init__": "",
+        "a": "from ring import b\nx = 1\n",
+        "b": "from ring.a import x\n",
+        "c": "import ring.a\n",
+    }
     for name, text in files.items():
         (package / f"{name}.py").write_text(text)
     code = f"import sys; sys.dont_write_bytecode = True; sys.path.insert(0, {str(tmp_path)!r})\n"

@@ -39,7 +39,17 @@ HEAVY = {
 KERNELS = {("models", "attention", "varlen_cuda"), ("models", "logprobs")}
 DEVICES = {"strategy", "engines"}
 """They ask whether a tensor is where a CUDA kernel runs."""
-SILENT = ("trainer", "learner", "rollout", "workers", "algorithms", "strategy", "distributed", "types", "roles")
+SILENT = (
+    "trainer",
+    "learner",
+    "rollout",
+    "workers",
+    "algorithms",
+    "strategy",
+    "distributed",
+    "types",
+    "roles",
+)
 """Packages that know named tensors, and no modality."""
 MODALITY = re.compile(r"\b\w*(?:pixel_values|image|video|audio)\w*\b", re.I)
 
@@ -122,13 +132,20 @@ def lines_of_a_modality(tree: Iterable[Module]) -> dict[str, int]:
 
 def test_lines_that_speak_of_a_modality_are_where_media_are_read_and_nowhere_that_trains() -> None:
     counts = lines_of_a_modality(modules())
-    print("\n".join(f"{part or 'lightrft'}: {count}" for part, count in sorted(counts.items(), key=lambda kv: -kv[1])))
+    print(
+        "\n".join(
+            f"{part or 'lightrft'}: {count}"
+            for part, count in sorted(counts.items(), key=lambda kv: -kv[1])
+        )
+    )
     assert {part: counts[part] for part in SILENT} == dict.fromkeys(SILENT, 0)
     assert counts["models"] > 0 and counts["datasets"] > 0
 
 
 def test_a_line_that_speaks_of_a_modality_is_counted() -> None:
-    assert lines_of_a_modality([fake("x = 1\nimages = 2\n# pixel_values_videos\n", "trainer", "ppo")]) == {"trainer": 2}
+    assert lines_of_a_modality(
+        [fake("x = 1\nimages = 2\n# pixel_values_videos\n", "trainer", "ppo")]
+    ) == {"trainer": 2}
 
 
 def test_what_composes_and_what_trains_never_speaks_of_a_modality() -> None:
@@ -145,14 +162,21 @@ def lines_on_cuda(module: Module) -> list[str]:
     return [
         f"{module.where}:{node.lineno} uses {ast.unparse(node)}: use torch.accelerator"
         for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute) and (ast.unparse(node) == "torch.cuda" or node.attr == "is_cuda")
+        if isinstance(node, ast.Attribute)
+        and (ast.unparse(node) == "torch.cuda" or node.attr == "is_cuda")
     ]
 
 
 def test_only_strategies_engines_and_kernels_speak_of_cuda() -> None:
     assert all_of(map(lines_on_cuda, modules())) == []
-    assert lines_on_cuda(fake("import torch\nfree = torch.cuda.mem_get_info()[0]", "trainer", "x")) != []
-    assert lines_on_cuda(fake("import torch\nfree = torch.cuda.mem_get_info()[0]", "strategy", "x")) == []
+    assert (
+        lines_on_cuda(fake("import torch\nfree = torch.cuda.mem_get_info()[0]", "trainer", "x"))
+        != []
+    )
+    assert (
+        lines_on_cuda(fake("import torch\nfree = torch.cuda.mem_get_info()[0]", "strategy", "x"))
+        == []
+    )
 
 
 def test_no_folder_of_the_package_holds_more_than_fifteen_files() -> None:
@@ -163,12 +187,16 @@ def test_no_folder_of_the_package_holds_more_than_fifteen_files() -> None:
 
 def test_algorithms_import_only_types_settings_and_helpers() -> None:
     assert list(upward(fake("from lightrft.models.actor import Actor\n", "algorithms", "kl")))
-    assert list(upward(fake("from lightrft.observability.metrics import Mean\n", "algorithms", "kl")))
+    assert list(
+        upward(fake("from lightrft.observability.metrics import Mean\n", "algorithms", "kl"))
+    )
     assert not list(upward(fake("from lightrft.types import Batch\n", "algorithms", "kl")))
 
 
 def test_only_the_command_line_imports_diagnostics() -> None:
-    found = {m.part for m in modules() for i in imports(m) if i.name.startswith(f"{PACKAGE}.diagnostics")}
+    found = {
+        m.part for m in modules() for i in imports(m) if i.name.startswith(f"{PACKAGE}.diagnostics")
+    }
     assert found == {"cli", "diagnostics"}
 
 
@@ -180,7 +208,11 @@ def whole_settings(module: Module) -> list[str]:
     """Return the imports of the settings of a whole command."""
     if module.part not in SECTIONS_ONLY:
         return []
-    return [f"{module.where}:{i.line} imports {i.name}" for i in imports(module) if i.name.startswith("lightrft.config.verbs")]
+    return [
+        f"{module.where}:{i.line} imports {i.name}"
+        for i in imports(module)
+        if i.name.startswith("lightrft.config.verbs")
+    ]
 
 
 def test_learner_and_rollout_take_sections_of_the_settings_and_never_all_of_them() -> None:
@@ -191,14 +223,20 @@ def test_a_function_that_takes_all_settings_is_seen() -> None:
     text = "from lightrft.config.verbs import RLConfig\ndef f(config: RLConfig): ...\n"
     assert whole_settings(fake(text, "learner", "x")) and whole_settings(fake(text, "rollout", "x"))
     assert not whole_settings(fake(text, "trainer", "x"))
-    assert not whole_settings(fake("from lightrft.config.train import TrainConfig\n", "learner", "x"))
+    assert not whole_settings(
+        fake("from lightrft.config.train import TrainConfig\n", "learner", "x")
+    )
 
 
 SEEDED = re.compile(r"\b(?:default_rng|manual_seed|RandomState|random\.Random|random\.seed)\(")
 # Rows and models that are made from a seed of their own, and examples that are always the same.
 OWN_SEEDS = {
     *("lightrft/datasets/digits.py", "lightrft/datasets/synthetic/arithmetic.py"),
-    *("lightrft/models/tiny/__init__.py", "lightrft/models/tiny/text.py", "lightrft/models/tiny/text_families.py"),
+    *(
+        "lightrft/models/tiny/__init__.py",
+        "lightrft/models/tiny/text.py",
+        "lightrft/models/tiny/text_families.py",
+    ),
     *("lightrft/algorithms/contracts/cases.py", "lightrft/algorithms/contracts/checks.py"),
 }
 

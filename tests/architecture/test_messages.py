@@ -15,7 +15,13 @@ from lightrft.config.other_names import OLD_NAMES, OTHER_NAMES
 from tests.architecture.tree import modules
 
 VERBS = (
-    *(configs.RLConfig, configs.SFTConfig, configs.EvaluateConfig, configs.GenerateConfig, configs.ChatConfig),
+    *(
+        configs.RLConfig,
+        configs.SFTConfig,
+        configs.EvaluateConfig,
+        configs.GenerateConfig,
+        configs.ChatConfig,
+    ),
     *(configs.DemoConfig, configs.DoctorConfig),
 )
 DOTTED = re.compile(r"(?<![\w./{}-])[a-z_]+(?:\.[a-z_0-9]+)+(?![\w(/:])")
@@ -39,7 +45,11 @@ def branches(kind: typing.Any) -> Iterator[type[Settings]]:
 
 
 PATHS = dict(path for verb in VERBS for path in paths(verb))
-ENDS = {".".join(path.split(".")[k:]): free for path, free in PATHS.items() for k in range(path.count(".") + 1)}
+ENDS = {
+    ".".join(path.split(".")[k:]): free
+    for path, free in PATHS.items()
+    for k in range(path.count(".") + 1)
+}
 """Every setting by its last words too: a message may leave out the branches that it is about."""
 BRANCHES = {part for path in PATHS for part in path.split(".")[:-1]}
 
@@ -51,8 +61,12 @@ def messages(text: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             told |= {id(part) for part in node.values}
-            said = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            said = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told
+        ):
             said = node.value
         else:
             continue
@@ -67,13 +81,22 @@ def unknown_settings(text: str) -> list[tuple[int, str]]:
         for name in DOTTED.findall(said):
             first, _, last = name.partition(".")[0], "", name.rpartition(".")[2]
             above = [name.rsplit(".", k)[0] for k in range(1, name.count(".") + 1)]
-            if first in BRANCHES and last not in FILES and name not in ENDS and not any(ENDS.get(a) for a in above):
+            if (
+                first in BRANCHES
+                and last not in FILES
+                and name not in ENDS
+                and not any(ENDS.get(a) for a in above)
+            ):
                 found.append((line, name))
     return found
 
 
 def test_every_setting_that_a_message_names_exists() -> None:
-    wrong = [f"{m.where}:{line} names {name}" for m in modules() for line, name in unknown_settings(m.text)]
+    wrong = [
+        f"{m.where}:{line} names {name}"
+        for m in modules()
+        for line, name in unknown_settings(m.text)
+    ]
     assert wrong == []
 
 
@@ -82,7 +105,10 @@ def test_every_setting_that_a_message_names_exists() -> None:
     [
         ('x = "set run.rollouts_every 0"', ["run.rollouts_every"]),
         ('raise E(f"run.wandb = {x!r} needs wandb, or set log.wandb to null")', ["run.wandb"]),
-        ('x = "lower engine.max_cache_tokens, algorithm.loss.clip or kl.coef"', ["algorithm.loss.clip"]),
+        (
+            'x = "lower engine.max_cache_tokens, algorithm.loss.clip or kl.coef"',
+            ["algorithm.loss.clip"],
+        ),
         ('"""A docstring may name run.nothing at all."""', []),
         ('x = "see model.safetensors in strategy.deepspeed.zero_optimization and run.seed"', []),
     ],

@@ -33,7 +33,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 def docstrings(module: Module) -> Iterator[tuple[int, str]]:
     """Yield the first line number and the text of each docstring, attribute docstrings included."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.lineno, node.value.value
 
 
@@ -41,7 +45,12 @@ def messages(module: Module) -> Iterator[tuple[int, str]]:
     """Yield the strings of several words that are no docstrings, with their line numbers."""
     is_docstring = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in is_docstring and " " in node.value:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in is_docstring
+            and " " in node.value
+        ):
             yield node.lineno, node.value
 
 
@@ -54,7 +63,12 @@ def comments(module: Module) -> Iterator[tuple[int, str]]:
 
 def pages() -> list[Path]:
     """Return the pages of the documentation."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
 
 
 def prose(page: str) -> Iterator[tuple[int, str]]:
@@ -69,14 +83,22 @@ def prose(page: str) -> Iterator[tuple[int, str]]:
 
 def odd_words(module: Module) -> list[str]:
     texts = [*docstrings(module), *messages(module), *comments(module)]
-    return [f"{module.where}:{line} {found.group(0)!r}" for line, text in texts if (found := ODD_WORDS.search(text))]
+    return [
+        f"{module.where}:{line} {found.group(0)!r}"
+        for line, text in texts
+        if (found := ODD_WORDS.search(text))
+    ]
 
 
 def long_docstring_lines(module: Module) -> list[str]:
     rows = module.text.splitlines()
     found = []
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
             found += [f"{module.where}:{line}" for line in lines if len(rows[line - 1]) > WIDTH]
     return found
@@ -86,14 +108,20 @@ def is_too_long(row: str) -> bool:
     """Return True for a long line of prose that has a space to break it at. Tables have no limit."""
     without_code = re.sub(r"`[^`]*`", lambda code: code.group(0).replace(" ", "_"), row)
     words = without_code.split()
-    return len(row) > WIDTH and not row.lstrip().startswith(("|", "`")) and len(words) > MANY_ARGUMENTS
+    return (
+        len(row) > WIDTH and not row.lstrip().startswith(("|", "`")) and len(words) > MANY_ARGUMENTS
+    )
 
 
 def pointing_docstrings(module: Module) -> list[str]:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = [node for node in ast.walk(module.tree) if isinstance(node, kinds)]
     documented = [(node, ast.get_docstring(node) or "") for node in nodes]
-    return [f"{module.where}:{getattr(node, 'lineno', 1)}" for node, text in documented if POINTING.match(text)]
+    return [
+        f"{module.where}:{getattr(node, 'lineno', 1)}"
+        for node, text in documented
+        if POINTING.match(text)
+    ]
 
 
 def public_functions(module: Module) -> Iterator[Definition]:
@@ -102,7 +130,11 @@ def public_functions(module: Module) -> Iterator[Definition]:
         if isinstance(node, Definition) and not node.name.startswith("_"):
             yield node
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield from (part for part in node.body if isinstance(part, Definition) and not part.name.startswith("_"))
+            yield from (
+                part
+                for part in node.body
+                if isinstance(part, Definition) and not part.name.startswith("_")
+            )
 
 
 def is_registered(function: Definition) -> bool:
@@ -116,7 +148,12 @@ def unlisted_arguments(module: Module) -> list[str]:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         own = [argument for argument in arguments if argument.arg not in ("self", "cls")]
         text = ast.get_docstring(function) or ""
-        if text and len(own) > MANY_ARGUMENTS and "Args:" not in text and not is_registered(function):
+        if (
+            text
+            and len(own) > MANY_ARGUMENTS
+            and "Args:" not in text
+            and not is_registered(function)
+        ):
             found.append(f"{module.where}:{function.lineno} {function.name}")
     return found
 
@@ -150,7 +187,9 @@ def test_pages_use_the_words_of_the_field() -> None:
             if word := ODD_WORDS.search(row):
                 found.append(f"{page.relative_to(ROOT)}:{number} {word.group(0)!r}")
     assert found == []
-    assert [number for number, row in prose("a\n```\ndraws\n```\nit draws") if ODD_WORDS.search(row)] == [5]
+    assert [
+        number for number, row in prose("a\n```\ndraws\n```\nit draws") if ODD_WORDS.search(row)
+    ] == [5]
 
 
 def test_lines_of_docstrings_and_pages_are_at_most_100_characters_long() -> None:
@@ -178,4 +217,6 @@ def test_a_class_name_belongs_to_one_class() -> None:
 def test_public_functions_with_more_than_two_arguments_list_them() -> None:
     assert [line for module in modules() for line in unlisted_arguments(module)] == []
     assert unlisted_arguments(fake('def f(a, b, c):\n    """Return a."""'))
-    assert not unlisted_arguments(fake('@POLICY_LOSSES.register("x")\ndef f(a, b, c):\n    """Return a."""'))
+    assert not unlisted_arguments(
+        fake('@POLICY_LOSSES.register("x")\ndef f(a, b, c):\n    """Return a."""')
+    )

@@ -63,7 +63,11 @@ def by_name(recipe: Path) -> str:
 
 
 def test_the_folder_holds_recipes_only() -> None:
-    strangers = [p.name for p in (ROOT / "recipes").rglob("*") if p.is_file() and p.suffix not in {".yaml", ".md"}]
+    strangers = [
+        p.name
+        for p in (ROOT / "recipes").rglob("*")
+        if p.is_file() and p.suffix not in {".yaml", ".md"}
+    ]
     assert strangers == []
     assert RECIPES, "there is no recipe"
 
@@ -72,7 +76,10 @@ def test_the_folder_holds_recipes_only() -> None:
 def test_the_command_on_a_recipes_first_line_is_a_run_of_it(recipe: Path) -> None:
     verb, files, overrides = command_of(recipe)
     assert str(recipe.relative_to(ROOT)) in files
-    assert isinstance(load_settings(CONFIG_OF[verb], [ROOT / f for f in files], overrides).settings, CONFIG_OF[verb])
+    assert isinstance(
+        load_settings(CONFIG_OF[verb], [ROOT / f for f in files], overrides).settings,
+        CONFIG_OF[verb],
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=by_name)

@@ -26,7 +26,11 @@ def settings_classes(tree: Iterable[Module]) -> dict[ast.ClassDef, SettingsClass
     nodes = [(m, n) for m in tree for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)]
     names, found = {"Settings"}, {}
     while True:
-        fresh = [(m, n) for m, n in nodes if n not in found and any(ast.unparse(b).split(".")[-1] in names for b in n.bases)]
+        fresh = [
+            (m, n)
+            for m, n in nodes
+            if n not in found and any(ast.unparse(b).split(".")[-1] in names for b in n.bases)
+        ]
         if not fresh:
             return found
         for module, node in fresh:
@@ -43,7 +47,11 @@ def describe(module: Module, node: ast.ClassDef) -> SettingsClass:
         elif isinstance(statement, ast.FunctionDef) and not is_validator(statement):
             described.reads_of[statement.name] = reads(statement)
     for item, below in itertools.pairwise(node.body):
-        if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
             described.described.append(ast.unparse(item.target))
     return described
 
@@ -54,7 +62,9 @@ def is_validator(function: ast.FunctionDef) -> bool:
 
 def reads(node: ast.AST, apart_from: Container[int] = ()) -> set[str]:
     """Names of attributes that ``node`` reads, nodes whose ``id`` is in ``apart_from`` left out."""
-    attributes = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load))
+    attributes = (
+        n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
+    )
     return {n.attr for n in attributes if id(n) not in apart_from}
 
 
@@ -69,16 +79,32 @@ def never_read(tree: Iterable[Module]) -> list[str]:
     used = {name for module in tree for name in reads(module.tree, apart_from=inside)}
     grown = True
     while grown:
-        more = {r for c in classes.values() for method, names in c.reads_of.items() if method in used for r in names}
+        more = {
+            r
+            for c in classes.values()
+            for method, names in c.reads_of.items()
+            if method in used
+            for r in names
+        }
         grown = not more <= used
         used |= more
-    return [f"{c.where} {c.name}.{name}" for c in classes.values() for name in c.fields if name not in used]
+    return [
+        f"{c.where} {c.name}.{name}"
+        for c in classes.values()
+        for name in c.fields
+        if name not in used
+    ]
 
 
 def without_description(tree: Iterable[Module]) -> list[str]:
     """Fields of settings without a string below them."""
     classes = settings_classes(tree).values()
-    return [f"{c.where} {c.name}.{name}" for c in classes for name in c.fields if name not in c.described]
+    return [
+        f"{c.where} {c.name}.{name}"
+        for c in classes
+        for name in c.fields
+        if name not in c.described
+    ]
 
 
 def fake(text: str) -> list[Module]:
@@ -98,12 +124,27 @@ def test_every_setting_has_a_description() -> None:
 
 def test_a_setting_without_a_description_is_seen() -> None:
     assert without_description(fake(SETTINGS)) == ["x.py:1 A.lr"]
-    assert without_description(fake("class A(Settings):\n    lr: float = 1.0\n    'Rate.'\n    kind: ClassVar[int] = 3\n")) == []
+    assert (
+        without_description(
+            fake(
+                "class A(Settings):\n    lr: float = 1.0\n    'Rate.'\n    kind: ClassVar[int] = "
+                "3\n"
+            )
+        )
+        == []
+    )
 
 
 def test_the_settings_are_found() -> None:
     names = {c.name for c in settings_classes(modules()).values()}
-    assert {"RLConfig", "SFTConfig", "ModelConfig", "SamplingConfig", "OptimizerConfig", "RewardTerm"} <= names
+    assert {
+        "RLConfig",
+        "SFTConfig",
+        "ModelConfig",
+        "SamplingConfig",
+        "OptimizerConfig",
+        "RewardTerm",
+    } <= names
 
 
 def test_a_setting_that_only_its_own_validator_reads_is_seen() -> None:

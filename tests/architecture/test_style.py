@@ -10,7 +10,9 @@ from tests.architecture.tree import ROOT, Module, modules, text_files
 
 LONG_FUNCTION, LONG_FILE = 80, 700
 # A folder of one machine, which nobody else has.
-MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|farm|root|opt/wheels|opt/pypi|tmp/bash_jobs|home/\w+|Users/\w+)\b")
+MACHINE_PATH = re.compile(
+    r"(?<![\w.])/(?:work|farm|root|opt/wheels|opt/pypi|tmp/bash_jobs|home/\w+|Users/\w+)\b"
+)
 # (module or builtin, name): each runs what a file or a string says.
 RUNS_DATA = {
     "eval",
@@ -25,7 +27,10 @@ RUNS_DATA = {
 }
 # Where data is executed all the same, and why that is safe.
 # The two processes that call rewards read frames that the process which started them wrote.
-OURS = {("rewards", "sandbox", "worker"): "pickle.loads", ("rewards", "sandbox", "trial"): "pickle.loads"}
+OURS = {
+    ("rewards", "sandbox", "worker"): "pickle.loads",
+    ("rewards", "sandbox", "trial"): "pickle.loads",
+}
 
 
 def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
@@ -37,9 +42,17 @@ def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, text: list[str]) -> int:
     """Lines of ``function`` without its docstring, comments and empty lines."""
     first = function.body[0]
-    is_doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    is_doc = (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    )
     doc = range(first.lineno, (first.end_lineno or first.lineno) + 1) if is_doc else range(0)
-    rows = (text[i - 1].strip() for i in range(function.lineno, (function.end_lineno or function.lineno) + 1) if i not in doc)
+    rows = (
+        text[i - 1].strip()
+        for i in range(function.lineno, (function.end_lineno or function.lineno) + 1)
+        if i not in doc
+    )
     return sum(1 for row in rows if row and not row.startswith("#"))
 
 
@@ -53,8 +66,13 @@ def runs_data(module: Module) -> list[str]:
     """Calls that execute data. ``torch.load`` counts unless it says ``weights_only=True``."""
     found = []
     for node, name in calls(module):
-        safe = any(k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True for k in node.keywords)
-        if OURS.get(module.name) != name and (name in RUNS_DATA or (name == "torch.load" and not safe)):
+        safe = any(
+            k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True
+            for k in node.keywords
+        )
+        if OURS.get(module.name) != name and (
+            name in RUNS_DATA or (name == "torch.load" and not safe)
+        ):
             found.append(f"{module.where}:{node.lineno} {name}")
     return found
 
@@ -63,7 +81,11 @@ def hidden_defaults(module: Module) -> list[str]:
     """``getattr(config, name, default)``: a default that the settings do not know of."""
     found = []
     for node, name in calls(module):
-        if name == "getattr" and len(node.args) == 3 and re.search("cfg|config|settings|args", ast.unparse(node.args[0])):
+        if (
+            name == "getattr"
+            and len(node.args) == 3
+            and re.search("cfg|config|settings|args", ast.unparse(node.args[0]))
+        ):
             found.append(f"{module.where}:{node.lineno} {ast.unparse(node)}")
     return found
 
@@ -80,7 +102,9 @@ def swallowed(module: Module) -> list[str]:
 
 def long_ones(module: Module) -> list[str]:
     text = module.text.splitlines()
-    functions = [n for n in ast.walk(module.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        n for n in ast.walk(module.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     sizes = [(f"{module.where}:{f.lineno} {f.name}", code_lines(f, text)) for f in functions]
     found = [f"{where} has {size} lines of code" for where, size in sizes if size > LONG_FUNCTION]
     return found + ([f"{module.where} has {len(text)} lines"] if len(text) > LONG_FILE else [])
@@ -95,7 +119,9 @@ def undocumented(module: Module) -> list[str]:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     nodes += [n for n in module.tree.body if isinstance(n, kinds) and not n.name.startswith("_")]
     return [
-        f"{module.where}:{node.lineno} {node.name}" if not isinstance(node, ast.Module) else module.where
+        f"{module.where}:{node.lineno} {node.name}"
+        if not isinstance(node, ast.Module)
+        else module.where
         for node in nodes
         if not ast.get_docstring(node)
     ]

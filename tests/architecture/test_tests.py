@@ -16,8 +16,19 @@ ASSERTING_PREFIXES = ("assert_", "check_", "expect_")
 def asserts(function: ast.FunctionDef, helpers: Container[str] = ()) -> bool:
     """Whether ``function`` asserts something itself or through one of ``helpers``."""
     for node in ast.walk(function):
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        if isinstance(node, ast.Assert) or name in ASSERTING or name in helpers or name.startswith(ASSERTING_PREFIXES):
+        name = (
+            node.attr
+            if isinstance(node, ast.Attribute)
+            else node.id
+            if isinstance(node, ast.Name)
+            else ""
+        )
+        if (
+            isinstance(node, ast.Assert)
+            or name in ASSERTING
+            or name in helpers
+            or name.startswith(ASSERTING_PREFIXES)
+        ):
             return True
     return False
 
@@ -38,7 +49,11 @@ def functions_of_tests() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def test_every_test_asserts_something() -> None:
-    silent = [where for where, function in functions_of_tests() if not asserts(function, asserting_helpers())]
+    silent = [
+        where
+        for where, function in functions_of_tests()
+        if not asserts(function, asserting_helpers())
+    ]
     assert silent == []
 
 

@@ -54,7 +54,9 @@ def modules() -> tuple[Module, ...]:
         relative = path.relative_to(ROOT / PACKAGE).with_suffix("")
         is_package = relative.name == "__init__"
         name = relative.parts[:-1] if is_package else relative.parts
-        found.append(Module(name, str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"), is_package))
+        found.append(
+            Module(name, str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"), is_package)
+        )
     return tuple(found)
 
 
@@ -74,13 +76,23 @@ def imports(module: Module) -> Iterator[Import]:
 
 
 def _inside_functions(tree: ast.Module) -> set[int]:
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    functions = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ]
     return {id(inner) for function in functions for inner in ast.walk(function)}
 
 
 def _for_type_checkers(tree: ast.Module) -> set[int]:
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
-    return {id(inner) for block in blocks for statement in block.body for inner in ast.walk(statement)}
+    blocks = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")
+    ]
+    return {
+        id(inner) for block in blocks for statement in block.body for inner in ast.walk(statement)
+    }
 
 
 def text_files() -> Iterator[Path]:
@@ -88,5 +100,11 @@ def text_files() -> Iterator[Path]:
     kinds = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".html", ".css", ".js", ""}
     skipped = {"build", "dist", "runs", "node_modules", "__pycache__"}
     for folder, below, files in os.walk(ROOT):
-        below[:] = sorted(d for d in below if d == ".ci" or (d not in skipped and not d.startswith(".")))
-        yield from (Path(folder, name) for name in sorted(files) if Path(name).suffix in kinds and not name.startswith("."))
+        below[:] = sorted(
+            d for d in below if d == ".ci" or (d not in skipped and not d.startswith("."))
+        )
+        yield from (
+            Path(folder, name)
+            for name in sorted(files)
+            if Path(name).suffix in kinds and not name.startswith(".")
+        )

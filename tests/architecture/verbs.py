@@ -12,4 +12,9 @@ class Options(Settings):
     model_config = ConfigDict(extra="allow")
 
 
-CONFIG_OF: dict[str, type[Settings]] = {**VERBS, "explain": VERBS["rl"], "check": Options, "report": Options}
+CONFIG_OF: dict[str, type[Settings]] = {
+    **VERBS,
+    "explain": VERBS["rl"],
+    "check": Options,
+    "report": Options,
+}

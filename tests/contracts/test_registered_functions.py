@@ -37,16 +37,22 @@ TABLES: list[tuple[Registry[Any], list[Callable[[Any], None]]]] = [
     (FILTERS, checks.FILTER_CHECKS),
 ]
 CONTRACTS = [
-    pytest.param(table, name, check, id=f"{table.kind}-{name}-{check.__name__.removeprefix('check_')}")
+    pytest.param(
+        table, name, check, id=f"{table.kind}-{name}-{check.__name__.removeprefix('check_')}"
+    )
     for table, listed in TABLES
     for name in table
     for check in listed
 ]
-ENTRIES = [pytest.param(table, name, id=f"{table.kind}-{name}") for table, _ in TABLES for name in table]
+ENTRIES = [
+    pytest.param(table, name, id=f"{table.kind}-{name}") for table, _ in TABLES for name in table
+]
 
 
 @pytest.mark.parametrize(("table", "name", "check"), CONTRACTS)
-def test_every_registered_function_keeps_its_contract(table: Registry[Any], name: str, check: Callable[[Any], None]) -> None:
+def test_every_registered_function_keeps_its_contract(
+    table: Registry[Any], name: str, check: Callable[[Any], None]
+) -> None:
     check(table[name])
     assert name in table
 
@@ -66,7 +72,9 @@ def test_every_registered_function_says_what_it_is(table: Registry[Any], name: s
 
 
 @pytest.mark.parametrize(("table", "name"), ENTRIES)
-def test_a_space_in_a_latex_formula_does_not_swallow_the_symbol_after_it(table: Registry[Any], name: str) -> None:
+def test_a_space_in_a_latex_formula_does_not_swallow_the_symbol_after_it(
+    table: Registry[Any], name: str
+) -> None:
     assert not re.search(r"\\quad[A-Za-z]", table.about(name).latex)
 
 
@@ -103,7 +111,9 @@ def mean_by_place(batch: Batch, token: Tensor, settings: AdvantageConfig) -> tup
     return found, found
 
 
-def whole_batch_deviation(batch: Batch, token: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def whole_batch_deviation(
+    batch: Batch, token: Tensor, settings: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
     """Nan for a batch of one answer, and for equal rewards."""
     rewards = batch.rewards if batch.rewards is not None else torch.zeros(0)
     found = ((rewards - rewards.mean()) / rewards.std())[batch.row_of]
@@ -146,12 +156,16 @@ def plain_sum(rows: TokenRows, constant: int) -> Tensor:
     return rows.mask.double()
 
 
-def weight_of_the_batch(now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows) -> Tensor:
+def weight_of_the_batch(
+    now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows
+) -> Tensor:
     """One weight for whatever it happens to see, not sampled tokens too."""
     return (old - behavior).mean().exp().expand(len(old))
 
 
-def weight_of_products(now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows) -> Tensor:
+def weight_of_products(
+    now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows
+) -> Tensor:
     """A product over the answer that nothing bounds."""
     return rows.spread(rows.sum(5 * (old - behavior))).exp()
 
@@ -164,7 +178,9 @@ def drawn_by_place(batch: Batch, settings: LossConfig, generator: torch.Generato
     return TokenMask((torch.rand(batch.tokens, generator=generator) < 0.5) & batch.mask)
 
 
-def above_the_mean_of_all(batch: Batch, settings: LossConfig, generator: torch.Generator) -> TokenMask:
+def above_the_mean_of_all(
+    batch: Batch, settings: LossConfig, generator: torch.Generator
+) -> TokenMask:
     entropy = batch.entropy if batch.entropy is not None else torch.zeros(0)
     return TokenMask((entropy > entropy.mean()) & batch.mask)
 
@@ -183,7 +199,10 @@ FAULTS = [
     (weight_of_products, "check_correction_is_finite_and_not_negative"),
     (weight_of_the_batch, "check_correction_ignores_what_was_not_sampled"),
     (weight_of_the_batch, "check_correction_is_by_response"),
-    (lambda now, old, behavior, advantages, rows: (old - behavior).exp() / 2, "check_correction_is_one_between_equals"),
+    (
+        lambda now, old, behavior, advantages, rows: (old - behavior).exp() / 2,
+        "check_correction_is_one_between_equals",
+    ),
     (first_half, "check_gate_is_by_content_not_by_place"),
     (drawn_by_place, "check_gate_is_by_content_not_by_place"),
     (above_the_mean_of_all, "check_gate_ignores_what_was_not_sampled"),
@@ -202,14 +221,32 @@ FAULTS = [
     (lambda a, b: (a - b) - (a - b).sum(), "check_kl_is_by_token"),
     (lambda a, b: (10 * (a - b)).exp() - 1, "check_kl_is_finite"),
     (lambda batch, rewards, *, max_new_tokens: rewards / rewards.std(), "check_shaping_is_finite"),
-    (lambda batch, rewards, *, max_new_tokens: rewards - rewards.sum(), "check_shaping_is_by_group_not_by_place"),
+    (
+        lambda batch, rewards, *, max_new_tokens: rewards - rewards.sum(),
+        "check_shaping_is_by_group_not_by_place",
+    ),
     (lambda batch, rewards, *, max_new_tokens: rewards.double(), "check_shaping_keeps_the_dtype"),
-    (lambda batch, rewards, *, max_new_tokens: rewards + 1e9 - 1e9, "check_shaping_is_the_same_in_float32"),
-    (lambda batch, token, settings: ((token + 1e9) - 1e9, token), "check_advantage_is_the_same_in_float32"),
-    (lambda new, old, a, rows, settings: (-((new + 1e9) - 1e9) * a, {}), "check_loss_is_the_same_in_float32"),
-    (lambda batch, rewards, *, max_new_tokens: rewards.mul_(2), "check_shaping_leaves_its_input_alone"),
+    (
+        lambda batch, rewards, *, max_new_tokens: rewards + 1e9 - 1e9,
+        "check_shaping_is_the_same_in_float32",
+    ),
+    (
+        lambda batch, token, settings: ((token + 1e9) - 1e9, token),
+        "check_advantage_is_the_same_in_float32",
+    ),
+    (
+        lambda new, old, a, rows, settings: (-((new + 1e9) - 1e9) * a, {}),
+        "check_loss_is_the_same_in_float32",
+    ),
+    (
+        lambda batch, rewards, *, max_new_tokens: rewards.mul_(2),
+        "check_shaping_leaves_its_input_alone",
+    ),
     (lambda group: len(group) == 0, "check_filter_gives_a_reason_or_nothing"),
-    (lambda group: "first" if group and group[0].reward == 0 else "", "check_filter_is_by_content_not_by_place"),
+    (
+        lambda group: "first" if group and group[0].reward == 0 else "",
+        "check_filter_is_by_content_not_by_place",
+    ),
 ]
 
 

@@ -29,7 +29,9 @@ def missing_tool() -> str:
     absent = [tool for tool in ("ninja",) if shutil.which(tool) is None]
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         absent.append("a C++ compiler")
-    return f"the counting device cannot be built: {' and '.join(absent)} not found" if absent else ""
+    return (
+        f"the counting device cannot be built: {' and '.join(absent)} not found" if absent else ""
+    )
 
 
 @cache
@@ -37,11 +39,15 @@ def build() -> ModuleType:
     """Compile the device, or load what an earlier process compiled from the same source for the same torch."""
     from torch.utils import cpp_extension
 
-    digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()
+    ).hexdigest()[:16]
     folder = Path(cpp_extension.get_default_build_root()) / f"lightrft_counting_device_{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     flags = ["-O0", "-g0"]  # a minute less to compile, and the kernels are torch's own
-    return cpp_extension.load("counting_device", [str(SOURCE)], build_directory=str(folder), extra_cflags=flags)
+    return cpp_extension.load(
+        "counting_device", [str(SOURCE)], build_directory=str(folder), extra_cflags=flags
+    )
 
 
 @cache
@@ -60,11 +66,19 @@ def register() -> torch.device:
 def _shadowed() -> list[str]:
     """Operations of which the CPU has a kernel beside a composite one, which any other device would run instead."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    own = {line.split('"')[1] for line in SOURCE.read_text(encoding="utf-8").splitlines() if line.startswith("  m.impl(")}
+    own = {
+        line.split('"')[1]
+        for line in SOURCE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("  m.impl(")
+    }
     composites = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
     found = []
     for name in torch._C._dispatch_get_all_op_names():
-        if not name.startswith("aten::") or not has(name, "CPU") or name.removeprefix("aten::") in own:
+        if (
+            not name.startswith("aten::")
+            or not has(name, "CPU")
+            or name.removeprefix("aten::") in own
+        ):
             continue
         if any(has(name, key) for key in composites) and not _makes_a_view(name):
             found.append(name.removeprefix("aten::"))
@@ -122,14 +136,20 @@ def counted(where: bool = True) -> Generator[Counts]:
         extension.on_wait(None)
         found = extension.counts()
         counts.peak_bytes, counts.after = found["peak_bytes"], found["current_bytes"]
-        counts.waits, counts.to_device, counts.to_host = found["waits"], found["to_device"], found["to_host"]
+        counts.waits, counts.to_device, counts.to_host = (
+            found["waits"],
+            found["to_device"],
+            found["to_host"],
+        )
 
 
 def _line() -> str:
     """The innermost line of lightrft on the stack, and the innermost of all where that is another."""
     frames = [f for f in traceback.extract_stack() if "counting_device" not in f.filename]
     own = [f for f in frames if "/lightrft/" in f.filename and "/site-packages/" not in f.filename]
-    lines = dict.fromkeys(f"{Path(f.filename).name}:{f.lineno}" for some in (own, frames) for f in some[-1:])
+    lines = dict.fromkeys(
+        f"{Path(f.filename).name}:{f.lineno}" for some in (own, frames) for f in some[-1:]
+    )
     return " in ".join(lines) or "a thread of autograd"
 
 

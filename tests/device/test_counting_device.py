@@ -27,10 +27,23 @@ def _built() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_built")
-def test_training_on_a_device_other_than_the_cpu_equals_the_cpu_and_waits_and_keeps_no_more_than_stated() -> None:
-    words = [sys.executable, "-m", "pytest", str(HERE / "inside"), "-q", "-p", "no:cacheprovider", "--durations=10"]
+def test_training_on_a_device_other_than_the_cpu_equals_the_cpu_and_waits_and_keeps_no_more_than_stated() -> (
+    None
+):
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(HERE / "inside"),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--durations=10",
+    ]
     environment = {**os.environ, "LIGHTRFT_COUNTING_DEVICE": "1"}
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]  # of the worker of pytest-xdist that runs this
-    done = subprocess.run(words, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]

@@ -33,7 +33,9 @@ def command(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Outcome:
     return Outcome(status, captured.out, captured.err)
 
 
-def process(*words: str | Path, cwd: Path, stdin: str = "", prelude: str = "", fresh: bool = False) -> Outcome:
+def process(
+    *words: str | Path, cwd: Path, stdin: str = "", prelude: str = "", fresh: bool = False
+) -> Outcome:
     """Run ``lightrft words...`` as a process of its own.
 
     Args:
@@ -50,7 +52,9 @@ def process(*words: str | Path, cwd: Path, stdin: str = "", prelude: str = "", f
         done = warm.run(program, env=env, cwd=cwd, input=stdin)
     else:
         command = [sys.executable, *program]
-        done = subprocess.run(command, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=300
+        )
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 

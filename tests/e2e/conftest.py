@@ -47,7 +47,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Qwen2 of a character vocabulary."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
-    tiny_model("qwen2", seed=1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tiny_model(
+        "qwen2", seed=1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -102,7 +104,11 @@ def uneven_tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
     more = {
         "rollout": {"prompts_per_step": 5, "group_size": 3},
         "train": {"max_tokens_per_micro_batch": 60, "steps": 3},
-        "eval": {"data": {"sources": rl_tree["data"]["sources"]}, "every": 2, "sampling": {"max_new_tokens": 4}},
+        "eval": {
+            "data": {"sources": rl_tree["data"]["sources"]},
+            "every": 2,
+            "sampling": {"max_new_tokens": 4},
+        },
         "checkpoint": {"every": 2},
         "optimizer": {"lr": 1e-3, "eps": 1e-4},
     }
@@ -114,6 +120,8 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wider model of the same vocabulary."""
     folder = tmp_path_factory.mktemp("teacher")
     tokenizer = tiny_tokenizer()
-    tiny_model("qwen2", seed=7, hidden_size=48, intermediate_size=64, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tiny_model(
+        "qwen2", seed=7, hidden_size=48, intermediate_size=64, vocab_size=len(tokenizer)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -44,9 +44,13 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
         (marks / f"began-{at[1]}-{rank}").touch()
         if at == entry.get("stop"):
             os.kill(os.getpid(), signal.SIGTERM)
-            assert heard.wait(60)  # on a busy machine all would be drawn before the main thread came to look
+            assert heard.wait(
+                60
+            )  # on a busy machine all would be drawn before the main thread came to look
         if at == entry.get("fail", [])[:2]:
-            raise {"RewardError": RewardError, "ZeroDivisionError": ZeroDivisionError}[entry["fail"][2]]("broken")
+            raise {"RewardError": RewardError, "ZeroDivisionError": ZeroDivisionError}[
+                entry["fail"][2]
+            ]("broken")
         if at == entry.get("slow"):
             deadline = time.monotonic() + 60
             while not (marks / f"began-{at[1] + 1}-{1 - rank}").exists():
@@ -74,7 +78,9 @@ def main() -> None:
                 except Exception as error:
                     if "fail" not in entry:
                         raise
-                    file.with_suffix(f".{ranks.rank}.error").write_text(f"{type(error).__name__}: {error}")
+                    file.with_suffix(f".{ranks.rank}.error").write_text(
+                        f"{type(error).__name__}: {error}"
+                    )
 
 
 if __name__ == "__main__":

@@ -26,11 +26,18 @@ def happen(how: str, file: Path) -> None:
     if kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if seconds:
-        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
-    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}[kind])
+        subprocess.Popen(
+            ["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True
+        )
+    os.kill(
+        os.getpid(),
+        {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}[kind],
+    )
 
 
-def at_call(nth: int, function: Callable[..., Any], after: bool, action: Callable[[], None]) -> Callable[..., Any]:
+def at_call(
+    nth: int, function: Callable[..., Any], after: bool, action: Callable[[], None]
+) -> Callable[..., Any]:
     """``function`` with ``action`` before its ``nth`` call, or ``after`` it."""
     calls = 0
 

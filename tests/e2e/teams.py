@@ -23,7 +23,12 @@ from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed import process_group as ranks_module
-from lightrft.distributed.process_group import ModelParallelGroup, ProcessGroup, build_parallel_groups, init_process_group
+from lightrft.distributed.process_group import (
+    ModelParallelGroup,
+    ProcessGroup,
+    build_parallel_groups,
+    init_process_group,
+)
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.lora import add_adapters
@@ -32,7 +37,15 @@ from lightrft.strategy.tensor_parallel import partial_names, shard_layers, sum_p
 from lightrft.trainer import rl
 from lightrft.types import Batch, Segments
 from tests.media_helpers import mixed_batch, mixed_prompts, rig_in
-from tests.model_helpers import Float64, gap, hard_batch, ragged_batch, small_actor, small_model, weights
+from tests.model_helpers import (
+    Float64,
+    gap,
+    hard_batch,
+    ragged_batch,
+    small_actor,
+    small_model,
+    weights,
+)
 
 Call = Callable[[Any, Batch], torch.Tensor]
 FAMILIES = ("qwen2", "qwen3_moe", "gemma2", "gemma3", "phi3")
@@ -52,13 +65,17 @@ def values(critic: Critic, batch: Batch) -> torch.Tensor:
     return torch.cat(critic.values(batch, final=True))
 
 
-def learned(model: Backbone, batch: Batch, call: Call) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def learned(
+    model: Backbone, batch: Batch, call: Call
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What ``call`` gives, and the gradient of a fixed weighting of it in every parameter."""
     model.zero_grad()
     found = call(model, batch)
     (found * weights(len(found), found.dtype)).sum().backward()
     return found.detach(), {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters() if p.requires_grad
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
     }
 
 
@@ -71,7 +88,10 @@ def apart(model: Backbone, team: ModelParallelGroup, batch: Batch, call: Call) -
     for grad in grads.values():
         dist.all_reduce(grad)
     worst = (found - expected).abs().max() / expected.abs().max() if len(expected) else 0.0
-    return [float(worst), gap(grads, wanted) if len(expected) else max(float(g.abs().max()) for g in grads.values())]
+    return [
+        float(worst),
+        gap(grads, wanted) if len(expected) else max(float(g.abs().max()) for g in grads.values()),
+    ]
 
 
 def adapted(**sizes: int) -> Actor:
@@ -90,7 +110,9 @@ def cells(folder: Path) -> Iterator[tuple[str, Backbone, Batch, Call]]:
             yield f"{family} {layout}", small_actor(family, torch.float64, layout), batch, logprobs
     yield "critic", Critic(small_model("qwen2", torch.float64)), batch, values
     yield "adapters", adapted(), batch, logprobs
-    recomputed = small_actor("qwen2")  # in float32: what is computed in the backward pass is out of reach of ``Float64``
+    recomputed = small_actor(
+        "qwen2"
+    )  # in float32: what is computed in the backward pass is out of reach of ``Float64``
     recomputed.gradient_checkpointing_enable()
     yield "recomputed in float32", recomputed.train(), batch, logprobs
     for family in MEDIA:
@@ -107,7 +129,9 @@ def tensor_gaps(ranks: ProcessGroup) -> dict[str, list[float]]:
     mesh, gaps = init_device_mesh("cpu", (ranks.size,)), {}
     for name in (*PLANNED, "adapters"):
         sizes, batch = {"num_key_value_heads": 4}, hard_batch()
-        actor = adapted(**sizes) if name == "adapters" else small_actor(name, torch.float64, **sizes)
+        actor = (
+            adapted(**sizes) if name == "adapters" else small_actor(name, torch.float64, **sizes)
+        )
         with Float64():
             expected, wanted = learned(actor, batch, logprobs)
             partial = partial_names(actor)
@@ -115,8 +139,13 @@ def tensor_gaps(ranks: ProcessGroup) -> dict[str, list[float]]:
             found, grads = learned(actor, batch, logprobs)
         assert sum(isinstance(g, DTensor) for g in grads.values()) >= 12
         sum_partial([grads[name] for name in partial], mesh)
-        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-        gaps[name] = [float((found - expected).abs().max() / expected.abs().max()), gap(whole, wanted)]
+        whole = {
+            name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()
+        }
+        gaps[name] = [
+            float((found - expected).abs().max() / expected.abs().max()),
+            gap(whole, wanted),
+        ]
     return gaps
 
 
@@ -144,7 +173,12 @@ def held(team: ModelParallelGroup) -> dict[str, int]:
 def models(ranks: ProcessGroup, folder: Path) -> dict[str, Any]:
     team, _ = build_parallel_groups(ranks, ranks.size)
     gaps = {name: apart(model, team, batch, call) for name, model, batch, call in cells(folder)}
-    return {"gaps": gaps, "tensor": tensor_gaps(ranks), "held": held(team), "limit": limit_of(ranks)}
+    return {
+        "gaps": gaps,
+        "tensor": tensor_gaps(ranks),
+        "held": held(team),
+        "limit": limit_of(ranks),
+    }
 
 
 def limit_of(ranks: ProcessGroup) -> float:
@@ -171,6 +205,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same models on every rank
     with init_process_group(2.0) as together:
-        everyone = together.gather(models(together, Path(sys.argv[1])) | {"runs": runs(together, sys.argv[2:])})
+        everyone = together.gather(
+            models(together, Path(sys.argv[1])) | {"runs": runs(together, sys.argv[2:])}
+        )
         if together.rank == 0:
             sys.stdout.write(f"FOUND{json.dumps(everyone)}\n")

@@ -47,9 +47,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_batch_n_is_drawn_by_the_version_that_is_due_whoever_is_faster(rl_config, tmp_path, monkeypatch, staleness):
+def test_batch_n_is_drawn_by_the_version_that_is_due_whoever_is_faster(
+    rl_config, tmp_path, monkeypatch, staleness
+):
     run_rl(rl_config(run={"name": "plain"}, rollout={"staleness": staleness}))
-    monkeypatch.setattr(async_generation, "collect_rollouts", slowed(async_generation.collect_rollouts, 0.2))
+    monkeypatch.setattr(
+        async_generation, "collect_rollouts", slowed(async_generation.collect_rollouts, 0.2)
+    )
     run_rl(rl_config(run={"name": "slow generation"}, rollout={"staleness": staleness}))
     monkeypatch.undo()
     monkeypatch.setattr(rl, "learn", slowed(rl.learn, 0.2))
@@ -62,12 +66,20 @@ def test_batch_n_is_drawn_by_the_version_that_is_due_whoever_is_faster(rl_config
     rows = read_rows(tmp_path / "plain" / "metrics.jsonl")
     assert [r["staleness/max"] for r in rows] == [min(step, staleness) for step in range(4)]
     assert [r["staleness/mean"] for r in rows] == [r["staleness/max"] for r in rows]
-    assert all(r["time/wait"] >= 0 and r["time/ahead/generate"] > 0 and r["time/ahead/idle"] >= 0 for r in rows)
+    assert all(
+        r["time/wait"] >= 0 and r["time/ahead/generate"] > 0 and r["time/ahead/idle"] >= 0
+        for r in rows
+    )
 
 
 def test_with_adapters_only_they_are_copied_and_the_schedule_holds(rl_config, tmp_path):
     run_rl(rl_config(model={"lora": {"rank": 4, "alpha": 8}}, rollout={"staleness": 1}))
-    assert [{v for r in step for v in r["versions"]} for step in answers(tmp_path / "run")] == [{0}, {0}, {1}, {2}]
+    assert [{v for r in step for v in r["versions"]} for step in answers(tmp_path / "run")] == [
+        {0},
+        {0},
+        {1},
+        {2},
+    ]
 
 
 def test_staleness_larger_than_the_run_draws_everything_by_the_first_weights(rl_config, tmp_path):
@@ -75,12 +87,16 @@ def test_staleness_larger_than_the_run_draws_everything_by_the_first_weights(rl_
     assert {v for step in answers(tmp_path / "run") for r in step for v in r["versions"]} == {0}
 
 
-def test_the_first_two_batches_equal_those_of_a_synchronous_run_as_far_as_their_versions_do(rl_config, tmp_path):
+def test_the_first_two_batches_equal_those_of_a_synchronous_run_as_far_as_their_versions_do(
+    rl_config, tmp_path
+):
     run_rl(rl_config(run={"name": "now"}))
     run_rl(rl_config(run={"name": "ahead"}, rollout={"staleness": 1}))
     now, ahead = answers(tmp_path / "now"), answers(tmp_path / "ahead")
     assert now[0] == ahead[0]
-    assert [[r["prompt"]["id"] for r in step] for step in now] == [[r["prompt"]["id"] for r in step] for step in ahead]
+    assert [[r["prompt"]["id"] for r in step] for step in now] == [
+        [r["prompt"]["id"] for r in step] for step in ahead
+    ]
     assert now[1] != ahead[1]
 
 
@@ -117,10 +133,14 @@ def test_an_error_of_the_thread_ends_the_run_with_the_thread_s_traceback(rl_conf
     assert not [t for t in threading.enumerate() if t.name.startswith("generation")]
 
 
-def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn_again(rl_tree, tmp_path, monkeypatch):
+def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn_again(
+    rl_tree, tmp_path, monkeypatch
+):
     whole = start(deep_merge(rl_tree, {"rollout": {"staleness": 1}}), "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
-    config = build(RLConfig, deep_merge(rl_tree, {"run": {"name": "broken"}, "rollout": {"staleness": 1}}))
+    config = build(
+        RLConfig, deep_merge(rl_tree, {"run": {"name": "broken"}, "rollout": {"staleness": 1}})
+    )
     collect = async_generation.collect_rollouts
 
     def unscored(roles: Any, config: Any, step: int, *rest: Any) -> Any:
@@ -140,7 +160,10 @@ def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn
 def test_staleness_without_a_correction_warns_and_says_what_to_set(rl_config, caplog):
     with caplog.at_level(logging.WARNING):
         rl.check(rl_config(rollout={"staleness": 1}))
-        assert "algorithm.importance_sampling" in caplog.text and "algorithm.old_logprobs" in caplog.text
+        assert (
+            "algorithm.importance_sampling" in caplog.text
+            and "algorithm.old_logprobs" in caplog.text
+        )
         caplog.clear()
         rl.check(rl_config(rollout={"staleness": 1}, algorithm={"importance_sampling": ["tis"]}))
         rl.check(rl_config(rollout={"staleness": 1}, algorithm={"old_logprobs": "rollout"}))
@@ -152,13 +175,20 @@ def test_staleness_without_a_correction_warns_and_says_what_to_set(rl_config, ca
 def test_a_checkpoint_in_the_middle_holds_the_batches_that_wait(rl_config, tmp_path, staleness):
     run_rl(rl_config(rollout={"staleness": staleness}, checkpoint={"every": 1, "keep": 10}))
     for step in range(1, 5):
-        drawn = load_state(tmp_path / "run" / "checkpoints" / f"step_{step:06d}" / "trainer")["drawn"]
+        drawn = load_state(tmp_path / "run" / "checkpoints" / f"step_{step:06d}" / "trainer")[
+            "drawn"
+        ]
         assert len(drawn["finished"]) == min(staleness, 4 - step) and not drawn["weights"]
         for batch, collected in enumerate(drawn["finished"], start=step):
             written = [
-                json.loads(x) for x in (tmp_path / "run/rollouts" / f"step_{batch + 1:06d}.jsonl").read_text().splitlines()
+                json.loads(x)
+                for x in (tmp_path / "run/rollouts" / f"step_{batch + 1:06d}.jsonl")
+                .read_text()
+                .splitlines()
             ]
-            assert [r["token_ids"] for r in collected["rollouts"]] == [r["token_ids"] for r in written]
+            assert [r["token_ids"] for r in collected["rollouts"]] == [
+                r["token_ids"] for r in written
+            ]
 
 
 @pytest.fixture
@@ -191,7 +221,9 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
         ("after checkpoint", 3, 2),
     ],
 )
-def test_a_killed_asynchronous_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, where, nth, staleness):
+def test_a_killed_asynchronous_run_ends_bit_for_bit_like_one_that_was_not(
+    tree, tmp_path, where, nth, staleness
+):
     tree = deep_merge(tree, {"rollout": {"staleness": staleness}})
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
@@ -203,7 +235,9 @@ def test_a_killed_asynchronous_run_ends_bit_for_bit_like_one_that_was_not(tree, 
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_bit(tree, tmp_path, monkeypatch, staleness):
+def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_bit(
+    tree, tmp_path, monkeypatch, staleness
+):
     tree = deep_merge(tree, {"rollout": {"staleness": staleness}, "checkpoint": {"every": 0}})
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
@@ -226,7 +260,9 @@ def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_
     summary = run_rl(config)
     monkeypatch.undo()
     assert not summary["finished"] and summary["steps"] < 4
-    state = load_state(tmp_path / "stopped" / "checkpoints" / f"step_{summary['steps']:06d}" / "trainer")
+    state = load_state(
+        tmp_path / "stopped" / "checkpoints" / f"step_{summary['steps']:06d}" / "trainer"
+    )
     assert min(state["drawn"]["weights"]) == 3 - staleness
     run_rl(config)
     assert_same_end(tmp_path / "whole", tmp_path / "stopped", 5)

@@ -37,9 +37,13 @@ def rl(capsys, monkeypatch, model_folder, data_folder, tmp_path) -> Rl:
             "run.progress": "false",
         }
         if verb == "sft":
-            given = {k: v for k, v in given.items() if not k.startswith(("rollout", "sampling"))} | {"batch_size": 2}
+            given = {
+                k: v for k, v in given.items() if not k.startswith(("rollout", "sampling"))
+            } | {"batch_size": 2}
         given |= {k.replace("__", "."): v for k, v in instead.items()}
-        return command(capsys, verb, *(f"{k}={v}" for k, v in given.items() if v is not None), *words)
+        return command(
+            capsys, verb, *(f"{k}={v}" for k, v in given.items() if v is not None), *words
+        )
 
     return run
 
@@ -59,8 +63,18 @@ def copied(folder: Path, to: Path) -> Path:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("sampling.temprature=1", ["unknown setting sampling.temprature", "command line", "did you mean sampling.temperature?"]),
-        ("rollout.smaples=4", ["unknown setting rollout.smaples", "did you mean rollout.group_size?"]),
+        (
+            "sampling.temprature=1",
+            [
+                "unknown setting sampling.temprature",
+                "command line",
+                "did you mean sampling.temperature?",
+            ],
+        ),
+        (
+            "rollout.smaples=4",
+            ["unknown setting rollout.smaples", "did you mean rollout.group_size?"],
+        ),
         ("modl.path=x", ["unknown setting modl", "did you mean model?"]),
         ("train.steps=many", ["train.steps = 'many'", "integer"]),
         ("train.steps=-1", ["train.steps = -1", "greater than or equal to 1"]),
@@ -88,7 +102,12 @@ def test_a_setting_that_cannot_be_is_assert_refused(rl, tmp_path, word, said):
 
 
 def test_every_problem_is_told_at_once(rl):
-    assert_refused(rl("sampling.temprature=1", "train.steps=many", "rollout.smaples=3"), "temprature", "'many'", "smaples")
+    assert_refused(
+        rl("sampling.temprature=1", "train.steps=many", "rollout.smaples=3"),
+        "temprature",
+        "'many'",
+        "smaples",
+    )
 
 
 def test_a_config_file_that_is_not_yaml_or_holds_a_wrong_key_is_named(rl, tmp_path):
@@ -96,12 +115,19 @@ def test_a_config_file_that_is_not_yaml_or_holds_a_wrong_key_is_named(rl, tmp_pa
     wrong.write_text("run: [\n")
     assert_refused(rl(str(wrong)), "wrong.yaml", "not YAML")
     wrong.write_text("sampling: {temprature: 1}\n")
-    assert_refused(rl(str(wrong)), "unknown setting sampling.temprature", "wrong.yaml", "sampling.temperature")
+    assert_refused(
+        rl(str(wrong)), "unknown setting sampling.temprature", "wrong.yaml", "sampling.temperature"
+    )
     assert_refused(rl(str(tmp_path / "wrongg.yaml")), "wrongg.yaml", "did you mean", "wrong.yaml")
 
 
 def test_an_adaptive_kl_that_could_turn_negative_is_assert_refused(rl):
-    kl = ["algorithm.kl.controller=adaptive", "algorithm.kl.horizon=4", "rollout.prompts_per_step=5", "rollout.group_size=4"]
+    kl = [
+        "algorithm.kl.controller=adaptive",
+        "algorithm.kl.horizon=4",
+        "rollout.prompts_per_step=5",
+        "rollout.group_size=4",
+    ]
     assert_refused(rl(*kl), "algorithm.kl.horizon = 4", "rollout.prompts_per_step", "20", "above 4")
 
 
@@ -123,18 +149,26 @@ def test_an_empty_data_set_is_assert_refused(rl, tmp_path):
 
 
 def test_a_malformed_row_is_named_by_file_and_line_and_can_be_skipped(rl, tmp_path):
-    data = jsonl(tmp_path / "torn.jsonl", [{"prompt": "1+1=", "label": "2"}, '{"prompt": "2+', {"prompt": "3+3=", "label": "6"}])
+    data = jsonl(
+        tmp_path / "torn.jsonl",
+        [{"prompt": "1+1=", "label": "2"}, '{"prompt": "2+', {"prompt": "3+3=", "label": "6"}],
+    )
     assert_refused(rl(data__sources=data), "torn.jsonl, line 2", "data.bad_rows: skip")
     assert rl("data.bad_rows=skip", data__sources=data).status == 0
 
 
 def test_a_row_without_a_prompt_is_named(rl, tmp_path):
-    data = jsonl(tmp_path / "gap.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": None, "label": "2"}])
+    data = jsonl(
+        tmp_path / "gap.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": None, "label": "2"}]
+    )
     assert_refused(rl(data__sources=data), "gap.jsonl, line 2")
 
 
 def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error_as_set(rl, tmp_path):
-    data = jsonl(tmp_path / "long.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "9" * 500, "label": "2"}])
+    data = jsonl(
+        tmp_path / "long.jsonl",
+        [{"prompt": "1+1=", "label": "2"}, {"prompt": "9" * 500, "label": "2"}],
+    )
     limit = "data.max_prompt_tokens=100"
     assert_refused(
         rl(limit, "data.overlong_prompts=error", data__sources=data),
@@ -146,17 +180,28 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error_as_set(rl, t
     log = (tmp_path / "runs" / "run" / "log.txt").read_text()
     assert "1 overlong" in log and "long.jsonl, line 2" in log
     only = jsonl(tmp_path / "only.jsonl", [{"prompt": "9" * 500, "label": "2"}])
-    assert_refused(rl(limit, "run.name=other", data__sources=only), "only.jsonl", "nothing is left", "1 overlong")
+    assert_refused(
+        rl(limit, "run.name=other", data__sources=only),
+        "only.jsonl",
+        "nothing is left",
+        "1 overlong",
+    )
 
 
 def test_rows_without_an_answer_cannot_be_learned_from(rl, tmp_path):
     data = jsonl(tmp_path / "asked.jsonl", [{"prompt": "1+1="}])
-    assert_refused(rl(verb="sft", data__sources=data, reward__terms=None), "asked.jsonl, line 1", "data.columns.response")
+    assert_refused(
+        rl(verb="sft", data__sources=data, reward__terms=None),
+        "asked.jsonl, line 1",
+        "data.columns.response",
+    )
 
 
 def test_a_label_that_a_reward_needs_and_a_row_lacks_is_said(rl, tmp_path):
     data = jsonl(tmp_path / "bare.jsonl", [{"prompt": "1+1="}, {"prompt": "2+2="}])
-    assert_refused(rl(data__sources=data, reward__terms="[math]"), "bare.jsonl, line 1", "no label", "'math'")
+    assert_refused(
+        rl(data__sources=data, reward__terms="[math]"), "bare.jsonl, line 1", "no label", "'math'"
+    )
 
 
 # models
@@ -192,12 +237,17 @@ def test_a_model_without_a_chat_template_says_how_to_give_one(rl, model_folder, 
     (plain / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(plain)
     assert_refused(
-        rl("data.apply_chat_template=true", model=plain), "data.apply_chat_template", "no chat template", "model.chat_template"
+        rl("data.apply_chat_template=true", model=plain),
+        "data.apply_chat_template",
+        "no chat template",
+        "model.chat_template",
     )
     assert rl(model=plain).status == 0
 
 
-def test_an_end_token_that_also_pads_is_still_learned_and_sampled(rl, model_folder, tmp_path, capsys):
+def test_an_end_token_that_also_pads_is_still_learned_and_sampled(
+    rl, model_folder, tmp_path, capsys
+):
     same = copied(model_folder, tmp_path / "same")
     tokenizer = AutoTokenizer.from_pretrained(same)
     tokenizer.pad_token = tokenizer.eos_token
@@ -208,14 +258,19 @@ def test_an_end_token_that_also_pads_is_still_learned_and_sampled(rl, model_fold
     assert rl(verb="sft", model=same, reward__terms=None, run__name="sft").status == 0
 
 
-def test_several_turns_under_a_template_that_rewrites_earlier_ones_are_assert_refused(rl, model_folder, tmp_path):
+def test_several_turns_under_a_template_that_rewrites_earlier_ones_are_assert_refused(
+    rl, model_folder, tmp_path
+):
     template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and not loop.last %}"
-        "...{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and "
+        "not loop.last %}...{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}{% if "
+        "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     (tmp_path / "forgetful.jinja").write_text(template)
-    turns = [{"role": r, "content": c} for r, c in [("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4")]]
+    turns = [
+        {"role": r, "content": c}
+        for r, c in [("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4")]
+    ]
     data = jsonl(tmp_path / "turns.jsonl", [{"messages": turns}] * 2)
     sft = {"verb": "sft", "data__sources": data, "reward__terms": None}
     word = "model.chat_template=forgetful.jinja"
@@ -224,11 +279,17 @@ def test_several_turns_under_a_template_that_rewrites_earlier_ones_are_assert_re
 
 
 def test_lengths_beyond_what_the_model_was_made_for_are_refused_at_the_start(rl, tmp_path):
-    assert_refused(rl("sampling.max_new_tokens=5000"), "sampling.max_new_tokens = 5000", "max_position_embeddings", "2048")
+    assert_refused(
+        rl("sampling.max_new_tokens=5000"),
+        "sampling.max_new_tokens = 5000",
+        "max_position_embeddings",
+        "2048",
+    )
     assert_refused(
         rl(
             "eval.sampling.max_new_tokens=5000",
-            "eval.data.sources=" + str(jsonl(tmp_path / "e.jsonl", [{"prompt": "1", "label": "1"}])),
+            "eval.data.sources="
+            + str(jsonl(tmp_path / "e.jsonl", [{"prompt": "1", "label": "1"}])),
         ),
         "eval.sampling.max_new_tokens = 5000",
         "2048",
@@ -243,7 +304,11 @@ def test_lengths_beyond_what_the_model_was_made_for_are_refused_at_the_start(rl,
 
 
 def test_an_engine_budget_that_cannot_hold_one_answer_is_assert_refused(rl):
-    assert_refused(rl("engine.max_cache_tokens=5"), "engine.max_cache_tokens = 5", "raise engine.max_cache_tokens")
+    assert_refused(
+        rl("engine.max_cache_tokens=5"),
+        "engine.max_cache_tokens = 5",
+        "raise engine.max_cache_tokens",
+    )
 
 
 # rewards
@@ -279,19 +344,27 @@ def rewards(tmp_path) -> Path:
         ("dies", "ended its process (status 3)"),
     ],
 )
-def test_a_reward_that_fails_every_made_up_response_is_refused_before_training(rl, rewards, tmp_path, function, said):
+def test_a_reward_that_fails_every_made_up_response_is_refused_before_training(
+    rl, rewards, tmp_path, function, said
+):
     assert_refused(rl(reward__terms=f"[{rewards}:{function}]"), "made-up responses", said)
     assert not (tmp_path / "runs" / "run" / "model").exists()
 
 
-def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(rl, rewards, tmp_path):
+def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(
+    rl, rewards, tmp_path
+):
     said = ["every response", "step 1", "could not convert string to float"]
     assert_refused(rl(reward__terms=f"[{rewards}:breaks_later]"), *said)
     assert not (tmp_path / "runs" / "run" / "model").exists()
 
 
-def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(rl, rewards, tmp_path):
-    outcome = rl("rollout.prompts_per_step=4", "rollout.group_size=4", reward__terms=f"[{rewards}:half_nan]")
+def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(
+    rl, rewards, tmp_path
+):
+    outcome = rl(
+        "rollout.prompts_per_step=4", "rollout.group_size=4", reward__terms=f"[{rewards}:half_nan]"
+    )
     assert outcome.status == 0, outcome.err
     (row,) = read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")
     assert 0 < row["rollout/failed_answers"] < 16
@@ -300,10 +373,24 @@ def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(
 
 
 def test_an_evaluation_in_which_every_answer_fails_is_no_accuracy_of_zero(rl, rewards, data_folder):
-    words = {"data__sources": None, "rollout__prompts": None, "rollout__samples": None, "sampling__max_new_tokens": None}
-    words |= {"train__steps": None, "log__tensorboard": None, "reward__terms": f"[{rewards}:raises]"}
+    words = {
+        "data__sources": None,
+        "rollout__prompts": None,
+        "rollout__samples": None,
+        "sampling__max_new_tokens": None,
+    }
+    words |= {
+        "train__steps": None,
+        "log__tensorboard": None,
+        "reward__terms": f"[{rewards}:raises]",
+    }
     assert_refused(
-        rl(f"eval.data.sources={data_folder / 'train.jsonl'}", "eval.sampling.max_new_tokens=4", verb="eval", **words),
+        rl(
+            f"eval.data.sources={data_folder / 'train.jsonl'}",
+            "eval.sampling.max_new_tokens=4",
+            verb="eval",
+            **words,
+        ),
         "made-up responses",
         "no such key",
     )
@@ -312,20 +399,23 @@ def test_an_evaluation_in_which_every_answer_fails_is_no_accuracy_of_zero(rl, re
 def test_steps_taken_before_the_reward_broke_are_not_lost(rl, tmp_path):
     file = tmp_path / "breaks.py"
     file.write_text(
-        "from pathlib import Path\n"
-        f"broken = Path({str(tmp_path / 'broken')!r})\ncalls = Path({str(tmp_path / 'calls')!r})\n"
-        "def score(rollout):\n"
-        "    calls.touch()\n"
-        "    with calls.open('a') as f: f.write('x')\n"
-        "    if len(calls.read_text()) > 10 + 8 and not broken.exists(): raise OSError('the judge is down')\n"
-        "    return float(rollout.seed % 2)\n"
+        f"from pathlib import Path\nbroken = Path({str(tmp_path / 'broken')!r})\ncalls = "
+        f"Path({str(tmp_path / 'calls')!r})\ndef score(rollout):\n    calls.touch()\n    with "
+        "calls.open('a') as f: f.write('x')\n    if len(calls.read_text()) > 10 + 8 and not "
+        "broken.exists(): raise OSError('the judge is down')\n    return float(rollout.seed % "
+        "2)\n"
     )
     words = {"reward__terms": f"[{file}:score]", "train__steps": 4}
     assert_refused(rl(**words), "every response", "step 3", "the judge is down", "step 2")
     (tmp_path / "broken").touch()
     outcome = rl(**words)
     assert outcome.status == 0, outcome.err
-    assert [r["step"] for r in read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [r["step"] for r in read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 # run folders and checkpoints
@@ -336,7 +426,11 @@ def test_a_run_folder_that_exists_is_not_touched_unless_asked(rl, tmp_path):
     before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text()
     assert_refused(rl("run.resume=never"), "runs/run", "run.overwrite=true", "run.name")
     assert_refused(
-        rl("optimizer.lr=0.5", "sampling.temperature=0.7"), "optimizer.lr", "0.5", "sampling.temperature", "run.overwrite=true"
+        rl("optimizer.lr=0.5", "sampling.temperature=0.7"),
+        "optimizer.lr",
+        "0.5",
+        "sampling.temperature",
+        "run.overwrite=true",
     )
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_text() == before
     assert rl("optimizer.lr=0.5", "run.overwrite=true").status == 0
@@ -358,12 +452,16 @@ def test_a_folder_that_is_no_run_is_not_written_into(rl, tmp_path):
 
 
 def test_a_checkpoint_that_is_named_and_not_there_is_assert_refused(rl):
-    assert_refused(rl("run.resume=nowhere/step_1"), "run.resume = 'nowhere/step_1'", "no such checkpoint")
+    assert_refused(
+        rl("run.resume=nowhere/step_1"), "run.resume = 'nowhere/step_1'", "no such checkpoint"
+    )
 
 
 def test_a_checkpoint_that_is_cut_short_is_refused_and_kept(rl, tmp_path):
     assert rl().status == 0
-    state = tmp_path / "runs" / "run" / "checkpoints" / "step_000001" / "policy" / "state.safetensors"
+    state = (
+        tmp_path / "runs" / "run" / "checkpoints" / "step_000001" / "policy" / "state.safetensors"
+    )
     whole = state.read_bytes()
     state.write_bytes(whole[:-1000])
     assert_refused(rl("train.steps=2"), "step_000001", "state.safetensors", "run.overwrite=true")
@@ -380,14 +478,24 @@ def test_a_checkpoint_of_another_model_is_assert_refused(rl, model_folder, tmp_p
     tiny_model("qwen2", hidden_size=64).save_pretrained(other)
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000001"
     assert_refused(
-        rl(f"run.resume={checkpoint}", "run.name=second", model=other), "step_000001", "belongs to something else", "the model"
+        rl(f"run.resume={checkpoint}", "run.name=second", model=other),
+        "step_000001",
+        "belongs to something else",
+        "the model",
     )
 
 
 def test_output_that_exists_is_refused_before_any_work(rl, tmp_path):
     (tmp_path / "answers.jsonl").write_text("mine\n")
-    instead = dict.fromkeys(("rollout__prompts", "rollout__samples", "train__steps", "log__tensorboard"))
-    assert_refused(rl(verb="generate", model="nowhere/at/all", **instead), "answers.jsonl", "exists", "run.overwrite=true")
+    instead = dict.fromkeys(
+        ("rollout__prompts", "rollout__samples", "train__steps", "log__tensorboard")
+    )
+    assert_refused(
+        rl(verb="generate", model="nowhere/at/all", **instead),
+        "answers.jsonl",
+        "exists",
+        "run.overwrite=true",
+    )
     assert (tmp_path / "answers.jsonl").read_text() == "mine\n"
 
 
@@ -401,13 +509,19 @@ def small_disk(tmp_path) -> Iterator[Path]:
     folder.mkdir()
     mount = shutil.which("mount")
     command = [mount or "mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+    if (
+        mount is None
+        or os.geteuid() != 0
+        or subprocess.run(command, capture_output=True).returncode
+    ):
         pytest.skip("mounting a small file system needs root")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_disk_that_is_full_at_the_end_is_said_and_an_earlier_checkpoint_stays(rl, small_disk, tmp_path):
+def test_a_disk_that_is_full_at_the_end_is_said_and_an_earlier_checkpoint_stays(
+    rl, small_disk, tmp_path
+):
     words = {"run__dir": small_disk, "checkpoint__every": 1}
     assert rl(**words).status == 0
     checkpoints = small_disk / "run" / "checkpoints"
@@ -431,8 +545,14 @@ def test_too_little_memory_says_what_to_lower(model_folder, data_folder, tmp_pat
         "held = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (held + (700 << 20), resource.RLIM_INFINITY))\n"
     )
-    many = jsonl(tmp_path / "many.jsonl", [{"prompt": f"{i}+" * 300, "label": "1"} for i in range(64)])
-    words = [f"model={model_folder}", f"data.sources={many}", f"reward.terms=[{data_folder / 'rewards.py'}:ones]"]
+    many = jsonl(
+        tmp_path / "many.jsonl", [{"prompt": f"{i}+" * 300, "label": "1"} for i in range(64)]
+    )
+    words = [
+        f"model={model_folder}",
+        f"data.sources={many}",
+        f"reward.terms=[{data_folder / 'rewards.py'}:ones]",
+    ]
     large = [
         "rollout.prompts_per_step=64",
         "rollout.group_size=16",
@@ -440,5 +560,15 @@ def test_too_little_memory_says_what_to_lower(model_folder, data_folder, tmp_pat
         "train.steps=1",
         "data.max_prompt_tokens=1600",
     ]
-    outcome = process("rl", *words, *large, "train.max_tokens_per_micro_batch=2000000", cwd=tmp_path, prelude=bound, fresh=True)
-    assert_refused(outcome, "out of memory", "train.max_tokens_per_micro_batch", "engine.max_cache_tokens")
+    outcome = process(
+        "rl",
+        *words,
+        *large,
+        "train.max_tokens_per_micro_batch=2000000",
+        cwd=tmp_path,
+        prelude=bound,
+        fresh=True,
+    )
+    assert_refused(
+        outcome, "out of memory", "train.max_tokens_per_micro_batch", "engine.max_cache_tokens"
+    )

@@ -156,8 +156,16 @@ def test_a_reward_that_keeps_its_contract_passes_every_check(capsys, rewards, wo
 @pytest.mark.parametrize(
     ("name", "check", "said"),
     [
-        ("hangs", "long response", ["took longer than the limit of 0.5 s", "my_rewards.py", "in hangs"]),
-        ("last_word", "empty response", ["raised IndexError", "on the response ''", "my_rewards.py"]),
+        (
+            "hangs",
+            "long response",
+            ["took longer than the limit of 0.5 s", "my_rewards.py", "in hangs"],
+        ),
+        (
+            "last_word",
+            "empty response",
+            ["raised IndexError", "on the response ''", "my_rewards.py"],
+        ),
         ("says_it", "number", ["returned str, not a number", "line 18"]),
         ("fickle", "repeatable", ["gave 0, then 3"]),
     ],
@@ -170,5 +178,7 @@ def test_a_reward_that_fails_shows_where_within_its_time_limit(capsys, rewards, 
 
 
 def test_a_time_limit_that_means_nothing_is_refused(capsys, rewards):
-    assert_refused(command(capsys, "check", f"{rewards}:good", "--limit", "soon"), "--limit soon", "seconds")
+    assert_refused(
+        command(capsys, "check", f"{rewards}:good", "--limit", "soon"), "--limit soon", "seconds"
+    )
     assert_refused(command(capsys, "check", "ppo_clip", "--limit", "3"), "--limit 3 is for rewards")

@@ -32,7 +32,13 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
     outcome = command(capsys, verb, flag)
     assert outcome.status == 0
     assert f"lightrft {verb}" in outcome.out
-    shown = {"explain": "presets:", "check": "kinds:", "doctor": "device_memory", "report": "run folder", "export": "adapters"}
+    shown = {
+        "explain": "presets:",
+        "check": "kinds:",
+        "doctor": "device_memory",
+        "report": "run folder",
+        "export": "adapters",
+    }
     assert shown.get(verb, "run.name") in outcome.out
 
 
@@ -42,7 +48,14 @@ def test_help_wins_over_settings_that_are_wrong(capsys):
 
 @pytest.mark.parametrize(
     ("wrong", "near"),
-    [("evla", "eval"), ("sfft", "sft"), ("generat", "generate"), ("train", "rl"), ("finetune", "sft"), ("Evaluate", "eval")],
+    [
+        ("evla", "eval"),
+        ("sfft", "sft"),
+        ("generat", "generate"),
+        ("train", "rl"),
+        ("finetune", "sft"),
+        ("Evaluate", "eval"),
+    ],
 )
 def test_a_verb_that_does_not_exist_names_the_nearest(capsys, wrong, near):
     assert_refused(command(capsys, wrong), repr(wrong), f"did you mean '{near}'")
@@ -59,15 +72,23 @@ def test_the_settings_and_files_may_come_in_any_order(capsys, tmp_path):
     one.write_text("rollout: {group_size: 3}\nsampling: {temperature: 0.5}\n")
     two.write_text("rollout: {group_size: 5}\n")
     out = command(capsys, "explain", "sampling.max_new_tokens=9", one, two).out
-    values = {line.split()[0]: line.split()[1] for line in out.splitlines() if line.startswith("  ") and len(line.split()) > 2}
+    values = {
+        line.split()[0]: line.split()[1]
+        for line in out.splitlines()
+        if line.startswith("  ") and len(line.split()) > 2
+    }
     assert values["rollout.group_size"] == "5"
     assert values["sampling.temperature"] == "0.5"
     assert values["sampling.max_new_tokens"] == "9"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["model.lora.rank=2", "model.gradient_checkpointing=true", "model.dtype=bfloat16"]])
-def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(model_folder, data_folder, tmp_path, more):
+@pytest.mark.parametrize(
+    "more", [[], ["model.lora.rank=2", "model.gradient_checkpointing=true", "model.dtype=bfloat16"]]
+)
+def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(
+    model_folder, data_folder, tmp_path, more
+):
     words = [
         "rl",
         f"model={model_folder}",
@@ -83,27 +104,46 @@ def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(model_
     ]
     outcome = process(*words, *small, *more, cwd=tmp_path)
     assert outcome.status == 0, outcome.err
-    assert [line.split(" · ")[0] for line in outcome.err.splitlines()] == ["rl 1/2", "rl 2/2"], outcome.err
-    said = [line for line in outcome.out.splitlines() if not line.startswith("  source ")]  # where lightrft is not on the path
+    assert [line.split(" · ")[0] for line in outcome.err.splitlines()] == ["rl 1/2", "rl 2/2"], (
+        outcome.err
+    )
+    said = [
+        line for line in outcome.out.splitlines() if not line.startswith("  source ")
+    ]  # where lightrft is not on the path
     assert said[0].startswith("finished at step 2") and "runs/run" in said[0]
-    assert "report: runs/run/report.html" in said and (tmp_path / "runs" / "run" / "report.html").is_file()
+    assert (
+        "report: runs/run/report.html" in said
+        and (tmp_path / "runs" / "run" / "report.html").is_file()
+    )
     said.remove("report: runs/run/report.html")
     assert said[1].startswith("the checkpoint is of step 2")
-    assert said[2:] == ["  lightrft chat model=runs/run/model", "  lightrft explain runs/run/config.yaml"]
+    assert said[2:] == [
+        "  lightrft chat model=runs/run/model",
+        "  lightrft explain runs/run/config.yaml",
+    ]
 
 
 @pytest.mark.slow
-def test_what_a_run_says_to_type_next_works(capsys, monkeypatch, model_folder, data_folder, tmp_path):
+def test_what_a_run_says_to_type_next_works(
+    capsys, monkeypatch, model_folder, data_folder, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     data = f"[{data_folder / 'train.jsonl'}]"
     words = [f"model={model_folder}", f"data.sources={data}", f"eval.data.sources={data}"]
     words.append(f"reward.terms=[{data_folder}/rewards.py:varied]")
-    small = ["train.steps=1", "eval.sampling.max_new_tokens=4", "log.tensorboard=false", "run.progress=false"]
+    small = [
+        "train.steps=1",
+        "eval.sampling.max_new_tokens=4",
+        "log.tensorboard=false",
+        "run.progress=false",
+    ]
     only_rl = ["rollout.prompts_per_step=2", "rollout.group_size=2", "sampling.max_new_tokens=4"]
     for verb, more in (("rl", only_rl), ("sft", ["batch_size=2"])):
         outcome = command(capsys, verb, *words, *small, *more, f"run.name={verb}")
         assert outcome.status == 0, outcome.err
-        lines = [line.strip() for line in outcome.out.splitlines() if line.startswith("  lightrft ")]
+        lines = [
+            line.strip() for line in outcome.out.splitlines() if line.startswith("  lightrft ")
+        ]
         (evaluation,) = [line for line in lines if line.startswith("lightrft eval ")]
         again = command(capsys, *evaluation.split()[1:])
         assert again.status == 0, again.err
@@ -112,19 +152,29 @@ def test_what_a_run_says_to_type_next_works(capsys, monkeypatch, model_folder, d
 
 @pytest.mark.slow
 def test_an_interruption_before_training_begins_ends_with_130_and_no_traceback(tmp_path):
-    outcome = process("explain", "grpo", cwd=tmp_path, prelude=_interrupting("lightrft.diagnostics.explain", "explain"))
+    outcome = process(
+        "explain",
+        "grpo",
+        cwd=tmp_path,
+        prelude=_interrupting("lightrft.diagnostics.explain", "explain"),
+    )
     assert outcome.status == 130
     assert "Traceback" not in outcome.err
 
 
 def _interrupting(module: str, name: str) -> str:
     """Python that makes the process get Ctrl-C inside a function, also where whoever started it has it ignored."""
-    interrupt = "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+    interrupt = (
+        "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), "
+        "signal.SIGINT); time.sleep(5)"
+    )
     return f"import {module} as m, os, signal, time\ndef f(*a):\n    {interrupt}\nm.{name} = f"
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_training_saves_and_the_same_command_goes_on(model_folder, data_folder, tmp_path):
+def test_ctrl_c_during_training_saves_and_the_same_command_goes_on(
+    model_folder, data_folder, tmp_path
+):
     words = [
         "rl",
         f"model={model_folder}",
@@ -149,7 +199,9 @@ def test_ctrl_c_during_training_saves_and_the_same_command_goes_on(model_folder,
     )
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_text().splitlines()) > 1):
+    while time.monotonic() < deadline and not (
+        metrics.exists() and len(metrics.read_text().splitlines()) > 1
+    ):
         time.sleep(0.05)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the reward workers too
     out, err = running.communicate(timeout=240)
@@ -185,11 +237,17 @@ lightrft.cli.verbs.program = program
 def importing() -> float:
     """CPU seconds that torch and the models of transformers take to import, now and here."""
     code = "import time, torch, transformers.masking_utils; print(time.process_time())"
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 @pytest.mark.slow
-def test_a_run_asks_for_its_first_token_within_six_seconds_of_a_processor(model_folder, data_folder, tmp_path):
+def test_a_run_asks_for_its_first_token_within_six_seconds_of_a_processor(
+    model_folder, data_folder, tmp_path
+):
     """Of one that imports torch and transformers, which is most of it, in four; in proportion on a slower or a shared one.
 
     What is only needed later is imported later.
@@ -203,8 +261,12 @@ def test_a_run_asks_for_its_first_token_within_six_seconds_of_a_processor(model_
     ]
     found = []
     for name in ("a", "b", "c"):
-        said = process(*words, f"run.name={name}", "train.steps=1", cwd=tmp_path, prelude=FIRST, fresh=True).out
-        seconds, *late = next(line for line in said.splitlines() if line.startswith("first ")).split()[1:]
+        said = process(
+            *words, f"run.name={name}", "train.steps=1", cwd=tmp_path, prelude=FIRST, fresh=True
+        ).out
+        seconds, *late = next(
+            line for line in said.splitlines() if line.startswith("first ")
+        ).split()[1:]
         assert late == []
         found.append(float(seconds) * min(1.0, 4 / importing()))
         if found[-1] < 6:

@@ -15,7 +15,10 @@ from lightrft.trainer.rl import run_rl
 from tests.e2e.command import ROOT, command
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-BLOCKS = [parse_yaml(body)["algorithm"] for body in re.findall(r"^```yaml rl\n(.*?)^```", PAGE, re.S | re.M)]
+BLOCKS = [
+    parse_yaml(body)["algorithm"]
+    for body in re.findall(r"^```yaml rl\n(.*?)^```", PAGE, re.S | re.M)
+]
 
 
 def parts(tree: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -35,7 +38,9 @@ def here(tree: Any) -> Any:
     return f"{ROOT}/{tree}" if isinstance(tree, str) and tree.startswith("examples/") else tree
 
 
-CHECKED = [pytest.param(name, options, id=name) for block in BLOCKS for name, options in parts(block)]
+CHECKED = [
+    pytest.param(name, options, id=name) for block in BLOCKS for name, options in parts(block)
+]
 
 
 def test_the_page_names_every_function_of_the_example() -> None:
@@ -53,14 +58,18 @@ def test_an_example_keeps_the_contract_of_its_kind(capsys, name, options):
 
 @pytest.fixture
 def reward(tmp_path: Path) -> str:
-    (tmp_path / "reward.py").write_text("def reward(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n")
+    (tmp_path / "reward.py").write_text(
+        "def reward(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n"
+    )
     return f"{tmp_path}/reward.py:reward"
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[param.id for param in CHECKED])
 def test_a_step_is_trained_with_an_example(rl_config, tmp_path, reward, block):
     config = rl_config(
-        algorithm={"preset": "grpo", **here(block)}, reward={"terms": [reward]}, train={"steps": 1, "num_mini_batches": 2}
+        algorithm={"preset": "grpo", **here(block)},
+        reward={"terms": [reward]},
+        train={"steps": 1, "num_mini_batches": 2},
     )
     summary = run_rl(config)
     assert summary["finished"]

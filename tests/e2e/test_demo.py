@@ -47,16 +47,24 @@ def test_a_demo_that_is_killed_goes_on_and_ends_with_its_report(tmp_path: Path) 
     process = subprocess.Popen(command(tmp_path, 40), env=environment, stdout=subprocess.DEVNULL)
     metrics = tmp_path / "demo" / "rl" / "metrics.jsonl"
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None and not (metrics.exists() and len(read_rows(metrics)) >= 3):
+    while (
+        time.monotonic() < deadline
+        and process.poll() is None
+        and not (metrics.exists() and len(read_rows(metrics)) >= 3)
+    ):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     steps = read_rows(metrics)[-1]["step"] + 2
     trained = (tmp_path / "demo" / "sft" / "metrics.jsonl").read_text()
 
-    again = subprocess.run(command(tmp_path, steps), env=environment, capture_output=True, text=True, timeout=300)
+    again = subprocess.run(
+        command(tmp_path, steps), env=environment, capture_output=True, text=True, timeout=300
+    )
     assert again.returncode == 0, again.stderr
-    assert (tmp_path / "demo" / "sft" / "metrics.jsonl").read_text() == trained, "a phase that had finished was run again"
+    assert (tmp_path / "demo" / "sft" / "metrics.jsonl").read_text() == trained, (
+        "a phase that had finished was run again"
+    )
     assert [r["step"] for r in read_rows(metrics)] == [*range(steps + 1)]
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert {"heldout_before", "heldout_after", "seconds"} <= summary.keys()
@@ -83,8 +91,12 @@ def demo(kind: str, folder: Path, *settings: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "element"), [("vision", '<img src="data:image/png'), ("audio", "<audio controls")])
-def test_a_demo_of_media_ends_with_a_report_that_holds_the_pictures_or_clips(tmp_path: Path, kind: str, element: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "element"), [("vision", '<img src="data:image/png'), ("audio", "<audio controls")]
+)
+def test_a_demo_of_media_ends_with_a_report_that_holds_the_pictures_or_clips(
+    tmp_path: Path, kind: str, element: str
+) -> None:
     summary = demo(kind, tmp_path, *FEW, parity(tmp_path))
     assert {"heldout_before", "heldout_after", "seconds"} <= summary.keys()
     samples = json.loads((tmp_path / "demo" / "samples.json").read_text())

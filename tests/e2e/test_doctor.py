@@ -14,7 +14,10 @@ from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.e2e.command import Outcome, assert_refused, command
 
-REWARD = "def same(rollout):\n    return float(rollout.text == rollout.prompt.label)\n\ndef broken(rollout):\n    return 1 / 0\n"
+REWARD = (
+    "def same(rollout):\n    return float(rollout.text == rollout.prompt.label)\n\ndef "
+    "broken(rollout):\n    return 1 / 0\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +33,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> Outcome:
-    own = [f"model={folder / 'model'}", f"data.sources={folder / 'rows.jsonl'}", f"reward.terms=[{folder / 'reward.py'}:same]"]
+    own = [
+        f"model={folder / 'model'}",
+        f"data.sources={folder / 'rows.jsonl'}",
+        f"reward.terms=[{folder / 'reward.py'}:same]",
+    ]
     return command(
-        capsys, "doctor", *own, "rollout.prompts_per_step=2", "rollout.group_size=2", "sampling.max_new_tokens=16", *words
+        capsys,
+        "doctor",
+        *own,
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=2",
+        "sampling.max_new_tokens=16",
+        *words,
     )
 
 
@@ -40,7 +53,9 @@ def line(outcome: Outcome, about: str) -> str:
     return next(x for x in outcome.out.splitlines() if x[8:].startswith(about))
 
 
-def test_a_config_that_is_fine_has_nothing_bad(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+def test_a_config_that_is_fine_has_nothing_bad(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
     found = doctor(capsys, folder, f"doctor.output={tmp_path / 'found.json'}")
     assert found.status == 0, found
     assert line(found, "reference response").split()[:3] == ["ok", "reference", "response"]
@@ -49,7 +64,10 @@ def test_a_config_that_is_fine_has_nothing_bad(capsys: pytest.CaptureFixture[str
     assert "12 prompts of 12 rows" in line(found, "rows")
     said = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert said["bad"] == 0
-    assert said["memory"]["models"]["policy"]["weights"] * 2 == said["memory"]["models"]["policy"]["moments"]
+    assert (
+        said["memory"]["models"]["policy"]["weights"] * 2
+        == said["memory"]["models"]["policy"]["moments"]
+    )
 
 
 def test_no_weight_is_read(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -62,7 +80,9 @@ def test_no_weight_is_read(capsys: pytest.CaptureFixture[str], folder: Path) -> 
         weights.write_bytes(kept)
 
 
-def test_a_device_that_is_too_small_is_bad_and_the_way_out_is_named(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_device_that_is_too_small_is_bad_and_the_way_out_is_named(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     for memory, way in (("1MiB", "model.lora"), ("2MiB", "train.max_tokens_per_micro_batch")):
         found = doctor(capsys, folder, "doctor.device=cuda", f"doctor.device_memory={memory}")
         assert found.status == 2
@@ -71,10 +91,21 @@ def test_a_device_that_is_too_small_is_bad_and_the_way_out_is_named(capsys: pyte
     assert doctor(capsys, folder, "doctor.device=cuda", "doctor.device_memory=1GiB").status == 0
 
 
-def test_several_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    words = ("rollout.group_size=1", "engine.max_cache_tokens=8", f"reward.terms=[{folder / 'reward.py'}:broken]")
+def test_several_problems_are_told_at_once(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    words = (
+        "rollout.group_size=1",
+        "engine.max_cache_tokens=8",
+        f"reward.terms=[{folder / 'reward.py'}:broken]",
+    )
     found = doctor(
-        capsys, folder, *words, "model.dtype=float16", "data.max_prompt_tokens=34", "train.max_tokens_per_micro_batch=8"
+        capsys,
+        folder,
+        *words,
+        "model.dtype=float16",
+        "data.max_prompt_tokens=34",
+        "train.max_tokens_per_micro_batch=8",
     )
     assert found.status == 2
     assert "compares the responses of a group" in line(found, "algorithm")
@@ -84,21 +115,34 @@ def test_several_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], f
     assert line(found, "train.max_tokens_per_micro_batch").split()[0] == "warn"
 
 
-def test_rows_that_are_left_out_are_shares(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    longest = json.loads((folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()[-1])["prompt"]
-    plain = doctor(capsys, folder, "data.apply_chat_template=false", f"data.max_prompt_tokens={len(longest) - 1}")
+def test_rows_that_are_left_out_are_shares(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    longest = json.loads((folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()[-1])[
+        "prompt"
+    ]
+    plain = doctor(
+        capsys,
+        folder,
+        "data.apply_chat_template=false",
+        f"data.max_prompt_tokens={len(longest) - 1}",
+    )
     assert "2 overlong" in line(plain, "rows")
     assert "17% are left out" in line(plain, "rows")
 
 
-def test_a_model_that_is_not_there_is_told_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_model_that_is_not_there_is_told_and_the_rest_goes_on(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     found = doctor(capsys, folder, "model=./nowhere")
     assert found.status == 2
     assert "there is no such folder" in found.out
     assert "go together" in line(found, "settings")
 
 
-def test_a_config_of_supervised_fine_tuning_is_known_by_what_it_has(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_config_of_supervised_fine_tuning_is_known_by_what_it_has(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     own = (f"model={folder / 'model'}", f"data.sources={folder / 'talks.jsonl'}")
     for words in (("batch_size=4",), ("doctor.verb=sft",), ()):
         found = command(capsys, "doctor", *own, *words)
@@ -107,17 +151,23 @@ def test_a_config_of_supervised_fine_tuning_is_known_by_what_it_has(capsys: pyte
         assert "generation" not in found.out
 
 
-def test_a_chat_template_with_a_template_counts_as_used(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_chat_template_with_a_template_counts_as_used(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     template = "data.template='{prompt}'"
     assert "not used" in line(doctor(capsys, folder, template), "chat template")
-    assert "not used" not in line(doctor(capsys, folder, template, "data.apply_chat_template=true"), "chat template")
+    assert "not used" not in line(
+        doctor(capsys, folder, template, "data.apply_chat_template=true"), "chat template"
+    )
 
 
 def test_what_is_written_for_items_where_no_chat_template_writes_it_is_told(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
 ) -> None:
     save_tiny_media("qwen2_audio", tmp_path / "ear")
-    (tmp_path / "text.jinja").write_text("{% for m in messages %}{{ m['content'] + '' }}{% endfor %}", encoding="utf-8")
+    (tmp_path / "text.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] + '' }}{% endfor %}", encoding="utf-8"
+    )
     model, text = f"model={tmp_path / 'ear'}", "'<|audio_bos|><|AUDIO|><|audio_eos|>'"
     assert text not in doctor(capsys, folder, model).out
     alone = doctor(capsys, folder, model, f"model.chat_template={tmp_path / 'text.jinja'}")
@@ -126,17 +176,22 @@ def test_what_is_written_for_items_where_no_chat_template_writes_it_is_told(
     assert f"written into the text as {text}" in " ".join(plain.out.split())
 
 
-def test_the_probe_says_how_long_a_step_takes_and_how_sure_that_is(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_the_probe_says_how_long_a_step_takes_and_how_sure_that_is(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     found = doctor(capsys, folder, "doctor.probe=true")
     assert found.status == 0, found
     assert "generation" in line(found, "a step")
     assert "anything from" in line(found, "a step")
 
 
-def test_the_probe_compares_the_engine_s_log_probs_with_the_model_s(capsys, folder, monkeypatch) -> None:
+def test_the_probe_compares_the_engine_s_log_probs_with_the_model_s(
+    capsys, folder, monkeypatch
+) -> None:
     found = doctor(capsys, folder, "doctor.probe=true")
     gap, bound = re.search(
-        r"differ from the trainer's by (\S+) nats .* in float32 explains (\S+)", line(found, "log-probs")
+        r"differ from the trainer's by (\S+) nats .* in float32 explains (\S+)",
+        line(found, "log-probs"),
     ).groups()
     assert line(found, "log-probs").split()[0] == "ok" and float(gap) <= float(bound) < 0.01
     step = PlanDecodeSession.step
@@ -151,10 +206,14 @@ def test_the_probe_compares_the_engine_s_log_probs_with_the_model_s(capsys, fold
 
 
 def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert_refused(doctor(capsys, folder, "doctor.device_memory=lots"), "doctor.device_memory", "80GiB")
+    assert_refused(
+        doctor(capsys, folder, "doctor.device_memory=lots"), "doctor.device_memory", "80GiB"
+    )
 
 
-def test_what_draws_too_much_is_told_by_the_settings_of_the_engine(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_what_draws_too_much_is_told_by_the_settings_of_the_engine(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     long = (
         "model.dtype=bfloat16",
         "sampling.max_new_tokens=2000",
@@ -178,7 +237,9 @@ def test_a_device_that_is_not_here_is_bad_unless_another_machine_is_spoken_of(
     assert "computed" in line(elsewhere, "device")
 
 
-def test_what_several_processes_share_out_is_said(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_what_several_processes_share_out_is_said(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     machine = ("doctor.device=cuda", "doctor.device_memory=80GiB", "launch.processes=2")
     found = doctor(capsys, folder, *machine)
     assert "weights 1/2, masters and moments 1/2, gradients 1/2" in line(found, "spread")
@@ -186,26 +247,52 @@ def test_what_several_processes_share_out_is_said(capsys: pytest.CaptureFixture[
     assert "weights whole, masters and moments 1/2, gradients whole" in line(zero, "spread")
 
 
-def test_a_tokenizer_of_another_model_is_seen(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_seen(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
     tiny_tokenizer(chars="abcdefgh").save_pretrained(tmp_path / "other")
-    found = doctor(capsys, folder, f"model.tokenizer={tmp_path / 'other'}", "data.apply_chat_template=false", "doctor.rows=0")
+    found = doctor(
+        capsys,
+        folder,
+        f"model.tokenizer={tmp_path / 'other'}",
+        "data.apply_chat_template=false",
+        "doctor.rows=0",
+    )
     assert "are not those of" in line(found, "model.tokenizer")
     assert any("are unknown to it" in x for x in found.out.splitlines())
-    tiny_tokenizer(chars="".join(map(chr, range(0x4E00, 0x4F00)))).save_pretrained(tmp_path / "large")
+    tiny_tokenizer(chars="".join(map(chr, range(0x4E00, 0x4F00)))).save_pretrained(
+        tmp_path / "large"
+    )
     large = doctor(capsys, folder, f"model.tokenizer={tmp_path / 'large'}")
     assert large.status == 2
     assert "they do not belong together" in large.out
 
 
-def test_the_probe_does_not_load_what_does_not_fit(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_the_probe_does_not_load_what_does_not_fit(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     found = doctor(capsys, folder, "doctor.probe=true", "doctor.device_memory=1MiB")
     assert "does not fit" in line(found, "peak")
     assert "not run" in line(found, "probe")
 
 
-def test_a_device_on_which_a_rank_and_a_worker_live_holds_both(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    machine = ("doctor.device=cuda", "doctor.device_memory=80GiB", "launch.kind=ray", "launch.ray.devices=0.5")
-    found = doctor(capsys, folder, *machine, "algorithm=prime", "launch.ray.references=1", "launch.ray.model_devices=0.5")
+def test_a_device_on_which_a_rank_and_a_worker_live_holds_both(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    machine = (
+        "doctor.device=cuda",
+        "doctor.device_memory=80GiB",
+        "launch.kind=ray",
+        "launch.ray.devices=0.5",
+    )
+    found = doctor(
+        capsys,
+        folder,
+        *machine,
+        "algorithm=prime",
+        "launch.ray.references=1",
+        "launch.ray.model_devices=0.5",
+    )
     peaks = re.findall(r"peak +([\d.]+) ([KM]iB)", found.out)
     rank, worker, both = (float(size) / (1024 if unit == "KiB" else 1) for size, unit in peaks)
     assert "MiB on a device of rank and reference" in found.out

@@ -27,9 +27,19 @@ from tests.unit.distributed.test_process_group import at, free_port
 
 @pytest.fixture
 def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
-    held_out = {"data": {"sources": rl_tree["data"]["sources"]}, "every": 1, "sampling": {"max_new_tokens": 4}}
+    held_out = {
+        "data": {"sources": rl_tree["data"]["sources"]},
+        "every": 1,
+        "sampling": {"max_new_tokens": 4},
+    }
     return deep_merge(
-        rl_tree, {"eval": held_out, "checkpoint": {"every": 0}, "train": {"steps": 2}, "log": {"tensorboard": True}}
+        rl_tree,
+        {
+            "eval": held_out,
+            "checkpoint": {"every": 0},
+            "train": {"steps": 2},
+            "log": {"tensorboard": True},
+        },
     )
 
 
@@ -53,13 +63,17 @@ class Ends(NullObserver):
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_run_that_ended_after_an_evaluation_and_before_a_checkpoint_begins_anew(tree, tmp_path, caplog, step):
+def test_a_run_that_ended_after_an_evaluation_and_before_a_checkpoint_begins_anew(
+    tree, tmp_path, caplog, step
+):
     with pytest.raises(SystemExit):
         run_rl(named(tree, "ended"), Ends(step))
     assert not list((tmp_path / "ended" / "checkpoints").glob("step_*"))
     caplog.clear()
     assert run_rl(named(tree, "ended"))["finished"]
-    assert ("holds no checkpoint: the run starts over. Steps taken again: 1" in caplog.text) == (step > 0)
+    assert ("holds no checkpoint: the run starts over. Steps taken again: 1" in caplog.text) == (
+        step > 0
+    )
     assert "resumed" not in caplog.text
     run_rl(named(tree, "whole"))
     assert rows(tmp_path / "ended") == rows(tmp_path / "whole")
@@ -67,7 +81,9 @@ def test_a_run_that_ended_after_an_evaluation_and_before_a_checkpoint_begins_ane
 
 
 @pytest.mark.parametrize("damage", ["truncated weights", "truncated manifest", "another step"])
-def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_it_bit_for_bit(tree, tmp_path, caplog, damage):
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_it_bit_for_bit(
+    tree, tmp_path, caplog, damage
+):
     """The run saves by the clock; the one that it is compared with saves nothing before its end."""
     tree = deep_merge(tree, {"train": {"steps": 4}, "eval": {"every": 2}})
     with pytest.raises(SystemExit):
@@ -84,7 +100,8 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_it
     summary = run_rl(named(tree, "ended", checkpoint={"every_minutes": 0}))
     assert (summary["saved_step"], summary["most_unsaved_steps"]) == (4, 2)
     assert (
-        "step_000003 is damaged" in caplog.text and "resumes from the checkpoint of step 2. Steps taken again: 1" in caplog.text
+        "step_000003 is damaged" in caplog.text
+        and "resumes from the checkpoint of step 2. Steps taken again: 1" in caplog.text
     )
     names = sorted(path.name for path in (tmp_path / "ended" / "checkpoints").iterdir())
     assert names == ["damaged_step_000003", "step_000002", "step_000004"]
@@ -103,7 +120,9 @@ def test_a_checkpoint_that_the_user_named_is_not_replaced_by_another(tree, tmp_p
     assert named_one.is_dir()
 
 
-def test_a_run_that_was_stopped_in_its_first_step_is_not_evaluated_twice(tree, tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_in_its_first_step_is_not_evaluated_twice(
+    tree, tmp_path, monkeypatch
+):
     def interrupted(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise GenerationInterrupted
@@ -177,7 +196,10 @@ def test_a_rank_that_fails_while_the_others_draw_ends_them_at_once(tree, tmp_pat
     file = config_file(deep_merge(tree, over), tmp_path, "broken")
     env, began = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, time.monotonic()
     command, port = [sys.executable, "-c", BROKEN, str(file)], free_port()
-    both = [subprocess.Popen(command, env=env | at(port, rank), stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    both = [
+        subprocess.Popen(command, env=env | at(port, rank), stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
     first, second = (one.communicate(timeout=400)[1] for one in both)
     assert "ZeroDivisionError: broken" in second.splitlines()[-1]
     assert "rank 1: ZeroDivisionError: broken" in first

@@ -17,7 +17,11 @@ def evaluate(capsys, monkeypatch, model_folder, data_folder, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str, terms: str = "[math]"):
-        given = [f"model={model_folder}", f"eval.data.sources={data_folder / 'train.jsonl'}", "eval.sampling.max_new_tokens=4"]
+        given = [
+            f"model={model_folder}",
+            f"eval.data.sources={data_folder / 'train.jsonl'}",
+            "eval.sampling.max_new_tokens=4",
+        ]
         return command(capsys, "eval", *given, f"reward.terms={terms}", *words)
 
     return run
@@ -52,13 +56,19 @@ def test_several_answers_give_the_share_with_one_that_is_right(evaluate, data_fo
     for row in rows:
         by_prompt.setdefault(row["prompt"]["id"], []).append(row["reward"] >= 0.01)
     assert len(rows) == 30 and all(len(right) == 3 for right in by_prompt.values())
-    assert metrics["eval/accuracy"] == pytest.approx(sum(map(sum, by_prompt.values())) / 30, abs=1e-12)
+    assert metrics["eval/accuracy"] == pytest.approx(
+        sum(map(sum, by_prompt.values())) / 30, abs=1e-12
+    )
     assert metrics["eval/pass"] == pytest.approx(sum(map(any, by_prompt.values())) / 10, abs=1e-12)
 
 
 def test_the_first_prompts_only(evaluate, tmp_path):
     assert evaluate("eval.limit=3").status == 0
-    assert [r["prompt"]["text"].count("+") for r in answers(tmp_path / "runs" / "eval")] == [1, 1, 1]
+    assert [r["prompt"]["text"].count("+") for r in answers(tmp_path / "runs" / "eval")] == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_a_second_evaluation_in_the_same_folder_takes_the_place_of_the_first(evaluate, tmp_path):
@@ -68,7 +78,10 @@ def test_a_second_evaluation_in_the_same_folder_takes_the_place_of_the_first(eva
 
 
 def test_every_source_has_an_accuracy_of_its_own(evaluate, data_folder):
-    both = f"[{{path: {data_folder / 'train.jsonl'}, name: one, limit: 4}}, {{path: {data_folder / 'train.jsonl'}, name: two}}]"
+    both = (
+        f"[{{path: {data_folder / 'train.jsonl'}, name: one, limit: 4}}, {{path: "
+        f"{data_folder / 'train.jsonl'}, name: two}}]"
+    )
     metrics = json.loads(evaluate(f"eval.data.sources={both}").out)
     assert {"eval/one/accuracy", "eval/two/accuracy", "eval/accuracy"} <= metrics.keys()
 
@@ -79,25 +92,42 @@ def test_nothing_to_answer_or_no_reward_is_refused(evaluate):
 
 
 def test_a_source_without_a_reward_is_refused(evaluate):
-    assert_refused(evaluate("reward.per_source={other: [math]}", terms="[]"), "no reward for data source", "other")
+    assert_refused(
+        evaluate("reward.per_source={other: [math]}", terms="[]"),
+        "no reward for data source",
+        "other",
+    )
 
 
-def test_evaluations_go_on_over_a_resume_and_samples_span_the_whole_run(rl_config, data_folder, tmp_path):
-    held = {"data": {"sources": [{"path": str(data_folder / "train.jsonl")}], "shuffle": False}, "every": 2, "threshold": 0.5}
+def test_evaluations_go_on_over_a_resume_and_samples_span_the_whole_run(
+    rl_config, data_folder, tmp_path
+):
+    held = {
+        "data": {"sources": [{"path": str(data_folder / "train.jsonl")}], "shuffle": False},
+        "every": 2,
+        "threshold": 0.5,
+    }
     held["sampling"] = {"max_new_tokens": 6, "temperature": 0.0}
     run_rl(rl_config(eval=held, train={"steps": 2}))
     folder = tmp_path / "run"
-    (folder / "rollouts" / "eval_000004.jsonl").write_text("left by a later step that is taken again\n")
+    (folder / "rollouts" / "eval_000004.jsonl").write_text(
+        "left by a later step that is taken again\n"
+    )
     summary = run_rl(rl_config(eval=held, train={"steps": 4}))
     names = ["eval_000000.jsonl", "eval_000002.jsonl", "eval_000004.jsonl"]
     files = {name: lines_of(folder / "rollouts" / name) for name in names}
     assert sorted(p.name for p in (folder / "rollouts").glob("eval_*")) == names
     assert all(len(rows) == 10 for rows in files.values())
-    accuracy = [r["eval/accuracy"] for r in read_rows(folder / "metrics.jsonl") if "eval/accuracy" in r]
+    accuracy = [
+        r["eval/accuracy"] for r in read_rows(folder / "metrics.jsonl") if "eval/accuracy" in r
+    ]
     assert accuracy == [sum(r["reward"] >= 0.5 for r in rows) / 10 for rows in files.values()]
     assert (summary["heldout_before"], summary["heldout_after"]) == (accuracy[0], accuracy[-1])
     shown = json.loads((folder / "samples.json").read_text())
     assert len(shown["before"]) == len(shown["after"]) == 5
     for side, name in (("before", names[0]), ("after", names[-1])):
         for sample in shown[side]:
-            assert any(sample["prompt"] in r["prompt"]["text"] and sample["text"] == r["text"] for r in files[name])
+            assert any(
+                sample["prompt"] in r["prompt"]["text"] and sample["text"] == r["text"]
+                for r in files[name]
+            )

@@ -20,9 +20,17 @@ def test_a_number_says_which_file_or_argument_it_came_from(capsys, tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("algorithm: {preset: ppo, loss: {clip_low: 0.1}}\n")
     out = command(capsys, "explain", config, "algorithm.loss.clip_high=0.3").out
-    found = {line.split()[0]: line for line in out.splitlines() if line.strip().startswith("algorithm.")}
-    assert "0.1" in found["algorithm.loss.clip_low"] and "mine.yaml" in found["algorithm.loss.clip_low"]
-    assert "0.3" in found["algorithm.loss.clip_high"] and "command line" in found["algorithm.loss.clip_high"]
+    found = {
+        line.split()[0]: line for line in out.splitlines() if line.strip().startswith("algorithm.")
+    }
+    assert (
+        "0.1" in found["algorithm.loss.clip_low"]
+        and "mine.yaml" in found["algorithm.loss.clip_low"]
+    )
+    assert (
+        "0.3" in found["algorithm.loss.clip_high"]
+        and "command line" in found["algorithm.loss.clip_high"]
+    )
     assert "preset ppo" in found["algorithm.kl.coef"]
 
 
@@ -46,7 +54,10 @@ def test_a_function_of_ones_own_is_shown_by_its_name(capsys, tmp_path):
         (["algorithm.loss=ppo_clop"], ["ppo_clop", "ppo_clip"]),
         (["algorithm.advantage=nowhere.py:f"], ["nowhere.py"]),
         (["nowhere.yaml"], ["no config file", "nowhere.yaml"]),
-        (["grpo", "algorithm.loss.ratio=sequence", "algorithm.token_masks=[high_entropy]"], ["sequence_token"]),
+        (
+            ["grpo", "algorithm.loss.ratio=sequence", "algorithm.token_masks=[high_entropy]"],
+            ["sequence_token"],
+        ),
     ],
 )
 def test_what_does_not_exist_or_makes_no_sense_is_refused(capsys, words, said):

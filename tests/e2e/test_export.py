@@ -83,9 +83,14 @@ def export(capsys, monkeypatch, tmp_path):
 def test_the_last_checkpoint_gives_the_folder_that_the_run_itself_wrote(export, runs, tmp_path):
     outcome = export(runs / "whole", "output=out")
     assert outcome.status == 0, outcome.err
-    assert outcome.out == f"step 3 of {runs}/whole/checkpoints/step_000003: out\n  lightrft chat model=out\n"
+    assert (
+        outcome.out
+        == f"step 3 of {runs}/whole/checkpoints/step_000003: out\n  lightrft chat model=out\n"
+    )
     assert same(tmp_path / "out", runs / "whole" / "model")
-    assert {p.name for p in Path("out").iterdir()} == {p.name for p in (runs / "whole" / "model").iterdir()}
+    assert {p.name for p in Path("out").iterdir()} == {
+        p.name for p in (runs / "whole" / "model").iterdir()
+    }
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and model.dtype == torch.bfloat16
 
@@ -100,11 +105,15 @@ def test_an_earlier_step_and_a_checkpoint_that_was_moved_away_are_exported(expor
 
 def test_adapters_are_merged_or_kept_for_peft(export, runs, model_folder, tmp_path):
     assert (
-        export(runs / "adapted", "output=merged").status == export(runs / "adapted", "output=kept", "adapters=keep").status == 0
+        export(runs / "adapted", "output=merged").status
+        == export(runs / "adapted", "output=kept", "adapters=keep").status
+        == 0
     )
     assert same(tmp_path / "merged", runs / "adapted" / "model")
     base = AutoModelForCausalLM.from_pretrained(model_folder)
-    with_adapter = PeftModel.from_pretrained(base, tmp_path / "kept").merge_and_unload().state_dict()
+    with_adapter = (
+        PeftModel.from_pretrained(base, tmp_path / "kept").merge_and_unload().state_dict()
+    )
     found = weights(tmp_path / "merged")
     assert all(torch.allclose(found[k], with_adapter[k], atol=1e-6) for k in found)
     assert any(not found[k].equal(weights(model_folder)[k]) for k in found)
@@ -112,7 +121,9 @@ def test_adapters_are_merged_or_kept_for_peft(export, runs, model_folder, tmp_pa
     assert not (tmp_path / "none").exists()
 
 
-def test_what_is_there_is_not_replaced_unless_it_is_a_model_and_that_is_asked_for(export, runs, tmp_path):
+def test_what_is_there_is_not_replaced_unless_it_is_a_model_and_that_is_asked_for(
+    export, runs, tmp_path
+):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("precious")
     assert_refused(export(runs / "whole", "output=mine", "overwrite=true"), "is no model folder")
@@ -152,7 +163,9 @@ def test_the_best_decides_what_model_holds_and_what_is_exported(export, runs, tm
     assert (summary["steps"], summary["model_step"]) == (3, 1)
     assert export(runs / "best", "output=best").out.startswith("step 1 of")
     assert export(runs / "best", "output=last", "which=last").out.startswith("step 3 of")
-    assert same(tmp_path / "best", runs / "best" / "model") and not same(tmp_path / "last", runs / "best" / "model")
+    assert same(tmp_path / "best", runs / "best" / "model") and not same(
+        tmp_path / "last", runs / "best" / "model"
+    )
     assert_refused(export(runs / "whole", "which=best"), "has no checkpoint.best")
 
 
@@ -165,13 +178,23 @@ def test_what_is_no_run_is_refused(export, runs, model_folder, tmp_path):
     assert_refused(export(run), "has no intact checkpoint")
 
 
-def test_generate_takes_a_run_folder_or_a_checkpoint(capsys, runs, data_folder, tmp_path, monkeypatch):
+def test_generate_takes_a_run_folder_or_a_checkpoint(
+    capsys, runs, data_folder, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    places = {"run": [runs / "best"], "step": [runs / "best/checkpoints/step_000001"], "model": [f"model={runs / 'best/model'}"]}
+    places = {
+        "run": [runs / "best"],
+        "step": [runs / "best/checkpoints/step_000001"],
+        "model": [f"model={runs / 'best/model'}"],
+    }
     places["last"] = [f"model={runs / 'best/checkpoints/step_000003'}"]
     texts = {}
     for name, words in places.items():
-        given = [f"data.sources={data_folder / 'train.jsonl'}", f"output={name}", "sampling.temperature=0.5"]
+        given = [
+            f"data.sources={data_folder / 'train.jsonl'}",
+            f"output={name}",
+            "sampling.temperature=0.5",
+        ]
         outcome = command(capsys, "generate", *words, *given, "sampling.max_new_tokens=6")
         assert outcome.status == 0, outcome.err
         texts[name] = Path(name).read_text()
@@ -179,10 +202,22 @@ def test_generate_takes_a_run_folder_or_a_checkpoint(capsys, runs, data_folder, 
 
 
 def test_chat_takes_a_run_folder_or_a_checkpoint(runs):
-    places = {"run": runs / "best", "model": runs / "best" / "model", "last": runs / "best" / "checkpoints" / "step_000003"}
+    places = {
+        "run": runs / "best",
+        "model": runs / "best" / "model",
+        "last": runs / "best" / "checkpoints" / "step_000003",
+    }
     said = {}
     for name, path in places.items():
-        chat = Chat(build(ChatConfig, {"model": {"path": str(path)}, "sampling": {"temperature": 1.0, "max_new_tokens": 12}}))
+        chat = Chat(
+            build(
+                ChatConfig,
+                {
+                    "model": {"path": str(path)},
+                    "sampling": {"temperature": 1.0, "max_new_tokens": 12},
+                },
+            )
+        )
         said[name] = chat.say("1+1=").logprobs
     assert said["run"] == said["model"] != said["last"]
 
@@ -195,8 +230,14 @@ def test_settings_of_the_model_that_are_given_win_over_those_of_the_run(runs):
 
 
 @pytest.mark.slow
-def test_what_two_processes_have_sharded_is_exported_and_the_best_of_it_is_in_model(export, uneven_tree, tmp_path):
-    more = {"checkpoint": {"every": 1, "best": "-eval/reward", "keep": 9}, "eval": {"every": 1}, "model": {"dtype": "bfloat16"}}
+def test_what_two_processes_have_sharded_is_exported_and_the_best_of_it_is_in_model(
+    export, uneven_tree, tmp_path
+):
+    more = {
+        "checkpoint": {"every": 1, "best": "-eval/reward", "keep": 9},
+        "eval": {"every": 1},
+        "model": {"dtype": "bfloat16"},
+    }
     run = train(deep_merge(uneven_tree, more), tmp_path, "sharded", 2)
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"]]
     best = min(rows, key=lambda row: (row["eval/reward"], row["step"]))["step"]
@@ -204,15 +245,26 @@ def test_what_two_processes_have_sharded_is_exported_and_the_best_of_it_is_in_mo
     assert export(run, "output=best").status == export(run, "which=last", "output=last").status == 0
     assert same(tmp_path / "best", run / "model")
     (run / "summary.json").unlink()
-    again = train(deep_merge(uneven_tree, deep_merge(more, {"checkpoint": {"best": None}})), tmp_path, "sharded", 2)
+    again = train(
+        deep_merge(uneven_tree, deep_merge(more, {"checkpoint": {"best": None}})),
+        tmp_path,
+        "sharded",
+        2,
+    )
     assert same(tmp_path / "last", again / "model")
 
 
-def test_a_second_eval_in_the_folder_of_another_model_is_refused(capsys, runs, data_folder, tmp_path, monkeypatch):
+def test_a_second_eval_in_the_folder_of_another_model_is_refused(
+    capsys, runs, data_folder, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
 
     def evaluate(*words: str | Path) -> Any:
-        given = [f"eval.data.sources={data_folder / 'train.jsonl'}", "eval.sampling.max_new_tokens=2", "reward.terms=[math]"]
+        given = [
+            f"eval.data.sources={data_folder / 'train.jsonl'}",
+            "eval.sampling.max_new_tokens=2",
+            "reward.terms=[math]",
+        ]
         return command(capsys, "eval", *words, *given)
 
     assert evaluate(runs / "best").status == 0

@@ -103,7 +103,9 @@ def started(file: Path, rows: int) -> Iterator[subprocess.Popen[str]]:
     """``lightrft rl`` on two processes, once it has taken ``rows`` steps."""
     command = [sys.executable, "-m", "lightrft", "rl", str(file), "launch.processes=2"]
     metrics = file.with_suffix("") / "metrics.jsonl"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
         try:
             deadline = time.monotonic() + 300
             while not (metrics.exists() and len(metrics.read_text().splitlines()) >= rows):
@@ -116,7 +118,9 @@ def started(file: Path, rows: int) -> Iterator[subprocess.Popen[str]]:
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes that ``lightrft rl`` has started for its ranks, in their order."""
-    workers = [p for p in psutil.Process(process.pid).children(recursive=True) if "lightrft" in p.cmdline()]
+    workers = [
+        p for p in psutil.Process(process.pid).children(recursive=True) if "lightrft" in p.cmdline()
+    ]
     return sorted(workers, key=lambda p: int(p.environ()["RANK"]))
 
 
@@ -131,7 +135,9 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
         ("checkpoint publishing", 2, 0),
     ],
 )
-def test_a_rank_that_is_killed_ends_the_run_in_time_and_the_same_command_goes_on(tree, whole, tmp_path, where, nth, rank):
+def test_a_rank_that_is_killed_ends_the_run_in_time_and_the_same_command_goes_on(
+    tree, whole, tmp_path, where, nth, rank
+):
     file = config_file(tree, tmp_path, "run")
     ended = run_until(file, where, nth, rank, "kill")
     assert ended.status == 1 and ended.seconds < END, ended
@@ -151,13 +157,18 @@ def test_a_rank_that_is_paused_for_less_than_the_limit_changes_nothing(tree, who
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "nth", "rank"), [("backward", 5, 1), ("an answer", 12, 0)])
-def test_a_rank_that_is_paused_for_longer_ends_the_run_in_time_and_is_named(tree, whole, tmp_path, where, nth, rank):
-    file = config_file(deep_merge(tree, {"strategy": {"timeout_minutes": TIMEOUT / 60}}), tmp_path, "run")
+def test_a_rank_that_is_paused_for_longer_ends_the_run_in_time_and_is_named(
+    tree, whole, tmp_path, where, nth, rank
+):
+    file = config_file(
+        deep_merge(tree, {"strategy": {"timeout_minutes": TIMEOUT / 60}}), tmp_path, "run"
+    )
     ended = run_until(file, where, nth, rank, "stop")
     assert ended.status == 2 and ended.seconds < TIMEOUT + END, ended
-    assert ended.last_line.startswith(f"lightrft rl: rank {rank} (process ") and "sends no heartbeat" in ended.last_line, (
-        ended.said
-    )
+    assert (
+        ended.last_line.startswith(f"lightrft rl: rank {rank} (process ")
+        and "sends no heartbeat" in ended.last_line
+    ), ended.said
     again = run_until(file, "never", 0, 0, "")
     assert again.status == 0, again.said
     check_whole(tmp_path / "run", whole)
@@ -165,18 +176,24 @@ def test_a_rank_that_is_paused_for_longer_ends_the_run_in_time_and_is_named(tree
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "nth"), [("checkpoint writing", 2), ("checkpoint manifest", 2)])
-def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_on_all_ranks(tree, whole, tmp_path, where, nth):
+def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_on_all_ranks(
+    tree, whole, tmp_path, where, nth
+):
     file = config_file(tree, tmp_path, "run")
     ended = run_until(file, where, nth, 0, "full")
     assert ended.status == 0, ended.said
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row.pop("checkpoint/failed", 0) for row in rows] == [0, 1, 0, 0]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     check_whole(tmp_path / "run", whole)
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_the_end_ends_the_run_with_one_message_and_the_same_command_goes_on(tree, whole, tmp_path):
+def test_a_disk_that_is_full_at_the_end_ends_the_run_with_one_message_and_the_same_command_goes_on(
+    tree, whole, tmp_path
+):
     file = config_file(tree, tmp_path, "run")
     ended = run_until(file, "checkpoint writing", STEPS, 0, "full")
     assert ended.status == 2 and ended.seconds < END, ended
@@ -187,7 +204,9 @@ def test_a_disk_that_is_full_at_the_end_ends_the_run_with_one_message_and_the_sa
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_rank_alone_stops_all_cleanly_and_the_same_command_goes_on(tree, whole, tmp_path):
+def test_sigterm_to_one_rank_alone_stops_all_cleanly_and_the_same_command_goes_on(
+    tree, whole, tmp_path
+):
     file = config_file(tree, tmp_path, "run")
     ended = run_until(file, "an answer", 12, 1, "terminate")
     assert ended.status == 0 and ended.seconds < END, ended
@@ -198,7 +217,9 @@ def test_sigterm_to_one_rank_alone_stops_all_cleanly_and_the_same_command_goes_o
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_leaves_no_process_behind_and_the_same_command_goes_on(tree, whole, tmp_path):
+def test_a_launcher_that_is_killed_leaves_no_process_behind_and_the_same_command_goes_on(
+    tree, whole, tmp_path
+):
     file = config_file(deep_merge(tree, {"train": {"steps": 200}}), tmp_path, "run")
     with started(file, rows=2) as process:
         ranks = ranks_of(process)
@@ -206,7 +227,10 @@ def test_a_launcher_that_is_killed_leaves_no_process_behind_and_the_same_command
         gone, alive = psutil.wait_procs(ranks, timeout=END)
     assert len(gone) == 2 and not alive
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert not summary["finished"] and (tmp_path / "run" / "checkpoints" / f"step_{summary['steps']:06d}").exists()
+    assert (
+        not summary["finished"]
+        and (tmp_path / "run" / "checkpoints" / f"step_{summary['steps']:06d}").exists()
+    )
     longer = summary["steps"] + 1
     assert train(tree, tmp_path, "run", 2, f"train.steps={longer}")
     check_equal(tmp_path / "run", train(tree, tmp_path, "whole", 1, f"train.steps={longer}"))
@@ -214,7 +238,9 @@ def test_a_launcher_that_is_killed_leaves_no_process_behind_and_the_same_command
 
 @pytest.mark.slow
 def test_sigterm_to_the_launcher_reaches_all_ranks_which_save_and_leave(tree, tmp_path):
-    file = config_file(deep_merge(tree, {"train": {"steps": 200}, "checkpoint": {"every": 0}}), tmp_path, "run")
+    file = config_file(
+        deep_merge(tree, {"train": {"steps": 200}, "checkpoint": {"every": 0}}), tmp_path, "run"
+    )
     with started(file, rows=2) as process:
         ranks = ranks_of(process)
         process.send_signal(signal.SIGTERM)
@@ -237,16 +263,20 @@ def test_a_reward_that_never_returns_costs_its_own_answers_on_any_number_of_rank
 def test_what_a_rank_alone_fails_with_is_the_last_line_and_told_once(tree, tmp_path):
     trap = tmp_path / "trap.py"
     trap.write_text(
-        "import os\n\ndef at_rank_one(*args, **options):\n"
-        "    if os.environ['RANK'] == '1':\n        raise ZeroDivisionError('the second rank alone')\n"
-        "    from lightrft.algorithms.policy_losses import POLICY_LOSSES\n    return POLICY_LOSSES['ppo_clip'](*args, **options)\n"
+        "import os\n\ndef at_rank_one(*args, **options):\n    if os.environ['RANK'] == "
+        "'1':\n        raise ZeroDivisionError('the second rank alone')\n    from "
+        "lightrft.algorithms.policy_losses import POLICY_LOSSES\n    return "
+        "POLICY_LOSSES['ppo_clip'](*args, **options)\n"
     )
     tree = deep_merge(tree, {"algorithm": {"loss": {"name": f"{trap}:at_rank_one"}}})
     file = config_file(tree, tmp_path, "run")
     done = warm.run(["-m", "lightrft", "rl", file, "launch.processes=2"], env=ENVIRONMENT, seats=2)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0
-    assert last.startswith("lightrft rl: rank 1") and "ZeroDivisionError: the second rank alone" in last, done.stderr
+    assert (
+        last.startswith("lightrft rl: rank 1")
+        and "ZeroDivisionError: the second rank alone" in last
+    ), done.stderr
     assert "ChildFailedError" not in done.stderr
 
 

@@ -15,7 +15,11 @@ def generate(capsys, monkeypatch, model_folder, data_folder, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str, output: str = "answers.jsonl"):
-        given = [f"model={model_folder}", f"data.sources={data_folder / 'train.jsonl'}", "sampling.max_new_tokens=6"]
+        given = [
+            f"model={model_folder}",
+            f"data.sources={data_folder / 'train.jsonl'}",
+            "sampling.max_new_tokens=6",
+        ]
         return command(capsys, "generate", *given, f"output={output}", *words)
 
     return run
@@ -25,20 +29,30 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_answers_come_in_the_order_of_the_prompts_whatever_the_order_they_end_in(generate, data_folder, tmp_path):
+def test_answers_come_in_the_order_of_the_prompts_whatever_the_order_they_end_in(
+    generate, data_folder, tmp_path
+):
     outcome = generate("samples=3", "engine.max_num_seqs=4")
     assert outcome.status == 0, outcome.err
     assert outcome.out == "30 responses in answers.jsonl\n" and outcome.err == ""
     rows = lines(tmp_path / "answers.jsonl")
     asked = [json.loads(line) for line in (data_folder / "train.jsonl").read_text().splitlines()]
     assert [r["label"] for r in rows] == [row["label"] for row in asked for _ in range(3)]
-    assert all(row["prompt"] in r["prompt"] for row, r in zip([a for a in asked for _ in range(3)], rows, strict=True))
+    assert all(
+        row["prompt"] in r["prompt"]
+        for row, r in zip([a for a in asked for _ in range(3)], rows, strict=True)
+    )
     assert [r["sample"] for r in rows] == [0, 1, 2] * 10
     assert all(r["finish_reason"] in ("stop", "length") and "reward" not in r for r in rows)
 
 
 def test_with_a_reward_every_answer_has_its_score_and_terms(generate, data_folder, tmp_path):
-    assert generate(f"reward.terms=[{{function: {data_folder / 'rewards.py'}:ones, weight: 2.0}}]").status == 0
+    assert (
+        generate(
+            f"reward.terms=[{{function: {data_folder / 'rewards.py'}:ones, weight: 2.0}}]"
+        ).status
+        == 0
+    )
     for row in lines(tmp_path / "answers.jsonl"):
         share = row["response"].count("1") / max(1, len(row["response"]))
         assert row["terms"] == {"ones": pytest.approx(share, abs=1e-9)}
@@ -85,4 +99,7 @@ def test_answers_that_could_not_be_scored_are_written_and_told(generate, data_fo
     rows = lines(tmp_path / "answers.jsonl")
     failed = [r for r in rows if r["failed"]]
     assert 0 < len(failed) < len(rows) == 40
-    assert f"{len(failed)} of 40 responses were not scored" in outcome.err and "no score today" in outcome.err
+    assert (
+        f"{len(failed)} of 40 responses were not scored" in outcome.err
+        and "no score today" in outcome.err
+    )

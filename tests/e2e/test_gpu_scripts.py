@@ -37,8 +37,18 @@ def layouts(common: ModuleType) -> Iterator[ModuleType]:
 
 
 @pytest.mark.slow
-def test_all_scripts_run_and_leave_two_files_with_the_machine_in_their_names(tmp_path: Path) -> None:
-    words = [sys.executable, str(SCRIPTS / "run_all.py"), "--smoke", "--machine", "here", "--out", str(tmp_path)]
+def test_all_scripts_run_and_leave_two_files_with_the_machine_in_their_names(
+    tmp_path: Path,
+) -> None:
+    words = [
+        sys.executable,
+        str(SCRIPTS / "run_all.py"),
+        "--smoke",
+        "--machine",
+        "here",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=480, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu-here.json", "gpu-here.md"]
@@ -47,7 +57,9 @@ def test_all_scripts_run_and_leave_two_files_with_the_machine_in_their_names(tmp
     assert all(said.startswith("done") for said in found["ended"].values())
     step = found["results"]["step-0.5b"][0]["numbers"]
     assert 0 < step["utilisation"] < 1
-    assert sum(s for name, s in step["phases"].items() if name != "step") == pytest.approx(step["phases"]["step"], abs=0.01)
+    assert sum(s for name, s in step["phases"].items() if name != "step") == pytest.approx(
+        step["phases"]["step"], abs=0.01
+    )
     assert found["results"]["ranks"][0]["gaps"]["grpo"]["weights"] < 1e-5
 
 
@@ -96,11 +108,18 @@ def test_the_work_of_a_step_is_what_a_counter_of_operations_finds(common: Module
     work = common.work_of(model, head, prompts, answers, [0, 0, 1], frozen=False)
     pairs = 15 + 45 + (3 * 5 + 6) + (6 * 5 + 21) + (2 * 9 + 3)
     attention = 4 * model.layers * model.queries * pairs
-    assert ahead == pytest.approx(work.forward - attention, rel=0.01)  # norms and biases are weights without products
+    assert ahead == pytest.approx(
+        work.forward - attention, rel=0.01
+    )  # norms and biases are weights without products
     in_place = 2 * head * sum(answers)  # the gradient of the head, which the counter does not see
-    assert counter.get_total_flops() + in_place == pytest.approx(2 * (work.forward - attention), rel=0.01)
+    assert counter.get_total_flops() + in_place == pytest.approx(
+        2 * (work.forward - attention), rel=0.01
+    )
     assert work.update == 3 * work.forward
-    assert common.work_of(model, head, prompts, answers, [0, 0, 1], frozen=True).update == 2 * work.forward
+    assert (
+        common.work_of(model, head, prompts, answers, [0, 0, 1], frozen=True).update
+        == 2 * work.forward
+    )
 
 
 def test_a_layout_that_is_off_is_seen(layouts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,5 +133,9 @@ def test_a_layout_that_is_off_is_seen(layouts: ModuleType, monkeypatch: pytest.M
         return logprobs * (1 + 1e-4 * (layout == "packed")), gradient, calls
 
     monkeypatch.setattr(layouts, "scored", wrong)
-    bad = [(row.layout, row.quantity) for row in layouts.exact("qwen2", Actor(model), batch) if not row.good]
+    bad = [
+        (row.layout, row.quantity)
+        for row in layouts.exact("qwen2", Actor(model), batch)
+        if not row.good
+    ]
     assert bad == [("packed", "log-probs")]

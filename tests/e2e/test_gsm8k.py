@@ -42,22 +42,38 @@ def recipe(capsys, monkeypatch, tmp_path):
 
 
 def answers(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rollouts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "rollouts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_fine_tuning_then_reinforcement_then_every_test_question_is_graded(recipe, model, tmp_path):
-    limits = ("data.max_prompt_tokens=2048", "eval.data.max_prompt_tokens=2048", "eval.sampling.max_new_tokens=4")
+    limits = (
+        "data.max_prompt_tokens=2048",
+        "eval.data.max_prompt_tokens=2048",
+        "eval.sampling.max_new_tokens=4",
+    )
     few = ("eval.limit=6", *limits, *SMALL)
     recipe("sft", "recipes/gsm8k_sft.yaml", f"model={model}", "batch_size=4", "train.steps=3", *few)
     tuned = tmp_path / "gsm8k_sft" / "model"
-    smaller = ("rollout.prompts_per_step=3", "rollout.group_size=2", "sampling.max_new_tokens=8", "train.steps=2")
+    smaller = (
+        "rollout.prompts_per_step=3",
+        "rollout.group_size=2",
+        "sampling.max_new_tokens=8",
+        "train.steps=2",
+    )
     recipe("rl", "recipes/gsm8k_grpo.yaml", f"model={tuned}", *smaller, *few)
     rows = read_rows(tmp_path / "gsm8k_grpo" / "metrics.jsonl")
     assert [r["step"] for r in rows] == [0, 1, 2]
     assert all({"reward/math", "reward/format"} <= r.keys() for r in rows[1:])
 
     trained = tmp_path / "gsm8k_grpo" / "model"
-    options = ("eval.data.max_prompt_tokens=2048", "eval.sampling.max_new_tokens=4", "reward.workers=1")
+    options = (
+        "eval.data.max_prompt_tokens=2048",
+        "eval.sampling.max_new_tokens=4",
+        "reward.workers=1",
+    )
     outcome = recipe("eval", "recipes/gsm8k_eval.yaml", f"model={trained}", *options)
     metrics = json.loads(outcome.out)
     graded = answers(tmp_path / "gsm8k_eval", "eval_000000")
@@ -65,8 +81,13 @@ def test_fine_tuning_then_reinforcement_then_every_test_question_is_graded(recip
     assert metrics["eval/failed"] == 0 and not any(r["failed"] for r in graded)
     assert all(r["reward"] in (0.0, 1.0) for r in graded)
     assert metrics["eval/accuracy"] == sum(r["reward"] for r in graded) / QUESTIONS
-    asked = [json.loads(line) for line in (ROOT / "data/gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [r["prompt"]["label"] for r in graded] == [row["answer"].split("####")[1].strip().replace(",", "") for row in asked]
+    asked = [
+        json.loads(line)
+        for line in (ROOT / "data/gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [r["prompt"]["label"] for r in graded] == [
+        row["answer"].split("####")[1].strip().replace(",", "") for row in asked
+    ]
     assert all(row["question"] in r["prompt"]["text"] for r, row in zip(graded, asked, strict=True))
 
 
@@ -79,7 +100,11 @@ def test_the_other_algorithms_go_on_top_of_the_first(recipe, model, tmp_path, na
         "train.steps=2",
         "eval.at_start=false",
     )
-    limits = ("data.max_prompt_tokens=2048", "eval.data.max_prompt_tokens=2048", "eval.sampling.max_new_tokens=4")
+    limits = (
+        "data.max_prompt_tokens=2048",
+        "eval.data.max_prompt_tokens=2048",
+        "eval.sampling.max_new_tokens=4",
+    )
     files = ("recipes/gsm8k_grpo.yaml", f"recipes/gsm8k_{name}.yaml")
     critic = ("critic.warmup_steps=1",) if name == "ppo" else ()
     recipe("rl", *files, f"model={model}", "eval.limit=4", *critic, *words, *limits, *SMALL)

@@ -49,7 +49,10 @@ def as_parquet(folder: Path) -> Path:
 def as_saved(folder: Path) -> Path:
     import datasets
 
-    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    parts = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "test": datasets.Dataset.from_list(ROWS[:1]),
+    }
     datasets.DatasetDict(parts).save_to_disk(folder / "saved")
     return folder / "saved"
 
@@ -72,18 +75,23 @@ def test_every_kind_of_file_gives_the_same_prompts_and_labels(rl_config, tmp_pat
     capsys.readouterr()
     run_rl(
         rl_config(
-            data={"sources": [{"path": str(path)}], "columns": COLUMNS}, rollout={"prompts_per_step": 6}, train={"steps": 1}
+            data={"sources": [{"path": str(path)}], "columns": COLUMNS},
+            rollout={"prompts_per_step": 6},
+            train={"steps": 1},
         )
     )
     seen = {
-        (r["prompt"]["text"].split("\n")[1].removesuffix("<|im_end|>"), r["prompt"]["label"]) for r in rollouts(tmp_path / "run")
+        (r["prompt"]["text"].split("\n")[1].removesuffix("<|im_end|>"), r["prompt"]["label"])
+        for r in rollouts(tmp_path / "run")
     }
     assert seen == {(row["question"], row["answer"]) for row in ROWS}
     printed = capsys.readouterr()
     assert printed.out == "" and "it/s" not in printed.err
 
 
-def test_sources_are_blended_by_their_weights_and_each_has_its_own_reward(rl_config, data_folder, tmp_path):
+def test_sources_are_blended_by_their_weights_and_each_has_its_own_reward(
+    rl_config, data_folder, tmp_path
+):
     rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(90)]
     for name in ("often", "seldom"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -93,7 +101,10 @@ def test_sources_are_blended_by_their_weights_and_each_has_its_own_reward(rl_con
     run_rl(
         rl_config(
             data={"sources": [often, seldom], "blend": "sample"},
-            reward={"terms": [{"function": ones, "name": "usual"}], "per_source": {"rare": [{"function": ones, "name": "own"}]}},
+            reward={
+                "terms": [{"function": ones, "name": "usual"}],
+                "per_source": {"rare": [{"function": ones, "name": "own"}]},
+            },
             rollout={"prompts_per_step": 100, "group_size": 2},
             sampling={"max_new_tokens": 2},
             train={"steps": 1},
@@ -102,12 +113,17 @@ def test_sources_are_blended_by_their_weights_and_each_has_its_own_reward(rl_con
     found = rollouts(tmp_path / "run")
     share = Counter(r["prompt"]["data_source"] for r in found)["rare"] / len(found)
     assert 0.1 < share < 0.3
-    assert all(list(r["terms"]) == (["own"] if r["prompt"]["data_source"] == "rare" else ["usual"]) for r in found)
+    assert all(
+        list(r["terms"]) == (["own"] if r["prompt"]["data_source"] == "rare" else ["usual"])
+        for r in found
+    )
 
 
 def test_a_source_without_any_reward_is_refused_before_training(rl_config, data_folder, tmp_path):
     other = {"path": str(data_folder / "train.jsonl"), "name": "other"}
-    config = rl_config(data={"sources": [other]}, reward={"terms": [], "per_source": {"one": ["math"]}})
+    config = rl_config(
+        data={"sources": [other]}, reward={"terms": [], "per_source": {"one": ["math"]}}
+    )
     with pytest.raises(RewardError, match="no reward for data source 'other'"):
         run_rl(config)
     assert read_rows(tmp_path / "run" / "metrics.jsonl") == []
@@ -153,7 +169,9 @@ def own(tmp_path) -> Path:
     return file
 
 
-def test_an_advantage_a_loss_a_filter_and_a_shaping_of_ones_own_are_what_runs(rl_config, own, tmp_path):
+def test_an_advantage_a_loss_a_filter_and_a_shaping_of_ones_own_are_what_runs(
+    rl_config, own, tmp_path
+):
     run_rl(
         rl_config(
             reward={"terms": [f"{own}:together"]},
@@ -170,14 +188,21 @@ def test_an_advantage_a_loss_a_filter_and_a_shaping_of_ones_own_are_what_runs(rl
     )
     rows, found = read_rows(tmp_path / "run" / "metrics.jsonl"), rollouts(tmp_path / "run")
     trained = [r for r in found if r["advantages"]]
-    assert trained and all(a == pytest.approx(3.0 * (1.0 - 0.5), abs=1e-6) for r in trained for a in r["advantages"])
+    assert trained and all(
+        a == pytest.approx(3.0 * (1.0 - 0.5), abs=1e-6) for r in trained for a in r["advantages"]
+    )
     assert all(int(r["prompt"]["id"][-1]) % 2 == 0 for r in trained)
     assert sum(row.get("rollout/dropped/odd", 0) for row in rows) > 0
     assert all(any("own/sum" in key for key in row) for row in rows)
 
 
-def test_rewards_that_wait_and_rewards_of_many_at_once_are_summed_by_weight(rl_config, own, tmp_path):
-    terms = [{"function": f"{own}:waits", "weight": 2.0}, {"function": f"{own}:together", "weight": -1.0}]
+def test_rewards_that_wait_and_rewards_of_many_at_once_are_summed_by_weight(
+    rl_config, own, tmp_path
+):
+    terms = [
+        {"function": f"{own}:waits", "weight": 2.0},
+        {"function": f"{own}:together", "weight": -1.0},
+    ]
     run_rl(rl_config(reward={"terms": terms, "workers": 2}, train={"steps": 1}))
     for rollout in rollouts(tmp_path / "run"):
         assert rollout["reward"] == pytest.approx(2.0 * 0.25 - 1.0, abs=1e-9)

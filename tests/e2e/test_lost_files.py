@@ -36,7 +36,10 @@ def run(capsys, monkeypatch, rl_tree, tmp_path) -> Run:
     """``lightrft rl`` of three steps, with ``deed(run folder)`` done after the first."""
 
     def start(deed: Callable[[Path], Any] = lambda folder: None, **over: Any) -> Outcome:
-        tree = deep_merge(rl_tree, {"train": {"steps": 3}, "checkpoint": {"every": 2}, "log": {"tensorboard": True}})
+        tree = deep_merge(
+            rl_tree,
+            {"train": {"steps": 3}, "checkpoint": {"every": 2}, "log": {"tensorboard": True}},
+        )
         file = tmp_path / "run.yaml"
         file.write_text(to_yaml(build(RLConfig, deep_merge(tree, over))))
         with monkeypatch.context() as patch:
@@ -68,11 +71,16 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 def test_metrics_that_are_removed_are_written_again(run, tmp_path):
     outcome = run(lambda folder: (folder / "metrics.jsonl").unlink())
-    assert outcome.status == 0 and "metrics.jsonl was removed during the run: its 1 rows are written again" in outcome.err
+    assert (
+        outcome.status == 0
+        and "metrics.jsonl was removed during the run: its 1 rows are written again" in outcome.err
+    )
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["rollouts", "tensorboard", "checkpoints", "log.txt", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["rollouts", "tensorboard", "checkpoints", "log.txt", "config.yaml"]
+)
 def test_a_part_of_the_folder_that_is_removed_ends_in_a_message_or_not_at_all(run, tmp_path, name):
     def remove(folder: Path) -> None:
         if (folder / name).is_dir():
@@ -108,7 +116,12 @@ def test_a_folder_that_became_read_only_is_named_and_the_same_command_resumes(ru
         if os.geteuid():
             folder.chmod(0o555)
         else:  # what root may do, a flag of the file system forbids
-            frozen.append(subprocess.run(["chattr", "+i", folder], capture_output=True, check=False).returncode == 0)
+            frozen.append(
+                subprocess.run(
+                    ["chattr", "+i", folder], capture_output=True, check=False
+                ).returncode
+                == 0
+            )
 
     frozen: list[bool] = []
     try:
@@ -123,14 +136,21 @@ def test_a_folder_that_became_read_only_is_named_and_the_same_command_resumes(ru
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EROFS, "x"), OSError(errno.EIO, "x"), RuntimeError("I/O error (os error 30)")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EROFS, "x"), OSError(errno.EIO, "x"), RuntimeError("I/O error (os error 30)")],
+)
 def test_an_error_of_the_disk_is_known_by_its_number_whatever_class_it_has(error, tmp_path):
     assert disk_problem(error) in (os.strerror(errno.EROFS), os.strerror(errno.EIO))
-    assert disk_problem(PermissionError(errno.EACCES, "x", str(tmp_path / "run" / "file")), tmp_path / "run").startswith(
-        "Permission"
-    )
+    assert disk_problem(
+        PermissionError(errno.EACCES, "x", str(tmp_path / "run" / "file")), tmp_path / "run"
+    ).startswith("Permission")
     assert disk_problem(PermissionError(errno.EACCES, "x", "/elsewhere"), tmp_path) == ""
-    assert disk_problem(ConnectionError(errno.ECONNRESET, "x"), tmp_path) == disk_problem(ValueError("x"), tmp_path) == ""
+    assert (
+        disk_problem(ConnectionError(errno.ECONNRESET, "x"), tmp_path)
+        == disk_problem(ValueError("x"), tmp_path)
+        == ""
+    )
 
 
 @pytest.mark.parametrize("size", ["16k", "64k", "256k", "700k"])

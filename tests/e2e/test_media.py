@@ -60,25 +60,51 @@ def root(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of ``family``, and rows with and without what it reads."""
     folder = tmp_path_factory.mktemp(family)
     save_tiny_media(family, folder / "model", hidden_size=32)
-    rows: list[dict[str, Any]] = [{"prompt": f"{i}+{i}=", "label": str(2 * i), "response": str(2 * i)} for i in range(4)]
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{i}+{i}=", "label": str(2 * i), "response": str(2 * i)} for i in range(4)
+    ]
     for i in range(4):
         name = picture(folder / f"p{i}.png", i, (12 + 8 * i, 20))
-        rows.append({"prompt": "which?", "images": [name], "label": "1", "response": "1 of them", "level": i})
+        rows.append(
+            {
+                "prompt": "which?",
+                "images": [name],
+                "label": "1",
+                "response": "1 of them",
+                "level": i,
+            }
+        )
     if family == EVERYTHING:
         for i in range(2):
             rows.append(
-                {"prompt": "who?", "audios": [sound(folder / f"s{i}.wav", i, 3000 + 2000 * i)], "label": "1", "response": "1"}
+                {
+                    "prompt": "who?",
+                    "audios": [sound(folder / f"s{i}.wav", i, 3000 + 2000 * i)],
+                    "label": "1",
+                    "response": "1",
+                }
             )
-    both = [{"type": "image", "image": "p0.png"}, {"type": "text", "text": "and"}, {"type": "image", "image": "p1.png"}]
-    rows.append({"messages": [{"role": "user", "content": both}, {"role": "assistant", "content": "11"}], "label": "1"})
+    both = [
+        {"type": "image", "image": "p0.png"},
+        {"type": "text", "text": "and"},
+        {"type": "image", "image": "p1.png"},
+    ]
+    rows.append(
+        {
+            "messages": [{"role": "user", "content": both}, {"role": "assistant", "content": "11"}],
+            "label": "1",
+        }
+    )
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "held.jsonl").write_text(json.dumps({"prompt": "held?", "images": ["p2.png"], "label": "1"}) + "\n")
+    (folder / "held.jsonl").write_text(
+        json.dumps({"prompt": "held?", "images": ["p2.png"], "label": "1"}) + "\n"
+    )
     (folder / "rewards.py").write_text(
-        "def ones(rollout):\n"
-        "    assert not any(isinstance(v, bytes) for v in rollout.prompt.columns.values()), 'raw media'\n"
-        "    assert not set(rollout.prompt.columns) & {'images', 'audios'} and not hasattr(rollout.prompt, 'media')\n"
-        "    return sum(rollout.token_ids) % 7 / 7\n"
+        "def ones(rollout):\n    assert not any(isinstance(v, bytes) for v in "
+        "rollout.prompt.columns.values()), 'raw media'\n    assert not "
+        "set(rollout.prompt.columns) & {'images', 'audios'} and not hasattr(rollout.prompt, "
+        "'media')\n    return sum(rollout.token_ids) % 7 / 7\n"
     )
     return folder
 
@@ -103,12 +129,20 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_run_on_rows_with_and_without_media_trains_and_keeps_what_people_see_of_them(tree, root, tmp_path, family):
-    held = {"eval": {"data": {"sources": [str(root / "held.jsonl")]}, "sampling": {"max_new_tokens": 4}}}
+def test_a_run_on_rows_with_and_without_media_trains_and_keeps_what_people_see_of_them(
+    tree, root, tmp_path, family
+):
+    held = {
+        "eval": {"data": {"sources": [str(root / "held.jsonl")]}, "sampling": {"max_new_tokens": 4}}
+    }
     summary = run_rl(build(RLConfig, deep_merge(tree, held)))
     assert summary["finished"] and summary["tokens_trained"] > 0
     assert not summary.get("tokens_failed")
-    drawn = [row for file in sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl")) for row in lines(file)]
+    drawn = [
+        row
+        for file in sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
+        for row in lines(file)
+    ]
     kept = {p.name for p in (tmp_path / "run" / "media").iterdir()}
     named = [set(row["prompt"]["attachments"]) for row in drawn]
     assert set().union(*named) <= kept and kept
@@ -118,18 +152,25 @@ def test_a_run_on_rows_with_and_without_media_trains_and_keeps_what_people_see_o
     assert len(shown["attachments"]) == 1 and shown["attachments"][0] in kept
 
 
-def test_what_a_run_exports_loads_with_its_processors_and_says_what_the_run_said(tree, root, tmp_path):
+def test_what_a_run_exports_loads_with_its_processors_and_says_what_the_run_said(
+    tree, root, tmp_path
+):
     run_rl(build(RLConfig, deep_merge(tree, {"train": {"steps": 1}, "log": {"batches_every": 1}})))
     config = ModelConfig(path=str(tmp_path / "run" / "model"), dtype="float32")
     tokenizer = load_tokenizer(config)
-    before, after = load_processor(ModelConfig(path=str(root / "model")), tokenizer), load_processor(config, tokenizer)
+    before, after = (
+        load_processor(ModelConfig(path=str(root / "model")), tokenizer),
+        load_processor(config, tokenizer),
+    )
     assert before is not None and after is not None
     assert set(before.parts) == set(after.parts)
     batch = load_batch(tmp_path / "run" / "batches" / "step_000001")
     assert batch.prompts.media
     with torch.no_grad():
         moved = Actor.load(config).score(batch).logprobs - batch.behavior_logprobs
-        start = Actor.load(ModelConfig(path=str(root / "model"), dtype="float32")).score(batch).logprobs
+        start = (
+            Actor.load(ModelConfig(path=str(root / "model"), dtype="float32")).score(batch).logprobs
+        )
     assert (start - batch.behavior_logprobs).abs().max() < 1e-5
     assert moved.abs().max() > 1e-3
 
@@ -147,9 +188,20 @@ def test_a_kept_batch_with_media_replays_to_the_bit(tree, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_with_media_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path):
     rollout = {"oversample": 1.5, "carry_over": True}
-    tree = deep_merge(tree, {"checkpoint": {"every": 1, "keep": 10}, "train": {"num_mini_batches": 2}, "rollout": rollout})
     tree = deep_merge(
-        tree, {"algorithm": {"old_logprobs": "rollout"}, "optimizer": {"lr_of": {"tower": 1e-3, "projector": 5e-3}}}
+        tree,
+        {
+            "checkpoint": {"every": 1, "keep": 10},
+            "train": {"num_mini_batches": 2},
+            "rollout": rollout,
+        },
+    )
+    tree = deep_merge(
+        tree,
+        {
+            "algorithm": {"old_logprobs": "rollout"},
+            "optimizer": {"lr_of": {"tower": 1e-3, "projector": 5e-3}},
+        },
     )
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
@@ -158,12 +210,19 @@ def test_a_killed_run_with_media_ends_bit_for_bit_like_one_that_was_not(tree, tm
     again = start(tree, "killed", "never", 0, tmp_path)
     assert again.returncode == 0, again.stderr
     assert_same_end(tmp_path / "whole", tmp_path / "killed", 4)
-    files = [{p.name: p.read_bytes() for p in (tmp_path / name / "media").iterdir()} for name in ("whole", "killed")]
+    files = [
+        {p.name: p.read_bytes() for p in (tmp_path / name / "media").iterdir()}
+        for name in ("whole", "killed")
+    ]
     assert files[0] == files[1]
 
 
-def test_fine_tuning_on_rows_with_and_without_media_lowers_the_loss_and_goes_on_bit_for_bit(tree, root, tmp_path):
-    tree = {k: v for k, v in tree.items() if k not in ("rollout", "sampling", "algorithm", "reward")}
+def test_fine_tuning_on_rows_with_and_without_media_lowers_the_loss_and_goes_on_bit_for_bit(
+    tree, root, tmp_path
+):
+    tree = {
+        k: v for k, v in tree.items() if k not in ("rollout", "sampling", "algorithm", "reward")
+    }
     tree = deep_merge(tree, {"batch_size": 4, "train": {"steps": 8}, "checkpoint": {"every": 4}})
     run_sft(build(SFTConfig, tree))
     losses = [row["loss"] for row in lines(tmp_path / "run" / "metrics.jsonl")]
@@ -183,7 +242,9 @@ class Calls:
         features, generate = Tower.features, NativeEngine.generate
 
         def counted(tower: Tower, model: Any, inputs: dict[str, Any]) -> Any:
-            where = "generation" if self.drawing else "update" if torch.is_grad_enabled() else "scoring"
+            where = (
+                "generation" if self.drawing else "update" if torch.is_grad_enabled() else "scoring"
+            )
             self.seen.append((where, tower.kind, len(inputs[tower.inputs[1]])))
             return features(tower, model, inputs)
 
@@ -203,7 +264,9 @@ def test_with_eight_answers_a_prompt_a_tower_sees_each_picture_once_in_generatio
 ):
     """Passes: old log-probs, the reference and the update; the checks of the layout and of the engine's log-probs are left out."""
     calls = Calls(monkeypatch)
-    pictures = [json.dumps({"prompt": "which?", "images": [f"p{i}.png"], "label": "1"}) for i in range(3)]
+    pictures = [
+        json.dumps({"prompt": "which?", "images": [f"p{i}.png"], "label": "1"}) for i in range(3)
+    ]
     (root / "three.jsonl").write_text("\n".join(pictures) + "\n")
     kl = {"where": "loss", "estimator": "k3", "coef": 0.1}
     once = {
@@ -217,22 +280,36 @@ def test_with_eight_answers_a_prompt_a_tower_sees_each_picture_once_in_generatio
     tree["data"] = {}
     run_rl(build(RLConfig, deep_merge(tree, once)))
     assert Counter(calls.seen) == Counter(
-        {("generation", "image", 3): 1, ("scoring", "image", 3): 2, ("update", "image", 3): 2}  # two updates, a pass each
+        {
+            ("generation", "image", 3): 1,
+            ("scoring", "image", 3): 2,
+            ("update", "image", 3): 2,
+        }  # two updates, a pass each
     )
 
 
 def test_rows_of_text_need_no_tower(tree, root, monkeypatch):
     calls = Calls(monkeypatch)
-    (root / "text.jsonl").write_text("".join(json.dumps({"prompt": f"{i}=", "label": "1"}) + "\n" for i in range(4)))
+    (root / "text.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}=", "label": "1"}) + "\n" for i in range(4))
+    )
     tree["data"] = {"sources": [str(root / "text.jsonl")]}
     run_rl(build(RLConfig, deep_merge(tree, {"train": {"steps": 1}})))
     assert calls.seen == []
 
 
-def test_eval_and_generate_answer_rows_with_media_and_name_what_is_attached(tree, root, tmp_path, capsys):
+def test_eval_and_generate_answer_rows_with_media_and_name_what_is_attached(
+    tree, root, tmp_path, capsys
+):
     model = root / "model"
     words = [f"model={model}", f"reward.terms=[{root / 'rewards.py'}:ones]", f"run.dir={tmp_path}"]
-    outcome = command(capsys, "eval", *words, f"eval.data.sources=[{root / 'train.jsonl'}]", "eval.sampling.max_new_tokens=4")
+    outcome = command(
+        capsys,
+        "eval",
+        *words,
+        f"eval.data.sources=[{root / 'train.jsonl'}]",
+        "eval.sampling.max_new_tokens=4",
+    )
     assert outcome.status == 0, outcome.err
     assert json.loads(outcome.out)["eval/failed"] == 0
     answered = lines(tmp_path / "eval" / "rollouts" / "eval_000000.jsonl")
@@ -241,7 +318,12 @@ def test_eval_and_generate_answer_rows_with_media_and_name_what_is_attached(tree
     }
     output = tmp_path / "answers.jsonl"
     outcome = command(
-        capsys, "generate", *words, f"data.sources=[{root / 'train.jsonl'}]", f"output={output}", "sampling.max_new_tokens=4"
+        capsys,
+        "generate",
+        *words,
+        f"data.sources=[{root / 'train.jsonl'}]",
+        f"output={output}",
+        "sampling.max_new_tokens=4",
     )
     assert outcome.status == 0, outcome.err
     said = {row["id"]: row.get("attachments", []) for row in lines(output)}
@@ -262,8 +344,13 @@ def test_a_picture_in_a_chat_goes_with_the_next_message_and_stays_in_the_convers
     told = chat(f"/image {root / 'p0.png'}\nwhich?\nsure?\n")
     assert told.status == 0 and not told.err
     assert told.out.count("\n") == 2
-    assert chat("which?\n", f"attach=[{root / 'p0.png'}]").out.splitlines()[0] == told.out.splitlines()[0]
-    others = [chat(f"/image {root / name}\nwhich?\n").out for name in ("p1.png", "p2.png", "p3.png")]
+    assert (
+        chat("which?\n", f"attach=[{root / 'p0.png'}]").out.splitlines()[0]
+        == told.out.splitlines()[0]
+    )
+    others = [
+        chat(f"/image {root / name}\nwhich?\n").out for name in ("p1.png", "p2.png", "p3.png")
+    ]
     assert {told.out.splitlines()[0]} != {out.strip() for out in (*others, chat("which?\n").out)}
 
 
@@ -278,13 +365,19 @@ def test_a_file_that_is_not_there_is_told_and_the_chat_goes_on(chat):
     assert_refused(chat("which?\n", "attach=[nowhere.png]"), "nowhere.png")
 
 
-def test_a_kind_that_the_model_does_not_read_is_told(chat, root, family, capsys, monkeypatch, model_folder):
+def test_a_kind_that_the_model_does_not_read_is_told(
+    chat, root, family, capsys, monkeypatch, model_folder
+):
     name = sound(root / "extra.wav", 7, 3000)
     if family == PICTURES:
         assert "this model reads image, video" in chat(f"/audio {root / name}\n").err
     monkeypatch.setattr("sys.stdin", io.StringIO("1\n"))
     picture = root / "p0.png"
-    assert_refused(command(capsys, "chat", f"model={model_folder}", f"attach=[{picture}]"), "p0.png", "reads text alone")
+    assert_refused(
+        command(capsys, "chat", f"model={model_folder}", f"attach=[{picture}]"),
+        "p0.png",
+        "reads text alone",
+    )
     assert "of kind unknown" in chat("x\n", f"attach=[{root / 'train.jsonl'}]").err
 
 

@@ -20,7 +20,13 @@ from tests.e2e.command import ROOT, command
 
 BOXED = r"<think>Two sides are equal.</think> So it is \boxed{%s}."
 TAGGED = "<think>It barks.</think><answer>%s</answer>"
-FORM = {"geo3k_grpo": BOXED, "mathvista_grpo": BOXED, "aqa_grpo": TAGGED, "lmm_r1_fre_text": TAGGED, "lmm_r1_mgt_geo": TAGGED}
+FORM = {
+    "geo3k_grpo": BOXED,
+    "mathvista_grpo": BOXED,
+    "aqa_grpo": TAGGED,
+    "lmm_r1_fre_text": TAGGED,
+    "lmm_r1_mgt_geo": TAGGED,
+}
 
 # recipe, data source, label, a right answer, a wrong one, rewards: both, without the form, wrong in form, wrong without
 GRADED = [
@@ -42,7 +48,9 @@ def graded(config: RLConfig, source: str, label: str, text: str) -> float:
 
 
 @pytest.mark.parametrize(("name", "source", "label", "right", "wrong", "rewards"), GRADED)
-def test_the_rewards_of_a_recipe_tell_right_from_wrong_and_see_the_form(name, source, label, right, wrong, rewards):
+def test_the_rewards_of_a_recipe_tell_right_from_wrong_and_see_the_form(
+    name, source, label, right, wrong, rewards
+):
     config = load_settings(RLConfig, [ROOT / "recipes" / f"{name}.yaml"]).settings
     form, bare = FORM[name], FORM[name].partition("</think>")[2]
     said = [form % right, bare % right, form % wrong, bare % wrong]
@@ -57,18 +65,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures, clips, and a file of four rows in the layout that each recipe reads."""
     folder = tmp_path_factory.mktemp("media")
     rng = np.random.default_rng(0)
-    rows: dict[str, list[dict[str, Any]]] = {"geo3k": [], "mathvista": [], "aqa": [], "mmau": [], "vermulti": []}
+    rows: dict[str, list[dict[str, Any]]] = {
+        "geo3k": [],
+        "mathvista": [],
+        "aqa": [],
+        "mmau": [],
+        "vermulti": [],
+    }
     for k in range(4):
-        Image.fromarray(rng.integers(0, 256, (32, 32 + 8 * k, 3), dtype=np.uint8)).save(folder / f"{k}.png")
+        Image.fromarray(rng.integers(0, 256, (32, 32 + 8 * k, 3), dtype=np.uint8)).save(
+            folder / f"{k}.png"
+        )
         with wave.open(str(folder / f"{k}.wav"), "wb") as clip:
             clip.setparams((1, 2, 16000, 0, "NONE", ""))
             clip.writeframes(rng.integers(-3000, 3000, 3000 + 400 * k).astype("<i2").tobytes())
-        message = [{"role": "user", "content": [{"type": "image", "image": f"{k}.png"}, {"type": "text", "text": "How many?"}]}]
-        kind = {"choices": ["0", "1"], "question_type": "multi_choice"} if k < 2 else {"question_type": "free_form"}
-        rows["geo3k"].append({"images": [f"{k}.png"], "problem": "<image>Find x.", "answer": str(k)})
-        rows["mathvista"].append({"question": "How many?", "image": f"{k}.png", "answer": str(k), **kind})
-        rows["aqa"].append({"question_text": "Who?", "multi_choice": ["dog", "cat"], "answer": k % 2, "audio_path": f"{k}.wav"})
-        rows["mmau"].append({"audio_id": f"./{k}.wav", "question": "Who?", "choices": ["dog", "cat"], "answer": "cat"})
+        message = [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": f"{k}.png"},
+                    {"type": "text", "text": "How many?"},
+                ],
+            }
+        ]
+        kind = (
+            {"choices": ["0", "1"], "question_type": "multi_choice"}
+            if k < 2
+            else {"question_type": "free_form"}
+        )
+        rows["geo3k"].append(
+            {"images": [f"{k}.png"], "problem": "<image>Find x.", "answer": str(k)}
+        )
+        rows["mathvista"].append(
+            {"question": "How many?", "image": f"{k}.png", "answer": str(k), **kind}
+        )
+        rows["aqa"].append(
+            {
+                "question_text": "Who?",
+                "multi_choice": ["dog", "cat"],
+                "answer": k % 2,
+                "audio_path": f"{k}.wav",
+            }
+        )
+        rows["mmau"].append(
+            {
+                "audio_id": f"./{k}.wav",
+                "question": "Who?",
+                "choices": ["dog", "cat"],
+                "answer": "cat",
+            }
+        )
         rows["vermulti"].append({"message": json.dumps(message), "answer": f"${k}$"})
     for name, made in rows.items():
         (folder / f"{name}.json").write_text(json.dumps(made))
@@ -85,9 +131,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("lmm_r1_mgt_geo", "qwen2_5_vl", "vermulti", ""),
     ],
 )
-def test_a_recipe_takes_a_step_on_rows_of_its_layout(name, family, reader, held_out, folder, tmp_path, capsys):
+def test_a_recipe_takes_a_step_on_rows_of_its_layout(
+    name, family, reader, held_out, folder, tmp_path, capsys
+):
     save_tiny_media(family, tmp_path / "model")
-    shown = [f"eval.data.sources=[{{path: {folder}/{held_out}.json, reader: {held_out}}}]"] if held_out else []
+    shown = (
+        [f"eval.data.sources=[{{path: {folder}/{held_out}.json, reader: {held_out}}}]"]
+        if held_out
+        else []
+    )
     outcome = command(
         capsys,
         "rl",
@@ -108,7 +160,10 @@ def test_a_recipe_takes_a_step_on_rows_of_its_layout(name, family, reader, held_
     )
     # A model with random weights may get no reward at all, and a run that learns nothing ends with 2.
     assert outcome.status == 0 or "nothing was trained (steps: 1)" in outcome.err, outcome.err
-    answers = [json.loads(line) for line in (tmp_path / name / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line)
+        for line in (tmp_path / name / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    ]
     assert len(answers) == 4
     files = {f.name for f in (tmp_path / name / "media").iterdir()}
     for answer in answers:

@@ -16,7 +16,10 @@ KL = {"where": "loss", "coef": 0.2}
 OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
     "m2po": ({"preset": "m2po"}, "policy/token_mask"),
     "clip_cov": (
-        {"preset": "clip_cov", "token_masks": [{"name": "clip_cov", "options": {"share": 0.2, "low": 0.0}}]},
+        {
+            "preset": "clip_cov",
+            "token_masks": [{"name": "clip_cov", "options": {"share": 0.2, "low": 0.0}}],
+        },
         "policy/token_mask",
     ),
     "kl_cov": ({"preset": "kl_cov"}, "policy/token_mask"),
@@ -27,7 +30,12 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
         "policy/correction",
     ),
     "sequence mask": (
-        {"preset": "cispo", "importance_sampling": [{"name": "sequence_mask", "options": {"low": 0.5, "high": 2.0}}]},
+        {
+            "preset": "cispo",
+            "importance_sampling": [
+                {"name": "sequence_mask", "options": {"low": 0.5, "high": 2.0}}
+            ],
+        },
         "policy/correction",
     ),
     "weighted and scheduled KL": (
@@ -35,7 +43,10 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
         "policy/kl_coef",
     ),
     "entropy target": ({"preset": "sapo", "entropy": {"target": 9.0}}, "policy/entropy_coef"),
-    "positive answers": ({"preset": "cpgd", "positive_nll": {"coef": 0.1, "threshold": 0.0}}, "policy/positive_nll"),
+    "positive answers": (
+        {"preset": "cpgd", "positive_nll": {"coef": 0.1, "threshold": 0.0}},
+        "policy/positive_nll",
+    ),
 }
 
 
@@ -43,7 +54,9 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
 def varied(rl_config: Callable[..., RLConfig], tmp_path: Path) -> Callable[..., RLConfig]:
     """Configs whose rewards differ inside every group, whatever the model says."""
     file = tmp_path / "varied.py"
-    file.write_text("def varied(rollout):\n    return (sum(rollout.token_ids) % 7) / 6\n", encoding="utf-8")
+    file.write_text(
+        "def varied(rollout):\n    return (sum(rollout.token_ids) % 7) / 6\n", encoding="utf-8"
+    )
     return lambda **over: rl_config(**over, reward={"terms": [f"{file}:varied"]})
 
 
@@ -58,15 +71,25 @@ def test_an_objective_of_several_parts_trains_and_logs_what_they_did(varied, tmp
 
 
 def test_controllers_move_from_step_to_step(varied, tmp_path):
-    algorithm = {"preset": "grpo", "kl": {**KL, "controller": "linear", "steps": 2}, "entropy": {"target": 9.0, "rate": 0.01}}
+    algorithm = {
+        "preset": "grpo",
+        "kl": {**KL, "controller": "linear", "steps": 2},
+        "entropy": {"target": 9.0, "rate": 0.01},
+    }
     run_rl(varied(algorithm=algorithm, train={"steps": 3}))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["policy/kl_coef"] for row in rows] == pytest.approx([0.2, 0.1, 0.0])
     assert [row["policy/entropy_coef"] for row in rows] == pytest.approx([0.0, 0.01, 0.02])
 
 
-def test_a_run_resumed_in_the_middle_of_a_schedule_is_the_run_that_was_never_stopped(varied, tmp_path):
-    algorithm = {"preset": "clip_cov", "kl": {**KL, "controller": "linear", "steps": 4}, "entropy": {"target": 9.0}}
+def test_a_run_resumed_in_the_middle_of_a_schedule_is_the_run_that_was_never_stopped(
+    varied, tmp_path
+):
+    algorithm = {
+        "preset": "clip_cov",
+        "kl": {**KL, "controller": "linear", "steps": 4},
+        "entropy": {"target": 9.0},
+    }
     over = {
         "algorithm": algorithm,
         "train": {"num_mini_batches": 2},
@@ -77,5 +100,13 @@ def test_a_run_resumed_in_the_middle_of_a_schedule_is_the_run_that_was_never_sto
     halfway = tmp_path / "whole" / "checkpoints" / "step_000002"
     run_rl(varied(**over, run={"name": "again", "resume": str(halfway)}))
     again = read_rows(tmp_path / "again" / "metrics.jsonl")
-    names = ("policy/kl_coef", "policy/entropy_coef", "policy/loss", "policy/grad_norm", "policy/token_mask")
-    assert [[row[n] for n in names] for row in again[-2:]] == [[row[n] for n in names] for row in whole[-2:]]
+    names = (
+        "policy/kl_coef",
+        "policy/entropy_coef",
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/token_mask",
+    )
+    assert [[row[n] for n in names] for row in again[-2:]] == [
+        [row[n] for n in names] for row in whole[-2:]
+    ]

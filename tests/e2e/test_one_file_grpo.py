@@ -29,7 +29,9 @@ def test_held_out_answers_get_much_better(example: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_with_advantages_of_the_wrong_sign_nothing_is_learned(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_advantages_of_the_wrong_sign_nothing_is_learned(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right_sign = example.group_advantages
     monkeypatch.setattr(example, "group_advantages", lambda *args: -right_sign(*args))
     before, after = example.train(rl_steps=25)
@@ -48,18 +50,24 @@ def test_the_loss_equals_the_formula_written_as_a_loop(example: ModuleType) -> N
                 clipped = min(max(ratio, 0.8), 1.2)
                 total -= min(ratio * advantages[i].item(), clipped * advantages[i].item())
                 tokens += 1
-    assert example.grpo_loss(new, old, advantages, mask).item() == pytest.approx(total / tokens, abs=1e-12)
+    assert example.grpo_loss(new, old, advantages, mask).item() == pytest.approx(
+        total / tokens, abs=1e-12
+    )
 
 
 def test_advantages_compare_an_answer_with_its_own_group_only(example: ModuleType) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 5.0, 5.0, 5.0], dtype=torch.float64)
     a = (1 - 0.5) / (3**-0.5 + 1e-6)  # unbiased deviation of 1, 0, 0, 1
-    assert example.group_advantages(rewards, 4).tolist() == pytest.approx([a, -a, -a, a, 0, 0, 0, 0])
+    assert example.group_advantages(rewards, 4).tolist() == pytest.approx(
+        [a, -a, -a, a, 0, 0, 0, 0]
+    )
 
 
 def test_nothing_after_the_end_token_counts(example: ModuleType) -> None:
     torch.manual_seed(0)
-    answers, mask = example.sample(example.make_policy(), example.make_prompts(64, example.random.Random(0)))
+    answers, mask = example.sample(
+        example.make_policy(), example.make_prompts(64, example.random.Random(0))
+    )
     for row, counts in zip(answers.tolist(), mask.tolist()):
         end = row.index(example.END) if example.END in row else len(row) - 1
         assert counts == [t <= end for t in range(len(row))]

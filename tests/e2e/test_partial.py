@@ -28,7 +28,12 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
         {
             "reward": {"terms": [f"{folder}:sometimes_fails"]},
             "algorithm": {"importance_sampling": ["tis"]},
-            "rollout": {"partial": True, "max_tokens_per_step": 7, "oversample": 2.0, "max_rounds": 3},
+            "rollout": {
+                "partial": True,
+                "max_tokens_per_step": 7,
+                "oversample": 2.0,
+                "max_rounds": 3,
+            },
             "sampling": {"max_new_tokens": 24, "stop_token_ids": list(range(4, 8))},
             "checkpoint": {"every": 1, "keep": 10},
             "train": {"steps": 7},
@@ -38,7 +43,11 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
 
 def answers(folder: Path) -> list[dict[str, Any]]:
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
-    return [{**json.loads(line), "step": i} for i, file in enumerate(files) for line in file.read_text().splitlines()]
+    return [
+        {**json.loads(line), "step": i}
+        for i, file in enumerate(files)
+        for line in file.read_text().splitlines()
+    ]
 
 
 def config(tree: dict[str, Any], **over: Any) -> RLConfig:
@@ -53,7 +62,10 @@ def test_answers_grow_over_several_versions_and_no_token_is_lost(tree, tmp_path,
     for rollout in written:
         assert rollout["versions"] == sorted(rollout["versions"])
         shared = 1 + staleness  # so many batches are drawn by the first weights
-        assert all(rollout["versions"].count(v) <= 7 * (1 if v else shared) for v in set(rollout["versions"]))
+        assert all(
+            rollout["versions"].count(v) <= 7 * (1 if v else shared)
+            for v in set(rollout["versions"])
+        )
         assert max(rollout["versions"]) <= max(0, rollout["step"] - staleness)
         assert rollout["finish_reason"] in ("stop", "length")
     assert any(len(set(r["versions"])) > 2 for r in written)
@@ -61,7 +73,12 @@ def test_answers_grow_over_several_versions_and_no_token_is_lost(tree, tmp_path,
     in_flight = total["carried_out"] - total["carried_in"]
     assert total["sampled"] == total["trained"] + total["filtered"] + total["failed"] + in_flight
     trainer = load_state(tmp_path / "run" / "checkpoints" / "step_000007" / "trainer")
-    assert in_flight == sum(len(r["token_ids"]) for group in trainer["begun"] for r in group) == summary["tokens_in_flight"] > 0
+    assert (
+        in_flight
+        == sum(len(r["token_ids"]) for group in trainer["begun"] for r in group)
+        == summary["tokens_in_flight"]
+        > 0
+    )
     assert max(r.get("staleness/max", 0) for r in rows) > staleness
 
 
@@ -73,8 +90,12 @@ def test_without_a_pause_what_oversampling_leaves_unfinished_goes_on(tree, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "nth", "staleness"), [("generation", 8, 0), ("update", 2, 0), ("update", 3, 1)])
-def test_a_killed_run_of_partial_answers_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, where, nth, staleness):
+@pytest.mark.parametrize(
+    ("where", "nth", "staleness"), [("generation", 8, 0), ("update", 2, 0), ("update", 3, 1)]
+)
+def test_a_killed_run_of_partial_answers_ends_bit_for_bit_like_one_that_was_not(
+    tree, tmp_path, where, nth, staleness
+):
     tree = deep_merge(tree, {"rollout": {"staleness": staleness}})
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr

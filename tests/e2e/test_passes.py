@@ -39,15 +39,21 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[bool, bool]]:
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("teacher"), tiny_tokenizer()
-    tiny_model("qwen2", seed=7, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tiny_model(
+        "qwen2", seed=7, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_a_step_makes_the_passes_that_are_shown(rl_config, teacher: Path, tmp_path: Path, passes, preset, updates) -> None:
-    (tmp_path / "reward.py").write_text("def reward(rollout):\n    return sum(rollout.token_ids) % 7 / 6\n")
+def test_a_step_makes_the_passes_that_are_shown(
+    rl_config, teacher: Path, tmp_path: Path, passes, preset, updates
+) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def reward(rollout):\n    return sum(rollout.token_ids) % 7 / 6\n"
+    )
     tree = {
         "model": {"check_layout": False},
         "engine": {"check_logprobs": False},

@@ -31,8 +31,12 @@ def trees(uneven_tree: Tree, teacher_folder: Path) -> dict[str, Tree]:
     long = deep_merge(uneven_tree, {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 10}})
     trees = {name: deep_merge(long, cell) for name, cell in BEYOND.items()}
     trees["distils"]["teacher"] = {"path": str(teacher_folder)}
-    trees["halves"] = deep_merge(uneven_tree, {"model": {"dtype": "bfloat16"}, "train": {"steps": 1}, "eval": {"every": 0}})
-    trees["undisturbed"] = deep_merge(trees["alone"], {"checkpoint": {"every": 0}, "eval": {"every": 0}})
+    trees["halves"] = deep_merge(
+        uneven_tree, {"model": {"dtype": "bfloat16"}, "train": {"steps": 1}, "eval": {"every": 0}}
+    )
+    trees["undisturbed"] = deep_merge(
+        trees["alone"], {"checkpoint": {"every": 0}, "eval": {"every": 0}}
+    )
     return trees
 
 
@@ -76,18 +80,27 @@ def cut(run: Path, to: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_what_reaches_beyond_a_step_has_the_numbers_of_one_process(trees, whole, tmp_path, subtests, processes):
-    run_all([named(trees[name], tmp_path, name) for name in (*BEYOND, "halves")], tmp_path, processes)
+def test_what_reaches_beyond_a_step_has_the_numbers_of_one_process(
+    trees, whole, tmp_path, subtests, processes
+):
+    run_all(
+        [named(trees[name], tmp_path, name) for name in (*BEYOND, "halves")], tmp_path, processes
+    )
     for name in BEYOND:
         with subtests.test(name):
             check_equal(tmp_path / name, whole(name))
     with subtests.test("what is exported has the type of the model and not of its masters"):
         exported = tmp_path / "halves" / "model"
         kinds = {str(tensor.dtype) for tensor in load_file(exported / "model.safetensors").values()}
-        assert (kinds, json.loads((exported / "config.json").read_text())["dtype"]) == ({"torch.bfloat16"}, "bfloat16")
+        assert (kinds, json.loads((exported / "config.json").read_text())["dtype"]) == (
+            {"torch.bfloat16"},
+            "bfloat16",
+        )
 
 
-def test_runs_with_a_moving_reference_or_batches_that_wait_go_on_with_another_number_of_processes(trees, whole, tmp_path):
+def test_runs_with_a_moving_reference_or_batches_that_wait_go_on_with_another_number_of_processes(
+    trees, whole, tmp_path
+):
     names = ("averages", "further")
     for name in names:
         cut(whole(name), tmp_path / f"{name}-moved", 2)
@@ -99,34 +112,62 @@ def test_runs_with_a_moving_reference_or_batches_that_wait_go_on_with_another_nu
 
 
 @pytest.mark.parametrize("way", ["further", "alone"])
-def test_one_rank_that_is_asked_to_stop_or_fails_while_it_draws_stops_all_and_the_run_goes_on(trees, whole, tmp_path, way):
+def test_one_rank_that_is_asked_to_stop_or_fails_while_it_draws_stops_all_and_the_run_goes_on(
+    trees, whole, tmp_path, way
+):
     tree = trees[way]
-    stopped, failed, unscored = ({"config": config_file(tree, tmp_path, name)} for name in ("stopped", "failed", "unscored"))
-    failing = [failed | {"fail": [1, 3, "ZeroDivisionError"]}, failed, unscored | {"fail": [1, 3, "RewardError"]}, unscored]
+    stopped, failed, unscored = (
+        {"config": config_file(tree, tmp_path, name)} for name in ("stopped", "failed", "unscored")
+    )
+    failing = [
+        failed | {"fail": [1, 3, "ZeroDivisionError"]},
+        failed,
+        unscored | {"fail": [1, 3, "RewardError"]},
+        unscored,
+    ]
     in_group([stopped | {"stop": [1, 3]}, *failing], tmp_path)
     summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
     assert not summary["finished"] and summary["steps"] < 4
-    state = load_state(tmp_path / "stopped" / "checkpoints" / f"step_{summary['steps']:06d}" / "trainer")
+    state = load_state(
+        tmp_path / "stopped" / "checkpoints" / f"step_{summary['steps']:06d}" / "trainer"
+    )
     assert min(state["drawn"]["weights"]) == 1
     check_equal(alone(tree, tmp_path, "stopped"), whole(way))
     assert (tmp_path / "failed.1.error").read_text() == "ZeroDivisionError: broken"
-    assert (tmp_path / "failed.0.error").read_text() == "RankError: rank 1: ZeroDivisionError: broken"
+    assert (
+        tmp_path / "failed.0.error"
+    ).read_text() == "RankError: rank 1: ZeroDivisionError: broken"
     said = [(tmp_path / f"unscored.{rank}.error").read_text() for rank in range(2)]
-    assert said[0] == said[1] and "RewardError: broken; the same command then resumes from step 3" in said[0]
+    assert (
+        said[0] == said[1]
+        and "RewardError: broken; the same command then resumes from step 3" in said[0]
+    )
     for name in ("failed", "unscored"):
         check_equal(tmp_path / name, whole(way))
 
 
-def test_a_rank_does_not_wait_for_the_tail_of_another_where_no_refill_can_come(trees, whole, tmp_path):
+def test_a_rank_does_not_wait_for_the_tail_of_another_where_no_refill_can_come(
+    trees, whole, tmp_path
+):
     """Without checkpoints and held-out answers, which wait until nothing is being drawn."""
-    in_group([{"config": config_file(trees["undisturbed"], tmp_path, "late"), "slow": [1, 2]}], tmp_path)
+    in_group(
+        [{"config": config_file(trees["undisturbed"], tmp_path, "late"), "slow": [1, 2]}], tmp_path
+    )
     check_equal(tmp_path / "late", whole("undisturbed"))
 
 
 @pytest.mark.parametrize("way", ["refills", "alone"])
-def test_an_engine_that_stands_for_all_ranks_draws_ahead_for_them_and_others_go_on_without_it(trees, whole, tmp_path, way):
+def test_an_engine_that_stands_for_all_ranks_draws_ahead_for_them_and_others_go_on_without_it(
+    trees, whole, tmp_path, way
+):
     cut(whole(way), tmp_path / "moved", 2)
-    in_group([{"config": config_file(trees[way], tmp_path, name), "of_all": True} for name in ("anew", "moved")], tmp_path)
+    in_group(
+        [
+            {"config": config_file(trees[way], tmp_path, name), "of_all": True}
+            for name in ("anew", "moved")
+        ],
+        tmp_path,
+    )
     for name in ("anew", "moved"):
         check_equal(tmp_path / name, whole(way))
     cut(tmp_path / "anew", tmp_path / "back", 3)

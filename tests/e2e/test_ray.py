@@ -50,13 +50,22 @@ Whom = Callable[[RayLauncher], Sequence[int]]
 def nodes() -> Generator[Cluster]:
     """A cluster whose first node has room for two ranks, and this process on it."""
     path = str(Path(__file__).parents[2])
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
-    own |= {"RAY_memory_monitor_refresh_ms": "0"}  # a machine that others fill too has Ray kill workers
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "0" * 64,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": path,
+    }
+    own |= {
+        "RAY_memory_monitor_refresh_ms": "0"
+    }  # a machine that others fill too has Ray kill workers
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
         _enable_token_auth()  # the mode is read when ray is imported, and anew here
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 * 2**20})
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 * 2**20}
+        )
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
         ray.shutdown()
@@ -163,7 +172,12 @@ def signalled(number: int, pids: Sequence[int]) -> None:
 @pytest.fixture
 def tree(uneven_tree: dict[str, Any]) -> dict[str, Any]:
     return deep_merge(
-        uneven_tree, {"train": {"steps": 4}, "checkpoint": {"every": 1}, "eval": {"data": {"sources": []}, "every": 0}}
+        uneven_tree,
+        {
+            "train": {"steps": 4},
+            "checkpoint": {"every": 1},
+            "eval": {"data": {"sources": []}, "every": 0},
+        },
     )
 
 
@@ -184,7 +198,9 @@ def test_paused_and_killed_ranks_have_all_start_again_until_restarts_are_used_up
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def test_a_killed_node_has_all_start_again_elsewhere_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path, caplog):
+def test_a_killed_node_has_all_start_again_elsewhere_and_the_numbers_are_those_of_one_process(
+    nodes, tree, tmp_path, caplog
+):
     tree = deep_merge(tree, PRESETS["ppo"])
     away = [nodes.add_node(num_cpus=1) for _ in range(2)]
     spread = deep_merge(TWO, {"launch": {"ray": {"placement": "STRICT_SPREAD"}}})
@@ -200,38 +216,66 @@ def test_a_killed_node_has_all_start_again_elsewhere_and_the_numbers_are_those_o
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def ended(command: list[str], env: dict[str, str], metrics: Path, steps: int, number: int) -> tuple[int, str, str]:
+def ended(
+    command: list[str], env: dict[str, str], metrics: Path, steps: int, number: int
+) -> tuple[int, str, str]:
     """Send ``command`` the signal ``number`` after so many steps; its exit status and what it said. All that it began ends too."""
     before = set(psutil.pids())
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
         until = time.monotonic() + 240
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
             assert process.poll() is None and time.monotonic() < until, process.communicate()
             time.sleep(0.02)
-        began = [p for p in psutil.process_iter(["name"]) if p.pid not in before and p.info["name"].startswith("ray")]
+        began = [
+            p
+            for p in psutil.process_iter(["name"])
+            if p.pid not in before and p.info["name"].startswith("ray")
+        ]
         process.send_signal(number)
         out, err = process.communicate(timeout=600)
     assert any("ray::Rank" in p.info["name"] for p in began)
-    agents = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # Ray's own, which follow a minute later
-    left = psutil.wait_procs([p for p in began if not p.info["name"].startswith(agents)], timeout=60)[1]
+    agents = (
+        "ray::DashboardAgent",
+        "ray::RuntimeEnvAgent",
+    )  # Ray's own, which follow a minute later
+    left = psutil.wait_procs(
+        [p for p in began if not p.info["name"].startswith(agents)], timeout=60
+    )[1]
     assert [p for p in left if p.is_running() and p.ppid() in {1, process.pid}] == []
     return process.returncode, out, err
 
 
-def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(nodes, tree, tmp_path):
+def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(
+    nodes, tree, tmp_path
+):
     """With a cluster of its own, for which nothing is written into the user's home, and on one that is there."""
-    tree = deep_merge(tree, {**PRESETS["lora"], "checkpoint": {"every": 0}, "train": {"steps": 200}})
+    tree = deep_merge(
+        tree, {**PRESETS["lora"], "checkpoint": {"every": 0}, "train": {"steps": 200}}
+    )
     words = ["launch.kind=ray", "launch.processes=2", "launch.ray.cpus=0.5", "run.progress=true"]
-    command = [sys.executable, "-m", "lightrft", "rl", str(config_file(tree, tmp_path, "cluster")), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "lightrft",
+        "rl",
+        str(config_file(tree, tmp_path, "cluster")),
+        *words,
+    ]
     (home := tmp_path / "home").mkdir()
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home)}
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "HOME": str(home)
+    }
     metrics = tmp_path / "cluster" / "metrics.jsonl"
     status, out, err = ended(command, alone, metrics, 1, signal.SIGTERM)
     assert status == 143 and "stopped; the same command resumes" in out and "rl 1/200" in err, err
     assert list(home.iterdir()) == []
     done = len(metrics.read_text().splitlines())
     attached = [*command, f"launch.ray.address={nodes.address}"]
-    assert ended(attached, dict(os.environ), metrics, done + 1, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert (
+        ended(attached, dict(os.environ), metrics, done + 1, signal.SIGKILL)[0] == -signal.SIGKILL
+    )
     tree["train"]["steps"] = len(metrics.read_text().splitlines()) + 1
     run_on_ray(RL, config_of(tree, tmp_path, "cluster", **TWO), NullObserver())
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
@@ -241,7 +285,12 @@ def trained_twice(config: SFTConfig, observer: Any) -> dict[str, Any]:
     """A program of ranks: supervised training, and then on data that is not there."""
     run_sft(config, observer)
     nowhere = {"sources": [{"path": str(Path(config.run.dir) / "nowhere.jsonl")}]}
-    return run_sft(build(SFTConfig, deep_merge(config.model_dump(), {"data": nowhere, "run": {"name": "broken"}})), observer)
+    return run_sft(
+        build(
+            SFTConfig, deep_merge(config.model_dump(), {"data": nowhere, "run": {"name": "broken"}})
+        ),
+        observer,
+    )
 
 
 def test_supervised_training_runs_there_too_and_an_error_of_the_program_is_the_commands_and_nothing_is_tried_twice(
@@ -276,10 +325,14 @@ def test_room_that_the_cluster_has_not_is_an_error_that_says_what_is_there(nodes
 
 
 def staffed(**staff: Any) -> dict[str, Any]:
-    return {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 0.2, "worker_cpus": 0.2, **staff}}}
+    return {
+        "launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 0.2, "worker_cpus": 0.2, **staff}}
+    }
 
 
-def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path):
+def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers_are_those_of_one_process(
+    nodes, tree, tmp_path
+):
     """Of every role that keeps no state. A pause that is shorter than the limit changes nothing."""
     algorithm = {"preset": "grpo", "kl": {"coef": 0.01}, "distill": {"kind": "sampled"}}
     tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}})
@@ -297,7 +350,9 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def test_an_engine_that_is_killed_while_it_generates_ahead_of_training_changes_no_number(nodes, tree, tmp_path):
+def test_an_engine_that_is_killed_while_it_generates_ahead_of_training_changes_no_number(
+    nodes, tree, tmp_path
+):
     """Two ranks train on responses that are a step old."""
     tree = deep_merge(tree, {**PRESETS["ppo"], "rollout": {"staleness": 1}})
     config = config_of(tree, tmp_path, "cluster", **staffed(engines=2, weights="message"))
@@ -307,8 +362,12 @@ def test_an_engine_that_is_killed_while_it_generates_ahead_of_training_changes_n
 
 def store_stats() -> Any:
     """What the object store of this node says of itself."""
-    here = next(node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id())
-    return node_stats(here["NodeManagerAddress"], here["NodeManagerPort"], include_memory_info=False).store_stats
+    here = next(
+        node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()
+    )
+    return node_stats(
+        here["NodeManagerAddress"], here["NodeManagerPort"], include_memory_info=False
+    ).store_stats
 
 
 def filled_store() -> list[np.ndarray]:
@@ -322,20 +381,37 @@ def filled_store() -> list[np.ndarray]:
     return held
 
 
-def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have_filled_the_object_store(nodes, tree, tmp_path):
+def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have_filled_the_object_store(
+    nodes, tree, tmp_path
+):
     save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path))
+    )
     sources = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
-    over = {"model": {"path": str(tmp_path / "reader"), "lora": {"rank": 4}}, "data": sources, "train": {"steps": 2}}
+    over = {
+        "model": {"path": str(tmp_path / "reader"), "lora": {"rank": 4}},
+        "data": sources,
+        "train": {"steps": 2},
+    }
     tree = deep_merge(tree, over)
     held = filled_store()
     before = store_stats()
-    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")), NullObserver())
-    assert store_stats().cumulative_created_objects > before.cumulative_created_objects and len(held) > 70
+    run_on_ray(
+        RL,
+        config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")),
+        NullObserver(),
+    )
+    assert (
+        store_stats().cumulative_created_objects > before.cumulative_created_objects
+        and len(held) > 70
+    )
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def test_a_teacher_that_is_compared_whole_is_started_again_when_it_is_killed_beside_a_moving_reference(nodes, tree, tmp_path):
+def test_a_teacher_that_is_compared_whole_is_started_again_when_it_is_killed_beside_a_moving_reference(
+    nodes, tree, tmp_path
+):
     tree = deep_merge(tree, beside(tmp_path / "teacher"))
     config = config_of(tree, tmp_path, "cluster", **staffed(teachers=1))
     assert "restarts" not in driven(config, {1: killed(workers("teacher 0"))})

@@ -39,20 +39,38 @@ class Elsewhere:
         self.workers: dict[str, ProcessWorker] = {}
 
     def __call__(
-        self, config: RLConfig, tokenizer: Any, steps: int, processor: Any = None, ranks: ProcessGroup = SINGLE_PROCESS
+        self,
+        config: RLConfig,
+        tokenizer: Any,
+        steps: int,
+        processor: Any = None,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> Roles:
         roles = local_roles(config, tokenizer, steps, processor, ranks)
         roles.scorer.close()
         cpu = config.strategy
-        trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
-        engines = [self.worker(f"engine {i}", engine_worker, config.model, config.engine, cpu, 1) for i in range(2)]
-        roles.engine = EngineWorkerGroup(
-            engines, config.engine, LIMITS, WeightSyncConfig("shared", 30_000, trained=trained), ranks
+        trained = frozenset(
+            name for name, p in roles.actor.model.named_parameters() if p.requires_grad
         )
-        roles.scorer = RewardWorkerGroup([self.worker("scorer", reward_scorer_worker, config.reward)], LIMITS)
+        engines = [
+            self.worker(f"engine {i}", engine_worker, config.model, config.engine, cpu, 1)
+            for i in range(2)
+        ]
+        roles.engine = EngineWorkerGroup(
+            engines,
+            config.engine,
+            LIMITS,
+            WeightSyncConfig("shared", 30_000, trained=trained),
+            ranks,
+        )
+        roles.scorer = RewardWorkerGroup(
+            [self.worker("scorer", reward_scorer_worker, config.reward)], LIMITS
+        )
         if roles.reference is not None:
             model = config.model.model_copy(update={"lora": None})
-            roles.reference = RemoteReference([self.worker("reference", frozen_model_worker, model, cpu, 1)], LIMITS)
+            roles.reference = RemoteReference(
+                [self.worker("reference", frozen_model_worker, model, cpu, 1)], LIMITS
+            )
         return roles
 
     def worker(self, name: str, make: Any, *args: Any) -> ProcessWorker:
@@ -137,14 +155,26 @@ def test_a_run_with_a_moving_reference_goes_on_with_its_whole_teacher_in_a_worke
         patched.setattr(rl, "current_allocator", Office)
         train(tree, "moved", train={"steps": 2}, launch={"kind": "ray", "ray": {"teachers": 1}})
     check_equal(train(tree, "moved"), whole)
-    assert all(row["policy/divergence"] > 0 and row["process/optimizer_steps"] for row in read_rows(whole / "metrics.jsonl")[1:])
+    assert all(
+        row["policy/divergence"] > 0 and row["process/optimizer_steps"]
+        for row in read_rows(whole / "metrics.jsonl")[1:]
+    )
 
 
-def test_pictures_reach_roles_in_workers(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pictures_reach_roles_in_workers(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path))
+    )
     sources = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
-    over = {"model": {"path": str(tmp_path / "reader")}, "data": sources, "eval": {"data": sources}, "train": {"steps": 2}}
+    over = {
+        "model": {"path": str(tmp_path / "reader")},
+        "data": sources,
+        "eval": {"data": sources},
+        "train": {"steps": 2},
+    }
     tree = deep_merge(tree, {**PRESETS["ppo"], **over})
     one = train(tree, "one")
     monkeypatch.setattr(rl, "local_roles", Elsewhere())

@@ -31,7 +31,9 @@ def without_rewards(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "prime"])
 @pytest.mark.parametrize("step", [1, 3])
-def test_every_phase_again_gives_the_batch_and_the_metrics_of_the_run(rl_config, tmp_path, preset, step):
+def test_every_phase_again_gives_the_batch_and_the_metrics_of_the_run(
+    rl_config, tmp_path, preset, step
+):
     over = {
         "algorithm": {"preset": preset, "filters": []},
         "train": {"ppo_epochs": 2, "num_mini_batches": 2},
@@ -62,7 +64,11 @@ def test_other_settings_make_something_else_of_the_same_answers(rl_config, data_
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     again = replay(tmp_path / "run", 1, ["advantages"], ["algorithm.advantage.name=rloo"]).batch
     assert again.responses.tokens.equal(kept.responses.tokens)
-    assert again.advantages is not None and kept.advantages is not None and not again.advantages.equal(kept.advantages)
+    assert (
+        again.advantages is not None
+        and kept.advantages is not None
+        and not again.advantages.equal(kept.advantages)
+    )
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
@@ -73,12 +79,21 @@ def test_a_run_with_generation_ahead_is_replayed_too(rl_config, tmp_path):
     assert {k: v for k, v in row.items() if k in found} == found
 
 
-def test_a_reference_that_moved_and_data_beside_the_rollouts_are_replayed_too(rl_config, data_folder, tmp_path):
-    ptx = {"coef": 0.5, "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]}, "batch_size": 4}
+def test_a_reference_that_moved_and_data_beside_the_rollouts_are_replayed_too(
+    rl_config, data_folder, tmp_path
+):
+    ptx = {
+        "coef": 0.5,
+        "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]},
+        "batch_size": 4,
+    }
     kl = {"where": "loss", "coef": 0.1, "refresh_every": 2}
     run_rl(rl_config(ptx=ptx, algorithm={"kl": kl}, train={"steps": 3}, **KEPT))
     again = replay(tmp_path / "run", 3)
-    assert_equal(without_rewards(load_batch(tmp_path / "run" / "batches" / "step_000003")), without_rewards(again.batch))
+    assert_equal(
+        without_rewards(load_batch(tmp_path / "run" / "batches" / "step_000003")),
+        without_rewards(again.batch),
+    )
     row, found = read_rows(tmp_path / "run" / "metrics.jsonl")[2], again.metrics.compute()
     assert "ptx/nll" in found
     assert {k: v for k, v in row.items() if k in found} == found
@@ -97,25 +112,48 @@ def test_what_was_not_kept_is_refused_with_the_way_out(rl_config, tmp_path):
 def test_batches_of_steps_that_a_resume_takes_back_are_removed(rl_config, tmp_path):
     run_rl(rl_config(**KEPT))
     assert len(list((tmp_path / "run" / "batches").iterdir())) == 4
-    run_rl(rl_config(run={"resume": str(tmp_path / "run" / "checkpoints" / "step_000002")}, log={"batches_every": 0}))
-    assert {p.stem for p in (tmp_path / "run" / "batches").iterdir()} == {"step_000001", "step_000002"}
+    run_rl(
+        rl_config(
+            run={"resume": str(tmp_path / "run" / "checkpoints" / "step_000002")},
+            log={"batches_every": 0},
+        )
+    )
+    assert {p.stem for p in (tmp_path / "run" / "batches").iterdir()} == {
+        "step_000001",
+        "step_000002",
+    }
 
 
 def test_columns_of_the_run_are_what_is_kept(rl_config, tmp_path):
     run_rl(rl_config(train={"steps": 1}, **KEPT))
     batch = load_batch(tmp_path / "run" / "batches" / "step_000001")
-    lines = [json.loads(x) for x in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(x)
+        for x in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
+    ]
     assert batch.responses.tokens.tolist() == [t for r in lines for t in r["token_ids"]]
     assert batch.rewards is not None and batch.rewards.tolist() == [r["reward"] for r in lines]
-    assert batch.advantages is not None and batch.advantages.tolist() == [a for r in lines for a in r["advantages"]]
+    assert batch.advantages is not None and batch.advantages.tolist() == [
+        a for r in lines for a in r["advantages"]
+    ]
 
 
-def test_a_step_with_others_beside_the_policy_is_replayed_as_it_was(rl_config, data_folder, tmp_path):
+def test_a_step_with_others_beside_the_policy_is_replayed_as_it_was(
+    rl_config, data_folder, tmp_path
+):
     """The third step: the reference has just moved, and process model and supervised data are where two steps left them."""
-    ptx = {"coef": 0.5, "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]}, "batch_size": 3}
+    ptx = {
+        "coef": 0.5,
+        "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]},
+        "batch_size": 3,
+    }
     kl = {"where": "loss", "coef": 0.1, "refresh_every": 2}
     process = {"threshold": 0.02, "optimizer": {"lr": 1e-2}}
-    run_rl(rl_config(algorithm={"preset": "prime", "filters": [], "kl": kl}, process=process, ptx=ptx, **KEPT))
+    run_rl(
+        rl_config(
+            algorithm={"preset": "prime", "filters": [], "kl": kl}, process=process, ptx=ptx, **KEPT
+        )
+    )
     kept = load_batch(tmp_path / "run" / "batches" / "step_000003")
     again = replay(tmp_path / "run", 3)
     assert kept.process_rewards is not None

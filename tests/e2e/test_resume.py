@@ -48,7 +48,10 @@ def assert_same_end(one: Path, other: Path, step: int) -> None:
     )
     for file in sorted((one / "rollouts").glob("step_*.jsonl")):
         assert file.read_text() == (other / "rollouts" / file.name).read_text()
-    metrics = [[json.loads(x) for x in (p / "metrics.jsonl").read_text().splitlines()] for p in (one, other)]
+    metrics = [
+        [json.loads(x) for x in (p / "metrics.jsonl").read_text().splitlines()]
+        for p in (one, other)
+    ]
     assert [steady(r) for r in metrics[0]] == [steady(r) for r in metrics[1]]
 
 
@@ -68,12 +71,23 @@ def plain(state: Any) -> Any:
 def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
     """Checkpoints at every step; 3 prompts of 10 a step, so that step 4 crosses an epoch's end; KL moved by its controller, rewards
     and values on scales of all that was seen."""
-    kl = {"where": "reward", "estimator": "k1", "coef": 0.1, "controller": "adaptive", "target": 0.5, "horizon": 50}
+    kl = {
+        "where": "reward",
+        "estimator": "k1",
+        "coef": 0.1,
+        "controller": "adaptive",
+        "target": 0.5,
+        "horizon": 50,
+    }
     return deep_merge(
         rl_tree,
         {
             "checkpoint": {"every": 1, "keep": 10},
-            "algorithm": {"preset": "ppo", "kl": kl, "normalize": {"rewards": "standard", "values": True}},
+            "algorithm": {
+                "preset": "ppo",
+                "kl": kl,
+                "normalize": {"rewards": "standard", "values": True},
+            },
             "train": {"num_mini_batches": 2, "ppo_epochs": 2},
             "optimizer": {"schedule": "cosine", "warmup_steps": 2},
         },
@@ -107,7 +121,9 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, whe
 def test_pass_rates_and_groups_that_are_carried_over_survive_a_kill(tree, tmp_path):
     rollout = {"oversample": 1.5, "carry_over": True, "curriculum": {"name": "priority"}}
     together = {"min_new_tokens": 6}  # so that groups are left over
-    tree = deep_merge(tree, {"rollout": rollout, "algorithm": {"old_logprobs": "rollout"}, "sampling": together})
+    tree = deep_merge(
+        tree, {"rollout": rollout, "algorithm": {"old_logprobs": "rollout"}, "sampling": together}
+    )
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     killed = start(tree, "killed", "update", 18, tmp_path)
@@ -129,7 +145,10 @@ def test_sigterm_saves_leaves_cleanly_and_the_run_goes_on_bit_for_bit(tree, tmp_
     assert stopped.returncode == 143, stopped.stderr
     summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
     assert not summary["finished"] and 2 <= summary["steps"] < 5
-    assert summary["stopped_by"] == "SIGTERM" and summary["saved_step"] == summary["steps"] == summary["most_unsaved_steps"]
+    assert (
+        summary["stopped_by"] == "SIGTERM"
+        and summary["saved_step"] == summary["steps"] == summary["most_unsaved_steps"]
+    )
     again = start(tree, "stopped", "never", 0, tmp_path)
     assert again.returncode == 0, again.stderr
     assert_same_end(tmp_path / "whole", tmp_path / "stopped", 5)

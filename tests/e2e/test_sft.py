@@ -95,7 +95,9 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(sft, tmp_path):
 
 def test_adapters_are_trained_alone_and_merged_into_the_export(sft, model_folder, tmp_path):
     sft(model={"lora": {"rank": 4, "alpha": 8}})
-    state = load_file(next((tmp_path / "run" / "checkpoints").glob("step_*")) / "policy" / "state.safetensors")
+    state = load_file(
+        next((tmp_path / "run" / "checkpoints").glob("step_*")) / "policy" / "state.safetensors"
+    )
     assert all("lora" in key for key in state if key.startswith("weights/"))
     before, after = load_file(model_folder / "model.safetensors"), weights(tmp_path / "run")
     changed = {k for k in before if not torch.equal(before[k], after[k])}
@@ -118,11 +120,21 @@ def test_conversations_of_several_turns_train_every_answer(sft, tmp_path):
 
 def test_the_command_reports_and_refuses(capsys, model_folder, data_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [f"model={model_folder}", f"data.sources={data_folder / 'train.jsonl'}", "batch_size=4", "train.steps=2"]
+    words = [
+        f"model={model_folder}",
+        f"data.sources={data_folder / 'train.jsonl'}",
+        "batch_size=4",
+        "train.steps=2",
+    ]
     outcome = command(capsys, "sft", *words, "log.tensorboard=false")
     assert outcome.status == 0, outcome.err
-    assert outcome.out.startswith("finished at step 2") and "lightrft chat model=runs/run/model" in outcome.out
+    assert (
+        outcome.out.startswith("finished at step 2")
+        and "lightrft chat model=runs/run/model" in outcome.out
+    )
     assert "sft 2/2 · loss" in outcome.err
     assert_refused(command(capsys, "sft", *words, "data.sources=[]"), "data.sources is empty")
     held = f"eval.data.sources={data_folder / 'train.jsonl'}"
-    assert_refused(command(capsys, "sft", *words, held), "reward.terms is empty", "reward.terms=[math]")
+    assert_refused(
+        command(capsys, "sft", *words, held), "reward.terms is empty", "reward.terms=[math]"
+    )

@@ -33,11 +33,18 @@ from tests.e2e.several import PRESETS, check_equal, config_file, rows_with_pictu
 from tests.e2e.teams import MEDIA, PLANNED
 from tests.model_helpers import float32_bound, small_actor, small_model
 
-SEQUENCE, TENSOR, BOTH = {"sequence_parallel": 2}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": 2}
+SEQUENCE, TENSOR, BOTH = (
+    {"sequence_parallel": 2},
+    {"tensor_parallel": 2},
+    {"tensor_parallel": 2, "sequence_parallel": 2},
+)
 CELLS: dict[int, list[tuple[str, dict[str, int]]]] = {
     2: [
         *((name, SEQUENCE) for name in (*PRESETS, "pictures")),
-        *((name, TENSOR) for name in ("ppo", "pictures", "ppo taken up", "lora", "lora taken up", "lora left")),
+        *(
+            (name, TENSOR)
+            for name in ("ppo", "pictures", "ppo taken up", "lora", "lora taken up", "lora left")
+        ),
     ],
     4: [("grpo", SEQUENCE), ("lora", {"sequence_parallel": 4}), ("lora", TENSOR), ("ppo", BOTH)],
 }
@@ -52,11 +59,18 @@ def name_of(ranks: int, name: str, strategy: dict[str, int]) -> str:
 def trees_in(folder: Path, data: Path) -> dict[str, dict[str, Any]]:
     """RL runs of two steps on five groups of three answers, with models whose heads four ranks can share."""
     tokenizer = tiny_tokenizer()
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+    }
     tiny_model("qwen2", seed=1, **sizes).save_pretrained(folder / "four")
     tokenizer.save_pretrained(folder / "four")
     save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(folder)))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows_with_pictures(folder))
+    )
     tree = {
         "run": {"seed": 5},
         "model": {"path": str(folder / "four"), "dtype": "float32"},
@@ -68,8 +82,13 @@ def trees_in(folder: Path, data: Path) -> dict[str, dict[str, Any]]:
         "optimizer": {"lr": 1e-3, "eps": 1e-4},
         "log": {"tensorboard": False},
     }
-    pictures = {"model": {"path": str(folder / "reader")}, "data": {"sources": [{"path": str(folder / "rows.jsonl")}]}}
-    return {name: deep_merge(tree, cell) for name, cell in {**PRESETS, "pictures": pictures}.items()}
+    pictures = {
+        "model": {"path": str(folder / "reader")},
+        "data": {"sources": [{"path": str(folder / "rows.jsonl")}]},
+    }
+    return {
+        name: deep_merge(tree, cell) for name, cell in {**PRESETS, "pictures": pictures}.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +124,20 @@ def found_in(folder: Path) -> Found:
 
     @cache
     def found(ranks: int) -> list[dict[str, Any]]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
         files = [str(folder / f"{name_of(ranks, *cell)}.yaml") for cell in CELLS[ranks]]
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         command = [*torchrun, str(Path(__file__).with_name("teams.py")), str(folder), *files]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=600, check=False, env=environment
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.partition("FOUND")[2].splitlines()[0])
 
@@ -120,19 +147,27 @@ def found_in(folder: Path) -> Found:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CELLS)
 class TestTeams:
-    def test_ranks_that_share_the_tokens_of_a_row_give_the_log_probs_and_gradients_of_one(self, found_in, ranks):
+    def test_ranks_that_share_the_tokens_of_a_row_give_the_log_probs_and_gradients_of_one(
+        self, found_in, ranks
+    ):
         for found in found_in(ranks):
             assert len(found["gaps"]) > 15
             single = float32_bound(small_model("qwen2"))
             limit = {name: single if "float32" in name else 1e-9 for name in found["gaps"]}
-            assert {name: gaps for name, gaps in found["gaps"].items() if max(gaps) > limit[name]} == {}
+            assert {
+                name: gaps for name, gaps in found["gaps"].items() if max(gaps) > limit[name]
+            } == {}
 
-    def test_ranks_that_share_the_layers_of_a_model_give_the_log_probs_and_gradients_of_one(self, found_in, ranks):
+    def test_ranks_that_share_the_layers_of_a_model_give_the_log_probs_and_gradients_of_one(
+        self, found_in, ranks
+    ):
         for found in found_in(ranks):
             assert tuple(found["tensor"]) == (*PLANNED, "adapters")
             assert {name: gaps for name, gaps in found["tensor"].items() if max(gaps) > 1e-9} == {}
 
-    def test_what_a_rank_holds_for_the_backward_pass_falls_with_the_ranks_that_share_a_row(self, found_in, ranks):
+    def test_what_a_rank_holds_for_the_backward_pass_falls_with_the_ranks_that_share_a_row(
+        self, found_in, ranks
+    ):
         for found in found_in(ranks):
             assert found["held"]["team"] < 1.1 * found["held"]["alone"] / ranks
 
@@ -156,7 +191,8 @@ class TestTeams:
 def test_processes_that_teams_do_not_divide_are_refused():
     for ranks in (SINGLE_PROCESS, SimpleNamespace(rank=0, size=6)):
         with pytest.raises(
-            ConfigError, match=rf"^4 processes work .* the {ranks.size} of this run; .*launch.processes to a multiple of 4"
+            ConfigError,
+            match=rf"^4 processes work .* the {ranks.size} of this run; .*launch.processes to a multiple of 4",
         ):
             strategy_of(StrategyConfig(sequence_parallel=2, tensor_parallel=2, device="cpu"), ranks)
 
@@ -164,14 +200,21 @@ def test_processes_that_teams_do_not_divide_are_refused():
 @pytest.mark.parametrize("name", ["tensor", "sequence"])
 @pytest.mark.parametrize("kind", ["single", "deepspeed"])
 def test_teams_are_refused_with_a_strategy_that_has_none(kind, name):
-    with pytest.raises(ValidationError, match=rf"strategy.{name} = 2 needs strategy.kind fsdp2, which is {kind}"):
+    with pytest.raises(
+        ValidationError, match=rf"strategy.{name} = 2 needs strategy.kind fsdp2, which is {kind}"
+    ):
         StrategyConfig(**{"kind": kind, name: 2})
 
 
-@pytest.mark.parametrize(("ranks", "way"), [(3, "set it to 1 or 2$"), (8, "set it to 1 or 2 or 4$")])
+@pytest.mark.parametrize(
+    ("ranks", "way"), [(3, "set it to 1 or 2$"), (8, "set it to 1 or 2 or 4$")]
+)
 def test_heads_that_a_team_does_not_divide_are_refused_with_what_would(ranks, way):
     actor = small_actor("qwen2")
-    with pytest.raises(ModelError, match=rf"strategy.sequence_parallel = {ranks} does not divide the 4 heads .*{way}"):
+    with pytest.raises(
+        ModelError,
+        match=rf"strategy.sequence_parallel = {ranks} does not divide the 4 heads .*{way}",
+    ):
         actor.team = ModelParallelGroup(0, ranks)
 
 
@@ -189,7 +232,8 @@ def test_heads_are_shared_out_among_those_that_shared_layers_leave():
 def test_rows_of_their_own_are_refused_in_a_team():
     actor = small_actor("qwen2", layout="padded")
     with pytest.raises(
-        ModelError, match=r"strategy.sequence_parallel = 2 .*model.layout = padded.*set strategy.sequence_parallel=1"
+        ModelError,
+        match=r"strategy.sequence_parallel = 2 .*model.layout = padded.*set strategy.sequence_parallel=1",
     ):
         actor.team = ModelParallelGroup(0, 2)
 
@@ -198,18 +242,29 @@ def test_rows_of_their_own_are_refused_in_a_team():
     ("family", "options", "why"),
     [
         ("qwen2", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
-        ("phi3", {"num_key_value_heads": 4}, "qkv_proj of .* is colwise_gather_output, which is not known here"),
-        ("qwen3_moe", {"num_key_value_heads": 4, "moe_intermediate_size": 34}, "gate_up_proj of .*experts is .*whose width"),
+        (
+            "phi3",
+            {"num_key_value_heads": 4},
+            "qkv_proj of .* is colwise_gather_output, which is not known here",
+        ),
+        (
+            "qwen3_moe",
+            {"num_key_value_heads": 4, "moe_intermediate_size": 34},
+            "gate_up_proj of .*experts is .*whose width",
+        ),
     ],
 )
 def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(family, options, why):
-    with pytest.raises(ConfigError, match=rf"strategy.tensor_parallel = 4: .*{why}.*set strategy.tensor_parallel=1"):
+    with pytest.raises(
+        ConfigError, match=rf"strategy.tensor_parallel = 4: .*{why}.*set strategy.tensor_parallel=1"
+    ):
         shard_layers(small_actor(family, **options), SimpleNamespace(size=lambda: 4))
 
 
 def test_adapters_with_weight_decomposition_are_refused_where_layers_are_shared_out():
     actor = Actor(add_adapters(small_actor("qwen2").base, LoRAConfig(rank=4, dora=True)))
     with pytest.raises(
-        ConfigError, match=r"strategy.tensor_parallel = 2: model.lora.dora = true .*set model.lora.dora=false; or set strategy"
+        ConfigError,
+        match=r"strategy.tensor_parallel = 2: model.lora.dora = true .*set model.lora.dora=false; or set strategy",
     ):
         shard_layers(actor, SimpleNamespace(size=lambda: 2))

@@ -8,9 +8,16 @@ import signal
 from tests import warm
 
 
-def test_a_warm_process_has_the_words_the_input_the_environment_and_the_folder_that_it_is_given(tmp_path):
-    code = "import os, sys; assert 'torch' in sys.modules; print(sys.argv, input(), os.environ['HERE'], os.getcwd()); sys.exit(3)"
-    done = warm.run(["-c", code, "word"], env={**os.environ, "HERE": "there"}, cwd=tmp_path, input="typed\n")
+def test_a_warm_process_has_the_words_the_input_the_environment_and_the_folder_that_it_is_given(
+    tmp_path,
+):
+    code = (
+        "import os, sys; assert 'torch' in sys.modules; print(sys.argv, input(), "
+        "os.environ['HERE'], os.getcwd()); sys.exit(3)"
+    )
+    done = warm.run(
+        ["-c", code, "word"], env={**os.environ, "HERE": "there"}, cwd=tmp_path, input="typed\n"
+    )
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout == f"['-c', 'word'] typed there {tmp_path}\n"
 
@@ -19,7 +26,10 @@ def test_a_warm_process_ends_with_its_error_or_its_signal_and_what_it_has_writte
     failed = warm.run(["-c", "print('first'); 1 / 0"], env=os.environ)
     assert (failed.returncode, failed.stdout) == (1, "first\n")
     assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
-    assert warm.run(["-c", "import os; os.kill(os.getpid(), 9)"], env=os.environ).returncode == -signal.SIGKILL
+    assert (
+        warm.run(["-c", "import os; os.kill(os.getpid(), 9)"], env=os.environ).returncode
+        == -signal.SIGKILL
+    )
 
 
 def test_the_ranks_of_a_warm_launcher_are_its_children_in_sessions_of_their_own(tmp_path):

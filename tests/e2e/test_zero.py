@@ -15,7 +15,16 @@ pytestmark = DEEPSPEED
 
 HOST: Tree = {"offload_optimizer": {"device": "cpu"}}
 IN_HOST: dict[int, Tree] = {2: HOST, 3: HOST | {"offload_param": {"device": "cpu"}}}
-MOVES: list[tuple[int, Tree]] = [(1, {}), (2, zero(1)), (2, zero(3)), (2, {}), (2, zero(2)), (3, zero(3)), (3, zero(2)), (1, {})]
+MOVES: list[tuple[int, Tree]] = [
+    (1, {}),
+    (2, zero(1)),
+    (2, zero(3)),
+    (2, {}),
+    (2, zero(2)),
+    (3, zero(3)),
+    (3, zero(2)),
+    (1, {}),
+]
 """Processes and settings of each step of one run: every stage goes on from another way to run, and is gone on from."""
 
 
@@ -24,15 +33,28 @@ def cells(uneven_tree, teacher_folder, tmp_path) -> dict[str, Tree]:
     """Configurations by name. Adapters with all that an optimizer can be told, pictures that some rank has none of, and what reaches
     beyond a step."""
     save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path))
+    )
     rows = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
-    optimizer = {"max_grad_norm": 0.05, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2, "lr_of": {"language": 2e-3}}
+    optimizer = {
+        "max_grad_norm": 0.05,
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+        "warmup_steps": 2,
+        "lr_of": {"language": 2e-3},
+    }
     recomputed = {"optimizer": optimizer, "model": {"gradient_checkpointing": True}}
     trees: dict[str, Tree] = {
         "ppo": PRESETS["ppo"],
         "lora": deep_merge(PRESETS["lora"], recomputed),
         "all": recomputed,
-        "pictures": {"model": {"path": str(tmp_path / "reader")}, "data": rows, "eval": {"data": rows}, "train": {"steps": 2}},
+        "pictures": {
+            "model": {"path": str(tmp_path / "reader")},
+            "data": rows,
+            "eval": {"data": rows},
+            "train": {"steps": 2},
+        },
         "averages": BEYOND["averages"],
         "distils": BEYOND["distils"] | {"teacher": {"path": str(teacher_folder)}},
         "refills": BEYOND["refills"],
@@ -42,10 +64,16 @@ def cells(uneven_tree, teacher_folder, tmp_path) -> dict[str, Tree]:
     return {name: deep_merge(uneven_tree, tree) for name, tree in trees.items()}
 
 
-def test_every_stage_gives_the_numbers_of_one_process_and_goes_on_from_any_other(cells, tmp_path, subtests):
+def test_every_stage_gives_the_numbers_of_one_process_and_goes_on_from_any_other(
+    cells, tmp_path, subtests
+):
     """In as few process groups as can be: what has three ranks, and what lies in the host's memory, with the rest."""
     expected = {"moved": "long"}
-    plans: dict[int, list[Tree]] = {1: [named(tree, tmp_path, name) for name, tree in cells.items()], 2: [], 3: []}
+    plans: dict[int, list[Tree]] = {
+        1: [named(tree, tmp_path, name) for name, tree in cells.items()],
+        2: [],
+        3: [],
+    }
 
     def add(processes: int, name: str, stage: int, suffix: str = "", **settings: Tree) -> None:
         found = f"{name}-{stage}{suffix}"
@@ -60,7 +88,12 @@ def test_every_stage_gives_the_numbers_of_one_process_and_goes_on_from_any_other
     for stage, settings in IN_HOST.items():
         add(2, "all", stage, "-host", zero_optimization=settings)
     steps = [
-        (processes, named(deep_merge(cells["long"], {**settings, "train": {"steps": step}}), tmp_path, "moved"))
+        (
+            processes,
+            named(
+                deep_merge(cells["long"], {**settings, "train": {"steps": step}}), tmp_path, "moved"
+            ),
+        )
         for step, (processes, settings) in enumerate(MOVES, start=1)
     ]
     for processes, tree in steps[:-1]:

@@ -85,7 +85,10 @@ def test_any_window_agrees_with_padded(window):
 def test_soft_caps_of_scores_and_logits_bite_and_agree(layout):
     batch = hard_batch()
     caps = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
-    capped, free = small_actor("gemma2", torch.float64, layout, **caps), small_actor("gemma2", torch.float64, layout)
+    capped, free = (
+        small_actor("gemma2", torch.float64, layout, **caps),
+        small_actor("gemma2", torch.float64, layout),
+    )
     half = small_actor("gemma2", torch.float64, layout, final_logit_softcapping=2.0)
     with Float64():
         found, grads = gradients(capped, batch, temperature=0.7)
@@ -102,8 +105,13 @@ def test_soft_caps_of_scores_and_logits_bite_and_agree(layout):
 def test_changing_one_answer_leaves_the_others_bit_for_bit(family, layout):
     """But for rounding where there are experts: how many tokens each of them gets is another number then."""
     experts = family == "qwen3_moe"
-    batch, actor = hard_batch(), small_actor(family, torch.float64 if experts else torch.float32, layout)
-    other = Batch(batch.prompts, Segments(batch.responses.tokens.clone(), batch.lengths), batch.prompt_of)
+    batch, actor = (
+        hard_batch(),
+        small_actor(family, torch.float64 if experts else torch.float32, layout),
+    )
+    other = Batch(
+        batch.prompts, Segments(batch.responses.tokens.clone(), batch.lengths), batch.prompt_of
+    )
     inside = batch.row_of == 3
     other.responses.tokens[inside] = (other.responses.tokens[inside] + 17) % 90 + 4
     with torch.no_grad(), Float64() if experts else nullcontext():
@@ -150,11 +158,19 @@ def test_a_prompt_without_tokens_is_an_error(layout):
 
 def test_a_prompt_is_run_once_and_last_tokens_are_not():
     batch = ragged_batch([10, 7], [5, 3, 0, 1, 4], [0, 0, 0, 1, 1])
-    shared, packed, padded = (pack(batch, layout) for layout in ("prefix_shared", "packed", "padded"))
+    shared, packed, padded = (
+        pack(batch, layout) for layout in ("prefix_shared", "packed", "padded")
+    )
     assert shared.input_ids.shape == (1, 10 + 4 + 2 + 7 + 0 + 3)
     assert packed.input_ids.shape == (1, (10 + 4) + (10 + 2) + (7 + 0) + (7 + 3))
     assert padded.input_ids.shape == (4, 14)
-    assert shared.position_ids[0].tolist() == [*range(10), *range(10, 14), *range(10, 12), *range(7), *range(7, 10)]
+    assert shared.position_ids[0].tolist() == [
+        *range(10),
+        *range(10, 14),
+        *range(10, 12),
+        *range(7),
+        *range(7, 10),
+    ]
     assert shared.gather.tolist() == [9, 10, 11, 12, 13, 9, 14, 15, 22, 22, 23, 24, 25]
     assert pack(batch, "prefix_shared", final=True).final.tolist() == [14, 17, 9, 25, 29]
 
@@ -163,7 +179,9 @@ class TokenAndPosition(torch.nn.Module):
     """A decoder whose state is a token and its position: what is read can be checked by eye."""
 
     def forward(self, input_ids, position_ids, attention_plan=None, use_cache=False):
-        return BaseModelOutput(last_hidden_state=torch.stack([input_ids, position_ids], -1).double())
+        return BaseModelOutput(
+            last_hidden_state=torch.stack([input_ids, position_ids], -1).double()
+        )
 
 
 @pytest.mark.parametrize("layout", ALL)

@@ -16,11 +16,15 @@ def own_gradients(actor, batch):
     actor.zero_grad()
     logprobs = actor.own_logprobs(batch)
     (logprobs * weights(len(logprobs), logprobs.dtype)).sum().backward()
-    return logprobs.detach(), {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
+    return logprobs.detach(), {
+        name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", MEDIA_FAMILIES)
-def test_media_layouts_agree_with_the_models_own_forward_in_float64_towers_included(family, tmp_path):
+def test_media_layouts_agree_with_the_models_own_forward_in_float64_towers_included(
+    family, tmp_path
+):
     r = rig(family, tmp_path, torch.float64)
     batch = mixed_batch(mixed_prompts(r))
     with Float64():
@@ -63,14 +67,18 @@ def test_media_change_what_the_model_says(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", MEDIA_FAMILIES)
-def test_the_check_of_the_layout_reads_media_and_leaves_out_answers_with_sampled_placeholders(family, tmp_path, monkeypatch):
+def test_the_check_of_the_layout_reads_media_and_leaves_out_answers_with_sampled_placeholders(
+    family, tmp_path, monkeypatch
+):
     r = rig(family, tmp_path)
     batch = mixed_batch(mixed_prompts(r))
     token = next(iter(r.processor.tokens.values()))
     batch.responses.tokens[[0, 8]] = token  # of an answer to text, and of one to media
     checked = []
     monkeypatch.setattr(
-        r.actor, "own_logprobs", lambda few, at=None: checked.append(few) or type(r.actor).own_logprobs(r.actor, few, at)
+        r.actor,
+        "own_logprobs",
+        lambda few, at=None: checked.append(few) or type(r.actor).own_logprobs(r.actor, few, at),
     )
     assert r.actor.check_layout(batch) == ""
     assert r.actor.layout == r.actor.family.layout
@@ -80,7 +88,9 @@ def test_the_check_of_the_layout_reads_media_and_leaves_out_answers_with_sampled
     assert token not in few.responses.tokens
 
 
-def test_the_check_of_the_layout_refuses_a_family_whose_pictures_are_read_in_one_direction_only(tmp_path):
+def test_the_check_of_the_layout_refuses_a_family_whose_pictures_are_read_in_one_direction_only(
+    tmp_path,
+):
     actor = rig("gemma3", tmp_path).actor
     batch = mixed_batch(mixed_prompts(rig("gemma3", tmp_path)))
     actor.family = replace(actor.family, reader=replace(actor.family.reader, both_ways=False))

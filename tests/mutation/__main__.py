@@ -47,7 +47,11 @@ TESTS = {
         "numbers/test_peers.py",
         "unit/algorithms/test_requirements.py",
     ],
-    "aggregation": ["unit/algorithms/test_aggregation.py", "numbers/test_aggregation.py", "numbers/test_objective.py"],
+    "aggregation": [
+        "unit/algorithms/test_aggregation.py",
+        "numbers/test_aggregation.py",
+        "numbers/test_objective.py",
+    ],
     "kl": [
         "unit/algorithms/test_kl.py",
         "numbers/test_kl.py",
@@ -74,7 +78,9 @@ def tests_of(module: str) -> list[str]:
 
 def fingerprint(module: str) -> str:
     """Of the module and its tests."""
-    texts = [(ALGORITHMS / f"{module}.py").read_bytes()] + [(ROOT / t).read_bytes() for t in tests_of(module)]
+    texts = [(ALGORITHMS / f"{module}.py").read_bytes()] + [
+        (ROOT / t).read_bytes() for t in tests_of(module)
+    ]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
 
 
@@ -114,15 +120,26 @@ def run_module(module: str, args: argparse.Namespace) -> None:
     from tests.mutation.runner import Runner
 
     def write(mutant: Mutant, outcome: str, seconds: float) -> None:
-        row = {"module": module, "mutant": key_of(mutant), "tests": now, "line": mutant.line, "text": mutant.text}
+        row = {
+            "module": module,
+            "mutant": key_of(mutant),
+            "tests": now,
+            "line": mutant.line,
+            "text": mutant.text,
+        }
         with args.results.open("a", encoding="utf-8") as out:
             out.write(json.dumps({**row, "outcome": outcome, "seconds": round(seconds, 2)}) + "\n")
         if outcome == "survived":
             print(f"{module}.py:{mutant.line} survived: {mutant.text}", flush=True)
 
     now = fingerprint(module)
-    runner = Runner(f"lightrft.algorithms.{module}", ALGORITHMS / f"{module}.py", todo, write, args.seconds)
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *tests_of(module)], plugins=[runner])
+    runner = Runner(
+        f"lightrft.algorithms.{module}", ALGORITHMS / f"{module}.py", todo, write, args.seconds
+    )
+    status = pytest.main(
+        ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *tests_of(module)],
+        plugins=[runner],
+    )
     sys.stdout.flush()
     os._exit(int(status))
 
@@ -141,7 +158,10 @@ def summary(modules: Sequence[str], file: Path) -> Iterator[str]:
         slow = sum(row["outcome"] == "endless" for row in known)
         unknown = f" ({len(rows) - len(known)} not run)" if len(known) < len(rows) else ""
         dead = len(known) - len(alive)
-        yield f"| {module} | {len(rows)}{unknown} | {dead} | {slow} | {len(alive)} | {dead / max(1, len(known)):.1%} |"
+        yield (
+            f"| {module} | {len(rows)}{unknown} | {dead} | {slow} | {len(alive)} | "
+            f"{dead / max(1, len(known)):.1%} |"
+        )
         survivors += [f"* `{module}.py`, line {row['line']}: `{row['text']}`" for row in alive]
         total, killed = total + len(known), killed + dead
     yield f"| all | {total} | {killed} | | {total - killed} | {killed / max(1, total):.1%} |"
@@ -151,12 +171,18 @@ def summary(modules: Sequence[str], file: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.mutation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.mutation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("modules", nargs="*", default=list(TESTS), metavar="module", help=", ".join(TESTS))
+    parser.add_argument(
+        "modules", nargs="*", default=list(TESTS), metavar="module", help=", ".join(TESTS)
+    )
     parser.add_argument("--seconds", type=int, default=60, help="CPU time that a mutant may take")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutation.jsonl")
-    parser.add_argument("--report", action="store_true", help="only print the table and the survivors")
+    parser.add_argument(
+        "--report", action="store_true", help="only print the table and the survivors"
+    )
     args = parser.parse_args()
     args.results.parent.mkdir(parents=True, exist_ok=True)
     if not args.report:

@@ -54,7 +54,21 @@ SWAPS = {
     "amin": "amax",
 }
 """Names of functions and methods, and the neighbour that each is mistaken for."""
-DROPPED = {"detach", "abs", "square", "sqrt", "exp", "sign", "clamp", "flip", "log", "sigmoid", "tanh", "expm1", "clip"}
+DROPPED = {
+    "detach",
+    "abs",
+    "square",
+    "sqrt",
+    "exp",
+    "sign",
+    "clamp",
+    "flip",
+    "log",
+    "sigmoid",
+    "tanh",
+    "expm1",
+    "clip",
+}
 """Methods ``x.name(...)`` that a mutant leaves out."""
 
 
@@ -95,7 +109,9 @@ Path = tuple[tuple[str, int | None], ...]
 def places(tree: ast.AST, path: Path = ()) -> Iterator[tuple[Path, ast.AST]]:
     """Every node that may change, and the way to it. Annotations, messages, docstrings and what is said of a part are left alone."""
     for name, value in ast.iter_fields(tree):
-        if name in ("annotation", "returns", "decorator_list") or isinstance(tree, ast.Raise | ast.Import | ast.ImportFrom):
+        if name in ("annotation", "returns", "decorator_list") or isinstance(
+            tree, ast.Raise | ast.Import | ast.ImportFrom
+        ):
             continue
         children = enumerate(value) if isinstance(value, list) else [(None, value)]
         for i, child in children:
@@ -113,11 +129,18 @@ def _registered(tree: ast.AST, path: Path) -> Iterator[tuple[Path, ast.AST]]:
         if isinstance(decorator, ast.Call):
             for k, keyword in enumerate(decorator.keywords):
                 if keyword.arg in ("needs", "reads"):
-                    yield (*path, ("decorator_list", i), ("keywords", k), ("value", None)), keyword.value
+                    yield (
+                        (*path, ("decorator_list", i), ("keywords", k), ("value", None)),
+                        keyword.value,
+                    )
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
@@ -171,7 +194,13 @@ def _condition(node: ast.If | ast.IfExp) -> Iterator[Change]:
 
 def _call(node: ast.Call) -> Iterator[Change]:
     function = node.func
-    name = function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    name = (
+        function.attr
+        if isinstance(function, ast.Attribute)
+        else function.id
+        if isinstance(function, ast.Name)
+        else ""
+    )
     if name in SWAPS:
         new = copy.deepcopy(node)
         new.func = (
@@ -182,7 +211,12 @@ def _call(node: ast.Call) -> Iterator[Change]:
         yield _said(node, new)
     if name in DROPPED and isinstance(function, ast.Attribute) and not _is_module(function.value):
         yield _said(node, function.value)
-    if name in DROPPED and isinstance(function, ast.Attribute) and _is_module(function.value) and node.args:
+    if (
+        name in DROPPED
+        and isinstance(function, ast.Attribute)
+        and _is_module(function.value)
+        and node.args
+    ):
         yield _said(node, node.args[0])
     if name == "where" and len(node.args) == 3:
         yield _said(node, ast.Call(function, [node.args[0], node.args[2], node.args[1]], []))
@@ -212,7 +246,10 @@ def _statement(node: ast.stmt) -> Iterator[Change]:
 def _list(node: ast.List) -> Iterator[Change]:
     for i, item in enumerate(node.elts):
         if isinstance(item, ast.Constant):
-            yield f"{ast.unparse(node)} without {item.value!r}", ast.List(node.elts[:i] + node.elts[i + 1 :], ast.Load())
+            yield (
+                f"{ast.unparse(node)} without {item.value!r}",
+                ast.List(node.elts[:i] + node.elts[i + 1 :], ast.Load()),
+            )
 
 
 CHANGES: list[tuple[type | tuple[type, ...], Callable[..., Iterator[Change]]]] = [

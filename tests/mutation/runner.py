@@ -21,7 +21,9 @@ from tests.mutation.mutants import Mutant
 EXAMPLES = 15
 """Of hypothesis for each property."""
 
-hypothesis.settings.register_profile("mutation", max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "mutation", max_examples=EXAMPLES, deadline=None, database=None, derandomize=True
+)
 hypothesis.settings.load_profile("mutation")
 
 
@@ -51,7 +53,11 @@ class Runner:
         if self.failed:
             session.testsfailed = 1
             return True
-        print(f"\n{self.name}: {len(items)} tests, {sum(self.took.values()):.0f} s; {len(self.todo)} mutants", flush=True)
+        print(
+            f"\n{self.name}: {len(items)} tests, {sum(self.took.values()):.0f} s; "
+            f"{len(self.todo)} mutants",
+            flush=True,
+        )
         for mutant in self.todo:
             wanted = self.tests_for(mutant, items)
             self.write(mutant, *self.fork(mutant, wanted))
@@ -78,7 +84,11 @@ class Runner:
     def tests_for(self, mutant: Mutant, items: Sequence[pytest.Item]) -> list[pytest.Item]:
         """Tests that enter the function that ``mutant`` changes, the quick ones first; all where it changes what is between them."""
         span = self.span_of(mutant.line)
-        chosen = [i for i in items if i.nodeid in self.entered[span]] if span and not mutant.outside else list(items)
+        chosen = (
+            [i for i in items if i.nodeid in self.entered[span]]
+            if span and not mutant.outside
+            else list(items)
+        )
         return sorted(chosen, key=lambda i: self.took[i.nodeid])
 
     def fork(self, mutant: Mutant, items: Sequence[pytest.Item]) -> tuple[str, float]:
@@ -153,8 +163,16 @@ def put_in_place(module: ModuleType, code: str) -> None:
 
 def merged(module: ModuleType, old: Any, new: Any) -> Any:
     """``old``, changed in place into ``new`` where it holds functions; else ``new``."""
-    if isinstance(old, FunctionType) and isinstance(new, FunctionType) and old.__module__ == module.__name__:
-        old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
+    if (
+        isinstance(old, FunctionType)
+        and isinstance(new, FunctionType)
+        and old.__module__ == module.__name__
+    ):
+        old.__code__, old.__defaults__, old.__kwdefaults__ = (
+            new.__code__,
+            new.__defaults__,
+            new.__kwdefaults__,
+        )
         return old
     if isinstance(old, staticmethod | classmethod):
         merged(module, old.__func__, new.__func__)
@@ -164,7 +182,9 @@ def merged(module: ModuleType, old: Any, new: Any) -> Any:
         return old
     if isinstance(old, type) and isinstance(new, type):
         for name, method in list(vars(new).items()):
-            if isinstance(method, FunctionType | staticmethod | classmethod | property) and name in vars(old):
+            if isinstance(
+                method, FunctionType | staticmethod | classmethod | property
+            ) and name in vars(old):
                 merged(module, vars(old)[name], method)
         return old
     if isinstance(old, dict) and isinstance(new, dict):

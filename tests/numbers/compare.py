@@ -42,15 +42,26 @@ def scores_for(case: Case, seed: int) -> list[float]:
     return [rng.choice([0.0, 1.0, 1.0]) * rng.uniform(-3, 3) for _ in range(len(case))]
 
 
-def assert_equal(found: Tensor, expected: Rows | Sequence[float], mask: Tensor | None = None, tolerance: float = 1e-9) -> None:
+def assert_equal(
+    found: Tensor,
+    expected: Rows | Sequence[float],
+    mask: Tensor | None = None,
+    tolerance: float = 1e-9,
+) -> None:
     """``found`` in float64 is ``expected``, to ``tolerance`` relative or absolute; only where ``mask`` is true if given."""
     assert found.dtype == torch.float64
-    numbers = flat(expected) if expected and isinstance(expected[0], list) else [float(x) for x in expected]  # type: ignore[arg-type]
+    numbers = (
+        flat(expected)
+        if expected and isinstance(expected[0], list)
+        else [float(x) for x in expected]
+    )  # type: ignore[arg-type]
     got = found.detach().tolist()
     assert len(got) == len(numbers)
     keep = [True] * len(got) if mask is None else mask.tolist()
     pairs = [(a, b) for a, b, k in zip(got, numbers, keep, strict=True) if k]
-    assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], rel=tolerance, abs=tolerance)
+    assert [a for a, _ in pairs] == pytest.approx(
+        [b for _, b in pairs], rel=tolerance, abs=tolerance
+    )
 
 
 def gradient(total: Tensor, leaf: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ EXPECTED_KL_GRADIENT = {
 
 
 def enumerated_gradient(
-    logits: Sequence[float], loss: Callable[[int, Scalar], Scalar], sampler: Sequence[float] | None = None
+    logits: Sequence[float],
+    loss: Callable[[int, Scalar], Scalar],
+    sampler: Sequence[float] | None = None,
 ) -> list[float]:
     """sum_y q(y) d loss(y, log pi(y)) / d logits: the expected gradient with y drawn from ``sampler`` (the policy when None)."""
     q = softmax(logits) if sampler is None else sampler
@@ -56,7 +58,9 @@ def enumerated_gradient(
 # Distributions
 
 
-def log_softmax(logits: Sequence[Scalar], temperature: float = 1.0, softcap: float | None = None) -> list[Scalar]:
+def log_softmax(
+    logits: Sequence[Scalar], temperature: float = 1.0, softcap: float | None = None
+) -> list[Scalar]:
     """log softmax(z / T), z = cap tanh(logits / cap) where there is a cap (Gemma 2, arXiv 2408.00118)."""
     z = [(softcap * tanh(x / softcap) if softcap else x) / temperature for x in logits]
     top = max(number(x) for x in z)
@@ -64,19 +68,28 @@ def log_softmax(logits: Sequence[Scalar], temperature: float = 1.0, softcap: flo
     return [x - total for x in z]
 
 
-def softmax(logits: Sequence[Scalar], temperature: float = 1.0, softcap: float | None = None) -> list[Scalar]:
+def softmax(
+    logits: Sequence[Scalar], temperature: float = 1.0, softcap: float | None = None
+) -> list[Scalar]:
     return [exp(x) for x in log_softmax(logits, temperature, softcap)]
 
 
-def entropy(logits: Sequence[Scalar], temperature: float = 1.0, softcap: float | None = None) -> Scalar:
+def entropy(
+    logits: Sequence[Scalar], temperature: float = 1.0, softcap: float | None = None
+) -> Scalar:
     """-sum p log p, in nats. Shannon 1948."""
     return -sum(exp(x) * x for x in log_softmax(logits, temperature, softcap))
 
 
-def penalize_repetition(logits: Sequence[float], context: Sequence[int], penalty: float) -> list[float]:
+def penalize_repetition(
+    logits: Sequence[float], context: Sequence[int], penalty: float
+) -> list[float]:
     """Each token seen in ``context``, once: logit / penalty when positive, logit * penalty when negative. CTRL, arXiv 1909.05858,
     section 4.1, in the form of transformers' RepetitionPenaltyLogitsProcessor."""
-    return [(x * penalty if x < 0 else x / penalty) if v in set(context) else x for v, x in enumerate(logits)]
+    return [
+        (x * penalty if x < 0 else x / penalty) if v in set(context) else x
+        for v, x in enumerate(logits)
+    ]
 
 
 def by_probability(probs: Sequence[float]) -> list[int]:
@@ -139,7 +152,14 @@ def warmup_steps(warmup: float, total: int) -> int:
 
 
 def learning_rate(
-    step: int, total: int, lr: float, schedule: str, warmup: float, floor: float, ramp_first: int = 1, decay_first: int = 0
+    step: int,
+    total: int,
+    lr: float,
+    schedule: str,
+    warmup: float,
+    floor: float,
+    ramp_first: int = 1,
+    decay_first: int = 0,
 ) -> float:
     """The rate of optimizer step ``step`` = 0, 1, ... of ``total``; ``floor`` is a share of ``lr``.
 

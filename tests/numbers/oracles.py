@@ -14,7 +14,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.numbers.scalars import Rows, Scalar, clip, detach, deviation, exp, greatest, least, leaves, mean, number, sigmoid
+from tests.numbers.scalars import (
+    Rows,
+    Scalar,
+    clip,
+    detach,
+    deviation,
+    exp,
+    greatest,
+    least,
+    leaves,
+    mean,
+    number,
+    sigmoid,
+)
 
 Mask = list[list[bool]]
 
@@ -77,7 +90,9 @@ def flat(rows: Rows) -> list[float]:
 # A group of one has no baseline: its advantage is 0 by our convention. A group of equal rewards is exactly 0.
 
 
-def per_group(case: Case, rule: Callable[[float, list[float], list[int]], float], rewards: Sequence[float]) -> list[float]:
+def per_group(
+    case: Case, rule: Callable[[float, list[float], list[int]], float], rewards: Sequence[float]
+) -> list[float]:
     """``rule(reward, rewards of the group, sampled tokens of each member)`` for each response."""
     out = [0.0] * len(case)
     for members in case.groups().values():
@@ -90,7 +105,11 @@ def per_group(case: Case, rule: Callable[[float, list[float], list[int]], float]
 
 def grpo(case: Case, rewards: Sequence[float], eps: float) -> list[float]:
     """(R - mean) / (std + eps), std over n-1. DeepSeekMath, arXiv 2402.03300, section 4.1.2."""
-    return per_group(case, lambda r, group, _: (r - mean(group)) / (deviation(group, unbiased=True) + eps), rewards)
+    return per_group(
+        case,
+        lambda r, group, _: (r - mean(group)) / (deviation(group, unbiased=True) + eps),
+        rewards,
+    )
 
 
 def dr_grpo(case: Case, rewards: Sequence[float]) -> list[float]:
@@ -130,7 +149,9 @@ def returns(case: Case, token_rewards: Rows, gamma: float) -> Rows:
     for i in range(len(case)):
         steps = case.sampled(i)
         for k, t in enumerate(steps):
-            rows[i][t] = sum(gamma ** (m - k) * token_rewards[i][steps[m]] for m in range(k, len(steps)))
+            rows[i][t] = sum(
+                gamma ** (m - k) * token_rewards[i][steps[m]] for m in range(k, len(steps))
+            )
     return rows
 
 
@@ -142,10 +163,14 @@ def gae(case: Case, token_rewards: Rows, gamma: float, lam: float) -> tuple[Rows
     advantages, targets = empty_rows(case), empty_rows(case)
     for i in range(len(case)):
         steps = case.sampled(i)
-        v = [case.values[i][t] for t in steps] + [case.final_values[i] if case.truncated[i] else 0.0]
+        v = [case.values[i][t] for t in steps] + [
+            case.final_values[i] if case.truncated[i] else 0.0
+        ]
         delta = [token_rewards[i][t] + gamma * v[k + 1] - v[k] for k, t in enumerate(steps)]
         for k, t in enumerate(steps):
-            advantages[i][t] = sum((gamma * lam) ** (m - k) * delta[m] for m in range(k, len(steps)))
+            advantages[i][t] = sum(
+                (gamma * lam) ** (m - k) * delta[m] for m in range(k, len(steps))
+            )
             targets[i][t] = advantages[i][t] + v[k]
     return advantages, targets
 
@@ -160,19 +185,32 @@ def whiten(case: Case, rows: Rows, unbiased: bool, eps: float, stabilizer: str =
     out, std = empty_rows(case), deviation(xs, unbiased)
     if std == 0:
         return out
-    scale = {"std+eps": std + eps, "var+eps": math.sqrt(std**2 + eps), "var>=eps": math.sqrt(max(std**2, eps))}[stabilizer]
+    scale = {
+        "std+eps": std + eps,
+        "var+eps": math.sqrt(std**2 + eps),
+        "var>=eps": math.sqrt(max(std**2, eps)),
+    }[stabilizer]
     for i in range(len(case)):
         for t in case.sampled(i):
             out[i][t] = (rows[i][t] - mean(xs)) / scale
     return out
 
 
-def reinforce_pp(case: Case, token_rewards: Rows, gamma: float, unbiased: bool, eps: float, stabilizer: str = "std+eps") -> Rows:
+def reinforce_pp(
+    case: Case,
+    token_rewards: Rows,
+    gamma: float,
+    unbiased: bool,
+    eps: float,
+    stabilizer: str = "std+eps",
+) -> Rows:
     """Returns of token rewards (KL inside), whitened over the global batch. REINFORCE++, arXiv 2501.03262."""
     return whiten(case, returns(case, token_rewards, gamma), unbiased, eps, stabilizer)
 
 
-def reinforce_pp_baseline(case: Case, rewards: Sequence[float], unbiased: bool, eps: float, stabilizer: str = "std+eps") -> Rows:
+def reinforce_pp_baseline(
+    case: Case, rewards: Sequence[float], unbiased: bool, eps: float, stabilizer: str = "std+eps"
+) -> Rows:
     """R - group mean on every sampled token, whitened over the global batch. REINFORCE++ with baseline, arXiv 2501.03262."""
     return whiten(case, on_sampled(case, dr_grpo(case, rewards)), unbiased, eps, stabilizer)
 
@@ -197,12 +235,20 @@ def kl_rows(case: Case, kind: str, weighted: bool = False) -> Rows:
     for i in range(len(case)):
         for t in case.sampled(i):
             now, old, ref = case.logprobs[i][t], case.old[i][t], case.ref[i][t]
-            rows[i][t] = weighted_kl_estimate(now, old, ref, kind) if weighted else kl_estimate(now, ref, kind)
+            rows[i][t] = (
+                weighted_kl_estimate(now, old, ref, kind)
+                if weighted
+                else kl_estimate(now, ref, kind)
+            )
     return rows
 
 
 def token_rewards(
-    case: Case, rewards: Sequence[float], kl_coef: float, kind: str, reward_clip: tuple[float, float] | None = None
+    case: Case,
+    rewards: Sequence[float],
+    kl_coef: float,
+    kind: str,
+    reward_clip: tuple[float, float] | None = None,
 ) -> Rows:
     """-kl_coef * k(old, ref) on each sampled token, plus the clipped outcome on the last of them.
     InstructGPT, arXiv 2203.02155, section 3.5; Fine-tuning from human preferences, arXiv 1909.08593, Eq. 2."""
@@ -246,7 +292,14 @@ def clipped(ratio: Scalar, a: float, low: float, high: float) -> Scalar:
     return -least(ratio * a, clip(ratio, 1 - low, 1 + high) * a)
 
 
-def ppo(case: Case, advantages: Rows, low: float, high: float, dual: float | None = None, ratio_cap: float | None = None) -> Rows:
+def ppo(
+    case: Case,
+    advantages: Rows,
+    low: float,
+    high: float,
+    dual: float | None = None,
+    ratio_cap: float | None = None,
+) -> Rows:
     """PPO, arXiv 1707.06347, Eq. 7; low != high: DAPO, arXiv 2503.14476, Eq. 8. ``dual``: dual-clip PPO, arXiv 1912.09729.
     ``ratio_cap`` > 1 + high bounds the ratio for negative advantages too (two-sided clipping): INTELLECT-2, arXiv 2505.07291."""
 
@@ -272,12 +325,18 @@ def reinforce(case: Case, advantages: Rows) -> Rows:
 
 def cispo(case: Case, advantages: Rows, low: float, high: float) -> Rows:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi. MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5."""
-    return per_token(case, advantages, lambda now, old, a: -detach(clip(exp(now - old), 1 - low, 1 + high)) * a * now)
+    return per_token(
+        case,
+        advantages,
+        lambda now, old, a: -detach(clip(exp(now - old), 1 - low, 1 + high)) * a * now,
+    )
 
 
 def cispo_absolute(case: Case, advantages: Rows, cap: float) -> Rows:
     """The variant that bounds the ratio from above only, by ``cap`` itself: -sg(min(r, cap)) A log pi."""
-    return per_token(case, advantages, lambda now, old, a: -detach(least(exp(now - old), cap)) * a * now)
+    return per_token(
+        case, advantages, lambda now, old, a: -detach(least(exp(now - old), cap)) * a * now
+    )
 
 
 def cpgd(case: Case, advantages: Rows, low: float, high: float) -> Rows:
@@ -293,7 +352,11 @@ def cpgd_of_logprobs(case: Case, advantages: Rows, low: float, high: float) -> R
     """The variant on log-probs in place of log-ratios: the same gradient, the loss lower by A log pi_old."""
 
     def rule(now: Scalar, old: float, a: float) -> Scalar:
-        return -a * (least(now, old + math.log(1 + high)) if a > 0 else greatest(now, old + math.log(1 - low)))
+        return -a * (
+            least(now, old + math.log(1 + high))
+            if a > 0
+            else greatest(now, old + math.log(1 - low))
+        )
 
     return per_token(case, advantages, rule)
 
@@ -370,7 +433,9 @@ def aggregate(case: Case, rows: Rows, mode: str, max_length: int = 0) -> Scalar:
     if mode == "constant":
         return aggregate_constant(case, rows, max_length)
     modes = {"token": aggregate_token, "sequence": aggregate_sequence}
-    return (modes | {"sequence_sum": aggregate_sequence_sum, "prompt": aggregate_prompt})[mode](case, rows)
+    return (modes | {"sequence_sum": aggregate_sequence_sum, "prompt": aggregate_prompt})[mode](
+        case, rows
+    )
 
 
 def aggregate_token(case: Case, rows: Rows) -> Scalar:
@@ -381,7 +446,9 @@ def aggregate_token(case: Case, rows: Rows) -> Scalar:
 
 def aggregate_sequence(case: Case, rows: Rows) -> Scalar:
     """Mean over responses of their token mean; one without sampled tokens does not count. GRPO, arXiv 2402.03300, Eq. 3."""
-    each = [mean([rows[i][t] for t in case.sampled(i)]) for i in range(len(case)) if case.sampled(i)]
+    each = [
+        mean([rows[i][t] for t in case.sampled(i)]) for i in range(len(case)) if case.sampled(i)
+    ]
     return mean(each) if each else 0.0
 
 
@@ -393,7 +460,9 @@ def aggregate_sequence_sum(case: Case, rows: Rows) -> Scalar:
 
 def aggregate_constant(case: Case, rows: Rows, max_length: int) -> Scalar:
     """Sum / (B * max_length), B all responses, the empty ones too. Dr. GRPO, arXiv 2503.20783."""
-    return sum(rows[i][t] for i in range(len(case)) for t in case.sampled(i)) / (len(case) * max_length)
+    return sum(rows[i][t] for i in range(len(case)) for t in case.sampled(i)) / (
+        len(case) * max_length
+    )
 
 
 def aggregate_prompt(case: Case, rows: Rows) -> Scalar:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.numbers.oracles import Case, dr_grpo, empty_rows, gae, grpo, on_sampled, per_group, returns, rloo
+from tests.numbers.oracles import (
+    Case,
+    dr_grpo,
+    empty_rows,
+    gae,
+    grpo,
+    on_sampled,
+    per_group,
+    returns,
+    rloo,
+)
 from tests.numbers.scalars import Rows, deviation, mean
 
 # Of whole responses: rewards [B] -> advantages [B]
@@ -29,10 +39,18 @@ def pass_at_k(case: Case, rewards: Sequence[float], eps: float | None = None) ->
 def lite_ppo(case: Case, rewards: Sequence[float], unbiased: bool, eps: float) -> list[float]:
     """(R - mean of the group) / (std + eps), std over the rewards of the whole global batch.
     Tricks or traps, arXiv 2508.08221."""
-    return [a / (deviation(rewards, unbiased) + eps) if a != 0 else 0.0 for a in dr_grpo(case, rewards)]
+    return [
+        a / (deviation(rewards, unbiased) + eps) if a != 0 else 0.0 for a in dr_grpo(case, rewards)
+    ]
 
 
-def gdpo(case: Case, terms: Sequence[Sequence[float]], weights: Sequence[float], unbiased: bool, eps: float) -> list[float]:
+def gdpo(
+    case: Case,
+    terms: Sequence[Sequence[float]],
+    weights: Sequence[float],
+    unbiased: bool,
+    eps: float,
+) -> list[float]:
     """Each reward term ``[B]`` as in GRPO inside its group, their weighted sum, then (A - mean) / (std + eps) over the responses
     of the global batch. GDPO, arXiv 2601.05242. ``unbiased`` is about the batch; sums that are all equal become 0.
     """
@@ -65,7 +83,9 @@ def rft(rewards: Sequence[float], threshold: float) -> list[float]:
     return [1.0 if r >= threshold else 0.0 for r in rewards]
 
 
-def rae(rewards: Sequence[float], role_of: Sequence[int], decay: float, start: dict[int, float]) -> list[float]:
+def rae(
+    rewards: Sequence[float], role_of: Sequence[int], decay: float, start: dict[int, float]
+) -> list[float]:
     """R - b of the role, b <- decay b + (1 - decay) R before it is taken away, response by response in the given order.
     SPIRAL, arXiv 2506.24119."""
     baseline, out = dict(start), []
@@ -99,7 +119,9 @@ def vapo(case: Case, token_rewards: Rows, gamma: float, alpha: float) -> tuple[R
     lambda = 1 (decoupled GAE). VAPO, arXiv 2504.05118; VC-PPO, arXiv 2503.01491."""
     rows = empty_rows(case)
     for i in range(len(case)):
-        rows[i] = gae(case, token_rewards, gamma, adaptive_lambda(len(case.sampled(i)), alpha))[0][i]
+        rows[i] = gae(case, token_rewards, gamma, adaptive_lambda(len(case.sampled(i)), alpha))[0][
+            i
+        ]
     return rows, gae(case, token_rewards, gamma, 1.0)[1]
 
 
@@ -130,10 +152,15 @@ def prime(case: Case, outcomes: Sequence[float], process: Rows, gamma: float) ->
         for t in case.sampled(i):
             centred[i][t] = process[i][t] - mean(others) if others else 0.0
     rows, outcome = returns(case, centred, gamma), on_sampled(case, rloo(case, outcomes))
-    return [[a + b for a, b in zip(left, right, strict=True)] for left, right in zip(rows, outcome, strict=True)]
+    return [
+        [a + b for a, b in zip(left, right, strict=True)]
+        for left, right in zip(rows, outcome, strict=True)
+    ]
 
 
-def prime_released(case: Case, outcomes: Sequence[float], process: Rows, outcome_coef: float, process_coef: float) -> Rows:
+def prime_released(
+    case: Case, outcomes: Sequence[float], process: Rows, outcome_coef: float, process_coef: float
+) -> Rows:
     """The variant of the released code: gamma is 1, and from a token reward r, G/(G-1) r - sum_j mean_j / (G-1) is made, j over the
     whole group, the response itself too: a response whose token rewards are unequal moves away from the paper by
     (r - mean_i) / (G-1). Coefficients weigh the two parts. G counts responses that have tokens."""
@@ -143,9 +170,17 @@ def prime_released(case: Case, outcomes: Sequence[float], process: Rows, outcome
         if case.sampled(i) and others:
             size, own = len(others) + 1, mean([process[i][t] for t in case.sampled(i)])
             for t in case.sampled(i):
-                centred[i][t] = process_coef * (process[i][t] * size - own - sum(others)) / (size - 1)
-    rows, outcome = returns(case, centred, 1.0), on_sampled(case, [outcome_coef * a for a in rloo(case, outcomes)])
-    return [[a + b for a, b in zip(left, right, strict=True)] for left, right in zip(rows, outcome, strict=True)]
+                centred[i][t] = (
+                    process_coef * (process[i][t] * size - own - sum(others)) / (size - 1)
+                )
+    rows, outcome = (
+        returns(case, centred, 1.0),
+        on_sampled(case, [outcome_coef * a for a in rloo(case, outcomes)]),
+    )
+    return [
+        [a + b for a, b in zip(left, right, strict=True)]
+        for left, right in zip(rows, outcome, strict=True)
+    ]
 
 
 def distilled(case: Case, advantages: Rows | None, teacher: Rows, coef: float) -> Rows:
@@ -154,5 +189,7 @@ def distilled(case: Case, advantages: Rows | None, teacher: Rows, coef: float) -
     rows = empty_rows(case)
     for i in range(len(case)):
         for t in case.sampled(i):
-            rows[i][t] = (advantages[i][t] if advantages else 0.0) - coef * (case.old[i][t] - teacher[i][t])
+            rows[i][t] = (advantages[i][t] if advantages else 0.0) - coef * (
+                case.old[i][t] - teacher[i][t]
+            )
     return rows

@@ -22,7 +22,13 @@ def gap(case: Case, i: int, t: int) -> float:
 def weight(case: Case, i: int, t: int, level: str) -> float:
     """exp(d_t), exp(sum d) or exp(mean d)."""
     every = [gap(case, i, s) for s in case.sampled(i)]
-    return exp({"token": lambda: gap(case, i, t), "sequence": lambda: sum(every), "geometric": lambda: mean(every)}[level]())
+    return exp(
+        {
+            "token": lambda: gap(case, i, t),
+            "sequence": lambda: sum(every),
+            "geometric": lambda: mean(every),
+        }[level]()
+    )
 
 
 def per_sampled(case: Case, rule: Callable[[int, int], float]) -> Rows:
@@ -42,7 +48,9 @@ def truncated(case: Case, level: str, high: float, low: float = 0.0) -> Rows:
 def masked(case: Case, level: str, low: float, high: float) -> Rows:
     """w where low <= w <= high, else 0. At token level IcePop (Ring-1T, arXiv 2510.18855); at sequence level masked importance
     sampling (Liu et al. 2025, When speed kills stability)."""
-    return per_sampled(case, lambda i, t: inside(weight(case, i, t, level), low, high) * weight(case, i, t, level))
+    return per_sampled(
+        case, lambda i, t: inside(weight(case, i, t, level), low, high) * weight(case, i, t, level)
+    )
 
 
 def icepop(case: Case, low: float, high: float) -> Rows:
@@ -55,13 +63,17 @@ def rejected(case: Case, level: str, low: float, high: float) -> Rows:
     return per_sampled(case, lambda i, t: inside(weight(case, i, t, level), low, high))
 
 
-def masked_by_sequence(case: Case, level: str, low: float, high: float, cap: float | None = None) -> Rows:
+def masked_by_sequence(
+    case: Case, level: str, low: float, high: float, cap: float | None = None
+) -> Rows:
     """Token weights exp(d_t) on responses whose weight at ``level`` is in [low, high], 0 on the others. ``cap`` None is what the
     frameworks compute, weights without a bound; with it they are min(exp(d_t), cap), which is what one of them says it does."""
 
     def rule(i: int, t: int) -> float:
         token = weight(case, i, t, "token")
-        return inside(weight(case, i, t, level), low, high) * (token if cap is None else min(token, cap))
+        return inside(weight(case, i, t, level), low, high) * (
+            token if cap is None else min(token, cap)
+        )
 
     return per_sampled(case, rule)
 
@@ -75,13 +87,17 @@ def off_policy_sequence_mask(case: Case, advantages: Sequence[float], delta: flo
     DeepSeek-V3.2, arXiv 2512.02556."""
 
     def rule(i: int, t: int) -> float:
-        far = mean([number(case.behavior[i][s]) - number(case.logprobs[i][s]) for s in case.sampled(i)])
+        far = mean(
+            [number(case.behavior[i][s]) - number(case.logprobs[i][s]) for s in case.sampled(i)]
+        )
         return 0.0 if advantages[i] < 0 and far > delta else 1.0
 
     return per_sampled(case, rule)
 
 
-def decoupled_ppo(case: Case, advantages: Rows, low: float, high: float, cap: float | None = None) -> Rows:
+def decoupled_ppo(
+    case: Case, advantages: Rows, low: float, high: float, cap: float | None = None
+) -> Rows:
     """exp(log pi_prox - log pi_behavior) * PPO-clip of exp(log pi - log pi_prox), pi_prox = ``case.old``: clipped around the
     proximal policy, weighed for the sampler. AReaL, arXiv 2505.24298; Batch size-invariance, arXiv 2110.00641.
     ``cap``: tokens with a larger weight are left out."""
@@ -90,7 +106,9 @@ def decoupled_ppo(case: Case, advantages: Rows, low: float, high: float, cap: fl
         for t in case.sampled(i):
             w = weight(case, i, t, "token")
             if cap is None or w <= cap:
-                rows[i][t] = w * clipped(exp(case.logprobs[i][t] - case.old[i][t]), advantages[i][t], low, high)
+                rows[i][t] = w * clipped(
+                    exp(case.logprobs[i][t] - case.old[i][t]), advantages[i][t], low, high
+                )
     return rows
 
 

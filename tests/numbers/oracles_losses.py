@@ -30,7 +30,12 @@ def sequence_gate(log_weight: Scalar, k: float, lam: float) -> float:
     return exp(lam + k * x - lam * exp(x))
 
 
-def vespo(case: Case, advantages: Rows, up: tuple[float, float] = (2.0, 3.0), down: tuple[float, float] = (3.0, 2.0)) -> Rows:
+def vespo(
+    case: Case,
+    advantages: Rows,
+    up: tuple[float, float] = (2.0, 3.0),
+    down: tuple[float, float] = (3.0, 2.0),
+) -> Rows:
     """-sg(phi(w)) A log pi, w = exp(sum over the sampled tokens of log r), (k, lam) = ``up`` where A >= 0, ``down`` where A < 0.
     VESPO, arXiv 2602.10693."""
     rows = empty_rows(case)
@@ -80,13 +85,17 @@ def capped_drift(now: Scalar, old: float, cap: float) -> Scalar:
     return detach(least(exp(now - old) - 1, cap)) * (now - old)
 
 
-def cpgd_with_drift(case: Case, advantages: Rows, low: float, high: float, coef: float, cap: float | None) -> Rows:
+def cpgd_with_drift(
+    case: Case, advantages: Rows, low: float, high: float, coef: float, cap: float | None
+) -> Rows:
     """Clipped log-ratio plus coef * the policy drift KL(old, new); ``cap`` None: the plain k3. CPGD, arXiv 2505.12504."""
     rows = cpgd(case, advantages, low, high)
     for i in range(len(case)):
         for t in case.sampled(i):
             now, old = case.logprobs[i][t], case.old[i][t]
-            rows[i][t] = rows[i][t] + coef * (drift(now, old) if cap is None else capped_drift(now, old, cap))
+            rows[i][t] = rows[i][t] + coef * (
+                drift(now, old) if cap is None else capped_drift(now, old, cap)
+            )
     return rows
 
 
@@ -170,17 +179,23 @@ def divergence(p: Sequence[Scalar], q: Sequence[Scalar]) -> Scalar:
     return sum(exp(a) * (a - b) for a, b in zip(p, q, strict=True))
 
 
-def reverse_kl(student: Sequence[Scalar], teacher: Sequence[float], temperature: float = 1.0) -> Scalar:
+def reverse_kl(
+    student: Sequence[Scalar], teacher: Sequence[float], temperature: float = 1.0
+) -> Scalar:
     """KL(student, teacher), mode seeking; both at ``temperature``. MiniLLM, arXiv 2306.08543."""
     return divergence(log_softmax(student, temperature), log_softmax(teacher, temperature))
 
 
-def forward_kl(student: Sequence[Scalar], teacher: Sequence[float], temperature: float = 1.0) -> Scalar:
+def forward_kl(
+    student: Sequence[Scalar], teacher: Sequence[float], temperature: float = 1.0
+) -> Scalar:
     """KL(teacher, student), mean seeking. Distilling the knowledge in a neural network, arXiv 1503.02531."""
     return divergence(log_softmax(teacher, temperature), log_softmax(student, temperature))
 
 
-def jsd(student: Sequence[Scalar], teacher: Sequence[float], beta: float, temperature: float = 1.0) -> Scalar:
+def jsd(
+    student: Sequence[Scalar], teacher: Sequence[float], beta: float, temperature: float = 1.0
+) -> Scalar:
     """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta teacher + (1 - beta) student. GKD, arXiv 2306.13649.
     At beta = 0 and at beta = 1 it is 0; JSD / beta tends to the forward KL as beta does to 0."""
     p, q = log_softmax(teacher, temperature), log_softmax(student, temperature)
@@ -188,8 +203,14 @@ def jsd(student: Sequence[Scalar], teacher: Sequence[float], beta: float, temper
     return beta * divergence(p, m) + (1 - beta) * divergence(q, m)
 
 
-def jsd_with_limits(student: Sequence[Scalar], teacher: Sequence[float], beta: float, temperature: float = 1.0) -> Scalar:
+def jsd_with_limits(
+    student: Sequence[Scalar], teacher: Sequence[float], beta: float, temperature: float = 1.0
+) -> Scalar:
     """The variant of the frameworks: beta = 0 means the forward KL and beta = 1 the reverse one, not their vanishing limits."""
     if beta == 0:
         return forward_kl(student, teacher, temperature)
-    return reverse_kl(student, teacher, temperature) if beta == 1 else jsd(student, teacher, beta, temperature)
+    return (
+        reverse_kl(student, teacher, temperature)
+        if beta == 1
+        else jsd(student, teacher, beta, temperature)
+    )

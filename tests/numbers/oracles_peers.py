@@ -14,7 +14,9 @@ from tests.numbers.scalars import Rows, Scalar, clip, detach, deviation, exp, lo
 
 def binary_kl(p: float, q: float) -> float:
     """KL of two coins that show the sampled token with probability p and q. DPPO, arXiv 2602.04879."""
-    return sum(a * log(a / b) if b > 0 else float("inf") for a, b in ((p, q), (1 - p, 1 - q)) if a > 0)
+    return sum(
+        a * log(a / b) if b > 0 else float("inf") for a, b in ((p, q), (1 - p, 1 - q)) if a > 0
+    )
 
 
 def dppo_kl(case: Case, advantages: Rows, low: float, high: float) -> Rows:
@@ -30,7 +32,12 @@ def dppo_kl(case: Case, advantages: Rows, low: float, high: float) -> Rows:
     return rows
 
 
-def topr(case: Case, advantages: Rows, up: tuple[float, float] = (1.0, 1.0), down: tuple[float, float] = (0.0, 1.0)) -> Rows:
+def topr(
+    case: Case,
+    advantages: Rows,
+    up: tuple[float, float] = (1.0, 1.0),
+    down: tuple[float, float] = (0.0, 1.0),
+) -> Rows:
     """-sg(clip(pi / mu, a, b)) A log pi, pi / mu of the whole response; (a, b) = ``up`` where A >= 0, else ``down``.
     TOPR, arXiv 2503.14286, eq. 8."""
     rows = empty_rows(case)
@@ -45,7 +52,11 @@ def topr(case: Case, advantages: Rows, up: tuple[float, float] = (1.0, 1.0), dow
 def mirror_descent(case: Case, rewards: Sequence[float], tau: float) -> Scalar:
     """mean_i (R_i - mean R - tau log(pi / pi_old))^2 / (2 tau), the mean over responses with sampled tokens; mean R over the group.
     Kimi k1.5, arXiv 2501.12599, eq. 2, with the mean reward for tau log Z as in section 2.3.2. 1 / (2 tau) makes its gradient eq. 3."""
-    baseline = {i: mean([rewards[j] for j in members]) for members in case.groups().values() for i in members}
+    baseline = {
+        i: mean([rewards[j] for j in members])
+        for members in case.groups().values()
+        for i in members
+    }
     each = []
     for i in range(len(case)):
         if case.sampled(i):
@@ -81,7 +92,9 @@ def rejected_by_divergence(case: Case, level: str, kind: str, limit: float) -> R
 
     def far(i: int, t: int) -> float:
         every = [estimate(i, s) for s in case.sampled(i)]
-        return {"token": estimate(i, t), "sum": sum(every), "mean": mean(every), "max": max(every)}[level]
+        return {"token": estimate(i, t), "sum": sum(every), "mean": mean(every), "max": max(every)}[
+            level
+        ]
 
     return per_sampled(case, lambda i, t: inside(far(i, t), 0.0, limit))
 
@@ -90,12 +103,16 @@ def truncated_and_normalised(case: Case, level: str, low: float, high: float) ->
     """clip(w, low, high) over its mean: that of all sampled tokens at token level, else that of the responses that have one."""
     rows = per_sampled(case, lambda i, t: clip(weight(case, i, t, level), low, high))
     spoken = [case.sampled(i) for i in range(len(case))]
-    every = [rows[i][t] for i, at in enumerate(spoken) for t in (at if level == "token" else at[:1])]
+    every = [
+        rows[i][t] for i, at in enumerate(spoken) for t in (at if level == "token" else at[:1])
+    ]
     middle = mean(every) if every else 1.0
     return per_sampled(case, lambda i, t: rows[i][t] / middle if middle > 1e-8 else rows[i][t])
 
 
-def optimal_token_baseline(case: Case, token_rewards: Rows, energy: Rows, eps: float, zero_tail: bool = True) -> Rows:
+def optimal_token_baseline(
+    case: Case, token_rewards: Rows, energy: Rows, eps: float, zero_tail: bool = True
+) -> Rows:
     """A_t = G_t - B_t, B_t = sum_i G_it W_it / (sum_i W_it + eps) over the responses of the group that have a t-th sampled token,
     W_t = sum_{s<=t} w_s, w = 1 - 2 pi + sum pi^2. arXiv 2602.07078.
 
@@ -103,21 +120,44 @@ def optimal_token_baseline(case: Case, token_rewards: Rows, energy: Rows, eps: f
     """
     rows = empty_rows(case)
     for members in case.groups().values():
-        togo = {i: [sum(token_rewards[i][s] for s in case.sampled(i)[k:]) for k in range(len(case.sampled(i)))] for i in members}
-        work = {i: [sum(energy[i][s] for s in case.sampled(i)[: k + 1]) for k in range(len(case.sampled(i)))] for i in members}
+        togo = {
+            i: [
+                sum(token_rewards[i][s] for s in case.sampled(i)[k:])
+                for k in range(len(case.sampled(i)))
+            ]
+            for i in members
+        }
+        work = {
+            i: [
+                sum(energy[i][s] for s in case.sampled(i)[: k + 1])
+                for k in range(len(case.sampled(i)))
+            ]
+            for i in members
+        }
         for i in members:
             for k, t in enumerate(case.sampled(i)):
                 there = [j for j in members if len(togo[j]) > k]
                 alone = len(members) == 1 or (zero_tail and len(there) == 1)
                 even = all(togo[j][k] == togo[i][k] for j in there)
                 total = sum(work[j][k] for j in there) + eps
-                baseline = 0.0 if alone else togo[i][k] if even else sum(togo[j][k] * work[j][k] for j in there) / total
+                baseline = (
+                    0.0
+                    if alone
+                    else togo[i][k]
+                    if even
+                    else sum(togo[j][k] * work[j][k] for j in there) / total
+                )
                 rows[i][t] = togo[i][k] - baseline
     return rows
 
 
 def gigpo(
-    case: Case, rewards: Sequence[float], rules: tuple[float, float, float], steps: Rows, states: Rows, std: bool = True
+    case: Case,
+    rewards: Sequence[float],
+    rules: tuple[float, float, float],
+    steps: Rows,
+    states: Rows,
+    std: bool = True,
 ) -> Rows:
     """A = A_episode + omega A_step, ``rules`` = (gamma, omega, eps). A_episode: the response in its group, A_step: the discounted return
     of its step among all steps of the group that were taken in an equal state; each less its mean, over std + eps with ``std``.
@@ -132,7 +172,11 @@ def gigpo(
     rows = empty_rows(case)
     for members in case.groups().values():
         taken = {i: sorted({int(steps[i][t]) for t in case.sampled(i)}) for i in members}
-        back = {(i, s): gamma ** (len(taken[i]) - 1 - k) * rewards[i] for i in members for k, s in enumerate(taken[i])}
+        back = {
+            (i, s): gamma ** (len(taken[i]) - 1 - k) * rewards[i]
+            for i in members
+            for k, s in enumerate(taken[i])
+        }
         state = {(i, int(steps[i][t])): int(states[i][t]) for i in members for t in case.sampled(i)}
         for i in members:
             whole = scaled(rewards[i], [rewards[j] for j in members])
@@ -143,7 +187,9 @@ def gigpo(
     return rows
 
 
-def m2po_released(case: Case, advantages: Rows, tau: float, floor_low: float, floor_high: float) -> list[list[bool]]:
+def m2po_released(
+    case: Case, advantages: Rows, tau: float, floor_low: float, floor_high: float
+) -> list[list[bool]]:
     """What the clip of the authors' released code leaves, https://github.com/Infini-AI-Lab/M2PO: bounds exp(-+c), not inside the floors;
     c is the largest |log ratio| of a token where clipping could act such that, with all of those held to c, their mean square is
     below tau. Tokens on the bound itself are kept here; that code, which takes 1e-12 off c^2, clips them."""
@@ -168,5 +214,9 @@ def m2po_released(case: Case, advantages: Rows, tau: float, floor_low: float, fl
 
 def batch_normalised(case: Case, process: Rows) -> Rows:
     """Process rewards over the largest absolute sum of this and later ones, plus 1e-6. PRIME's released code, ``prime_norm``."""
-    sums = [abs(sum(process[i][s] for s in case.sampled(i) if s >= t)) for i in range(len(case)) for t in case.sampled(i)]
+    sums = [
+        abs(sum(process[i][s] for s in case.sampled(i) if s >= t))
+        for i in range(len(case))
+        for t in case.sampled(i)
+    ]
     return [[x / (max(sums, default=0.0) + 1e-6) for x in row] for row in process]

@@ -12,7 +12,12 @@ from tests.numbers.scalars import clip, deviation, mean
 
 
 def cosine_length(
-    length: int, max_length: int, correct: bool, right: tuple[float, float], wrong: tuple[float, float], cut: float
+    length: int,
+    max_length: int,
+    correct: bool,
+    right: tuple[float, float],
+    wrong: tuple[float, float],
+    cut: float,
 ) -> float:
     """``cut`` from ``max_length`` on; else r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2: r_0 at length 0, r_L at ``max_length``, as
     ``right`` = (r_0, r_L) or ``wrong``. Demystifying long chain-of-thought, arXiv 2502.03373.
@@ -45,7 +50,9 @@ def moments(batches: Sequence[Sequence[float]], unbiased: bool) -> tuple[float, 
     return (mean(every), deviation(every, unbiased)) if every else (0.0, 0.0)
 
 
-def running_normalized(batches: Sequence[Sequence[float]], unbiased: bool, eps: float) -> list[float]:
+def running_normalized(
+    batches: Sequence[Sequence[float]], unbiased: bool, eps: float
+) -> list[float]:
     """(R - mean) / (std + eps) of the last batch, over everything seen, the last batch included. Exactly 0 while all are equal."""
     centre, std = moments(batches, unbiased)
     return [0.0 if std == 0 else (r - centre) / (std + eps) for r in batches[-1]]
@@ -58,11 +65,16 @@ def running_scaled(batches: Sequence[Sequence[float]], unbiased: bool, eps: floa
 
 
 def normalized_terms(
-    history: Sequence[Sequence[Sequence[float]]], weights: Sequence[float], unbiased: bool, eps: float
+    history: Sequence[Sequence[Sequence[float]]],
+    weights: Sequence[float],
+    unbiased: bool,
+    eps: float,
 ) -> list[float]:
     """Each term over its own past, ``history[term][batch]``, then the weighted sum: a term of large numbers cannot drown another."""
     each = [running_normalized(batches, unbiased, eps) for batches in history]
-    return [sum(w * term[i] for w, term in zip(weights, each, strict=True)) for i in range(len(each[0]))]
+    return [
+        sum(w * term[i] for w, term in zip(weights, each, strict=True)) for i in range(len(each[0]))
+    ]
 
 
 def normalized_value_target(target: float, centre: float, std: float, eps: float) -> float:
@@ -96,7 +108,12 @@ def linear_kl(step: int, start: float, end: float, steps: int) -> float:
 
 
 def entropy_step(
-    coef: float, entropy: float, target: float, delta: float, low: float = 0.0, high: float = math.inf
+    coef: float,
+    entropy: float,
+    target: float,
+    delta: float,
+    low: float = 0.0,
+    high: float = math.inf,
 ) -> tuple[float, float]:
     """(the weight of the entropy now, the coefficient of the next step): the weight is ``coef`` while entropy <= target and 0 above;
     the coefficient grows by ``delta`` below the target, falls by it above. Skywork OR1, arXiv 2505.22312; the

@@ -66,7 +66,9 @@ def top_entropy_by_count(case: Case, entropies: Rows, rho: float, level: str = "
     """The variant that counts: the ceil(rho n) largest; of equal ones the earlier."""
 
     def choose(group: list[Place]) -> list[Place]:
-        return sorted(group, key=lambda at: (-entropies[at[0]][at[1]], at))[: math.ceil(rho * len(group))]
+        return sorted(group, key=lambda at: (-entropies[at[0]][at[1]], at))[
+            : math.ceil(rho * len(group))
+        ]
 
     return among(case, level, choose)
 
@@ -79,8 +81,14 @@ def covariances(case: Case, advantages: Rows) -> dict[Place, float]:
     at = places(case)
     if not at:
         return {}
-    middle = mean([advantages[i][t] for i, t in at]), mean([number(case.logprobs[i][t]) for i, t in at])
-    return {(i, t): (advantages[i][t] - middle[0]) * (number(case.logprobs[i][t]) - middle[1]) for i, t in at}
+    middle = (
+        mean([advantages[i][t] for i, t in at]),
+        mean([number(case.logprobs[i][t]) for i, t in at]),
+    )
+    return {
+        (i, t): (advantages[i][t] - middle[0]) * (number(case.logprobs[i][t]) - middle[1])
+        for i, t in at
+    }
 
 
 def held_by_clip(case: Case, advantages: Rows, low: float, high: float, i: int, t: int) -> bool:
@@ -89,11 +97,15 @@ def held_by_clip(case: Case, advantages: Rows, low: float, high: float, i: int, 
     return (advantages[i][t] > 0 and ratio > 1 + high) or (advantages[i][t] < 0 and ratio < 1 - low)
 
 
-def clip_cov_eligible(case: Case, advantages: Rows, bounds: tuple[float, float], low: float, high: float) -> Mask:
+def clip_cov_eligible(
+    case: Case, advantages: Rows, bounds: tuple[float, float], low: float, high: float
+) -> Mask:
     """Tokens with a covariance strictly inside ``bounds`` that PPO's clip does not hold already."""
     found = covariances(case, advantages)
     inside = [at for at, cov in found.items() if bounds[0] < cov < bounds[1]]
-    return mask_of(case, [(i, t) for i, t in inside if not held_by_clip(case, advantages, low, high, i, t)])
+    return mask_of(
+        case, [(i, t) for i, t in inside if not held_by_clip(case, advantages, low, high, i, t)]
+    )
 
 
 def share_of(count: int, share: float, at_least_one: bool = True) -> int:

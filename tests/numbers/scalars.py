@@ -13,7 +13,10 @@ Rows = list[list[Scalar]]  # ragged
 
 
 def leaves(rows: Rows) -> Rows:
-    return [[torch.tensor(number(x), dtype=torch.float64, requires_grad=True) for x in row] for row in rows]
+    return [
+        [torch.tensor(number(x), dtype=torch.float64, requires_grad=True) for x in row]
+        for row in rows
+    ]
 
 
 def gradients(total: Scalar, rows: Rows) -> list[list[float]]:

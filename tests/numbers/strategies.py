@@ -25,7 +25,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_responses: int = 6, max_length: int = 6, max_gap: float = 20.0) -> Case:
+def cases(
+    draw: st.DrawFn, max_responses: int = 6, max_length: int = 6, max_gap: float = 20.0
+) -> Case:
     """A global batch. Rows of length 0 and 1, rows without a sampled token, holes in the middle, groups of unequal size in any
     order (also of one), equal rewards, log-ratios from exactly 0 up to +-``max_gap``."""
     n = draw(st.integers(1, max_responses))
@@ -67,7 +69,9 @@ def cases_with_rows(draw: st.DrawFn, count: int = 1, **limits: Any) -> tuple[Cas
 
 
 @st.composite
-def logits(draw: st.DrawFn, min_size: int = 2, max_size: int = 8, bound: float = 8.0, ties: bool = True) -> list[float]:
+def logits(
+    draw: st.DrawFn, min_size: int = 2, max_size: int = 8, bound: float = 8.0, ties: bool = True
+) -> list[float]:
     """A vector of logits, often with equal ones among them unless ``ties`` is False."""
     n = draw(st.integers(min_size, max_size))
     rng = random.Random(draw(SEEDS))
@@ -80,9 +84,15 @@ def partitions(n: int) -> st.SearchStrategy[list[list[int]]]:
 
     def deal(drawn: tuple[list[int], list[int]]) -> list[list[int]]:
         order, bins = drawn
-        return [part for part in ([i for i, b in zip(order, bins, strict=True) if b == k] for k in range(n)) if part]
+        return [
+            part
+            for part in ([i for i, b in zip(order, bins, strict=True) if b == k] for k in range(n))
+            if part
+        ]
 
-    return st.tuples(st.permutations(range(n)), st.lists(st.integers(0, n - 1), min_size=n, max_size=n)).map(deal)
+    return st.tuples(
+        st.permutations(range(n)), st.lists(st.integers(0, n - 1), min_size=n, max_size=n)
+    ).map(deal)
 
 
 def random_rows(case: Case, rng: random.Random) -> Rows:
@@ -102,7 +112,10 @@ def mask_of(kind: str, length: int, rng: random.Random) -> list[bool]:
 def beside(logprobs: Rows, gaps: Sequence[str], max_gap: float, rng: random.Random) -> Rows:
     """Other log-probs of the same tokens; every row keeps to one kind of distance."""
     width = {"none": 0.0, "near": 0.5, "far": max_gap}
-    return [[x + rng.uniform(-width[gap], width[gap]) for x in row] for row, gap in zip(logprobs, gaps, strict=True)]
+    return [
+        [x + rng.uniform(-width[gap], width[gap]) for x in row]
+        for row, gap in zip(logprobs, gaps, strict=True)
+    ]
 
 
 def rewards_of(kind: str, n: int, rng: random.Random) -> list[float]:
@@ -116,7 +129,9 @@ def corner_cases() -> list[Case]:
     return [plain_case(*corner) for corner in CORNERS]
 
 
-def plain_case(mask: list[list[bool]], prompt_of: list[int], rewards: list[float] | None = None) -> Case:
+def plain_case(
+    mask: list[list[bool]], prompt_of: list[int], rewards: list[float] | None = None
+) -> Case:
     """A case with fixed, unequal numbers in every column."""
     batch = plain_batch(mask, prompt_of, rewards)
     rows = {name: ragged(column, batch) for name, column in batch.columns("token").items()}

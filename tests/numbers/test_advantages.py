@@ -24,7 +24,9 @@ def token_rewards_of(case: Case, rewards: list[float]) -> torch.Tensor:
 def grpo(case: Case, rewards: list[float], eps: float = 1e-6) -> list[float]:
     """The advantage of each response through the package; 0 for one without sampled tokens."""
     batch = batch_of(case).replace(rewards=torch.tensor(rewards, dtype=torch.float64))
-    tokens, _ = ADVANTAGES["grpo"](batch, token_rewards_of(case, rewards), AdvantageConfig(name="grpo", eps=eps))
+    tokens, _ = ADVANTAGES["grpo"](
+        batch, token_rewards_of(case, rewards), AdvantageConfig(name="grpo", eps=eps)
+    )
     return TokenRows.of(batch).mean(tokens).tolist()
 
 
@@ -40,10 +42,14 @@ def test_grpo_is_the_standardised_reward(eps: float, case: Case, seed: int) -> N
 
 
 @every_case()
-def test_grpo_with_a_kl_penalty_in_the_reward_standardises_the_penalised_reward(case: Case, seed: int) -> None:
+def test_grpo_with_a_kl_penalty_in_the_reward_standardises_the_penalised_reward(
+    case: Case, seed: int
+) -> None:
     token = oracles.token_rewards(case, case.rewards, 0.1, "k3")
     penalised = [sum(token[i]) if case.sampled(i) else case.rewards[i] for i in range(len(case))]
-    found, _ = ADVANTAGES["grpo"](batch_of(case), tensor_of(token), AdvantageConfig(name="grpo", eps=1.0))
+    found, _ = ADVANTAGES["grpo"](
+        batch_of(case), tensor_of(token), AdvantageConfig(name="grpo", eps=1.0)
+    )
     assert_equal(found, oracles.on_sampled(case, oracles.grpo(case, penalised, 1.0)))
 
 
@@ -58,8 +64,13 @@ def test_reinforce_is_the_discounted_return(gamma: float, case: Case, seed: int)
 
 
 @every_case()
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0), (0.97, 1.0), (0.5, 0.0), (0.0, 0.5)])
-def test_gae_is_the_sum_of_discounted_errors(gamma: float, lam: float, case: Case, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("gamma", "lam"),
+    [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0), (0.97, 1.0), (0.5, 0.0), (0.0, 0.5)],
+)
+def test_gae_is_the_sum_of_discounted_errors(
+    gamma: float, lam: float, case: Case, seed: int
+) -> None:
     (rewards,) = rows_for(case, seed)
     settings = AdvantageConfig(name="gae", gamma=gamma, gae_lambda=lam)
     advantages, returns = ADVANTAGES["gae"](batch_of(case), tensor_of(rewards), settings)
@@ -73,15 +84,21 @@ def test_gae_with_lambda_one_is_monte_carlo_less_the_value(case: Case, seed: int
     (rewards,) = rows_for(case, seed)
     case.truncated = [False] * len(case)
     batch = batch_of(case)
-    _, returns = ADVANTAGES["gae"](batch, tensor_of(rewards), AdvantageConfig(name="gae", gamma=0.9, gae_lambda=1.0))
-    monte_carlo, _ = ADVANTAGES["reinforce"](batch, tensor_of(rewards), AdvantageConfig(name="reinforce", gamma=0.9))
+    _, returns = ADVANTAGES["gae"](
+        batch, tensor_of(rewards), AdvantageConfig(name="gae", gamma=0.9, gae_lambda=1.0)
+    )
+    monte_carlo, _ = ADVANTAGES["reinforce"](
+        batch, tensor_of(rewards), AdvantageConfig(name="reinforce", gamma=0.9)
+    )
     assert_equal(returns, monte_carlo.tolist())
 
 
 @every_case()
 def test_gae_with_lambda_zero_is_the_temporal_difference(case: Case, seed: int) -> None:
     (rewards,) = rows_for(case, seed)
-    advantages, _ = ADVANTAGES["gae"](batch_of(case), tensor_of(rewards), AdvantageConfig(name="gae", gamma=0.9, gae_lambda=0.0))
+    advantages, _ = ADVANTAGES["gae"](
+        batch_of(case), tensor_of(rewards), AdvantageConfig(name="gae", gamma=0.9, gae_lambda=0.0)
+    )
     flat = iter(advantages.tolist())
     for i in range(len(case)):
         found = [next(flat) for _ in range(case.lengths[i])]
@@ -89,7 +106,9 @@ def test_gae_with_lambda_zero_is_the_temporal_difference(case: Case, seed: int) 
         for k, t in enumerate(steps):
             after = case.final_values[i] if case.truncated[i] else 0.0
             following = case.values[i][steps[k + 1]] if k + 1 < len(steps) else after
-            assert found[t] == pytest.approx(rewards[i][t] + 0.9 * following - case.values[i][t], abs=1e-12)
+            assert found[t] == pytest.approx(
+                rewards[i][t] + 0.9 * following - case.values[i][t], abs=1e-12
+            )
 
 
 @every_case()
@@ -111,7 +130,10 @@ def test_tokens_that_were_not_sampled_are_no_steps(name: str, case: Case, seed: 
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.5])
 def test_whitening_is_over_all_sampled_tokens(eps: float, case: Case, seed: int) -> None:
     (rows,) = rows_for(case, seed)
-    assert_equal(whiten(tensor_of(rows), batch_of(case).mask, eps), oracles.whiten(case, rows, unbiased=False, eps=eps))
+    assert_equal(
+        whiten(tensor_of(rows), batch_of(case).mask, eps),
+        oracles.whiten(case, rows, unbiased=False, eps=eps),
+    )
 
 
 @every_case()
@@ -127,7 +149,9 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one(case: Case, seed: 
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @pytest.mark.parametrize("value", [0.1, -0.7, 1 / 3, 3.0])
 @pytest.mark.parametrize("count", [1, 3, 7, 10])
-def test_equal_advantages_are_whitened_to_exactly_zero(value: float, count: int, eps: float) -> None:
+def test_equal_advantages_are_whitened_to_exactly_zero(
+    value: float, count: int, eps: float
+) -> None:
     x = torch.full((count,), value, dtype=torch.float64)
     assert whiten(x, torch.ones(count, dtype=torch.bool), eps).tolist() == [0.0] * count
 
@@ -136,7 +160,9 @@ def test_equal_advantages_are_whitened_to_exactly_zero(value: float, count: int,
 def test_reinforce_whitened_is_reinforce_plus_plus(case: Case, seed: int) -> None:
     token = oracles.token_rewards(case, case.rewards, 0.01, "k1")
     batch = batch_of(case)
-    advantages, _ = ADVANTAGES["reinforce"](batch, tensor_of(token), AdvantageConfig(name="reinforce", gamma=1.0))
+    advantages, _ = ADVANTAGES["reinforce"](
+        batch, tensor_of(token), AdvantageConfig(name="reinforce", gamma=1.0)
+    )
     found = whiten(advantages, batch.mask, 0.1)
     assert_equal(found, oracles.reinforce_pp(case, token, 1.0, unbiased=False, eps=0.1))
 
@@ -164,10 +190,14 @@ def test_a_constant_on_all_rewards_of_a_group_changes_nothing(case: Case, seed: 
 
 
 @every_case()
-def test_a_positive_scale_changes_nothing_without_eps_and_a_negative_one_turns_the_sign(case: Case, seed: int) -> None:
+def test_a_positive_scale_changes_nothing_without_eps_and_a_negative_one_turns_the_sign(
+    case: Case, seed: int
+) -> None:
     plain = grpo(case, case.rewards, eps=0.0)
     assert grpo(case, [4 * r for r in case.rewards], eps=0.0) == pytest.approx(plain, abs=1e-9)
-    assert grpo(case, [-0.5 * r for r in case.rewards], eps=0.0) == pytest.approx([-a for a in plain], abs=1e-9)
+    assert grpo(case, [-0.5 * r for r in case.rewards], eps=0.0) == pytest.approx(
+        [-a for a in plain], abs=1e-9
+    )
 
 
 @every_case()
@@ -219,7 +249,9 @@ def test_gae_passes_tool_tokens_through() -> None:
     case = plain_case([[True, False, False, True, True, False]], [0])
     case.values, case.truncated = [[1.0, 99.0, 98.0, 2.0, 4.0, 97.0]], [False]
     rewards = torch.tensor([0.0, 9.0, 9.0, 0.0, 1.0, 9.0], dtype=torch.float64)
-    found = ADVANTAGES["gae"](batch_of(case), rewards, AdvantageConfig(name="gae", gamma=0.5, gae_lambda=0.5))
+    found = ADVANTAGES["gae"](
+        batch_of(case), rewards, AdvantageConfig(name="gae", gamma=0.5, gae_lambda=0.5)
+    )
     assert found[0].tolist() == [-0.1875, 0, 0, -0.75, -3.0, 0]
     assert found[1].tolist() == [0.8125, 0, 0, 1.25, 1.0, 0]
 

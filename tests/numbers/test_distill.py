@@ -28,7 +28,9 @@ OPD = AlgorithmConfig.model_validate("opd")
 
 @pytest.mark.parametrize("alone", [True, False])
 @every_case(examples=25)
-def test_the_log_ratio_to_the_teacher_comes_off_the_advantage_of_its_own_token(alone: bool, case: Case, seed: int) -> None:
+def test_the_log_ratio_to_the_teacher_comes_off_the_advantage_of_its_own_token(
+    alone: bool, case: Case, seed: int
+) -> None:
     given, teacher = rows_for(case, seed, 2)
     batch = batch_of(case).replace(teacher_logprobs=tensor_of(teacher))
     start = torch.where(batch.mask, 0.0 if alone else tensor_of(given), 0.0).double()
@@ -42,7 +44,9 @@ def test_without_a_teacher_the_advantage_is_the_same_object() -> None:
     advantages = torch.ones(3)
     assert (
         add_distillation_reward(
-            advantages, Batch(Segments.of([[1]]), Segments.of([[1, 2, 3]]), torch.tensor([0])), DistillConfig()
+            advantages,
+            Batch(Segments.of([[1]]), Segments.of([[1, 2, 3]]), torch.tensor([0])),
+            DistillConfig(),
         )
         is advantages
     )
@@ -54,7 +58,9 @@ def every_answer(tokens: int, length: int, logprobs: Tensor, teacher: Tensor) ->
     share = logprobs.detach().sum(1, keepdim=True).exp().expand_as(logprobs)
     flat = {"old_logprobs": logprobs.detach(), "teacher_logprobs": teacher, "loss_weights": share}
     columns = {k: v.flatten().double() for k, v in flat.items()}
-    return Batch(Segments.of([[0]]), Segments.of(rows), torch.zeros(len(rows), dtype=torch.long), **columns)
+    return Batch(
+        Segments.of([[0]]), Segments.of(rows), torch.zeros(len(rows), dtype=torch.long), **columns
+    )
 
 
 def expected_gradient(batch: Batch, logprobs: Tensor, table: Tensor) -> Tensor:
@@ -71,10 +77,14 @@ def test_the_expected_gradient_of_one_token_is_that_of_the_exact_reverse_kl() ->
     other = torch.tensor([1.0, 0.5, -0.5, 0.2], dtype=torch.float64)
     logprobs, teacher = logits.log_softmax(0)[:, None], other.log_softmax(0)[:, None]
     found = expected_gradient(every_answer(4, 1, logprobs, teacher), logprobs, logits)
-    assert found.tolist() == pytest.approx(reverse_kl_gradient(logits.tolist(), other.tolist()), abs=1e-12)
+    assert found.tolist() == pytest.approx(
+        reverse_kl_gradient(logits.tolist(), other.tolist()), abs=1e-12
+    )
 
 
-def test_the_expected_gradient_of_a_sequence_is_that_of_the_reverse_kl_of_each_token_at_the_prefixes_that_are_seen() -> None:
+def test_the_expected_gradient_of_a_sequence_is_that_of_the_reverse_kl_of_each_token_at_the_prefixes_that_are_seen() -> (
+    None
+):
     """Tables of next-token logits: one for the first token, one for the second after each first. No discount carries a later
     token's reward back, so that the prefixes count as given."""
     generator = torch.Generator().manual_seed(3)
@@ -83,7 +93,12 @@ def test_the_expected_gradient_of_a_sequence_is_that_of_the_reverse_kl_of_each_t
 
     def of(rows: Tensor) -> Tensor:
         logp = rows.log_softmax(1)
-        return torch.stack([torch.stack([logp[0, a], logp[1 + a, b]]) for a, b in itertools.product(range(3), repeat=2)])
+        return torch.stack(
+            [
+                torch.stack([logp[0, a], logp[1 + a, b]])
+                for a, b in itertools.product(range(3), repeat=2)
+            ]
+        )
 
     logprobs = of(table)
     found = expected_gradient(every_answer(3, 2, logprobs, of(other)), logprobs, table)
@@ -104,7 +119,8 @@ def test_a_divergence_is_aggregated_like_the_policy_loss_and_reaches_rows_withou
     batch = batch_of(case)
     rows = TokenRows.of(batch)
     batch = batch.replace(
-        advantages=torch.zeros(batch.tokens, dtype=torch.float64), loss_weights=AGGREGATIONS[aggregation](rows, 5)
+        advantages=torch.zeros(batch.tokens, dtype=torch.float64),
+        loss_weights=AGGREGATIONS[aggregation](rows, 5),
     )
     divergence = tensor_of(rows_for(case, seed)[0]).abs().requires_grad_()
     objective = Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0)
@@ -112,6 +128,8 @@ def test_a_divergence_is_aggregated_like_the_policy_loss_and_reaches_rows_withou
     assert active == [i for i in range(len(case)) if case.sampled(i)]
     loss, metrics = objective(batch, TokenScores(tensor_of(case.logprobs), None, divergence))
     weights = torch.where(batch.mask, batch.loss_weights, 0.0)  # type: ignore[arg-type]
-    assert loss.item() == pytest.approx(0.3 * float((weights * divergence.detach()).sum()), abs=1e-12)
+    assert loss.item() == pytest.approx(
+        0.3 * float((weights * divergence.detach()).sum()), abs=1e-12
+    )
     assert_equal(gradient(loss, divergence), (0.3 * weights).double().tolist())
     assert "policy/divergence" in metrics.compute() or not batch.mask.any()

@@ -22,7 +22,12 @@ from tests.numbers.strategies import logits
 
 N, H, W, V = 17, 7, 5, 29
 KINDS = sorted(DIVERGENCES)
-BENDS = [(1.0, None, None, False), (0.6, 1.5, 0.25, True), (2.0, None, 3.0, True), (1.0, 0.7, None, False)]
+BENDS = [
+    (1.0, None, None, False),
+    (0.6, 1.5, 0.25, True),
+    (2.0, None, 3.0, True),
+    (1.0, 0.7, None, False),
+]
 
 
 def bent(x: Tensor, temperature: float, softcap: float | None, scale: float | None) -> Tensor:
@@ -41,11 +46,21 @@ def full(q: Tensor, p: Tensor, kind: str, beta: float) -> Tensor:
     return kl(student, teacher) if kind == "reverse_kl" else kl(teacher, student)
 
 
-def case(bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear]:
+def case(
+    bias: bool = True, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear]:
     """States and head of a student, and of a teacher of another width."""
     torch.manual_seed(0)
-    student, teacher = nn.Linear(H, V, bias=bias, dtype=dtype), nn.Linear(W, V, bias=bias, dtype=dtype)
-    return torch.randn(N, H, dtype=dtype, requires_grad=True), student, 3 * torch.randn(N, W, dtype=dtype), teacher
+    student, teacher = (
+        nn.Linear(H, V, bias=bias, dtype=dtype),
+        nn.Linear(W, V, bias=bias, dtype=dtype),
+    )
+    return (
+        torch.randn(N, H, dtype=dtype, requires_grad=True),
+        student,
+        3 * torch.randn(N, W, dtype=dtype),
+        teacher,
+    )
 
 
 def backward(values: Tensor, hidden: Tensor, head: nn.Module) -> list[Tensor]:
@@ -70,7 +85,12 @@ def test_chunked_equals_full_in_value_and_gradient(kind, rows, temperature, soft
     hidden, head, states, teacher = case(bias)
     own = {"softcap": softcap, "scale": scale}
     other = {"softcap": 2.0, "scale": 0.5}
-    want = full(bent(head(hidden), temperature, **own), bent(teacher(states), temperature, **other), kind, 0.3)
+    want = full(
+        bent(head(hidden), temperature, **own),
+        bent(teacher(states), temperature, **other),
+        kind,
+        0.3,
+    )
     target = Target(states, teacher, kind, temperature, 0.3, **other)
     found = token_divergence(hidden, head, target, **own, chunk_mb=rows * 2 * V * 8 / 2**20)
     assert_near([found], [want])
@@ -89,14 +109,20 @@ def test_any_distributions_give_what_the_loops_give(kind, data, n, beta, tempera
     loops = {"reverse_kl": oracles_losses.reverse_kl, "forward_kl": oracles_losses.forward_kl}
 
     def one(q: list[Scalar], p: list[float]) -> Scalar:
-        return oracles_losses.jsd(q, p, beta, temperature) if kind == "jsd" else loops[kind](q, p, temperature)
+        return (
+            oracles_losses.jsd(q, p, beta, temperature)
+            if kind == "jsd"
+            else loops[kind](q, p, temperature)
+        )
 
     expected = [one(q, p) for q, p in zip(slow, teacher, strict=True)]
     head = nn.Linear(width, width, bias=False, dtype=torch.float64)
     with torch.no_grad():
         head.weight.copy_(torch.eye(width, dtype=torch.float64))
     leaf = torch.tensor(student, dtype=torch.float64).reshape(n, width).requires_grad_()
-    target = Target(torch.tensor(teacher, dtype=torch.float64).reshape(n, width), head, kind, temperature, beta)
+    target = Target(
+        torch.tensor(teacher, dtype=torch.float64).reshape(n, width), head, kind, temperature, beta
+    )
     found = token_divergence(leaf, head, target, chunk_mb=rows * 2 * width * 8 / 2**20)
     assert_equal(found, [number(x) for x in expected])
     found.sum().backward()
@@ -113,7 +139,9 @@ def test_gradcheck(kind):
         linear = nn.Linear(H, V, dtype=torch.float64)
         del linear.weight, linear.bias
         linear.weight, linear.bias = weight, bias
-        return token_divergence(hidden[:4], linear, target, softcap=1.1, chunk_mb=3 * 2 * V * 8 / 2**20)
+        return token_divergence(
+            hidden[:4], linear, target, softcap=1.1, chunk_mb=3 * 2 * V * 8 / 2**20
+        )
 
     assert torch.autograd.gradcheck(function, (hidden, head.weight, head.bias))
 
@@ -142,8 +170,12 @@ class Doubled(nn.Module):
 def test_any_other_head_goes_through_chunks_of_plain_autograd(kind):
     hidden, head, states, teacher = case()
     options = {"softcap": 3.0, "chunk_mb": 4 * 2 * V * 8 / 2**20}
-    want = token_divergence(hidden, head, Target(states, teacher, kind, 0.9, scale=2.0), scale=2.0, **options)
-    found = token_divergence(hidden, Doubled(head), Target(states, Doubled(teacher), kind, 0.9), **options)
+    want = token_divergence(
+        hidden, head, Target(states, teacher, kind, 0.9, scale=2.0), scale=2.0, **options
+    )
+    found = token_divergence(
+        hidden, Doubled(head), Target(states, Doubled(teacher), kind, 0.9), **options
+    )
     assert_near([found], [want])
     assert_near(backward(found, hidden, head), backward(want, hidden, head))
 
@@ -154,11 +186,16 @@ def test_what_only_the_wider_head_has_is_in_neither_distribution(wrap, wider):
     hidden, head, states, teacher = case()
     long, short = (head, teacher) if wider == "student" else (teacher, head)
     with torch.no_grad():
-        short.weight, short.bias = nn.Parameter(short.weight[: V - 4].clone()), nn.Parameter(short.bias[: V - 4].clone())
+        short.weight, short.bias = (
+            nn.Parameter(short.weight[: V - 4].clone()),
+            nn.Parameter(short.bias[: V - 4].clone()),
+        )
     short.out_features = V - 4
     factor = 1 if isinstance(wrap, nn.Identity) else 2
     make = (lambda x: x) if factor == 1 else wrap
-    want = full(factor * head(hidden)[:, : V - 4], factor * teacher(states)[:, : V - 4], "reverse_kl", 0.5)
+    want = full(
+        factor * head(hidden)[:, : V - 4], factor * teacher(states)[:, : V - 4], "reverse_kl", 0.5
+    )
     found = token_divergence(hidden, make(head), Target(states, make(teacher), "reverse_kl"))
     assert_near([found], [want])
     assert_near(backward(found, hidden, head), backward(want, hidden, head))
@@ -176,7 +213,9 @@ def test_an_impossible_token_counts_nothing_and_leaves_everything_finite(kind):
         teacher.weight.zero_()
         teacher.bias.copy_(torch.tensor([1.0, 0.0, -torch.inf]))
     hidden = torch.randn(2, H, dtype=torch.float64, requires_grad=True)
-    found = token_divergence(hidden, head, Target(torch.randn(2, W, dtype=torch.float64), teacher, kind))
+    found = token_divergence(
+        hidden, head, Target(torch.randn(2, W, dtype=torch.float64), teacher, kind)
+    )
     assert found.isfinite().all()
     assert all(g.isfinite().all() for g in backward(found, hidden, head))
     p = [1 / (1 + math.e), math.e / (1 + math.e)]
@@ -225,5 +264,7 @@ def test_logits_of_a_large_vocabulary_never_exist_all_at_once():
         token_divergence(hidden, head, Target(states, teacher, "jsd"), chunk_mb=12).sum().backward()
         sys.stdout.write(str((peak() - before) / 1024))
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
     assert float(result.stdout) < 150

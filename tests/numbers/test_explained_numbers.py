@@ -52,10 +52,14 @@ def objective(config: RLConfig) -> tuple[float, Tensor, Tensor]:
         config.algorithm,
         config.sampling.max_new_tokens,
     )
-    whole = with_token_masks(whole, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(1))
+    whole = with_token_masks(
+        whole, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(1)
+    )
     leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
     entropy = (leaf * 0.3).sin() + 2
-    loss, _ = Objective.of(algorithm, Requirements.of(algorithm), controls, whole, 1)(whole, TokenScores(leaf, entropy))
+    loss, _ = Objective.of(algorithm, Requirements.of(algorithm), controls, whole, 1)(
+        whole, TokenScores(leaf, entropy)
+    )
     (gradient,) = torch.autograd.grad(loss, leaf)
     return float(loss.detach()), gradient, whole.returns  # type: ignore[return-value]
 
@@ -83,7 +87,9 @@ def listed(tree: Any) -> Any:
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_the_shown_numbers_alone_give_the_loss_and_gradient_of_the_preset(preset: str, updates: int) -> None:
+def test_the_shown_numbers_alone_give_the_loss_and_gradient_of_the_preset(
+    preset: str, updates: int
+) -> None:
     config = build(RLConfig, {**BESIDE, "algorithm": preset, "train": {"ppo_epochs": updates}})
     shown = explain(config, {}).numbers
     again = build(RLConfig, rebuilt(shown))
@@ -101,9 +107,15 @@ def test_the_shown_numbers_choose_the_same_functions_and_models(preset: str) -> 
     config = build(RLConfig, {**BESIDE, "algorithm": preset})
     found = explain(config, {})
     again = explain(build(RLConfig, rebuilt(found.numbers)), {})
-    assert [(line.part, line.name, line.about) for line in again.lines] == [(x.part, x.name, x.about) for x in found.lines]
+    assert [(line.part, line.name, line.about) for line in again.lines] == [
+        (x.part, x.name, x.about) for x in found.lines
+    ]
     assert (again.objective, again.latex) == (found.objective, found.latex)
-    assert (again.roles, again.forwards, again.gradient) == (found.roles, found.forwards, found.gradient)
+    assert (again.roles, again.forwards, again.gradient) == (
+        found.roles,
+        found.forwards,
+        found.gradient,
+    )
 
 
 def test_a_number_that_is_left_out_is_seen() -> None:

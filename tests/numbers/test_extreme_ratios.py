@@ -26,10 +26,21 @@ WHERE = [(a, b) for a in GAPS for b in (-1e4, -50.0, 0.0, 50.0, 1e4)]
 LEVELS = ["token", "sequence", "geometric"]
 CORRECTED = [
     *(("importance", {}), ("opsm", {"delta": 0.1}), ("icepop", {})),
-    *(("divergence_reject", {"limit": 1.0, "level": level}) for level in ("token", "sum", "mean", "max")),
+    *(
+        ("divergence_reject", {"limit": 1.0, "level": level})
+        for level in ("token", "sum", "mean", "max")
+    ),
     *(("tis_normalized", {"level": level}) for level in LEVELS),
-    *((name, {"level": level}) for name in ("tis", "mis", "sequence_mask", "sequence_reject") for level in LEVELS),
-    *((name, {"level": level, "high": float("inf")}) for name in ("tis", "mis", "sequence_mask") for level in LEVELS),
+    *(
+        (name, {"level": level})
+        for name in ("tis", "mis", "sequence_mask", "sequence_reject")
+        for level in LEVELS
+    ),
+    *(
+        (name, {"level": level, "high": float("inf")})
+        for name in ("tis", "mis", "sequence_mask")
+        for level in LEVELS
+    ),
 ]
 OF_A_BATCH = ("tis_normalized",)
 """Corrections in which rows depend on one another."""
@@ -39,7 +50,8 @@ LOSSES = [
     {"dual_clip": 3.0},
 ]
 TERMS: list[dict[str, Any]] = [
-    {"kl": {"where": "loss", "coef": 0.1, "estimator": e, "weighted": w}} for e, w in (("k2", False), ("k3", False), ("k3", True))
+    {"kl": {"where": "loss", "coef": 0.1, "estimator": e, "weighted": w}}
+    for e, w in (("k2", False), ("k3", False), ("k3", True))
 ]
 TERMS += [
     {"kl": {"where": "loss", "coef": 0.1, "estimator": "k1", "weighted": True}},
@@ -48,7 +60,9 @@ TERMS += [
 TERMS += [{"policy_drift": {"coef": 0.1, "estimator": e}} for e in ("k1", "k2", "k3")]
 
 
-def far(policy: float, sampler: float, advantages: tuple[float, ...] = (2.0, -2.0, 0.0, 2.0, -2.0, 1.0)) -> tuple[Batch, Tensor]:
+def far(
+    policy: float, sampler: float, advantages: tuple[float, ...] = (2.0, -2.0, 0.0, 2.0, -2.0, 1.0)
+) -> tuple[Batch, Tensor]:
     """Answers of three, two and one tokens in float32, and the policy's log-probs; the last answer agrees with all policies."""
     apart = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
     logprobs = torch.full((6,), -1.0)
@@ -70,7 +84,9 @@ def through(tree: dict[str, Any], batch: Batch, logprobs: Tensor) -> tuple[Tenso
     """Loss and gradient of the objective that ``tree`` describes."""
     algorithm = AlgorithmConfig.model_validate({"preset": None, **tree})
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = Objective(algorithm, Requirements.of(algorithm), algorithm.kl.coef, 0.0)(batch, TokenScores(leaf, None))
+    loss, _ = Objective(algorithm, Requirements.of(algorithm), algorithm.kl.coef, 0.0)(
+        batch, TokenScores(leaf, None)
+    )
     return loss, gradient(loss, leaf)
 
 
@@ -87,7 +103,11 @@ def assert_numbers(tree: dict[str, Any], **columns: Tensor) -> None:
     One batch holds them all: a loss that is not finite at one of them is not finite in the sum, and each token has a gradient of its own.
     """
     batch, logprobs = everywhere()
-    loss, slope = through(tree, batch.replace(**{name: column.repeat(len(WHERE)) for name, column in columns.items()}), logprobs)
+    loss, slope = through(
+        tree,
+        batch.replace(**{name: column.repeat(len(WHERE)) for name, column in columns.items()}),
+        logprobs,
+    )
     lost = [WHERE[int(token) // 6] for token in (~torch.isfinite(slope)).nonzero()]
     assert not lost, f"{tree}: the gradient is not finite at {lost}"
     assert torch.isfinite(loss), f"{tree}: loss {loss}"
@@ -111,14 +131,22 @@ def test_every_policy_loss_is_finite_however_far_the_policy_went(loss: dict[str,
 def test_every_correction_of_every_loss_is_finite_however_far_the_sampler_is(
     name: str, correction: str, options: dict[str, Any]
 ) -> None:
-    tree = {"loss": {"name": name}, "importance_sampling": [{"name": correction, "options": options}]}
+    tree = {
+        "loss": {"name": name},
+        "importance_sampling": [{"name": correction, "options": options}],
+    }
     assert_numbers(tree)
     if correction in OF_A_BATCH and name == "importance":
         assert_numbers_apart(tree)
 
 
 def test_several_corrections_that_are_all_large_are_finite_together() -> None:
-    assert_numbers({"loss": {"name": "importance"}, "importance_sampling": ["importance", "importance", "importance"]})
+    assert_numbers(
+        {
+            "loss": {"name": "importance"},
+            "importance_sampling": ["importance", "importance", "importance"],
+        }
+    )
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
@@ -131,14 +159,18 @@ def test_a_gate_of_0_leaves_nothing_of_a_token_however_far_it_is(name: str) -> N
     shut = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
     assert_numbers({"loss": {"name": name}}, token_mask=shut)
     batch, logprobs = everywhere()
-    _, slope = through({"loss": {"name": name}}, batch.replace(token_mask=shut.repeat(len(WHERE))), logprobs)
+    _, slope = through(
+        {"loss": {"name": name}}, batch.replace(token_mask=shut.repeat(len(WHERE))), logprobs
+    )
     assert not slope.view(len(WHERE), 6)[:, :5].any()
 
 
 @pytest.mark.parametrize("name", [*POLICY_LOSSES])
 def test_an_advantage_of_0_has_no_gradient_however_far_the_token_is(name: str) -> None:
     batch, logprobs = everywhere()
-    _, slope = through({"loss": {"name": name}}, batch.replace(advantages=torch.zeros_like(logprobs)), logprobs)
+    _, slope = through(
+        {"loss": {"name": name}}, batch.replace(advantages=torch.zeros_like(logprobs)), logprobs
+    )
     assert not slope.any()
 
 

@@ -40,9 +40,15 @@ def test_estimators_in_value_and_gradient(kind: str, case: Case, seed: int) -> N
 def test_estimators_by_hand() -> None:
     # d = ln 2: k1 = ln 2, k2 = (ln 2)^2 / 2, k3 = 1/2 - 1 + ln 2
     d = tensor([2.0]).log()
-    assert KL_ESTIMATORS["k1"](d, torch.zeros_like(d)).item() == pytest.approx(0.6931471805599453, rel=1e-15)
-    assert KL_ESTIMATORS["k2"](d, torch.zeros_like(d)).item() == pytest.approx(0.2402265069591007, rel=1e-15)
-    assert KL_ESTIMATORS["k3"](d, torch.zeros_like(d)).item() == pytest.approx(0.1931471805599453, rel=1e-14)
+    assert KL_ESTIMATORS["k1"](d, torch.zeros_like(d)).item() == pytest.approx(
+        0.6931471805599453, rel=1e-15
+    )
+    assert KL_ESTIMATORS["k2"](d, torch.zeros_like(d)).item() == pytest.approx(
+        0.2402265069591007, rel=1e-15
+    )
+    assert KL_ESTIMATORS["k3"](d, torch.zeros_like(d)).item() == pytest.approx(
+        0.1931471805599453, rel=1e-14
+    )
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -55,9 +61,9 @@ def test_k3_is_never_negative_and_keeps_small_distances() -> None:
     d = torch.tensor([1e-3, -1e-3, 1e-4, -1e-4, 1e-8, 20.0, -20.0])
     found = KL_ESTIMATORS["k3"](d, torch.zeros_like(d))
     assert (found >= 0).all()
-    assert KL_ESTIMATORS["k3"](d.double(), torch.zeros_like(d).double())[:4].tolist() == pytest.approx(
-        [5e-7, 5e-7, 5e-9, 5e-9], rel=1e-3
-    )
+    assert KL_ESTIMATORS["k3"](d.double(), torch.zeros_like(d).double())[
+        :4
+    ].tolist() == pytest.approx([5e-7, 5e-7, 5e-9, 5e-9], rel=1e-3)
 
 
 def two_policies(seed: int, size: int) -> tuple[list[float], list[float]]:
@@ -78,13 +84,19 @@ def test_expected_gradients_of_the_kl_in_the_loss(seed: int, size: int) -> None:
     logits, ref_logits = two_policies(seed, size)
     ref = torch.log_softmax(tensor(ref_logits), 0)
     for kind in ("k1", "k2", "k3"):
-        found = expected_gradient(logits, lambda logprobs, kind=kind: KL_ESTIMATORS[kind](logprobs, ref))
-        assert_equal(found, dist.EXPECTED_KL_GRADIENT[f"{kind}_in_loss"](logits, ref_logits), tolerance=1e-12)
+        found = expected_gradient(
+            logits, lambda logprobs, kind=kind: KL_ESTIMATORS[kind](logprobs, ref)
+        )
+        assert_equal(
+            found, dist.EXPECTED_KL_GRADIENT[f"{kind}_in_loss"](logits, ref_logits), tolerance=1e-12
+        )
 
 
 @settings(deadline=None, max_examples=40)
 @given(SEEDS, st.integers(2, 6))
-def test_the_expected_gradient_of_k1_in_the_reward_is_that_of_the_reverse_kl(seed: int, size: int) -> None:
+def test_the_expected_gradient_of_k1_in_the_reward_is_that_of_the_reverse_kl(
+    seed: int, size: int
+) -> None:
     """All the way: token rewards, returns, the clipped surrogate on policy, over one answer of each token."""
     logits, ref_logits = two_policies(seed, size)
     batch = batch_of(plain_case([[True]] * size, [0] * size, [0.0] * size))
@@ -96,16 +108,29 @@ def test_the_expected_gradient_of_k1_in_the_reward_is_that_of_the_reverse_kl(see
     rewards = token_rewards(batch, "k1", 0.3)
     advantages, _ = ADVANTAGES["reinforce"](batch, rewards, AdvantageConfig(name="reinforce"))
     found = expected_gradient(
-        logits, lambda lp: POLICY_LOSSES["ppo_clip"](lp, batch.old_logprobs, advantages, TokenRows.of(batch), LossConfig())[0]
+        logits,
+        lambda lp: POLICY_LOSSES["ppo_clip"](
+            lp, batch.old_logprobs, advantages, TokenRows.of(batch), LossConfig()
+        )[0],
     )
     exact = [0.3 * g for g in dist.EXPECTED_KL_GRADIENT["k1_in_reward"](logits, ref_logits)]
     assert_equal(found, exact, tolerance=1e-12)
 
 
 @settings(deadline=None)
-@given(st.floats(0, 1), st.floats(-5, 50), st.floats(0.1, 10), st.integers(0, 5000), st.integers(1, 20_000))
-def test_the_adaptive_coefficient(coef: float, current: float, target: float, samples: int, horizon: int) -> None:
-    controller = KLController.of(KLConfig(where="reward", coef=coef, controller="adaptive", target=target, horizon=horizon))
+@given(
+    st.floats(0, 1),
+    st.floats(-5, 50),
+    st.floats(0.1, 10),
+    st.integers(0, 5000),
+    st.integers(1, 20_000),
+)
+def test_the_adaptive_coefficient(
+    coef: float, current: float, target: float, samples: int, horizon: int
+) -> None:
+    controller = KLController.of(
+        KLConfig(where="reward", coef=coef, controller="adaptive", target=target, horizon=horizon)
+    )
     expected = coef
     for _ in range(3):
         controller.update(current, samples)
@@ -115,7 +140,9 @@ def test_the_adaptive_coefficient(coef: float, current: float, target: float, sa
 
 def test_the_adaptive_coefficient_by_hand() -> None:
     # KL 9 against 6: error 1/2, clipped to 0.2; 100 of 1000 samples: 0.1 * 1.02. Then 5.4: error -0.1: * 0.99
-    controller = KLController.of(KLConfig(where="reward", coef=0.1, controller="adaptive", target=6.0, horizon=1000))
+    controller = KLController.of(
+        KLConfig(where="reward", coef=0.1, controller="adaptive", target=6.0, horizon=1000)
+    )
     controller.update(9.0, 100)
     assert controller.coef == pytest.approx(0.102, rel=1e-12)
     controller.update(5.4, 100)

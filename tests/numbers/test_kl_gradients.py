@@ -24,7 +24,11 @@ from tests.numbers.compare import assert_equal, gradient, tensor
 from tests.numbers.strategies import SEEDS, batch_of, plain_case
 
 COEF = 0.3
-ROWS = [("loss", "k2", "k2_in_loss"), ("loss", "k3", "k3_in_loss"), ("reward", "k1", "k1_in_reward")]
+ROWS = [
+    ("loss", "k2", "k2_in_loss"),
+    ("loss", "k3", "k3_in_loss"),
+    ("reward", "k1", "k1_in_reward"),
+]
 
 
 def policies(seed: int, size: int) -> tuple[list[float], list[float], list[float]]:
@@ -35,11 +39,17 @@ def policies(seed: int, size: int) -> tuple[list[float], list[float], list[float
 
 
 def algorithm_of(where: str, estimator: str, weighted: bool = False) -> AlgorithmConfig:
-    kl = {"where": where, "estimator": estimator, "coef": COEF} | ({"weighted": True} if weighted else {})
-    return AlgorithmConfig.model_validate({"preset": None, "advantage": {"name": "reinforce"}, "kl": kl, "aggregation": "token"})
+    kl = {"where": where, "estimator": estimator, "coef": COEF} | (
+        {"weighted": True} if weighted else {}
+    )
+    return AlgorithmConfig.model_validate(
+        {"preset": None, "advantage": {"name": "reinforce"}, "kl": kl, "aggregation": "token"}
+    )
 
 
-def expected_gradient(algorithm: AlgorithmConfig, logits: list[float], ref_logits: list[float], old: list[float]) -> torch.Tensor:
+def expected_gradient(
+    algorithm: AlgorithmConfig, logits: list[float], ref_logits: list[float], old: list[float]
+) -> torch.Tensor:
     """d/d logits of the objective with all rewards 0, every outcome weighed by the probability of drawing it from ``old``."""
     size, theta = len(logits), tensor(logits).requires_grad_()
     old_logprobs = torch.log_softmax(tensor(old), 0)
@@ -50,7 +60,9 @@ def expected_gradient(algorithm: AlgorithmConfig, logits: list[float], ref_logit
         loss_weights=old_logprobs.exp(),
     )
     config = RLConfig(algorithm=algorithm)
-    batch = with_advantages(batch, config, Controllers.of(algorithm), Requirements.of(config.algorithm))
+    batch = with_advantages(
+        batch, config, Controllers.of(algorithm), Requirements.of(config.algorithm)
+    )
     objective = Objective(algorithm, Requirements.of(algorithm), COEF, 0.0)
     return gradient(objective(batch, TokenScores(torch.log_softmax(theta, 0), None))[0], theta)
 
@@ -58,7 +70,9 @@ def expected_gradient(algorithm: AlgorithmConfig, logits: list[float], ref_logit
 @pytest.mark.parametrize(("where", "estimator", "row"), ROWS, ids=[row for *_, row in ROWS])
 @settings(deadline=None, max_examples=40)
 @given(seed=SEEDS, size=st.integers(2, 6))
-def test_the_objective_pulls_where_the_table_says(where: str, estimator: str, row: str, seed: int, size: int) -> None:
+def test_the_objective_pulls_where_the_table_says(
+    where: str, estimator: str, row: str, seed: int, size: int
+) -> None:
     logits, ref, _ = policies(seed, size)
     found = expected_gradient(algorithm_of(where, estimator), logits, ref, old=logits)
     exact = [COEF * g for g in dist.EXPECTED_KL_GRADIENT[row](logits, ref)]
@@ -74,7 +88,9 @@ def test_weighed_by_the_ratio_the_estimate_pulls_along_the_reverse_kl_whoever_sa
     estimator: str, off_policy: bool, seed: int, size: int
 ) -> None:
     logits, ref, sampler = policies(seed, size)
-    found = expected_gradient(algorithm_of("loss", estimator, True), logits, ref, old=sampler if off_policy else logits)
+    found = expected_gradient(
+        algorithm_of("loss", estimator, True), logits, ref, old=sampler if off_policy else logits
+    )
     exact = [COEF * g for g in dist.EXPECTED_KL_GRADIENT["weighted_k3_in_loss"](logits, ref)]
     assert_equal(found, exact, tolerance=1e-11)
 
@@ -82,8 +98,12 @@ def test_weighed_by_the_ratio_the_estimate_pulls_along_the_reverse_kl_whoever_sa
 def test_weighed_by_the_ratio_k2_pulls_along_no_kl_and_is_refused() -> None:
     logits, ref, sampler = policies(1, 4)
     found = expected_gradient(algorithm_of("loss", "k2", True), logits, ref, old=sampler)
-    assert found.tolist() != pytest.approx([COEF * g for g in dist.reverse_kl_gradient(logits, ref)], abs=1e-2)
-    with pytest.raises(ConfigError, match="estimator k2: the ratio times k2 is an estimate of no KL"):
+    assert found.tolist() != pytest.approx(
+        [COEF * g for g in dist.reverse_kl_gradient(logits, ref)], abs=1e-2
+    )
+    with pytest.raises(
+        ConfigError, match="estimator k2: the ratio times k2 is an estimate of no KL"
+    ):
         check_parts(algorithm_of("loss", "k2", True))
 
 
@@ -94,7 +114,11 @@ def test_the_drift_pulls_along_the_kl_of_old_and_new(estimator: str, seed: int, 
     """On tokens of the old policy; k1 has the same expectation as k3, and more noise."""
     logits, ref, old = policies(seed, size)
     algorithm = AlgorithmConfig.model_validate(
-        {"preset": None, "advantage": {"name": "reinforce"}, "policy_drift": {"coef": COEF, "estimator": estimator}}
+        {
+            "preset": None,
+            "advantage": {"name": "reinforce"},
+            "policy_drift": {"coef": COEF, "estimator": estimator},
+        }
     )
     check_parts(algorithm)
     found = expected_gradient(algorithm, logits, ref, old)

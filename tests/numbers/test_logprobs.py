@@ -33,7 +33,11 @@ def full(hidden, head, targets, temperature, softcap, scale):
 def case(bias, seed=0):
     torch.manual_seed(seed)
     head = nn.Linear(H, V, bias=bias, dtype=torch.float64)
-    return torch.randn(N, H, dtype=torch.float64, requires_grad=True), head, torch.randint(0, V, (N,))
+    return (
+        torch.randn(N, H, dtype=torch.float64, requires_grad=True),
+        head,
+        torch.randint(0, V, (N,)),
+    )
 
 
 def backward(results, hidden, head):
@@ -49,10 +53,17 @@ def backward(results, hidden, head):
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(
     ("temperature", "softcap", "scale", "bias"),
-    [(1.0, None, None, False), (0.6, 1.5, 0.25, True), (2.0, None, 3.0, True), (1.0, 0.7, None, False)],
+    [
+        (1.0, None, None, False),
+        (0.6, 1.5, 0.25, True),
+        (2.0, None, 3.0, True),
+        (1.0, 0.7, None, False),
+    ],
 )
 @pytest.mark.parametrize("block", [2, 1000])
-def test_chunked_equals_full_in_value_and_gradient(monkeypatch, rows, block, entropy, temperature, softcap, scale, bias):
+def test_chunked_equals_full_in_value_and_gradient(
+    monkeypatch, rows, block, entropy, temperature, softcap, scale, bias
+):
     monkeypatch.setattr(logprobs, "BLOCK_BYTES", block * V * 8)
     hidden, head, targets = case(bias)
     want = full(hidden, head, targets, temperature, softcap, scale)
@@ -84,7 +95,13 @@ def test_gradcheck(rows, softcap):
         del linear.weight, linear.bias
         linear.weight, linear.bias = weight, bias
         return token_logprobs(
-            hidden[:5], linear, targets[:5], temperature=0.8, softcap=softcap, entropy=True, chunk_mb=rows * V * 8 / 2**20
+            hidden[:5],
+            linear,
+            targets[:5],
+            temperature=0.8,
+            softcap=softcap,
+            entropy=True,
+            chunk_mb=rows * V * 8 / 2**20,
         )
 
     assert torch.autograd.gradcheck(function, (hidden, head.weight, head.bias))
@@ -94,9 +111,13 @@ def test_gradcheck(rows, softcap):
 def test_a_frozen_head_gets_no_gradient_and_the_states_the_same(rows):
     hidden, head, targets = case(bias=False)
     chunk = rows * V * 8 / 2**20
-    free = backward(token_logprobs(hidden, head, targets, entropy=True, chunk_mb=chunk), hidden, head)
+    free = backward(
+        token_logprobs(hidden, head, targets, entropy=True, chunk_mb=chunk), hidden, head
+    )
     head.requires_grad_(False)
-    frozen = backward(token_logprobs(hidden, head, targets, entropy=True, chunk_mb=chunk), hidden, head)
+    frozen = backward(
+        token_logprobs(hidden, head, targets, entropy=True, chunk_mb=chunk), hidden, head
+    )
     assert len(frozen) == 1
     assert torch.equal(frozen[0], free[0])
 
@@ -114,8 +135,18 @@ class Doubled(nn.Module):
 
 def test_any_other_head_goes_through_chunks_of_plain_autograd():
     hidden, head, targets = case(bias=True)
-    want = token_logprobs(hidden, head, targets, scale=2.0, softcap=3.0, temperature=0.9, entropy=True)
-    found = token_logprobs(hidden, Doubled(head), targets, softcap=3.0, temperature=0.9, entropy=True, chunk_mb=4 * V * 8 / 2**20)
+    want = token_logprobs(
+        hidden, head, targets, scale=2.0, softcap=3.0, temperature=0.9, entropy=True
+    )
+    found = token_logprobs(
+        hidden,
+        Doubled(head),
+        targets,
+        softcap=3.0,
+        temperature=0.9,
+        entropy=True,
+        chunk_mb=4 * V * 8 / 2**20,
+    )
     for f, w in zip(found, want, strict=True):
         assert (f - w).abs().max() < 1e-12
     for f, w in zip(backward(found, hidden, head), backward(want, hidden, head), strict=True):
@@ -130,7 +161,14 @@ def test_any_chunking_gives_the_same_numbers(n, vocabulary, temperature, rows):
     head = nn.Linear(H, vocabulary, dtype=torch.float64)
     targets = torch.randint(0, vocabulary, (n,), generator=generator)
     one = token_logprobs(hidden, head, targets, temperature=temperature, entropy=True, chunk_mb=1)
-    many = token_logprobs(hidden, head, targets, temperature=temperature, entropy=True, chunk_mb=rows * vocabulary * 8 / 2**20)
+    many = token_logprobs(
+        hidden,
+        head,
+        targets,
+        temperature=temperature,
+        entropy=True,
+        chunk_mb=rows * vocabulary * 8 / 2**20,
+    )
     assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(one, many, strict=True))
     assert bool((one[0] <= 1e-12).all() and (one[1] >= -1e-12).all())
 
@@ -158,9 +196,12 @@ def test_an_impossible_token_counts_nothing_in_the_entropy():
 def test_logits_helpers_equal_enumeration():
     logits, labels = torch.randn(2, 5, V, dtype=torch.float64), torch.randint(0, V, (2, 5))
     p = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    assert torch.allclose(log_probs_from_logits(logits, labels), p.gather(2, labels[..., None])[..., 0].log())
     assert torch.allclose(
-        log_probs_from_logits(logits, labels, disable_logprobs_flashattn=True), log_probs_from_logits(logits, labels)
+        log_probs_from_logits(logits, labels), p.gather(2, labels[..., None])[..., 0].log()
+    )
+    assert torch.allclose(
+        log_probs_from_logits(logits, labels, disable_logprobs_flashattn=True),
+        log_probs_from_logits(logits, labels),
     )
     assert torch.allclose(entropy_from_logits(logits), -(p * p.log()).sum(-1))
     half = log_probs_from_logits(logits.bfloat16(), labels)
@@ -185,5 +226,7 @@ def test_logits_of_a_large_vocabulary_never_exist_all_at_once():
         (found[0].sum() + found[1].sum()).backward()
         sys.stdout.write(str((peak() - before) / 1024))
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
     assert float(result.stdout) < 150

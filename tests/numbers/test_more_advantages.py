@@ -24,22 +24,36 @@ BY_RESPONSE: dict[str, tuple[str, dict[str, float], Slow]] = {
     "rloo": ("rloo", {}, oracles.rloo),
     "opo": ("opo", {}, oracles.opo),
     "pass_at_k": ("pass_at_k", {}, oracles_advantages.pass_at_k),
-    "pass_at_k over the deviation": ("pass_at_k", {"std_eps": 0.2}, lambda c, r: oracles_advantages.pass_at_k(c, r, 0.2)),
+    "pass_at_k over the deviation": (
+        "pass_at_k",
+        {"std_eps": 0.2},
+        lambda c, r: oracles_advantages.pass_at_k(c, r, 0.2),
+    ),
     "lite_ppo": ("lite_ppo", {}, lambda c, r: oracles_advantages.lite_ppo(c, r, True, EPS)),
     "gpg": ("gpg", {}, oracles_advantages.gpg),
-    "gpg over the deviation": ("gpg", {"std_eps": 0.2}, lambda c, r: oracles_advantages.gpg(c, r, 0.2)),
+    "gpg over the deviation": (
+        "gpg",
+        {"std_eps": 0.2},
+        lambda c, r: oracles_advantages.gpg(c, r, 0.2),
+    ),
     "raft": ("raft", {}, oracles_advantages.raft),
     "rft": ("rft", {"threshold": 0.5}, lambda c, r: oracles_advantages.rft(r, 0.5)),
 }
 CENTRED = ["dr_grpo", "rloo", "gpg", "lite_ppo"]
 
 
-def advantages_of(case: Case, name: str, rewards: list[float] | None = None, **options: float) -> Tensor:
+def advantages_of(
+    case: Case, name: str, rewards: list[float] | None = None, **options: float
+) -> Tensor:
     """What the package makes of outcome rewards; returns must be the same."""
     rewards = case.rewards if rewards is None else rewards
     batch = batch_of(case).replace(rewards=torch.tensor(rewards, dtype=torch.float64))
     token = tensor_of(oracles.token_rewards(case, rewards, 0.0, "k1"))
-    settings = AdvantageConfig(name=name, eps=EPS) if "eps" in ADVANTAGES.about(name).reads else AdvantageConfig(name=name)
+    settings = (
+        AdvantageConfig(name=name, eps=EPS)
+        if "eps" in ADVANTAGES.about(name).reads
+        else AdvantageConfig(name=name)
+    )
     advantages, returns = ADVANTAGES[name](batch, token, settings, **options)
     assert_equal(returns, advantages.tolist(), tolerance=0)
     return advantages
@@ -49,12 +63,16 @@ def advantages_of(case: Case, name: str, rewards: list[float] | None = None, **o
 @pytest.mark.parametrize("method", list(BY_RESPONSE))
 def test_advantages_of_responses(method: str, case: Case, seed: int) -> None:
     name, options, slow = BY_RESPONSE[method]
-    assert_equal(advantages_of(case, name, **options), oracles.on_sampled(case, slow(case, case.rewards)))
+    assert_equal(
+        advantages_of(case, name, **options), oracles.on_sampled(case, slow(case, case.rewards))
+    )
 
 
 @every_case()
 @pytest.mark.parametrize("method", [m for m in BY_RESPONSE if m not in ("raft", "rft")])
-def test_equal_rewards_of_a_group_and_groups_of_one_have_exactly_no_advantage(method: str, case: Case, seed: int) -> None:
+def test_equal_rewards_of_a_group_and_groups_of_one_have_exactly_no_advantage(
+    method: str, case: Case, seed: int
+) -> None:
     name, options, _ = BY_RESPONSE[method]
     assert advantages_of(case, name, [0.1 * p for p in case.prompt_of], **options).eq(0).all()
     case.prompt_of = list(range(len(case)))
@@ -96,12 +114,16 @@ def test_the_second_step_of_gdpo_standardises_over_responses(case: Case, seed: i
 
 @every_case()
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_remax_subtracts_the_reward_of_the_greedy_answer(gamma: float, case: Case, seed: int) -> None:
+def test_remax_subtracts_the_reward_of_the_greedy_answer(
+    gamma: float, case: Case, seed: int
+) -> None:
     (token,) = rows_for(case, seed)
     rng = random.Random(seed)
     greedy = [rng.uniform(-2, 2) for _ in range(len(case))]
     batch = batch_of(case).replace(baselines=torch.tensor(greedy, dtype=torch.float64))
-    found, returns = ADVANTAGES["remax"](batch, tensor_of(token), AdvantageConfig(name="remax", gamma=gamma))
+    found, returns = ADVANTAGES["remax"](
+        batch, tensor_of(token), AdvantageConfig(name="remax", gamma=gamma)
+    )
     assert_equal(found, oracles_advantages.remax(case, token, greedy, gamma))
     assert_equal(returns, oracles.returns(case, token, gamma))
 
@@ -111,7 +133,11 @@ def test_remax_subtracts_the_reward_of_the_greedy_answer(gamma: float, case: Cas
 def test_vapo(alpha: float, gamma: float, case: Case, seed: int) -> None:
     (token,) = rows_for(case, seed)
     found, targets = ADVANTAGES["vapo"](
-        batch_of(case), tensor_of(token), AdvantageConfig(name="vapo", gamma=gamma), alpha=alpha, lam_critic=1.0
+        batch_of(case),
+        tensor_of(token),
+        AdvantageConfig(name="vapo", gamma=gamma),
+        alpha=alpha,
+        lam_critic=1.0,
     )
     slow, goals = oracles_advantages.vapo(case, token, gamma, alpha)
     assert_equal(found, slow)
@@ -120,16 +146,22 @@ def test_vapo(alpha: float, gamma: float, case: Case, seed: int) -> None:
 
 @every_case()
 @pytest.mark.parametrize("lam_critic", [0.0, 0.7, 1.0])
-def test_gae_with_a_trace_of_its_own_for_the_critic(lam_critic: float, case: Case, seed: int) -> None:
+def test_gae_with_a_trace_of_its_own_for_the_critic(
+    lam_critic: float, case: Case, seed: int
+) -> None:
     (token,) = rows_for(case, seed)
     settings = AdvantageConfig(name="gae", gamma=0.9, gae_lambda=0.6)
-    found, targets = ADVANTAGES["gae"](batch_of(case), tensor_of(token), settings, lam_critic=lam_critic)
+    found, targets = ADVANTAGES["gae"](
+        batch_of(case), tensor_of(token), settings, lam_critic=lam_critic
+    )
     assert_equal(found, oracles.gae(case, token, 0.9, 0.6)[0])
     assert_equal(targets, oracles.gae(case, token, 0.9, lam_critic)[1])
 
 
 @every_case()
-def test_reinforce_pp_with_a_baseline_is_the_centred_reward_whitened_over_tokens(case: Case, seed: int) -> None:
+def test_reinforce_pp_with_a_baseline_is_the_centred_reward_whitened_over_tokens(
+    case: Case, seed: int
+) -> None:
     found = WHITENINGS["batch"](advantages_of(case, "group_mean"), batch_of(case), 1e-6)
     assert_equal(found, oracles.reinforce_pp_baseline(case, case.rewards, unbiased=False, eps=1e-6))
 
@@ -180,7 +212,9 @@ def test_the_order_of_responses_is_nothing(method: str, case: Case, seed: int) -
         found, _ = ADVANTAGES[name](batch, _need(batch.loss_weights), settings, **options)
         return batch.replace(advantages=found)
 
-    batch = batch_of(case).replace(loss_weights=tensor_of(oracles.token_rewards(case, case.rewards, 0.0, "k1")))
+    batch = batch_of(case).replace(
+        loss_weights=tensor_of(oracles.token_rewards(case, case.rewards, 0.0, "k1"))
+    )
     before, after = made(batch).select(order), made(batch.select(order))
     assert_equal(_need(after.advantages), _need(before.advantages).tolist(), tolerance=1e-12)
 

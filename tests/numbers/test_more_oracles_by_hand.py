@@ -16,7 +16,17 @@ from tests.numbers import oracles_token_masks as masks
 from tests.numbers.oracles import Case, aggregate_token, flat, on_sampled, unclipped
 from tests.numbers.scalars import Rows, gradients, leaves, mean, number
 from tests.numbers.strategies import cases, cases_with_scores
-from tests.numbers.test_oracles_by_hand import GROUPED, LN2, LN3, REWARDS, case_of, close, rows_close, tokens, two_and_one
+from tests.numbers.test_oracles_by_hand import (
+    GROUPED,
+    LN2,
+    LN3,
+    REWARDS,
+    case_of,
+    close,
+    rows_close,
+    tokens,
+    two_and_one,
+)
 
 # Advantages. GROUPED: group 1 = responses 0, 2, 3 (rewards 1, 2, 6: mean 3, variance 7), group 0 = response 1, group 2 = 4, 5, 6
 
@@ -24,16 +34,26 @@ from tests.numbers.test_oracles_by_hand import GROUPED, LN2, LN3, REWARDS, case_
 def test_pass_at_k_pays_only_the_best_by_its_lead() -> None:
     assert close(advantages.pass_at_k(GROUPED, REWARDS), [0, 0, 0, 4, 0, 0, 0])  # 6 - 2
     assert close(advantages.pass_at_k(GROUPED, REWARDS, eps=1.0)[3], 4 / (math.sqrt(7) + 1))
-    assert advantages.pass_at_k(case_of([[True]] * 3), [1.0, 1.0, 0.0]) == [0.0, 0.0, 0.0]  # a tie for the best
+    assert advantages.pass_at_k(case_of([[True]] * 3), [1.0, 1.0, 0.0]) == [
+        0.0,
+        0.0,
+        0.0,
+    ]  # a tie for the best
 
 
 def test_lite_ppo_divides_by_the_deviation_of_the_whole_batch() -> None:
     # 1, 3 | 5, 7: means 2 and 6; over all four mean 4, squares 9+1+1+9 = 20: biased variance 5, unbiased 20/3
     case = case_of([[True]] * 4, [0, 0, 1, 1])
     s = math.sqrt(5) + 1
-    assert close(advantages.lite_ppo(case, [1.0, 3.0, 5.0, 7.0], False, 1.0), [-1 / s, 1 / s, -1 / s, 1 / s])
-    assert close(advantages.lite_ppo(case, [1.0, 3.0, 5.0, 7.0], True, 0.0)[1], 1 / math.sqrt(20 / 3))
-    assert advantages.lite_ppo(case, [1.0, 1.0, 5.0, 5.0], True, 0.0) == [0.0] * 4  # no signal inside a group
+    assert close(
+        advantages.lite_ppo(case, [1.0, 3.0, 5.0, 7.0], False, 1.0), [-1 / s, 1 / s, -1 / s, 1 / s]
+    )
+    assert close(
+        advantages.lite_ppo(case, [1.0, 3.0, 5.0, 7.0], True, 0.0)[1], 1 / math.sqrt(20 / 3)
+    )
+    assert (
+        advantages.lite_ppo(case, [1.0, 1.0, 5.0, 5.0], True, 0.0) == [0.0] * 4
+    )  # no signal inside a group
 
 
 def test_gdpo_normalises_each_term_then_the_sum() -> None:
@@ -41,7 +61,9 @@ def test_gdpo_normalises_each_term_then_the_sum() -> None:
     # Weights 3 and 1, terms pointing against each other: sum = -2/sqrt 2, 2/sqrt 2 = -sqrt 2, sqrt 2; biased deviation sqrt 2.
     case, terms = case_of([[True]] * 2), [[0.0, 2.0], [100.0, 0.0]]
     assert close(advantages.gdpo(case, terms, [3.0, 1.0], False, 0.0), [-1, 1])
-    assert close(advantages.gdpo(case, terms, [3.0, 1.0], True, 0.0), [-1 / math.sqrt(2), 1 / math.sqrt(2)])  # deviation 2
+    assert close(
+        advantages.gdpo(case, terms, [3.0, 1.0], True, 0.0), [-1 / math.sqrt(2), 1 / math.sqrt(2)]
+    )  # deviation 2
     assert advantages.gdpo(case, terms, [1.0, 1.0], True, 0.0) == [0.0, 0.0]
     assert advantages.gdpo(case, [[0.1, 0.1]], [1.0], True, 0.0) == [0.0, 0.0]
 
@@ -69,7 +91,9 @@ def test_remax_subtracts_the_greedy_answer() -> None:
     assert found == [[-2.0, 0.0, -3.0], []]
 
 
-@pytest.mark.parametrize(("length", "lam"), [(0, 0.0), (1, 0.0), (10, 0.0), (20, 0.0), (40, 0.5), (200, 0.9)])
+@pytest.mark.parametrize(
+    ("length", "lam"), [(0, 0.0), (1, 0.0), (10, 0.0), (20, 0.0), (40, 0.5), (200, 0.9)]
+)
 def test_lambda_grows_with_the_length(length: int, lam: float) -> None:
     assert close(advantages.adaptive_lambda(length, 0.05), lam)
 
@@ -106,7 +130,9 @@ def test_the_released_prime_also_counts_its_own_mean() -> None:
 
 def test_prime_without_another_response_has_no_process_part() -> None:
     assert advantages.prime(case_of([[True]]), [1.0], [[5.0]], 1.0) == [[0.0]]
-    assert advantages.prime_released(case_of([[True], [False]]), [1.0, 0.0], [[5.0], [1.0]], 1.0, 1.0) == [[1.0], [0.0]]
+    assert advantages.prime_released(
+        case_of([[True], [False]]), [1.0, 0.0], [[5.0], [1.0]], 1.0, 1.0
+    ) == [[1.0], [0.0]]
 
 
 def test_distillation_pays_where_the_teacher_is_likelier() -> None:
@@ -125,7 +151,10 @@ def test_vespo_weighs_the_log_prob_by_a_gate_of_the_whole_response() -> None:
     rows = losses.vespo(case, [[1.0, 0.0, 1.0], [-2.0]])
     high, low = 256 * math.exp(-45), math.e / 8
     assert rows_close(rows, [[-high * LN2, 0, -3 * high * LN2], [-2 * low * LN2]])
-    assert rows_close(gradients(rows[0][0] + rows[0][2] + rows[1][0], case.logprobs), [[-high, 0, -high], [2 * low]])
+    assert rows_close(
+        gradients(rows[0][0] + rows[0][2] + rows[1][0], case.logprobs),
+        [[-high, 0, -high], [2 * low]],
+    )
     assert losses.sequence_gate(0.0, 3.0, 2.0) == 1.0
 
 
@@ -139,7 +168,9 @@ def test_dppo_lets_go_of_tokens_whose_probability_moved_with_the_advantage() -> 
     assert rows_close(down, [[4, 2, 0]])
     assert rows_close(gradients(up[0][1] + down[0][0], case.logprobs), [[4, -2, 0]])
     both = losses.dppo(case, [[1.0] * 3], 0.05, 0.2, kl_coef=0.5)
-    assert rows_close(both, [[2 * LN2**2, -2 + LN2**2 / 2, -0.5 + LN2**2 / 2]])  # log ratios 2, 1, -1 times ln 2
+    assert rows_close(
+        both, [[2 * LN2**2, -2 + LN2**2 / 2, -0.5 + LN2**2 / 2]]
+    )  # log ratios 2, 1, -1 times ln 2
 
 
 def test_luspo_sums_over_the_tokens() -> None:
@@ -151,7 +182,9 @@ def test_the_drift_is_k3_of_the_old_policy() -> None:
     # r = 2: 2 - 1 - ln 2; r = 1/2: ln 2 - 1/2; gradients r - 1
     row = leaves([[LN2, -LN2]])[0]
     assert close([number(losses.drift(x, 0.0)) for x in row], [1 - LN2, LN2 - 0.5])
-    assert rows_close(gradients(losses.drift(row[0], 0.0) + losses.drift(row[1], 0.0), [row]), [[1.0, -0.5]])
+    assert rows_close(
+        gradients(losses.drift(row[0], 0.0) + losses.drift(row[1], 0.0), [row]), [[1.0, -0.5]]
+    )
 
 
 def test_the_capped_drift_pulls_back_with_a_bounded_force() -> None:
@@ -196,15 +229,21 @@ def test_ptx_adds_the_language_modelling_loss() -> None:
 
 
 def test_the_nll_of_positive_examples_is_over_their_tokens_alone() -> None:
-    case = case_of([[True, False, True], [True], [True]], logprobs=[[-1.0, -9.0, -2.0], [-7.0], [-3.0]])
+    case = case_of(
+        [[True, False, True], [True], [True]], logprobs=[[-1.0, -9.0, -2.0], [-7.0], [-3.0]]
+    )
     assert close(losses.positive_nll(case, [True, False, True]), 2.0)  # (1 + 2 + 3) / 3
     assert losses.positive_nll(case, [False] * 3) == 0.0
-    assert close(losses.whole_loss(case, [[4.0, 9.0, 0.0], [0.0], [0.0]], [True, False, True], 0.1), 1.2)  # 4/4 + 0.1 * 2
+    assert close(
+        losses.whole_loss(case, [[4.0, 9.0, 0.0], [0.0], [0.0]], [True, False, True], 0.1), 1.2
+    )  # 4/4 + 0.1 * 2
 
 
 def test_an_implicit_prm_is_a_classifier_of_the_outcome() -> None:
     # x = 1/2 (ln 3 + ln 3) = ln 3: sigma = 3/4. Right: -ln 3/4; wrong: -ln 1/4. d/dx = sigma - o, times beta 1/2, over 2 responses
-    case = case_of([[True, False, True], [True], [False]], ref=[[-LN3, 0.0, -LN3], [-2 * LN3], [0.0]]).with_leaves("logprobs")
+    case = case_of(
+        [[True, False, True], [True], [False]], ref=[[-LN3, 0.0, -LN3], [-2 * LN3], [0.0]]
+    ).with_leaves("logprobs")
     found = losses.implicit_prm_loss(case, 0.5, [1.0, 0.0, 1.0])
     assert close(number(found), (math.log(4 / 3) + math.log(4)) / 2)
     assert rows_close(gradients(found, case.logprobs), [[-1 / 16, 0, -1 / 16], [3 / 16], [0]])
@@ -218,17 +257,25 @@ def test_divergences_of_two_distributions() -> None:
     assert close(losses.forward_kl(student, teacher), forward)
     assert close(losses.reverse_kl(student, teacher), reverse)
     # beta 1/2: m = 5/8, 3/8: (3/4 ln 6/5 + 1/4 ln 2/3)/2 + (1/2 ln 4/5 + 1/2 ln 4/3)/2
-    middle = (0.75 * math.log(6 / 5) + 0.25 * math.log(2 / 3)) / 2 + (math.log(4 / 5) + math.log(4 / 3)) / 4
+    middle = (0.75 * math.log(6 / 5) + 0.25 * math.log(2 / 3)) / 2 + (
+        math.log(4 / 5) + math.log(4 / 3)
+    ) / 4
     assert close(losses.jsd(student, teacher, 0.5), middle)
     # beta 1/4: m = 9/16, 7/16, the teacher's part is weighed 1/4: 3/4 ln 4/3 + 1/4 ln 4/7, and ln(8/9)/2 + ln(8/7)/2
-    quarter = (0.75 * math.log(4 / 3) + 0.25 * math.log(4 / 7)) / 4 + 3 * (math.log(8 / 9) + math.log(8 / 7)) / 8
+    quarter = (0.75 * math.log(4 / 3) + 0.25 * math.log(4 / 7)) / 4 + 3 * (
+        math.log(8 / 9) + math.log(8 / 7)
+    ) / 8
     assert close(losses.jsd(student, teacher, 0.25), quarter)
 
 
 def test_the_ends_of_the_jensen_shannon_family() -> None:
     student, teacher = [0.0, 1.0], [LN3, 0.0]
-    assert close(losses.jsd(student, teacher, 0.0), 0) and close(losses.jsd(student, teacher, 1.0), 0)
-    assert losses.jsd(student, teacher, 1e-7) / 1e-7 == pytest.approx(losses.forward_kl(student, teacher), rel=1e-5)
+    assert close(losses.jsd(student, teacher, 0.0), 0) and close(
+        losses.jsd(student, teacher, 1.0), 0
+    )
+    assert losses.jsd(student, teacher, 1e-7) / 1e-7 == pytest.approx(
+        losses.forward_kl(student, teacher), rel=1e-5
+    )
     assert losses.jsd_with_limits(student, teacher, 0.0) == losses.forward_kl(student, teacher)
     assert losses.jsd_with_limits(student, teacher, 1.0) == losses.reverse_kl(student, teacher)
     assert losses.jsd_with_limits(student, teacher, 0.5) == losses.jsd(student, teacher, 0.5)
@@ -236,7 +283,10 @@ def test_the_ends_of_the_jensen_shannon_family() -> None:
 
 def test_a_temperature_flattens_both_sides() -> None:
     # logits 2 ln 3 at temperature 2 are ln 3
-    assert close(losses.forward_kl([0.0, 0.0], [2 * LN3, 0.0], 2.0), losses.forward_kl([0.0, 0.0], [LN3, 0.0]))
+    assert close(
+        losses.forward_kl([0.0, 0.0], [2 * LN3, 0.0], 2.0),
+        losses.forward_kl([0.0, 0.0], [LN3, 0.0]),
+    )
 
 
 # Gates
@@ -255,13 +305,27 @@ def test_the_top_of_the_entropy_of_a_batch() -> None:
     assert masks.top_entropy(FOUR, ENTROPIES, 0.5) == [[False, False, False], [True], [True]]
     assert masks.top_entropy(FOUR, ENTROPIES, 0.2) == [[False, False, False], [False], [True]]
     assert masks.top_entropy(FOUR, ENTROPIES, 1.0) == FOUR.mask
-    assert masks.top_entropy_by_count(FOUR, ENTROPIES, 0.3) == [[False, False, False], [True], [True]]  # ceil(1.2)
-    assert masks.top_entropy(FOUR, [[1.0, 9.0, 1.0], [1.0], [1.0]], 0.2) == FOUR.mask  # all at the threshold
+    assert masks.top_entropy_by_count(FOUR, ENTROPIES, 0.3) == [
+        [False, False, False],
+        [True],
+        [True],
+    ]  # ceil(1.2)
+    assert (
+        masks.top_entropy(FOUR, [[1.0, 9.0, 1.0], [1.0], [1.0]], 0.2) == FOUR.mask
+    )  # all at the threshold
 
 
 def test_the_top_of_the_entropy_of_each_response() -> None:
-    assert masks.top_entropy(FOUR, ENTROPIES, 0.5, "sequence") == [[False, False, True], [True], [True]]
-    assert masks.top_entropy_by_count(FOUR, ENTROPIES, 0.2, "sequence") == [[False, False, True], [True], [True]]
+    assert masks.top_entropy(FOUR, ENTROPIES, 0.5, "sequence") == [
+        [False, False, True],
+        [True],
+        [True],
+    ]
+    assert masks.top_entropy_by_count(FOUR, ENTROPIES, 0.2, "sequence") == [
+        [False, False, True],
+        [True],
+        [True],
+    ]
     assert masks.top_entropy(case_of([[], [False]]), [[], [1.0]], 0.2, "sequence") == [[], [False]]
 
 
@@ -281,7 +345,11 @@ def test_covariances_are_around_the_means_of_the_batch() -> None:
 
 def test_tokens_that_clip_cov_may_choose() -> None:
     # strictly inside (-6, 0): only the third; in (-7, 1) all four, unless the clip holds them: r = e on a negative advantage does not
-    assert masks.clip_cov_eligible(COVARIANCE, PULLS, (-6.0, 0.0), 0.2, 0.2) == [[False, False, False], [True], [False]]
+    assert masks.clip_cov_eligible(COVARIANCE, PULLS, (-6.0, 0.0), 0.2, 0.2) == [
+        [False, False, False],
+        [True],
+        [False],
+    ]
     assert masks.clip_cov_eligible(COVARIANCE, PULLS, (-7.0, 1.0), 0.2, 0.2) == COVARIANCE.mask
     held = case_of([[True, True]], logprobs=[[-1.0, -1.0]], old=[[-2.0, -2.0]])  # r = e
     assert masks.clip_cov_eligible(held, [[1.0, -1.0]], (-1.0, 1.0), 0.2, 0.2) == [[False, True]]
@@ -290,8 +358,16 @@ def test_tokens_that_clip_cov_may_choose() -> None:
 def test_kl_cov_chooses_the_largest_share() -> None:
     assert masks.kl_cov_chosen(COVARIANCE, PULLS, 0.5) == [[True, False, True], [False], [False]]
     assert masks.kl_cov_chosen(COVARIANCE, PULLS, 0.01) == [[True, False, False], [False], [False]]
-    assert masks.kl_cov_chosen(COVARIANCE, PULLS, 0.01, at_least_one=False) == [[False] * 3, [False], [False]]
-    assert (masks.share_of(0, 0.5), masks.share_of(10, 0.25), masks.share_of(10, 0.01, False)) == (0, 2, 0)
+    assert masks.kl_cov_chosen(COVARIANCE, PULLS, 0.01, at_least_one=False) == [
+        [False] * 3,
+        [False],
+        [False],
+    ]
+    assert (masks.share_of(0, 0.5), masks.share_of(10, 0.25), masks.share_of(10, 0.01, False)) == (
+        0,
+        2,
+        0,
+    )
 
 
 def test_m2po_drops_the_fewest_far_tokens() -> None:
@@ -323,21 +399,33 @@ def test_masked_weights_are_dropped_not_bounded() -> None:
 
 
 def test_a_kept_response_keeps_its_token_weights() -> None:
-    assert rows_close(corrections.masked_by_sequence(OFF, "geometric", 0.75, 5.0), [[2, 0, 8], [0], []])
-    assert rows_close(corrections.masked_by_sequence(OFF, "geometric", 0.75, 5.0, cap=3.0), [[2, 0, 3], [0], []])
+    assert rows_close(
+        corrections.masked_by_sequence(OFF, "geometric", 0.75, 5.0), [[2, 0, 8], [0], []]
+    )
+    assert rows_close(
+        corrections.masked_by_sequence(OFF, "geometric", 0.75, 5.0, cap=3.0), [[2, 0, 3], [0], []]
+    )
 
 
 def test_bad_responses_far_from_the_sampler_are_dropped() -> None:
     # mean(behavior - now): 2, 2, 0
-    case = case_of([[True, False, True], [True], [True]], logprobs=[[-1.0, 9.0, -3.0], [-2.0], [0.0]])
+    case = case_of(
+        [[True, False, True], [True], [True]], logprobs=[[-1.0, 9.0, -3.0], [-2.0], [0.0]]
+    )
     found = corrections.off_policy_sequence_mask(case, [-1.0, 1.0, -1.0], 1.5)
     assert found == [[0.0, 0.0, 0.0], [1.0], [1.0]]
-    assert corrections.off_policy_sequence_mask(case, [-1.0, 1.0, -1.0], 2.0) == [[1.0, 0.0, 1.0], [1.0], [1.0]]
+    assert corrections.off_policy_sequence_mask(case, [-1.0, 1.0, -1.0], 2.0) == [
+        [1.0, 0.0, 1.0],
+        [1.0],
+        [1.0],
+    ]
 
 
 def test_decoupled_ppo_clips_around_the_proximal_policy() -> None:
     # pi/prox = 2, 1; prox/behavior = 3, 1/2: 3 * -min(2, 1.3) and 1/2 * -1
-    case = case_of([[True, True]], logprobs=[[LN2 + LN3, 0.0]], old=[[LN3, 0.0]], behavior=[[0.0, LN2]])
+    case = case_of(
+        [[True, True]], logprobs=[[LN2 + LN3, 0.0]], old=[[LN3, 0.0]], behavior=[[0.0, LN2]]
+    )
     case = case.with_leaves("logprobs")
     rows = corrections.decoupled_ppo(case, [[1.0, 1.0]], 0.2, 0.3)
     assert rows_close(rows, [[-3.9, -0.5]])
@@ -346,8 +434,16 @@ def test_decoupled_ppo_clips_around_the_proximal_policy() -> None:
 
 
 def test_the_proximal_policy_lies_between_sampler_and_now() -> None:
-    assert [corrections.version_share(v, 4, 5) for v in (1, 3, 4, 5, 6)] == [0.75, 0.5, 0.0, 0.0, 0.0]
-    case = case_of([[True, False], [True]], logprobs=[[-1.0, 0.0], [-1.0]], behavior=[[-5.0, 0.0], [-5.0]])
+    assert [corrections.version_share(v, 4, 5) for v in (1, 3, 4, 5, 6)] == [
+        0.75,
+        0.5,
+        0.0,
+        0.0,
+        0.0,
+    ]
+    case = case_of(
+        [[True, False], [True]], logprobs=[[-1.0, 0.0], [-1.0]], behavior=[[-5.0, 0.0], [-5.0]]
+    )
     assert corrections.interpolated_proximal(case, [1, 5], 4, 5) == [[-2.0, 0.0], [-5.0]]
 
 
@@ -355,21 +451,29 @@ def test_the_proximal_policy_lies_between_sampler_and_now() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "right", "wrong"), [(0, 2.0, -10.0), (50, 1.5, -5.0), (25, 1.5 + math.sqrt(2) / 4, -5 - 2.5 * math.sqrt(2))]
+    ("length", "right", "wrong"),
+    [(0, 2.0, -10.0), (50, 1.5, -5.0), (25, 1.5 + math.sqrt(2) / 4, -5 - 2.5 * math.sqrt(2))],
 )
 def test_the_cosine_reward_between_its_ends(length: int, right: float, wrong: float) -> None:
-    found = [rewards.cosine_length(length, 100, ok, (2.0, 1.0), (-10.0, 0.0), -11.0) for ok in (True, False)]
+    found = [
+        rewards.cosine_length(length, 100, ok, (2.0, 1.0), (-10.0, 0.0), -11.0)
+        for ok in (True, False)
+    ]
     assert close(found, [right, wrong])
 
 
 def test_the_cosine_reward_of_a_cut_answer() -> None:
     assert rewards.cosine_length(100, 100, True, (2.0, 1.0), (-10.0, 0.0), -11.0) == -11.0
-    assert rewards.cosine_length(99, 100, False, (2.0, 1.0), (-10.0, 0.0), -11.0) == pytest.approx(0.0, abs=3e-3)
+    assert rewards.cosine_length(99, 100, False, (2.0, 1.0), (-10.0, 0.0), -11.0) == pytest.approx(
+        0.0, abs=3e-3
+    )
 
 
 def test_kimi_rewards_the_short_ones_of_a_group() -> None:
     # lengths 1, 2, 3 in one group, 1, 1 in another: lambda 1/2, 0, -1/2
-    case = case_of([[True], [True, True], [True, True, True], [True], [True, False]], [0, 0, 0, 1, 1])
+    case = case_of(
+        [[True], [True, True], [True, True, True], [True], [True, False]], [0, 0, 0, 1, 1]
+    )
     assert close(rewards.kimi_length(case, [True] * 5), [0.5, 0, -0.5, 0, 0])
     assert close(rewards.kimi_length(case, [False] * 5), [0, 0, -0.5, 0, 0])
 
@@ -378,7 +482,9 @@ def test_running_moments_know_no_order() -> None:
     # 1, 2 | 6: mean 3, biased variance 14/3, unbiased 7
     found = rewards.running_normalized([[1.0, 2.0], [6.0]], True, 1.0)
     assert close(found, [3 / (math.sqrt(7) + 1)])
-    assert close(rewards.running_normalized([[6.0, 1.0], [2.0]], False, 0.0), [-1 / math.sqrt(14 / 3)])
+    assert close(
+        rewards.running_normalized([[6.0, 1.0], [2.0]], False, 0.0), [-1 / math.sqrt(14 / 3)]
+    )
     assert close(rewards.running_scaled([[1.0, 2.0], [6.0]], True, 0.0), [6 / math.sqrt(7)])
     assert rewards.running_normalized([[0.1], [0.1, 0.1]], True, 0.0) == [0.0, 0.0]
     assert rewards.running_scaled([[0.5]], True, 0.0) == [0.5]
@@ -387,7 +493,9 @@ def test_running_moments_know_no_order() -> None:
 
 def test_terms_are_normalised_before_they_are_added() -> None:
     # 0, 2 and 0, 200 have the same shape: biased -1, 1 each
-    assert close(rewards.normalized_terms([[[0.0, 2.0]], [[0.0, 200.0]]], [1.0, 3.0], False, 0.0), [-4, 4])
+    assert close(
+        rewards.normalized_terms([[[0.0, 2.0]], [[0.0, 200.0]]], [1.0, 3.0], False, 0.0), [-4, 4]
+    )
 
 
 def test_values_on_a_normalised_scale_come_back() -> None:
@@ -419,7 +527,9 @@ def test_the_entropy_coefficient_works_only_below_its_target() -> None:
 
 @settings(deadline=None)
 @given(cases_with_scores())
-def test_every_loss_of_the_second_circle_has_the_plain_policy_gradient_on_policy(drawn: tuple[Case, list[float]]) -> None:
+def test_every_loss_of_the_second_circle_has_the_plain_policy_gradient_on_policy(
+    drawn: tuple[Case, list[float]],
+) -> None:
     case, scores = drawn
     case.old = case.behavior = case.logprobs
     case = case.with_leaves("logprobs")
@@ -440,7 +550,9 @@ def test_every_loss_of_the_second_circle_has_the_plain_policy_gradient_on_policy
 
 @settings(deadline=None)
 @given(cases_with_scores())
-def test_dppo_without_bounds_is_the_weighted_policy_gradient_of_the_sampler(drawn: tuple[Case, list[float]]) -> None:
+def test_dppo_without_bounds_is_the_weighted_policy_gradient_of_the_sampler(
+    drawn: tuple[Case, list[float]],
+) -> None:
     case, scores = drawn
     case.old = case.behavior
     rows = on_sampled(case, scores)

@@ -32,7 +32,9 @@ from tests.numbers.strategies import batch_of, plain_case
 from tests.numbers.test_any_combination import assert_same, batch_for, mini_batch, through
 
 ALL = [*PRESETS]
-FAULTS = [(value, place) for value, place in zip((math.inf, -math.inf, math.nan), (0, 7, 15), strict=True)]
+FAULTS = [
+    (value, place) for value, place in zip((math.inf, -math.inf, math.nan), (0, 7, 15), strict=True)
+]
 """A log-prob that is not finite, and its token: inside a long response, in a response of one token, and the last one of its response."""
 
 
@@ -40,20 +42,30 @@ def algorithm_of(preset: str, **tree: object) -> AlgorithmConfig:
     return build(RLConfig, {"algorithm": {"preset": preset, **tree}}).algorithm
 
 
-def loss_of(algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, left_out: int | None = None) -> tuple[Tensor, Tensor]:
+def loss_of(
+    algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, left_out: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient of a whole step; without the token ``left_out``, whose share of the denominator stays."""
     mini, objective = mini_batch(algorithm, batch, logprobs, on_policy=False)
     if left_out is not None:
-        mini = without(mini, left_out).replace(token_mask=None, pull=None)  # token masks must not have seen that token
-        mini = with_token_masks(mini, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(0))
+        mini = without(mini, left_out).replace(
+            token_mask=None, pull=None
+        )  # token masks must not have seen that token
+        mini = with_token_masks(
+            mini, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(0)
+        )
     return through(mini, objective, logprobs, [torch.arange(len(mini))])
 
 
 def without(batch: Batch, token: int) -> Batch:
     """``batch`` with ``token`` not sampled and of no weight."""
     there = torch.arange(batch.tokens) == token
-    weights = {k: v for k, v in batch.columns("token").items() if k in ("loss_weights", "positive_weights")}
-    return batch.replace(sampled=batch.mask & ~there, **{k: torch.where(there, 0.0, v) for k, v in weights.items()})
+    weights = {
+        k: v for k, v in batch.columns("token").items() if k in ("loss_weights", "positive_weights")
+    }
+    return batch.replace(
+        sampled=batch.mask & ~there, **{k: torch.where(there, 0.0, v) for k, v in weights.items()}
+    )
 
 
 def reads(algorithm: AlgorithmConfig, column: str) -> bool:
@@ -73,7 +85,9 @@ def faulty(batch: Batch, column: str, value: float, token: int) -> Batch:
 
 @pytest.mark.parametrize("preset", ALL)
 @pytest.mark.parametrize("column", ["old_logprobs", "behavior_logprobs", "ref_logprobs"])
-def test_a_column_that_is_not_finite_at_a_token_gives_the_loss_without_that_token(preset: str, column: str) -> None:
+def test_a_column_that_is_not_finite_at_a_token_gives_the_loss_without_that_token(
+    preset: str, column: str
+) -> None:
     algorithm = algorithm_of(preset)
     batch, logprobs = batch_for(random.Random(1))
     if column == "old_logprobs" and algorithm.old_logprobs == "rollout":
@@ -81,7 +95,9 @@ def test_a_column_that_is_not_finite_at_a_token_gives_the_loss_without_that_toke
     for value, token in FAULTS:
         assert batch.mask[token]
         found = loss_of(algorithm, faulty(batch, column, value, token), logprobs)
-        assert torch.isfinite(found[0]) and torch.isfinite(found[1]).all(), f"{value} at {token}: {found}"
+        assert torch.isfinite(found[0]) and torch.isfinite(found[1]).all(), (
+            f"{value} at {token}: {found}"
+        )
         masked = faulty(batch, "sampled", 0.0, token)
         masked = masked.replace(sampled=masked.sampled.bool())  # type: ignore[union-attr]
         expected = loss_of(algorithm, masked if reads(algorithm, column) else batch, logprobs)
@@ -89,14 +105,22 @@ def test_a_column_that_is_not_finite_at_a_token_gives_the_loss_without_that_toke
 
 
 @pytest.mark.parametrize("preset", ALL)
-def test_a_policy_that_gives_a_token_no_probability_gives_the_loss_without_that_token(preset: str) -> None:
+def test_a_policy_that_gives_a_token_no_probability_gives_the_loss_without_that_token(
+    preset: str,
+) -> None:
     algorithm = algorithm_of(preset)
     batch, logprobs = batch_for(random.Random(2))
     for value, token in FAULTS:
         spoiled = torch.where(torch.arange(batch.tokens) == token, value, logprobs)
         loss, slopes = loss_of(algorithm, batch, spoiled)
-        assert torch.isfinite(loss) and torch.isfinite(slopes).all(), f"{value} at {token}: {loss} {slopes}"
-        assert_same((loss, slopes), loss_of(algorithm, batch, logprobs, left_out=token), f"{value} at {token}")
+        assert torch.isfinite(loss) and torch.isfinite(slopes).all(), (
+            f"{value} at {token}: {loss} {slopes}"
+        )
+        assert_same(
+            (loss, slopes),
+            loss_of(algorithm, batch, logprobs, left_out=token),
+            f"{value} at {token}",
+        )
 
 
 def small_batches() -> Iterator[tuple[str, Batch]]:
@@ -138,18 +162,28 @@ def test_batches_with_nothing_to_compare_have_a_finite_loss(preset: str) -> None
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("preset", ALL)
-def test_a_row_whose_reward_is_not_finite_leaves_its_group_untouched(preset: str, value: float) -> None:
+def test_a_row_whose_reward_is_not_finite_leaves_its_group_untouched(
+    preset: str, value: float
+) -> None:
     algorithm = algorithm_of(preset)
     config = RLConfig(algorithm=algorithm)
     batch, _ = batch_for(random.Random(3))
     assert batch.rewards is not None and batch.prompt_of.tolist().count(2) == 3
     others = torch.tensor([i for i in range(len(batch)) if i != 2])
-    spoiled = batch.replace(rewards=torch.where(torch.arange(len(batch)) == 2, value, batch.rewards))
-    found, kept = with_shaped_rewards(spoiled, config, Controllers.of(algorithm), Requirements.of(config.algorithm))
+    spoiled = batch.replace(
+        rewards=torch.where(torch.arange(len(batch)) == 2, value, batch.rewards)
+    )
+    found, kept = with_shaped_rewards(
+        spoiled, config, Controllers.of(algorithm), Requirements.of(config.algorithm)
+    )
     assert kept.tolist() == others.tolist()
     assert len(found) == len(batch) - 1
-    found = with_advantages(spoiled, config, Controllers.of(algorithm), Requirements.of(config.algorithm))
-    expected = with_advantages(batch.select(others), config, Controllers.of(algorithm), Requirements.of(config.algorithm))
+    found = with_advantages(
+        spoiled, config, Controllers.of(algorithm), Requirements.of(config.algorithm)
+    )
+    expected = with_advantages(
+        batch.select(others), config, Controllers.of(algorithm), Requirements.of(config.algorithm)
+    )
     for name in ("advantages", "returns"):
         column = found.columns("token")[name]
         assert torch.isfinite(column).all()
@@ -164,7 +198,9 @@ def spoil_first(batch: Batch, rewards: Tensor, *, max_new_tokens: int) -> Tensor
 def test_a_shaping_that_returns_nan_loses_its_own_response_alone() -> None:
     algorithm = algorithm_of("grpo", shaping=[f"{__name__}:spoil_first"])
     batch, _ = batch_for(random.Random(3))
-    _, kept = with_shaped_rewards(batch, RLConfig(algorithm=algorithm), Controllers.of(algorithm), Requirements.of(algorithm))
+    _, kept = with_shaped_rewards(
+        batch, RLConfig(algorithm=algorithm), Controllers.of(algorithm), Requirements.of(algorithm)
+    )
     assert kept.tolist() == list(range(1, len(batch)))
 
 
@@ -176,7 +212,11 @@ def test_a_rollout_whose_reward_is_not_finite_counts_as_failed(value: float) -> 
     metrics = rollout_metrics(got).compute()
     assert [r.reward for r in got.groups[0]] == [1.0, 0.0]
     assert group[1].failed == f"the reward is {value}"
-    assert (metrics["rollout/failed_answers"], metrics["rollout/tokens_failed"], metrics["rollout/tokens_trained"]) == (1, 3, 6)
+    assert (
+        metrics["rollout/failed_answers"],
+        metrics["rollout/tokens_failed"],
+        metrics["rollout/tokens_trained"],
+    ) == (1, 3, 6)
     assert metrics["reward/mean"] == 0.5
 
 
@@ -187,7 +227,11 @@ def test_responses_that_shaping_spoiled_move_from_trained_to_failed() -> None:
         got.add_group(group, filter_and_select(group, (), None, 1))
     got.keep([0])
     metrics = rollout_metrics(got).compute()
-    assert (metrics["rollout/tokens_sampled"], metrics["rollout/tokens_trained"], metrics["rollout/tokens_failed"]) == (10, 2, 8)
+    assert (
+        metrics["rollout/tokens_sampled"],
+        metrics["rollout/tokens_trained"],
+        metrics["rollout/tokens_failed"],
+    ) == (10, 2, 8)
     assert metrics["rollout/failed_answers"] == 2
     assert [len(group) for group in got.groups] == [1]
 
@@ -214,7 +258,9 @@ def test_a_masked_vocabulary_has_a_finite_entropy_and_gradient(generic: bool) ->
 
 def test_a_process_model_learns_from_the_tokens_that_are_finite() -> None:
     batch = batch_of(plain_case([[True, True, True], [True]], [0, 0], [1.0, 0.0]))
-    batch = batch.replace(ref_logprobs=torch.tensor([-1.0, -math.inf, -2.0, -1.0], dtype=torch.float64))
+    batch = batch.replace(
+        ref_logprobs=torch.tensor([-1.0, -math.inf, -2.0, -1.0], dtype=torch.float64)
+    )
     logprobs = torch.tensor([-0.5, -0.5, -math.inf, -0.25], dtype=torch.float64, requires_grad=True)
     losses, _ = outcome_losses(logprobs, batch, 0.5, 1.0)
     expected = [math.log1p(math.exp(-0.25)), math.log1p(math.exp(0.375))]
@@ -223,12 +269,16 @@ def test_a_process_model_learns_from_the_tokens_that_are_finite() -> None:
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
-def test_a_target_that_the_model_cannot_give_is_left_out_of_a_supervised_loss_and_counted(value: float) -> None:
+def test_a_target_that_the_model_cannot_give_is_left_out_of_a_supervised_loss_and_counted(
+    value: float,
+) -> None:
     batch = batch_of(plain_case([[True, True, False], [True, True]], [0, 1]))
     batch = batch.replace(loss_weights=batch.mask / batch.mask.sum())
     token = int(batch.mask.nonzero()[1])
     logprobs = torch.linspace(-3, -1, len(batch.mask), dtype=torch.float64)
-    faulty_logprobs = logprobs.masked_fill(torch.arange(len(logprobs)) == token, value).requires_grad_()
+    faulty_logprobs = logprobs.masked_fill(
+        torch.arange(len(logprobs)) == token, value
+    ).requires_grad_()
     loss, mean, lost = mean_nll(faulty_logprobs, batch)
     kept = batch.mask & (torch.arange(len(logprobs)) != token)
     assert loss.item() == pytest.approx(-float(logprobs[kept].sum() / batch.mask.sum()))

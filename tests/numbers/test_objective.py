@@ -46,7 +46,9 @@ def algorithm_of(aggregation: str, kl: tuple[str, str, float], entropy: float) -
 
 def prepared(case: Case, seed: int, algorithm: AlgorithmConfig, **columns: Tensor) -> Batch:
     """The case with one advantage per response, about a third of them 0, and the weights of the global batch."""
-    batch = batch_of(case).replace(advantages=tensor_of(oracles.on_sampled(case, scores_for(case, seed))), **columns)
+    batch = batch_of(case).replace(
+        advantages=tensor_of(oracles.on_sampled(case, scores_for(case, seed))), **columns
+    )
     return with_loss_weights(batch, algorithm, RLConfig().sampling.max_new_tokens)
 
 
@@ -74,7 +76,9 @@ def through(
     return total, found, metrics.compute() if metrics is not None else {}
 
 
-def assert_same(left: tuple[Tensor, Tensor, dict[str, float]], right: tuple[Tensor, Tensor, dict[str, float]]) -> None:
+def assert_same(
+    left: tuple[Tensor, Tensor, dict[str, float]], right: tuple[Tensor, Tensor, dict[str, float]]
+) -> None:
     assert left[0].item() == pytest.approx(right[0].item(), rel=1e-10, abs=1e-10)
     assert_equal(left[1], right[1].tolist(), tolerance=1e-10)
     assert left[2] == pytest.approx(right[2], rel=1e-10, abs=1e-10)
@@ -86,7 +90,12 @@ def assert_same(left: tuple[Tensor, Tensor, dict[str, float]], right: tuple[Tens
 @settings(deadline=None, max_examples=15)
 @given(case=cases(max_gap=5.0), seed=SEEDS, data=st.data())
 def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
-    aggregation: str, kl: tuple[str, str, float], entropy: float, case: Case, seed: int, data: st.DataObject
+    aggregation: str,
+    kl: tuple[str, str, float],
+    entropy: float,
+    case: Case,
+    seed: int,
+    data: st.DataObject,
 ) -> None:
     algorithm = algorithm_of(aggregation, kl, entropy)
     objective = Objective(algorithm, Requirements.of(algorithm), kl[2], algorithm.entropy.coef)
@@ -97,9 +106,15 @@ def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
 
     order = torch.tensor(data.draw(st.permutations(range(len(batch)))))
     places = rows_of(batch.lengths, order)
-    shuffled = with_loss_weights(batch.select(order).replace(loss_weights=None), algorithm, RLConfig().sampling.max_new_tokens)
+    shuffled = with_loss_weights(
+        batch.select(order).replace(loss_weights=None),
+        algorithm,
+        RLConfig().sampling.max_new_tokens,
+    )
     moved = through(shuffled, [torch.arange(len(batch))], logprobs[places], objective)
-    assert_same((moved[0], torch.zeros_like(moved[1]).index_copy(0, places, moved[1]), moved[2]), whole)
+    assert_same(
+        (moved[0], torch.zeros_like(moved[1]).index_copy(0, places, moved[1]), moved[2]), whole
+    )
 
 
 @pytest.mark.parametrize("layout", ["prefix_shared", "packed", "padded"])
@@ -107,7 +122,9 @@ def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
 @settings(deadline=None, max_examples=15)
 @given(case=cases(max_gap=5.0), seed=SEEDS, budget=st.integers(1, 30))
 @example(case=corner_cases()[3], seed=1, budget=2)
-def test_the_micro_batches_of_any_budget_give_the_same(aggregation: str, layout: str, case: Case, seed: int, budget: int) -> None:
+def test_the_micro_batches_of_any_budget_give_the_same(
+    aggregation: str, layout: str, case: Case, seed: int, budget: int
+) -> None:
     algorithm = algorithm_of(aggregation, KL_PLACES[2], 0.01)
     objective = Objective(algorithm, Requirements.of(algorithm), 0.5, algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
@@ -132,7 +149,9 @@ def test_rows_that_are_left_out_change_neither_loss_nor_gradient(
     assert_equal(kept, found.tolist(), tolerance=1e-10)
     everything = bool(entropy) or kl[0] == "loss"
     scores = scores_for(case, seed)
-    assert active.tolist() == [i for i in range(len(case)) if case.sampled(i) and (everything or scores[i] != 0)]
+    assert active.tolist() == [
+        i for i in range(len(case)) if case.sampled(i) and (everything or scores[i] != 0)
+    ]
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
@@ -152,9 +171,13 @@ def test_the_objective_is_aggregated_surrogate_plus_kl(
     slow = case.with_leaves("logprobs")
     limit = RLConfig(algorithm=algorithm).sampling.max_new_tokens
     advantages = oracles.on_sampled(case, scores_for(case, seed))
-    expected = oracles.aggregate(slow, oracles.ppo(slow, advantages, 0.2, 0.28, 3.0), aggregation, limit)
+    expected = oracles.aggregate(
+        slow, oracles.ppo(slow, advantages, 0.2, 0.28, 3.0), aggregation, limit
+    )
     if kl[0] == "loss":
-        expected = expected + kl[2] * oracles.aggregate(slow, oracles.kl_rows(slow, kl[1]), aggregation, limit)
+        expected = expected + kl[2] * oracles.aggregate(
+            slow, oracles.kl_rows(slow, kl[1]), aggregation, limit
+        )
     assert loss.item() == pytest.approx(number(expected), rel=1e-9, abs=1e-9)
     assert_equal(found, gradients(expected, slow.logprobs))
 
@@ -162,24 +185,42 @@ def test_the_objective_is_aggregated_surrogate_plus_kl(
 @pytest.mark.parametrize("coef", [0.01, -0.2])
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @every_case(examples=15, max_gap=5.0)
-def test_entropy_is_taken_off_the_loss(aggregation: str, coef: float, case: Case, seed: int) -> None:
+def test_entropy_is_taken_off_the_loss(
+    aggregation: str, coef: float, case: Case, seed: int
+) -> None:
     """A positive coefficient rewards entropy: gradient descent raises it."""
     plain, rewarded = (algorithm_of(aggregation, KL_PLACES[0], c) for c in (0.0, coef))
     batch, logprobs = prepared(case, seed, plain), tensor_of(case.logprobs)
     everything = [torch.arange(len(batch))]
-    without = through(batch, everything, logprobs, Objective(plain, Requirements.of(plain), 0.0, plain.entropy.coef))
-    found = through(batch, everything, logprobs, Objective(rewarded, Requirements.of(rewarded), 0.0, rewarded.entropy.coef))
+    without = through(
+        batch,
+        everything,
+        logprobs,
+        Objective(plain, Requirements.of(plain), 0.0, plain.entropy.coef),
+    )
+    found = through(
+        batch,
+        everything,
+        logprobs,
+        Objective(rewarded, Requirements.of(rewarded), 0.0, rewarded.entropy.coef),
+    )
     slow = case.with_leaves("logprobs")
     limit = RLConfig().sampling.max_new_tokens
-    term = oracles.aggregate(slow, [[(x * 0.3).sin() + 2 for x in row] for row in slow.logprobs], aggregation, limit)
-    assert found[0].item() - without[0].item() == pytest.approx(-coef * number(term), rel=1e-9, abs=1e-9)
+    term = oracles.aggregate(
+        slow, [[(x * 0.3).sin() + 2 for x in row] for row in slow.logprobs], aggregation, limit
+    )
+    assert found[0].item() - without[0].item() == pytest.approx(
+        -coef * number(term), rel=1e-9, abs=1e-9
+    )
     expected = [-coef * g for row in gradients(term, slow.logprobs) for g in row]
     assert_equal(found[1] - without[1], expected)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e30])
 @every_case(examples=25, max_gap=5.0)
-def test_whatever_stands_at_tokens_that_were_not_sampled_changes_nothing(garbage: float, case: Case, seed: int) -> None:
+def test_whatever_stands_at_tokens_that_were_not_sampled_changes_nothing(
+    garbage: float, case: Case, seed: int
+) -> None:
     algorithm = algorithm_of("sequence", ("loss", "k3", 0.5), 0.0)
     objective = Objective(algorithm, Requirements.of(algorithm), 0.5, algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
@@ -191,12 +232,16 @@ def test_whatever_stands_at_tokens_that_were_not_sampled_changes_nothing(garbage
         if name in ("old_logprobs", "ref_logprobs", "advantages")
     }
     assert_same(through(batch.replace(**spoil), everything, logprobs, objective), clean)
-    spoiled = through(batch.replace(**spoil), everything, logprobs.masked_fill(~batch.mask, garbage), objective)
+    spoiled = through(
+        batch.replace(**spoil), everything, logprobs.masked_fill(~batch.mask, garbage), objective
+    )
     assert_same(spoiled, clean)
 
 
 @every_case(examples=40, max_gap=5.0)
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_the_policy_gradient(case: Case, seed: int) -> None:
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_the_policy_gradient(
+    case: Case, seed: int
+) -> None:
     algorithm = algorithm_of("token", KL_PLACES[0], 0.0)
     batch = prepared(case, seed, algorithm).replace(old_logprobs=None)
     _, found, metrics = through(
@@ -218,19 +263,37 @@ def test_a_policy_that_is_its_reference_has_no_kl_loss(case: Case, seed: int) ->
     case.ref = case.logprobs
     batch = prepared(case, seed, algorithm)
     everything, logprobs = [torch.arange(len(batch))], tensor_of(case.logprobs)
-    with_kl = through(batch, everything, logprobs, Objective(algorithm, Requirements.of(algorithm), 0.5, algorithm.entropy.coef))
+    with_kl = through(
+        batch,
+        everything,
+        logprobs,
+        Objective(algorithm, Requirements.of(algorithm), 0.5, algorithm.entropy.coef),
+    )
     assert_same(
         with_kl,
-        through(batch, everything, logprobs, Objective(algorithm, Requirements.of(algorithm), 0.0, algorithm.entropy.coef)),
+        through(
+            batch,
+            everything,
+            logprobs,
+            Objective(algorithm, Requirements.of(algorithm), 0.0, algorithm.entropy.coef),
+        ),
     )
 
 
 @every_case(examples=25, max_gap=3.0)
 def test_gae_returns_are_made_before_whitening(case: Case, seed: int) -> None:
     config = RLConfig.model_validate(
-        {"algorithm": {"preset": "ppo", "advantage": {"gae_lambda": 0.9, "gamma": 0.97}, "kl": {"coef": 0.05}}}
+        {
+            "algorithm": {
+                "preset": "ppo",
+                "advantage": {"gae_lambda": 0.9, "gamma": 0.97},
+                "kl": {"coef": 0.05},
+            }
+        }
     )
-    found = with_advantages(batch_of(case), config, Controllers.of(config.algorithm), Requirements.of(config.algorithm))
+    found = with_advantages(
+        batch_of(case), config, Controllers.of(config.algorithm), Requirements.of(config.algorithm)
+    )
     token = oracles.token_rewards(case, case.rewards, 0.05, "k1")
     advantages, returns = oracles.gae(case, token, 0.97, 0.9)
     whitened = oracles.whiten(case, advantages, unbiased=False, eps=config.algorithm.advantage.eps)
@@ -244,6 +307,13 @@ def test_whitening_of_a_batch_in_any_order_is_the_same() -> None:
     case = corner_cases()[3]
     batch = batch_of(case)
     order = torch.tensor(random.Random(0).sample(range(len(batch)), len(batch)))
-    before = with_advantages(batch, config, Controllers.of(config.algorithm), Requirements.of(config.algorithm)).select(order)
-    after = with_advantages(batch.select(order), config, Controllers.of(config.algorithm), Requirements.of(config.algorithm))
+    before = with_advantages(
+        batch, config, Controllers.of(config.algorithm), Requirements.of(config.algorithm)
+    ).select(order)
+    after = with_advantages(
+        batch.select(order),
+        config,
+        Controllers.of(config.algorithm),
+        Requirements.of(config.algorithm),
+    )
     assert after.advantages.tolist() == before.advantages.tolist()  # type: ignore[union-attr]

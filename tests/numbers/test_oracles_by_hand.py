@@ -21,8 +21,17 @@ LN2, LN3 = math.log(2), math.log(3)
 def case_of(mask: list[list[bool]], prompt_of: list[int] | None = None, **columns: Any) -> Case:
     zeros: Rows = [[0.0] * len(row) for row in mask]
     plain: dict[str, Any] = dict.fromkeys(("logprobs", "old", "behavior", "ref", "values"), zeros)
-    plain |= {"rewards": [0.0] * len(mask), "truncated": [False] * len(mask), "final_values": [0.0] * len(mask)}
-    return Case(lengths=[len(r) for r in mask], prompt_of=prompt_of or [0] * len(mask), mask=mask, **{**plain, **columns})
+    plain |= {
+        "rewards": [0.0] * len(mask),
+        "truncated": [False] * len(mask),
+        "final_values": [0.0] * len(mask),
+    }
+    return Case(
+        lengths=[len(r) for r in mask],
+        prompt_of=prompt_of or [0] * len(mask),
+        mask=mask,
+        **{**plain, **columns},
+    )
 
 
 def close(left: object, right: object) -> bool:
@@ -31,23 +40,34 @@ def close(left: object, right: object) -> bool:
 
 def tokens(ratios: list[float]) -> Case:
     """One response whose old probability is 1/8 and whose ratios are given."""
-    return case_of([[True] * len(ratios)], logprobs=[[math.log(r / 8) for r in ratios]], old=[[math.log(1 / 8)] * len(ratios)])
+    return case_of(
+        [[True] * len(ratios)],
+        logprobs=[[math.log(r / 8) for r in ratios]],
+        old=[[math.log(1 / 8)] * len(ratios)],
+    )
 
 
 def rows_close(left: Rows, right: Rows) -> bool:
-    return [len(r) for r in left] == [len(r) for r in right] and close(oracles.flat(left), oracles.flat(right))
+    return [len(r) for r in left] == [len(r) for r in right] and close(
+        oracles.flat(left), oracles.flat(right)
+    )
 
 
 # Groups: group 1 = rewards 1, 2, 6 (responses 0, 2, 3), mean 3, deviations -2, -1, 3, variance (4+1+9)/2 = 7.
 # Group 0 = reward 5 alone. Group 2 = 0.1, 0.1, 0.1.
-GROUPED = case_of([[True], [True], [True, True], [True, True, True], [True], [True], [True]], [1, 0, 1, 1, 2, 2, 2])
+GROUPED = case_of(
+    [[True], [True], [True, True], [True, True, True], [True], [True], [True]],
+    [1, 0, 1, 1, 2, 2, 2],
+)
 REWARDS = [1.0, 5.0, 2.0, 6.0, 0.1, 0.1, 0.1]
 
 
 def test_grpo_divides_by_the_unbiased_deviation_plus_eps() -> None:
     s = math.sqrt(7) + 0.5
     assert close(oracles.grpo(GROUPED, REWARDS, eps=0.5), [-2 / s, 0, -1 / s, 3 / s, 0, 0, 0])
-    assert close(oracles.grpo(GROUPED, REWARDS, eps=0.0)[0], -0.7559289460184544)  # -2 / 2.6457513110645906
+    assert close(
+        oracles.grpo(GROUPED, REWARDS, eps=0.0)[0], -0.7559289460184544
+    )  # -2 / 2.6457513110645906
 
 
 def test_equal_rewards_and_groups_of_one_have_exactly_no_advantage() -> None:
@@ -80,7 +100,9 @@ def test_maxrl_divides_by_the_mean() -> None:
     # rewards 1, 0, 0, 1: mean 1/2, (1 - 1/2)/(1/2) = 1
     four = case_of([[True]] * 4)
     assert close(oracles.maxrl(four, [1.0, 0.0, 0.0, 1.0], eps=0.0), [1, -1, -1, 1])
-    assert close(oracles.maxrl(four, [1.0, 0.0, 0.0, 0.0], eps=0.25), [1.5, -0.5, -0.5, -0.5])  # mean 1/4, over 1/2
+    assert close(
+        oracles.maxrl(four, [1.0, 0.0, 0.0, 0.0], eps=0.25), [1.5, -0.5, -0.5, -0.5]
+    )  # mean 1/4, over 1/2
     assert oracles.maxrl(four, [0.0] * 4, eps=0.0) == [0.0] * 4
 
 
@@ -108,7 +130,9 @@ def test_gae_of_a_finished_answer() -> None:
 
 def test_gae_of_a_cut_answer_goes_on_from_its_final_value() -> None:
     # the last delta = 1 + 4/2 - 3 = 0, so A = 0; -1/2; 0 - 1/8.
-    case = case_of(HOLES, values=GAE_VALUES, final_values=[4.0, 4.0, 4.0], truncated=[True, True, True])
+    case = case_of(
+        HOLES, values=GAE_VALUES, final_values=[4.0, 4.0, 4.0], truncated=[True, True, True]
+    )
     advantages, targets = oracles.gae(case, GAE_REWARDS, gamma=0.5, lam=0.5)
     assert advantages == [[-0.125, 0.0, -0.5, 0.0, 0.0], [], [0.0, 0.0]]
     assert targets == [[0.875, 0.0, 1.5, 3.0, 0.0], [], [0.0, 0.0]]
@@ -118,13 +142,23 @@ def test_whitening_is_over_all_sampled_tokens() -> None:
     # sampled 1, 2, 3, 6: mean 3, squares 4+1+0+9 = 14; biased variance 3.5, unbiased 14/3.
     case, rows = case_of([[True, False, True], [True, True]]), [[1.0, 99.0, 2.0], [3.0, 6.0]]
     biased, unbiased = math.sqrt(3.5), math.sqrt(14 / 3)
-    assert rows_close(oracles.whiten(case, rows, False, 0.0), [[-2 / biased, 0, -1 / biased], [0, 3 / biased]])
     assert rows_close(
-        oracles.whiten(case, rows, True, 1.0), [[-2 / (unbiased + 1), 0, -1 / (unbiased + 1)], [0, 3 / (unbiased + 1)]]
+        oracles.whiten(case, rows, False, 0.0), [[-2 / biased, 0, -1 / biased], [0, 3 / biased]]
     )
-    assert rows_close(oracles.whiten(case, rows, False, 0.5, "var+eps"), [[-1, 0, -0.5], [0, 1.5]])  # sqrt(4) = 2
-    assert rows_close(oracles.whiten(case, rows, False, 9.0, "var>=eps"), [[-2 / 3, 0, -1 / 3], [0, 1]])  # sqrt(9) = 3
-    assert oracles.whiten(case, [[0.1, 0.1, 0.1], [0.1, 0.1]], True, 1e-8) == [[0.0, 0.0, 0.0], [0.0, 0.0]]
+    assert rows_close(
+        oracles.whiten(case, rows, True, 1.0),
+        [[-2 / (unbiased + 1), 0, -1 / (unbiased + 1)], [0, 3 / (unbiased + 1)]],
+    )
+    assert rows_close(
+        oracles.whiten(case, rows, False, 0.5, "var+eps"), [[-1, 0, -0.5], [0, 1.5]]
+    )  # sqrt(4) = 2
+    assert rows_close(
+        oracles.whiten(case, rows, False, 9.0, "var>=eps"), [[-2 / 3, 0, -1 / 3], [0, 1]]
+    )  # sqrt(9) = 3
+    assert oracles.whiten(case, [[0.1, 0.1, 0.1], [0.1, 0.1]], True, 1e-8) == [
+        [0.0, 0.0, 0.0],
+        [0.0, 0.0],
+    ]
     assert oracles.whiten(case_of([[True, False]]), [[5.0, 1.0]], True, 0.0) == [[0.0, 0.0]]
 
 
@@ -148,11 +182,18 @@ def test_kl_estimators() -> None:
     assert close(oracles.kl_estimate(-LN2, -2 * LN2, "k1"), 0.6931471805599453)
     assert close(oracles.kl_estimate(-LN2, -2 * LN2, "k2"), 0.2402265069591007)
     assert close(oracles.kl_estimate(-LN2, -2 * LN2, "k3"), 0.1931471805599453)
-    assert close(oracles.weighted_kl_estimate(-LN2, -LN2 - LN3, -2 * LN2, "k3"), 3 * 0.1931471805599453)
+    assert close(
+        oracles.weighted_kl_estimate(-LN2, -LN2 - LN3, -2 * LN2, "k3"), 3 * 0.1931471805599453
+    )
 
 
 def test_kl_rows_skip_what_was_not_sampled() -> None:
-    case = case_of([[True, False], []], logprobs=[[-1.0, -1.0], []], old=[[-1.0 - LN2, 0.0], []], ref=[[-3.0, -3.0], []])
+    case = case_of(
+        [[True, False], []],
+        logprobs=[[-1.0, -1.0], []],
+        old=[[-1.0 - LN2, 0.0], []],
+        ref=[[-3.0, -3.0], []],
+    )
     assert rows_close(oracles.kl_rows(case, "k1"), [[2, 0], []])
     assert rows_close(oracles.kl_rows(case, "k2", weighted=True), [[4, 0], []])  # 2 * 2^2/2
 
@@ -162,11 +203,15 @@ def test_the_outcome_lands_on_the_last_sampled_token() -> None:
     case = case_of(HOLES, old=[[-1.0] * 5, [], [-1.0] * 2], ref=[[-3.0] * 5, [], [-3.0] * 2])
     found = oracles.token_rewards(case, [7.0, 8.0, 9.0], kl_coef=0.25, kind="k1")
     assert found == [[-0.5, 0.0, -0.5, 6.5, 0.0], [], [0.0, 0.0]]
-    clipped = oracles.token_rewards(case, [7.0, 8.0, 9.0], kl_coef=0.25, kind="k1", reward_clip=(-5.0, 5.0))
+    clipped = oracles.token_rewards(
+        case, [7.0, 8.0, 9.0], kl_coef=0.25, kind="k1", reward_clip=(-5.0, 5.0)
+    )
     assert clipped == [[-0.5, 0.0, -0.5, 4.5, 0.0], [], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (60, 0.0), (70, -0.25), (90, -0.75), (100, -1.0), (101, -1.0)])
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(0, 0.0), (60, 0.0), (70, -0.25), (90, -0.75), (100, -1.0), (101, -1.0)]
+)
 def test_the_overlong_penalty_falls_over_the_buffer(length: int, penalty: float) -> None:
     # L_max 100, buffer 40: from 60 on (60 - l) / 40
     assert oracles.overlong_penalty(length, 100, 40) == penalty
@@ -191,8 +236,12 @@ def test_ppo_in_every_quadrant() -> None:
 def test_ppo_has_no_gradient_where_it_is_clipped() -> None:
     # d(-rA)/d logprob = -rA: A=2: -1, -2, none at ratio 2; A=-2: none at ratio 1/2, 2, 4
     case = tokens([0.5, 1.0, 2.0]).with_leaves("logprobs")
-    assert rows_close(gradients(sum(oracles.ppo(case, [[2.0] * 3], 0.2, 0.3)[0]), case.logprobs), [[-1, -2, 0]])
-    assert rows_close(gradients(sum(oracles.ppo(case, [[-2.0] * 3], 0.2, 0.3)[0]), case.logprobs), [[0, 2, 4]])
+    assert rows_close(
+        gradients(sum(oracles.ppo(case, [[2.0] * 3], 0.2, 0.3)[0]), case.logprobs), [[-1, -2, 0]]
+    )
+    assert rows_close(
+        gradients(sum(oracles.ppo(case, [[-2.0] * 3], 0.2, 0.3)[0]), case.logprobs), [[0, 2, 4]]
+    )
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
@@ -214,7 +263,9 @@ def test_a_ratio_cap_bounds_both_sides() -> None:
 def test_unclipped_and_reinforce() -> None:
     case = tokens([0.5, 2.0])  # log-probs ln 1/16, ln 1/4
     assert rows_close(oracles.unclipped(case, [[2.0, -3.0]]), [[-1, 6]])
-    assert rows_close(oracles.reinforce(case, [[2.0, -3.0]]), [[8 * LN2, -6 * LN2]])  # -2 * -4 ln 2; 3 * -2 ln 2
+    assert rows_close(
+        oracles.reinforce(case, [[2.0, -3.0]]), [[8 * LN2, -6 * LN2]]
+    )  # -2 * -4 ln 2; 3 * -2 ln 2
 
 
 def test_cispo_weighs_the_log_prob_by_a_bounded_ratio() -> None:
@@ -246,9 +297,14 @@ def test_cpgd_on_log_probs_differs_by_a_constant() -> None:
     # -A log pi_old = -2 * -3 ln 2 = 6 ln 2 more, the same gradient
     case = tokens([0.5, 1.0, 2.0]).with_leaves("logprobs")
     for a in (2.0, -2.0):
-        ours, theirs = oracles.cpgd(case, [[a] * 3], 0.2, 0.3), oracles.cpgd_of_logprobs(case, [[a] * 3], 0.2, 0.3)
+        ours, theirs = (
+            oracles.cpgd(case, [[a] * 3], 0.2, 0.3),
+            oracles.cpgd_of_logprobs(case, [[a] * 3], 0.2, 0.3),
+        )
         assert rows_close(theirs, [[x + 3 * a * LN2 for x in ours[0]]])
-        assert rows_close(gradients(sum(ours[0]), case.logprobs), gradients(sum(theirs[0]), case.logprobs))
+        assert rows_close(
+            gradients(sum(ours[0]), case.logprobs), gradients(sum(theirs[0]), case.logprobs)
+        )
 
 
 def test_sapo_gates_softly() -> None:
@@ -281,7 +337,9 @@ def test_gspo_by_token_has_the_value_and_gradient_of_gspo() -> None:
     case = two_and_one(masked=True).with_leaves("logprobs")
     by_token = oracles.gspo_token(case, oracles.on_sampled(case, [1.0, -1.0]), 0.9, 9.0)
     assert rows_close(by_token, [[-4, 0, -4], [0.5]])
-    assert rows_close(gradients(oracles.aggregate_sequence(case, by_token), case.logprobs), [[-1, 0, -1], [0.25]])
+    assert rows_close(
+        gradients(oracles.aggregate_sequence(case, by_token), case.logprobs), [[-1, 0, -1], [0.25]]
+    )
 
 
 def test_gmpo_clips_each_log_ratio_before_the_mean() -> None:
@@ -305,13 +363,17 @@ def test_gmpo_bounds_only_the_side_that_the_advantage_pushes_to() -> None:
 def test_the_value_loss_takes_the_worse_of_both() -> None:
     # V_old 0, eps 1/2, targets 1, 1, 1, 1, -2, -2: V = 2 -> 1/2: max(1, 1/4)/2; V = -2 -> -1/2: max(9, 9/4)/2;
     # V = 1 -> 1/2: max(0, 1/4)/2; V = 1/4 stays: (3/4)^2/2; V = -2 -> -1/2: max(0, 9/4)/2; V = -1/4 stays: (7/4)^2/2
-    case = case_of([[True] * 6 + [False]], values=[[2.0, -2.0, 1.0, 0.25, -2.0, -0.25, 9.0]]).with_leaves("values")
+    case = case_of(
+        [[True] * 6 + [False]], values=[[2.0, -2.0, 1.0, 0.25, -2.0, -0.25, 9.0]]
+    ).with_leaves("values")
     old, targets = [[0.0] * 7], [[1.0] * 4 + [-2.0] * 3]
     rows = oracles.value_loss(case, old, targets, 0.5)
     assert rows_close(rows, [[0.5, 4.5, 0.125, 0.28125, 1.125, 1.53125, 0]])
     # V - target, none where clipped
     assert rows_close(gradients(sum(rows[0]), case.values), [[1, -3, 0, -0.75, 0, 1.75, 0]])
-    assert rows_close(oracles.value_loss(case, old, targets, None), [[0.5, 4.5, 0, 0.28125, 0, 1.53125, 0]])
+    assert rows_close(
+        oracles.value_loss(case, old, targets, None), [[0.5, 4.5, 0, 0.28125, 0, 1.53125, 0]]
+    )
 
 
 # Losses 1, 3 | 8 | - | 5 (masked) | 2 in prompts 0, 1, 0, 2, 0
@@ -358,7 +420,9 @@ def test_kl_gradients_by_enumeration(rows: list[tuple[float, float, float]]) -> 
 
     def off_policy() -> list[float]:
         return dist.enumerated_gradient(
-            logits, lambda y, lp: oracles.weighted_kl_estimate(lp, sampler[y], ref[y], "k3"), dist.softmax(sampler_logits)
+            logits,
+            lambda y, lp: oracles.weighted_kl_estimate(lp, sampler[y], ref[y], "k3"),
+            dist.softmax(sampler_logits),
         )
 
     found = {
@@ -366,11 +430,15 @@ def test_kl_gradients_by_enumeration(rows: list[tuple[float, float, float]]) -> 
         "k2_in_loss": in_loss("k2"),
         "k3_in_loss": in_loss("k3"),
         # the reward -k1 as the advantage of REINFORCE: the loss is k1 log pi
-        "k1_in_reward": dist.enumerated_gradient(logits, lambda y, lp: float(lp.detach() - ref[y]) * lp),
+        "k1_in_reward": dist.enumerated_gradient(
+            logits, lambda y, lp: float(lp.detach() - ref[y]) * lp
+        ),
         "weighted_k3_in_loss": off_policy(),
     }
     for name, gradient in found.items():
-        assert gradient == pytest.approx(dist.EXPECTED_KL_GRADIENT[name](logits, ref_logits), abs=1e-10), name
+        assert gradient == pytest.approx(
+            dist.EXPECTED_KL_GRADIENT[name](logits, ref_logits), abs=1e-10
+        ), name
 
 
 def test_log_softmax_with_temperature_and_cap() -> None:
@@ -381,7 +449,9 @@ def test_log_softmax_with_temperature_and_cap() -> None:
     # cap c: c tanh(x/c) with x/c = ln 3: tanh = (9-1)/(9+1) = 0.8; c = ln 3 / 0.8 gives back ln 3
     cap = LN3 / 0.8
     assert close(dist.softmax([0.0, cap * LN3], softcap=cap), [0.25, 0.75])
-    assert close(dist.softmax([0.0, cap * LN3], temperature=0.5, softcap=cap), [0.1, 0.9])  # the cap comes before the temperature
+    assert close(
+        dist.softmax([0.0, cap * LN3], temperature=0.5, softcap=cap), [0.1, 0.9]
+    )  # the cap comes before the temperature
 
 
 def test_entropy_in_nats() -> None:
@@ -402,10 +472,16 @@ FIVE = [math.log(p) for p in (0.1, 0.4, 0.2, 0.05, 0.25)]
         ({"top_p": 0.6}, [0, 8 / 13, 0, 0, 5 / 13]),  # .4 + .25 is the first sum >= .6
         ({"top_p": 0.3}, [0, 1, 0, 0, 0]),
         ({"min_p": 0.3}, [0, 8 / 17, 4 / 17, 0, 5 / 17]),  # at least .12
-        ({"top_k": 3, "top_p": 0.7}, [0, 8 / 13, 0, 0, 5 / 13]),  # .4/.85 + .25/.85 = .7647 (of all: .65 would not do)
+        (
+            {"top_k": 3, "top_p": 0.7},
+            [0, 8 / 13, 0, 0, 5 / 13],
+        ),  # .4/.85 + .25/.85 = .7647 (of all: .65 would not do)
         ({"top_p": 0.7}, [0, 8 / 17, 4 / 17, 0, 5 / 17]),
         ({"temperature": 0.5, "top_k": 2}, [0, 64 / 89, 0, 0, 25 / 89]),  # .16, .0625
-        ({"temperature": 0.5, "min_p": 0.3}, [0, 64 / 89, 0, 0, 25 / 89]),  # .04/.16 = .25 falls, .0625/.16 = .39 stays
+        (
+            {"temperature": 0.5, "min_p": 0.3},
+            [0, 64 / 89, 0, 0, 25 / 89],
+        ),  # .04/.16 = .25 falls, .0625/.16 = .39 stays
         ({"temperature": 0.0, "top_p": 0.1}, [0, 1, 0, 0, 0]),
         ({"top_k": 9}, [0.1, 0.4, 0.2, 0.05, 0.25]),
     ],
@@ -421,13 +497,27 @@ def test_equal_probabilities_are_taken_in_order() -> None:
 
 
 def test_the_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones_once() -> None:
-    assert dist.penalize_repetition([2.0, -2.0, 4.0, -4.0], [0, 1, 0], 2.0) == [1.0, -4.0, 4.0, -4.0]
+    assert dist.penalize_repetition([2.0, -2.0, 4.0, -4.0], [0, 1, 0], 2.0) == [
+        1.0,
+        -4.0,
+        4.0,
+        -4.0,
+    ]
     # it comes before the temperature: (2/2) * 2 = 2 and 1 * 2 = 2 are equal
-    assert close(dist.sampling_distribution([2.0, 1.0], [0], repetition_penalty=2.0, temperature=0.5), [0.5, 0.5])
-    assert dist.sampling_distribution([3.0, 2.0], [0], repetition_penalty=2.0, temperature=0.0) == [0.0, 1.0]
+    assert close(
+        dist.sampling_distribution([2.0, 1.0], [0], repetition_penalty=2.0, temperature=0.5),
+        [0.5, 0.5],
+    )
+    assert dist.sampling_distribution([3.0, 2.0], [0], repetition_penalty=2.0, temperature=0.0) == [
+        0.0,
+        1.0,
+    ]
 
 
-@pytest.mark.parametrize(("warmup", "total", "steps"), [(0.0, 10, 0), (0.25, 10, 3), (0.1, 30, 3), (0.5, 4, 2), (7.0, 10, 7)])
+@pytest.mark.parametrize(
+    ("warmup", "total", "steps"),
+    [(0.0, 10, 0), (0.25, 10, 3), (0.1, 30, 3), (0.5, 4, 2), (7.0, 10, 7)],
+)
 def test_warm_up_is_a_share_or_a_number_of_steps(warmup: float, total: int, steps: int) -> None:
     assert dist.warmup_steps(warmup, total) == steps
 
@@ -444,10 +534,17 @@ def test_warm_up_is_a_share_or_a_number_of_steps(warmup: float, total: int, step
         ("cosine", 1, 1, [5, 10, 6 + 2 * math.sqrt(2), 6, 6 - 2 * math.sqrt(2), 2]),
     ],
 )
-def test_learning_rates(schedule: str, ramp_first: int, decay_first: int, expected: list[float]) -> None:
-    found = [dist.learning_rate(k, 6, 10.0, schedule, 2.0, 0.2, ramp_first, decay_first) for k in range(6)]
+def test_learning_rates(
+    schedule: str, ramp_first: int, decay_first: int, expected: list[float]
+) -> None:
+    found = [
+        dist.learning_rate(k, 6, 10.0, schedule, 2.0, 0.2, ramp_first, decay_first)
+        for k in range(6)
+    ]
     assert close(found, expected)
-    assert close(dist.learning_rate(50, 6, 10.0, schedule, 2.0, 0.2), 10.0 if schedule == "constant" else 2.0)
+    assert close(
+        dist.learning_rate(50, 6, 10.0, schedule, 2.0, 0.2), 10.0 if schedule == "constant" else 2.0
+    )
 
 
 def test_a_run_of_one_step_learns_at_the_full_rate() -> None:
@@ -456,7 +553,9 @@ def test_a_run_of_one_step_learns_at_the_full_rate() -> None:
 
 @settings(deadline=None)
 @given(cases_with_scores())
-def test_every_policy_loss_on_policy_has_the_plain_policy_gradient(drawn: tuple[Case, list[float]]) -> None:
+def test_every_policy_loss_on_policy_has_the_plain_policy_gradient(
+    drawn: tuple[Case, list[float]],
+) -> None:
     case, scores = drawn
     case.old = case.logprobs
     case = case.with_leaves("logprobs")
@@ -474,7 +573,9 @@ def test_every_policy_loss_on_policy_has_the_plain_policy_gradient(drawn: tuple[
         "gmpo": oracles.gmpo(case, scores, 0.4, 0.4),
     }
     counted = max(1, sum(1 for i in range(len(case)) if case.sampled(i)))
-    plain = [[-a / max(1, len(case.sampled(i))) / counted for a in row] for i, row in enumerate(rows)]
+    plain = [
+        [-a / max(1, len(case.sampled(i))) / counted for a in row] for i, row in enumerate(rows)
+    ]
     for name, losses in found.items():
         gradient = gradients(oracles.aggregate_sequence(case, losses), case.logprobs)
         assert oracles.flat(gradient) == pytest.approx(oracles.flat(plain), abs=1e-12), name
@@ -486,7 +587,11 @@ def test_cases_are_consistent_and_become_batches(case: Case, data: st.DataObject
     per_token = (case.mask, case.logprobs, case.old, case.behavior, case.ref, case.values)
     assert all([len(row) for row in rows] == case.lengths for rows in per_token)
     assert sorted(set(case.prompt_of)) == list(range(max(case.prompt_of) + 1))
-    assert all(abs(a - b) <= 20 for p, q in zip(case.logprobs, case.old, strict=True) for a, b in zip(p, q, strict=True))
+    assert all(
+        abs(a - b) <= 20
+        for p, q in zip(case.logprobs, case.old, strict=True)
+        for a, b in zip(p, q, strict=True)
+    )
     batch = batch_of(case)
     assert batch.lengths.tolist() == case.lengths
     assert batch.mask.tolist() == [m for row in case.mask for m in row]
@@ -496,4 +601,6 @@ def test_cases_are_consistent_and_become_batches(case: Case, data: st.DataObject
 
 
 def test_corner_cases_become_batches() -> None:
-    assert [batch_of(case).tokens for case in corner_cases()] == [sum(case.lengths) for case in corner_cases()]
+    assert [batch_of(case).tokens for case in corner_cases()] == [
+        sum(case.lengths) for case in corner_cases()
+    ]

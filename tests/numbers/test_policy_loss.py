@@ -20,19 +20,29 @@ from tests.numbers.strategies import batch_of, tensor_of
 CLIPS = [(0.2, 0.2, None), (0.2, 0.28, None), (0.2, 0.28, 3.0), (0.0, 0.0, None), (0.9, 5.0, 1.5)]
 
 
-def clip_loss(case: Case, logprobs: Tensor, advantages: Tensor, **clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+def clip_loss(
+    case: Case, logprobs: Tensor, advantages: Tensor, **clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     return POLICY_LOSSES["ppo_clip"](
-        logprobs, tensor_of(case.old), advantages, TokenRows.of(batch_of(case)), LossConfig(name="ppo_clip", **clip)
+        logprobs,
+        tensor_of(case.old),
+        advantages,
+        TokenRows.of(batch_of(case)),
+        LossConfig(name="ppo_clip", **clip),
     )
 
 
 @every_case()
 @pytest.mark.parametrize(("low", "high", "dual"), CLIPS)
-def test_the_clipped_surrogate(low: float, high: float, dual: float | None, case: Case, seed: int) -> None:
+def test_the_clipped_surrogate(
+    low: float, high: float, dual: float | None, case: Case, seed: int
+) -> None:
     (advantages,) = rows_for(case, seed)
     mask = batch_of(case).mask
     logprobs = tensor_of(case.logprobs).requires_grad_()
-    losses, _ = clip_loss(case, logprobs, tensor_of(advantages), clip_low=low, clip_high=high, dual_clip=dual)
+    losses, _ = clip_loss(
+        case, logprobs, tensor_of(advantages), clip_low=low, clip_high=high, dual_clip=dual
+    )
     slow = case.with_leaves("logprobs")
     expected = oracles.ppo(slow, advantages, low, high, dual)
     assert_equal(losses, expected, mask)
@@ -62,7 +72,9 @@ def test_on_policy_the_ratio_is_one_nothing_is_clipped_and_the_gradient_is_minus
     (advantages,) = rows_for(case, seed)
     case.old = case.logprobs
     logprobs = tensor_of(case.logprobs).requires_grad_()
-    losses, stats = clip_loss(case, logprobs, tensor_of(advantages), clip_low=low, clip_high=high, dual_clip=dual)
+    losses, stats = clip_loss(
+        case, logprobs, tensor_of(advantages), clip_low=low, clip_high=high, dual_clip=dual
+    )
     assert stats["ratio"].tolist() == [1.0] * len(losses)
     assert stats["clip_fraction"].tolist() == [0.0] * len(losses)
     assert gradient(losses.sum(), logprobs).tolist() == [-a for row in advantages for a in row]
@@ -74,11 +86,18 @@ def test_on_policy_the_gradient_is_the_policy_gradient_of_a_softmax_bandit() -> 
     logprobs = torch.log_softmax(logits, 0)
     advantages = tensor([2.0, -1.0, 0.5])
     rows = TokenRows(
-        torch.arange(3), torch.ones(3, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool)
+        torch.arange(3),
+        torch.ones(3, dtype=torch.long),
+        torch.zeros(3, dtype=torch.long),
+        torch.ones(3, dtype=torch.bool),
     )
-    losses, _ = POLICY_LOSSES["ppo_clip"](logprobs, logprobs.detach(), advantages, rows, LossConfig())
+    losses, _ = POLICY_LOSSES["ppo_clip"](
+        logprobs, logprobs.detach(), advantages, rows, LossConfig()
+    )
     pi = logprobs.detach().exp().tolist()
-    expected = [sum(a * (pi[j] - (j == y)) for y, a in enumerate([2.0, -1.0, 0.5])) for j in range(3)]
+    expected = [
+        sum(a * (pi[j] - (j == y)) for y, a in enumerate([2.0, -1.0, 0.5])) for j in range(3)
+    ]
     assert_equal(gradient(losses.sum(), logits), expected, tolerance=1e-12)
 
 
@@ -102,7 +121,10 @@ def surrogate(logprob: float, advantage: float, dual: float | None) -> tuple[flo
     """Loss, gradient, whether held, at an old probability of 1."""
     x = tensor([logprob]).requires_grad_()
     rows = TokenRows(
-        torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.tensor([True])
+        torch.zeros(1, dtype=torch.long),
+        torch.ones(1, dtype=torch.long),
+        torch.zeros(1, dtype=torch.long),
+        torch.tensor([True]),
     )
     settings = LossConfig(clip_low=0.2, clip_high=0.3, dual_clip=dual)
     losses, stats = POLICY_LOSSES["ppo_clip"](x, tensor([0.0]), tensor([advantage]), rows, settings)
@@ -110,7 +132,9 @@ def surrogate(logprob: float, advantage: float, dual: float | None) -> tuple[flo
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "expected"), REGIONS)
-def test_the_gradient_is_zero_exactly_where_clipping_acts(ratio: float, advantage: float, expected: float) -> None:
+def test_the_gradient_is_zero_exactly_where_clipping_acts(
+    ratio: float, advantage: float, expected: float
+) -> None:
     _, found, held = surrogate(math.log(ratio), advantage, dual=3.0)
     assert found == pytest.approx(expected, abs=1e-12)
     assert (found == 0.0) == (expected == 0.0)
@@ -119,7 +143,9 @@ def test_the_gradient_is_zero_exactly_where_clipping_acts(ratio: float, advantag
 
 @pytest.mark.parametrize("dual", [None, 3.0])
 @pytest.mark.parametrize(("ratio", "advantage", "expected"), REGIONS)
-def test_the_gradient_is_that_of_finite_differences(ratio: float, advantage: float, expected: float, dual: float | None) -> None:
+def test_the_gradient_is_that_of_finite_differences(
+    ratio: float, advantage: float, expected: float, dual: float | None
+) -> None:
     x, h = math.log(ratio), 1e-6
     slope = (surrogate(x + h, advantage, dual)[0] - surrogate(x - h, advantage, dual)[0]) / (2 * h)
     assert surrogate(x, advantage, dual)[1] == pytest.approx(slope, abs=1e-6)

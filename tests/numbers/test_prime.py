@@ -18,7 +18,9 @@ from tests.numbers.strategies import batch_of, plain_case, tensor_of
 
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 @every_case(examples=60)
-def test_prime_is_leave_one_out_of_outcomes_and_of_process_rewards(gamma: float, case: Case, seed: int) -> None:
+def test_prime_is_leave_one_out_of_outcomes_and_of_process_rewards(
+    gamma: float, case: Case, seed: int
+) -> None:
     (process,) = rows_for(case, seed)
     batch = batch_of(case).replace(process_rewards=tensor_of(process))
     settings = AdvantageConfig(name="prime", gamma=gamma)
@@ -28,11 +30,15 @@ def test_prime_is_leave_one_out_of_outcomes_and_of_process_rewards(gamma: float,
 
 
 @every_case(examples=60)
-def test_the_released_form_of_prime_takes_off_the_mean_of_the_whole_group(case: Case, seed: int) -> None:
+def test_the_released_form_of_prime_takes_off_the_mean_of_the_whole_group(
+    case: Case, seed: int
+) -> None:
     (process,) = rows_for(case, seed)
     batch = batch_of(case).replace(process_rewards=tensor_of(process))
     options = {"outcome_coef": 0.5, "process_coef": 2.0}
-    found, _ = ADVANTAGES["prime_released"](batch, token_rewards(batch, "k1", 0.0), AdvantageConfig(), **options)
+    found, _ = ADVANTAGES["prime_released"](
+        batch, token_rewards(batch, "k1", 0.0), AdvantageConfig(), **options
+    )
     assert_equal(found, oracles_advantages.prime_released(case, case.rewards, process, 0.5, 2.0))
 
 
@@ -48,7 +54,9 @@ def test_the_process_model_learns_the_cross_entropy_of_outcomes(case: Case, seed
     assert_equal(gradient(total, leaf), gradients(expected, slow.logprobs))
     assert right.dtype == torch.bool
     assert not (right & ~torch.tensor(judged, dtype=torch.bool)).any()
-    assert losses[~torch.tensor(judged, dtype=torch.bool)].tolist() == [0.0] * (len(case) - sum(judged))
+    assert losses[~torch.tensor(judged, dtype=torch.bool)].tolist() == [0.0] * (
+        len(case) - sum(judged)
+    )
 
 
 def test_a_small_case_by_hand() -> None:
@@ -57,6 +65,10 @@ def test_a_small_case_by_hand() -> None:
     The first is held against -0.5, the other against (0.5 + 0.25) / 2 = 0.375; outcomes give 1 and -1.
     """
     case = plain_case([[True, True], [True]], [0, 0], [1.0, 0.0])
-    batch = batch_of(case).replace(process_rewards=torch.tensor([0.5, 0.25, -0.5], dtype=torch.float64))
-    found, _ = ADVANTAGES["prime"](batch, token_rewards(batch, "k1", 0.0), AdvantageConfig(gamma=1.0))
+    batch = batch_of(case).replace(
+        process_rewards=torch.tensor([0.5, 0.25, -0.5], dtype=torch.float64)
+    )
+    found, _ = ADVANTAGES["prime"](
+        batch, token_rewards(batch, "k1", 0.0), AdvantageConfig(gamma=1.0)
+    )
     assert found.tolist() == pytest.approx([1.0 + 0.75 + 1.0, 0.75 + 1.0, -0.875 - 1.0])

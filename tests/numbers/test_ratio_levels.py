@@ -27,7 +27,9 @@ def surrogate(case: Case, advantages: Ragged, **settings: object) -> tuple[Tenso
     """Losses, the log-probs that they hang on, and what is sampled."""
     logprobs, batch = tensor_of(case.logprobs).requires_grad_(), batch_of(case)
     config = LossConfig.model_validate({"name": "ppo_clip", **settings})
-    losses, _ = POLICY_LOSSES["ppo_clip"](logprobs, tensor_of(case.old), tensor_of(advantages), TokenRows.of(batch), config)
+    losses, _ = POLICY_LOSSES["ppo_clip"](
+        logprobs, tensor_of(case.old), tensor_of(advantages), TokenRows.of(batch), config
+    )
     return losses, logprobs, batch.mask
 
 
@@ -43,13 +45,17 @@ def assert_rows(found: tuple[Tensor, Tensor, Tensor], slow: Case, expected: Ragg
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
 def test_gspo(low: float, high: float, case: Case, seed: int) -> None:
     scores, slow = scores_for(case, seed), case.with_leaves("logprobs")
-    found = surrogate(case, oracles.on_sampled(case, scores), ratio="sequence", clip_low=low, clip_high=high)
+    found = surrogate(
+        case, oracles.on_sampled(case, scores), ratio="sequence", clip_low=low, clip_high=high
+    )
     assert_rows(found, slow, oracles.gspo(slow, scores, low, high))
 
 
 @every_case()
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
-def test_gspo_by_token_with_advantages_of_tokens(low: float, high: float, case: Case, seed: int) -> None:
+def test_gspo_by_token_with_advantages_of_tokens(
+    low: float, high: float, case: Case, seed: int
+) -> None:
     (advantages,), slow = rows_for(case, seed), case.with_leaves("logprobs")
     found = surrogate(case, advantages, ratio="sequence_token", clip_low=low, clip_high=high)
     assert_rows(found, slow, oracles.gspo_token(slow, advantages, low, high))
@@ -64,7 +70,9 @@ def test_both_forms_of_gspo_have_one_gradient_when_a_response_has_one_advantage(
     weights = AGGREGATIONS["sequence"](TokenRows.of(batch_of(case)), 1)
     found = []
     for ratio in ("sequence", "sequence_token"):
-        losses, logprobs, mask = surrogate(case, advantages, ratio=ratio, clip_low=low, clip_high=high)
+        losses, logprobs, mask = surrogate(
+            case, advantages, ratio=ratio, clip_low=low, clip_high=high
+        )
         found.append(gradient((losses * weights)[mask].sum(), logprobs))
     assert_equal(found[0], found[1].tolist())
 
@@ -72,7 +80,9 @@ def test_both_forms_of_gspo_have_one_gradient_when_a_response_has_one_advantage(
 @every_case()
 def test_luspo_is_gspo_summed_over_the_tokens(case: Case, seed: int) -> None:
     scores, slow = scores_for(case, seed), case.with_leaves("logprobs")
-    found = surrogate(case, oracles.on_sampled(case, scores), ratio="sequence", clip_low=2e-3, clip_high=2.5e-3)
+    found = surrogate(
+        case, oracles.on_sampled(case, scores), ratio="sequence", clip_low=2e-3, clip_high=2.5e-3
+    )
     losses, logprobs, mask = found
     total = (losses * AGGREGATIONS["sequence_sum"](TokenRows.of(batch_of(case)), 1))[mask].sum()
     expected = luspo(slow, scores, 2e-3, 2.5e-3)
@@ -81,8 +91,13 @@ def test_luspo_is_gspo_summed_over_the_tokens(case: Case, seed: int) -> None:
 
 
 @every_case()
-@pytest.mark.parametrize(("low", "high", "dual", "cap"), [(0.2, 0.28, None, 4.0), (0.2, 0.2, 3.0, 10.0), (0.0, 0.0, None, 1.5)])
-def test_a_cap_on_the_ratio(low: float, high: float, dual: float | None, cap: float, case: Case, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("low", "high", "dual", "cap"),
+    [(0.2, 0.28, None, 4.0), (0.2, 0.2, 3.0, 10.0), (0.0, 0.0, None, 1.5)],
+)
+def test_a_cap_on_the_ratio(
+    low: float, high: float, dual: float | None, cap: float, case: Case, seed: int
+) -> None:
     (advantages,), slow = rows_for(case, seed), case.with_leaves("logprobs")
     found = surrogate(case, advantages, clip_low=low, clip_high=high, dual_clip=dual, ratio_cap=cap)
     assert_rows(found, slow, oracles.ppo(slow, advantages, low, high, dual, cap))
@@ -90,16 +105,23 @@ def test_a_cap_on_the_ratio(low: float, high: float, dual: float | None, cap: fl
 
 @every_case()
 @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token"])
-def test_a_response_of_one_token_has_one_ratio_at_every_level(ratio: str, case: Case, seed: int) -> None:
+def test_a_response_of_one_token_has_one_ratio_at_every_level(
+    ratio: str, case: Case, seed: int
+) -> None:
     case.mask = [[m and not any(row[:t]) for t, m in enumerate(row)] for row in case.mask]
-    advantages, slow = oracles.on_sampled(case, scores_for(case, seed)), case.with_leaves("logprobs")
+    advantages, slow = (
+        oracles.on_sampled(case, scores_for(case, seed)),
+        case.with_leaves("logprobs"),
+    )
     found = surrogate(case, advantages, ratio=ratio, clip_low=0.2, clip_high=0.28)
     assert_rows(found, slow, oracles.ppo(slow, advantages, 0.2, 0.28))
 
 
 @every_case()
 @pytest.mark.parametrize("ratio", ["sequence", "sequence_token"])
-def test_on_policy_every_level_has_the_plain_policy_gradient(ratio: str, case: Case, seed: int) -> None:
+def test_on_policy_every_level_has_the_plain_policy_gradient(
+    ratio: str, case: Case, seed: int
+) -> None:
     case.old = case.logprobs
     advantages = oracles.on_sampled(case, scores_for(case, seed))
     losses, logprobs, mask = surrogate(case, advantages, ratio=ratio, clip_low=3e-4, clip_high=4e-4)
@@ -107,7 +129,9 @@ def test_on_policy_every_level_has_the_plain_policy_gradient(ratio: str, case: C
     assert_equal(found, [-a for row in advantages for a in row], tolerance=1e-12)
 
 
-def by_hand(ratios: Sequence[float], a: float, **settings: object) -> tuple[list[float], list[float]]:
+def by_hand(
+    ratios: Sequence[float], a: float, **settings: object
+) -> tuple[list[float], list[float]]:
     n = len(ratios)
     case = Case(
         [n],

@@ -26,7 +26,14 @@ LIMIT = 6
 @every_case()
 def test_the_cosine_reward_takes_the_place_of_the_outcome(case: Case, seed: int) -> None:
     batch = batch_of(case)
-    options = {"right_start": 2.1, "right_end": 1.3, "wrong_start": -9.7, "wrong_end": -0.1, "exceed": -10.3, "threshold": 0.7}
+    options = {
+        "right_start": 2.1,
+        "right_end": 1.3,
+        "wrong_start": -9.7,
+        "wrong_end": -0.1,
+        "exceed": -10.3,
+        "threshold": 0.7,
+    }
     found = SHAPINGS["cosine"](batch, batch.rewards, max_new_tokens=LIMIT, **options)
     expected = [
         oracles_rewards.cosine_length(n, LIMIT, r >= 0.7, (2.1, 1.3), (-9.7, -0.1), -10.3)
@@ -39,7 +46,9 @@ def test_the_cosine_reward_takes_the_place_of_the_outcome(case: Case, seed: int)
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_the_length_reward_of_kimi(weight: float, case: Case, seed: int) -> None:
     batch = batch_of(case)
-    found = SHAPINGS["kimi_length"](batch, batch.rewards, max_new_tokens=LIMIT, weight=weight, threshold=0.7)
+    found = SHAPINGS["kimi_length"](
+        batch, batch.rewards, max_new_tokens=LIMIT, weight=weight, threshold=0.7
+    )
     bonus = oracles_rewards.kimi_length(case, [r >= 0.7 for r in case.rewards])
     assert_equal(found, [r + weight * b for r, b in zip(case.rewards, bonus, strict=True)])
 
@@ -47,13 +56,23 @@ def test_the_length_reward_of_kimi(weight: float, case: Case, seed: int) -> None
 def draws(seed: int, sizes: list[int], kind: str) -> list[list[float]]:
     """Batches of rewards; ``kind``: real numbers, few values, or all equal."""
     rng = random.Random(seed)
-    draw = {"real": lambda: rng.uniform(-2, 5), "binary": lambda: float(rng.randint(0, 1)), "equal": lambda: 0.1}[kind]
+    draw = {
+        "real": lambda: rng.uniform(-2, 5),
+        "binary": lambda: float(rng.randint(0, 1)),
+        "equal": lambda: 0.1,
+    }[kind]
     return [[draw() for _ in range(n)] for n in sizes]
 
 
 @settings(deadline=None)
-@given(SEEDS, st.lists(st.integers(0, 5), min_size=1, max_size=5), st.sampled_from(["real", "binary", "equal"]))
-def test_running_moments_are_those_of_everything_seen(seed: int, sizes: list[int], kind: str) -> None:
+@given(
+    SEEDS,
+    st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    st.sampled_from(["real", "binary", "equal"]),
+)
+def test_running_moments_are_those_of_everything_seen(
+    seed: int, sizes: list[int], kind: str
+) -> None:
     batches, seen = draws(seed, sizes, kind), RunningStats()
     for k, batch in enumerate(batches):
         seen = seen.including(tensor(batch))
@@ -63,12 +82,23 @@ def test_running_moments_are_those_of_everything_seen(seed: int, sizes: list[int
 
 
 @settings(deadline=None)
-@given(SEEDS, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(["real", "binary", "equal"]))
+@given(
+    SEEDS,
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.sampled_from(["real", "binary", "equal"]),
+)
 @pytest.mark.parametrize("mode", ["standard", "scale"])
-def test_rewards_on_the_scale_of_everything_seen(mode: str, seed: int, sizes: list[int], kind: str) -> None:
+def test_rewards_on_the_scale_of_everything_seen(
+    mode: str, seed: int, sizes: list[int], kind: str
+) -> None:
     batches, seen, eps = draws(seed, sizes, kind), RunningStats(), 0.01
-    algorithm = AlgorithmConfig.model_validate({"preset": None, "normalize": {"rewards": mode, "eps": eps}})
-    slow = {"standard": oracles_rewards.running_normalized, "scale": oracles_rewards.running_scaled}[mode]
+    algorithm = AlgorithmConfig.model_validate(
+        {"preset": None, "normalize": {"rewards": mode, "eps": eps}}
+    )
+    slow = {
+        "standard": oracles_rewards.running_normalized,
+        "scale": oracles_rewards.running_scaled,
+    }[mode]
     for k, rewards in enumerate(batches):
         found = with_rewards(answers(rewards), algorithm, LIMIT, seen)
         assert_equal(found.rewards, slow(batches[: k + 1], False, eps))  # type: ignore[arg-type]
@@ -80,13 +110,27 @@ def answers(rewards: list[float]) -> Batch:
     """Answers of one token to one prompt."""
     n = len(rewards)
     zeros = [[0.0]] * n
-    case = Case([1] * n, [0] * n, [[True]] * n, zeros, zeros, zeros, zeros, zeros, rewards, [False] * n, [0.0] * n)
+    case = Case(
+        [1] * n,
+        [0] * n,
+        [[True]] * n,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        rewards,
+        [False] * n,
+        [0.0] * n,
+    )
     return batch_of(case)
 
 
 def terms_of(case: Case, seed: int, count: int) -> list[list[float]]:
     rng = random.Random(seed)
-    return [[rng.choice([0.0, 1.0, rng.uniform(-3, 3)]) for _ in range(len(case))] for _ in range(count)]
+    return [
+        [rng.choice([0.0, 1.0, rng.uniform(-3, 3)]) for _ in range(len(case))] for _ in range(count)
+    ]
 
 
 @every_case()
@@ -94,12 +138,18 @@ def terms_of(case: Case, seed: int, count: int) -> list[list[float]]:
 def test_terms_are_standardised_before_they_are_added(level: str, case: Case, seed: int) -> None:
     terms, weights, eps = terms_of(case, seed, 3), [1.0, 0.25, -2.0], 0.01
     columns = torch.tensor(terms, dtype=torch.float64).T.contiguous()
-    batch = batch_of(case).replace(terms=columns, term_weights=tensor(weights).expand(len(case), 3).contiguous())
-    algorithm = AlgorithmConfig.model_validate({"preset": None, "normalize": {"terms": level, "eps": eps}})
+    batch = batch_of(case).replace(
+        terms=columns, term_weights=tensor(weights).expand(len(case), 3).contiguous()
+    )
+    algorithm = AlgorithmConfig.model_validate(
+        {"preset": None, "normalize": {"terms": level, "eps": eps}}
+    )
     found = with_rewards(batch, algorithm, LIMIT, RunningStats()).rewards
     whole = Case(**{**vars(case), "prompt_of": [0] * len(case)})
     each = [oracles.grpo(case if level == "group" else whole, term, eps) for term in terms]
-    assert_equal(found, [sum(w * a[i] for w, a in zip(weights, each, strict=True)) for i in range(len(case))])  # type: ignore[arg-type]
+    assert_equal(
+        found, [sum(w * a[i] for w, a in zip(weights, each, strict=True)) for i in range(len(case))]
+    )  # type: ignore[arg-type]
 
 
 @every_case()
@@ -107,11 +157,18 @@ def test_a_term_that_an_answer_does_not_have_counts_nothing(case: Case, seed: in
     """The two terms of two data sources: each answer has one of them, and is compared with those that have it."""
     (term,) = terms_of(case, seed, 1)
     has = [p % 2 for p in case.prompt_of]
-    rows = [[r if h == k else float("nan") for k in range(2)] for r, h in zip(term, has, strict=True)]
+    rows = [
+        [r if h == k else float("nan") for k in range(2)] for r, h in zip(term, has, strict=True)
+    ]
     weights = [[float(h == k) for k in range(2)] for h in has]
     batch = batch_of(case).replace(terms=tensor(rows), term_weights=tensor(weights))
-    algorithm = AlgorithmConfig.model_validate({"preset": None, "normalize": {"terms": "group", "eps": 0.01}})
-    assert_equal(with_rewards(batch, algorithm, LIMIT, RunningStats()).rewards, oracles.grpo(case, term, 0.01))  # type: ignore[arg-type]
+    algorithm = AlgorithmConfig.model_validate(
+        {"preset": None, "normalize": {"terms": "group", "eps": 0.01}}
+    )
+    assert_equal(
+        with_rewards(batch, algorithm, LIMIT, RunningStats()).rewards,
+        oracles.grpo(case, term, 0.01),
+    )  # type: ignore[arg-type]
 
 
 @every_case()
@@ -121,13 +178,17 @@ def test_gdpo_is_terms_of_groups_then_the_batch(case: Case, seed: int) -> None:
         terms=torch.tensor(terms, dtype=torch.float64).T.contiguous(),
         term_weights=tensor(weights).expand(len(case), 2).contiguous(),
     )
-    algorithm = AlgorithmConfig.model_validate({"preset": "gdpo", "normalize": {"eps": eps}, "advantage": {"eps": eps}})
+    algorithm = AlgorithmConfig.model_validate(
+        {"preset": "gdpo", "normalize": {"eps": eps}, "advantage": {"eps": eps}}
+    )
     batch = with_rewards(batch, algorithm, LIMIT, RunningStats())
     found, _ = ADVANTAGES["batch_standard"](
         batch, token_rewards(batch, "k3", 0.0), AdvantageConfig(name="batch_standard", eps=eps)
     )
     expected = oracles_advantages.gdpo(case, terms, weights, True, eps)
-    if max(map(abs, expected), default=0.0) > 1e-6:  # sums that are equal but for rounding have no signal in either
+    if (
+        max(map(abs, expected), default=0.0) > 1e-6
+    ):  # sums that are equal but for rounding have no signal in either
         assert_equal(found, oracles.on_sampled(case, expected))
 
 
@@ -143,5 +204,8 @@ def test_a_value_on_a_normalised_scale_comes_back(seed: int, sizes: list[int], e
     if std > 0:
         target = [oracles_rewards.normalized_value_target(v, centre, std, eps) for v in x.tolist()]
         assert_equal(seen.standardised(x, eps), target)
-        assert_equal(seen.natural(x, eps), [oracles_rewards.denormalized_value(v, centre, std, eps) for v in x.tolist()])
+        assert_equal(
+            seen.natural(x, eps),
+            [oracles_rewards.denormalized_value(v, centre, std, eps) for v in x.tolist()],
+        )
     assert_equal(seen.natural(seen.standardised(x, eps), eps), x.tolist())

@@ -15,10 +15,21 @@ from hypothesis import strategies as st
 from benchmarks import scaling_costs as costs
 from benchmarks import scaling_lengths as lengths_of
 from benchmarks.scaling_costs import H100, MODELS, Decode
-from benchmarks.scaling_sim import Answer, Outcome, Plan, ahead, each_ahead, partial, streaming, synchronous
+from benchmarks.scaling_sim import (
+    Answer,
+    Outcome,
+    Plan,
+    ahead,
+    each_ahead,
+    partial,
+    streaming,
+    synchronous,
+)
 
 DECODE = Decode.of(MODELS["7b"], H100)
-UNEVEN = lengths_of.drawn_lognormal(np.random.default_rng(1), 24, 4, median=300, sigma=0.9, cap=3000)
+UNEVEN = lengths_of.drawn_lognormal(
+    np.random.default_rng(1), 24, 4, median=300, sigma=0.9, cap=3000
+)
 MODES: dict[str, Callable[[Plan, np.ndarray], Outcome]] = {
     "synchronous": synchronous,
     "one step off": lambda plan, lengths: ahead(plan, lengths, 1),
@@ -29,13 +40,32 @@ MODES: dict[str, Callable[[Plan, np.ndarray], Outcome]] = {
 }
 
 
-def plan_of(train: Callable[[Sequence[Answer]], float] = lambda answers: 0.5, **changes: object) -> Plan:
-    plan = Plan(DECODE, read=1e-5, slots=16, engines=4, train=train, groups=8, steps=6, prompt=100, sync=0.25)
+def plan_of(
+    train: Callable[[Sequence[Answer]], float] = lambda answers: 0.5, **changes: object
+) -> Plan:
+    plan = Plan(
+        DECODE,
+        read=1e-5,
+        slots=16,
+        engines=4,
+        train=train,
+        groups=8,
+        steps=6,
+        prompt=100,
+        sync=0.25,
+    )
     return replace(plan, **changes)  # ty: ignore[invalid-argument-type]
 
 
-@given(st.integers(1, 300), st.integers(0, 200_000), st.integers(0, 400), st.sampled_from(["1.5b", "7b", "405b"]))
-def test_many_steps_take_as_long_as_each_of_them(rows: int, context: int, steps: int, size: str) -> None:
+@given(
+    st.integers(1, 300),
+    st.integers(0, 200_000),
+    st.integers(0, 400),
+    st.sampled_from(["1.5b", "7b", "405b"]),
+)
+def test_many_steps_take_as_long_as_each_of_them(
+    rows: int, context: int, steps: int, size: str
+) -> None:
     decode = Decode.of(MODELS[size], H100, 16 if size == "405b" else 1)
     slow = sum(decode.seconds(rows, context + rows * i) for i in range(steps))
     assert decode.span(rows, context, steps) == pytest.approx(slow, rel=1e-9)
@@ -44,7 +74,9 @@ def test_many_steps_take_as_long_as_each_of_them(rows: int, context: int, steps:
 def test_one_answer_is_drawn_at_the_speed_of_memory_and_many_at_that_of_arithmetic() -> None:
     model = MODELS["7b"]
     assert DECODE.seconds(1, 0) == pytest.approx(model.parameters * 2 / (3.35e12 * 0.7))
-    assert DECODE.seconds(10_000, 0) == pytest.approx(10_000 * 2 * model.parameters / (989e12 * 0.4))
+    assert DECODE.seconds(10_000, 0) == pytest.approx(
+        10_000 * 2 * model.parameters / (989e12 * 0.4)
+    )
 
 
 @pytest.mark.parametrize("context", [0, 500, 1500])
@@ -83,11 +115,15 @@ def test_more_answers_than_slots_are_drawn_one_after_another() -> None:
 @pytest.mark.parametrize("speed", [0.25, 1.0, 4.0])
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 @pytest.mark.parametrize("mode", [ahead, each_ahead])
-def test_staleness_hides_the_shorter_of_drawing_and_training(mode: Callable[..., Outcome], staleness: int, speed: float) -> None:
+def test_staleness_hides_the_shorter_of_drawing_and_training(
+    mode: Callable[..., Outcome], staleness: int, speed: float
+) -> None:
     generation = DECODE.span(8, 0, 200)
     plan = plan_of(lambda answers: speed * generation, prompt=0, sync=0.0, steps=12, shared=False)
     lengths = np.full((8, 4), 200)
-    hidden = synchronous(plan, lengths).step_seconds(4) - mode(plan, lengths, staleness).step_seconds(4)
+    hidden = synchronous(plan, lengths).step_seconds(4) - mode(
+        plan, lengths, staleness
+    ).step_seconds(4)
     assert hidden == pytest.approx(min(generation, speed * generation))
 
 
@@ -142,7 +178,9 @@ def test_training_waits_for_weights_when_a_rank_has_too_few_tokens() -> None:
     model, ranks = MODELS["7b"], 64
     enough = costs.hiding_tokens(model, H100, ranks)
     passes = costs.Passes(scored=1, checkpointing=False)
-    assert costs.train(model, H100, ranks, 4 * enough * ranks, 0, passes=passes)["exposed"] == pytest.approx(0, abs=1e-9)
+    assert costs.train(model, H100, ranks, 4 * enough * ranks, 0, passes=passes)[
+        "exposed"
+    ] == pytest.approx(0, abs=1e-9)
     assert costs.train(model, H100, ranks, 0.5 * enough * ranks, 0, passes=passes)["exposed"] > 0
 
 
@@ -150,9 +188,14 @@ def test_a_gather_moves_all_but_a_ranks_own_part() -> None:
     model, no_hops = MODELS["7b"], replace(H100, hop=0.0)
     assert costs.gathered(model, no_hops, 1) == 0
     assert costs.gathered(model, no_hops, 8) == pytest.approx(7 / 8 * model.parameters * 2 / 450e9)
-    assert costs.gathered(model, no_hops, 64) == pytest.approx(63 / 64 * model.parameters * 2 / 400e9)
+    assert costs.gathered(model, no_hops, 64) == pytest.approx(
+        63 / 64 * model.parameters * 2 / 400e9
+    )
 
 
 def test_the_file_of_lengths_is_what_the_data_have() -> None:
-    assert json.loads(lengths_of.FILE.read_text(encoding="utf-8"))["count of each length"] == lengths_of.counted()
+    assert (
+        json.loads(lengths_of.FILE.read_text(encoding="utf-8"))["count of each length"]
+        == lengths_of.counted()
+    )
     assert len(lengths_of.measured()) == 7473

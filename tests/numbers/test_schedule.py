@@ -14,7 +14,12 @@ SHARES = st.integers(0, 99).map(lambda n: n / 100)
 
 
 @settings(deadline=None)
-@given(st.integers(1, 120), st.sampled_from(["constant", "linear", "cosine"]), SHARES | st.integers(1, 40).map(float), SHARES)
+@given(
+    st.integers(1, 120),
+    st.sampled_from(["constant", "linear", "cosine"]),
+    SHARES | st.integers(1, 40).map(float),
+    SHARES,
+)
 @example(100, "linear", 0.07, 0.1)  # 0.07 * 100 is 7.000000000000001 in binary
 @example(100, "cosine", 0.29, 0.1)
 @example(1, "cosine", 0.0, 0.0)

@@ -19,22 +19,39 @@ from tests.numbers.strategies import batch_of, plain_case
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("coef", [0.0, 0.05, 1.0])
 def test_token_rewards(kind: str, coef: float, case: Case, seed: int) -> None:
-    assert_equal(token_rewards(batch_of(case), kind, coef), oracles.token_rewards(case, case.rewards, coef, kind))
+    assert_equal(
+        token_rewards(batch_of(case), kind, coef),
+        oracles.token_rewards(case, case.rewards, coef, kind),
+    )
 
 
 @every_case()
 def test_token_rewards_of_clipped_outcomes(case: Case, seed: int) -> None:
     batch = batch_of(case)
-    batch.rewards = shape(batch, [ComponentConfig(name="reward_clip", options={"low": -0.5, "high": 0.75})], 6)
-    assert_equal(token_rewards(batch, "k1", 0.05), oracles.token_rewards(case, case.rewards, 0.05, "k1", (-0.5, 0.75)))
+    batch.rewards = shape(
+        batch, [ComponentConfig(name="reward_clip", options={"low": -0.5, "high": 0.75})], 6
+    )
+    assert_equal(
+        token_rewards(batch, "k1", 0.05),
+        oracles.token_rewards(case, case.rewards, 0.05, "k1", (-0.5, 0.75)),
+    )
 
 
 @every_case()
-@pytest.mark.parametrize(("limit", "buffer", "penalty"), [(6, 2, 1.0), (4, 3, 0.5), (6, 6, 2.0), (3, 1, 1.0)])
-def test_the_overlong_penalty(limit: int, buffer: int, penalty: float, case: Case, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "buffer", "penalty"), [(6, 2, 1.0), (4, 3, 0.5), (6, 6, 2.0), (3, 1, 1.0)]
+)
+def test_the_overlong_penalty(
+    limit: int, buffer: int, penalty: float, case: Case, seed: int
+) -> None:
     batch = batch_of(case)
-    found = SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=limit, buffer=buffer, penalty=penalty)
-    expected = [r + oracles.overlong_penalty(n, limit, buffer, penalty) for r, n in zip(case.rewards, case.lengths, strict=True)]
+    found = SHAPINGS["overlong"](
+        batch, batch.rewards, max_new_tokens=limit, buffer=buffer, penalty=penalty
+    )
+    expected = [
+        r + oracles.overlong_penalty(n, limit, buffer, penalty)
+        for r, n in zip(case.rewards, case.lengths, strict=True)
+    ]
     assert_equal(found, expected)
 
 
@@ -51,7 +68,9 @@ def test_the_outcome_lands_on_the_last_sampled_token() -> None:
     case = plain_case([[True, False, True, False], [False], [True]], [0, 0, 1], [2.0, 5.0, -1.0])
     case.old = [[0.0] * n for n in case.lengths]
     case.ref = [[-0.5] * n for n in case.lengths]
-    assert token_rewards(batch_of(case), "k1", 0.1).tolist() == pytest.approx([-0.05, 0, 1.95, 0, 0, -1.05], abs=1e-15)
+    assert token_rewards(batch_of(case), "k1", 0.1).tolist() == pytest.approx(
+        [-0.05, 0, 1.95, 0, 0, -1.05], abs=1e-15
+    )
 
 
 def test_parts_apply_in_the_order_given() -> None:

@@ -27,12 +27,20 @@ class Flip:
 ROWS, OTHER = "{root}/rows.jsonl", "{root}/other.jsonl"
 ADAPTERS: Tree = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
 READER: Tree = {"model": {"path": "{root}/reader", "lora": {"rank": 4, "alpha": 8.0}}}
-CRITIC: Tree = {"algorithm": {"preset": "ppo"}, "critic": {"optimizer": {"lr": 0.01}}, "train": {"steps": 3}}
+CRITIC: Tree = {
+    "algorithm": {"preset": "ppo"},
+    "critic": {"optimizer": {"lr": 0.01}},
+    "train": {"steps": 3},
+}
 TEACHER: Tree = {"algorithm": {"preset": "opd"}, "teacher": {"path": "{root}/second"}}
 WHOLE: Tree = {**TEACHER, "algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}}
 LONG: Tree = {"train": {"steps": 3}}
 SLOW: Tree = {"reward": {"terms": ["{root}/reward.py:slow"]}}
-BOTH: Tree = {"reward": {"terms": [{"function": "{root}/reward.py:digits", "options": {}}, "{root}/reward.py:length"]}}
+BOTH: Tree = {
+    "reward": {
+        "terms": [{"function": "{root}/reward.py:digits", "options": {}}, "{root}/reward.py:length"]
+    }
+}
 HELD: Tree = {"eval": {"data": {"sources": [ROWS]}, "sampling": {"max_new_tokens": 5}}}
 WIDE: Tree = {"rollout": {"prompts_per_step": 6}}
 PENALTY: Tree = {"algorithm": {"preset": "ppo"}}
@@ -42,7 +50,10 @@ FAR: Tree = {"algorithm": {"preset": None, "old_logprobs": "rollout"}}
 
 ADAPTIVE: Tree = {
     "reference": "{root}/second",
-    "algorithm": {"preset": "ppo", "kl": {"controller": "adaptive", "horizon": 100, "target": 0.001}},
+    "algorithm": {
+        "preset": "ppo",
+        "kl": {"controller": "adaptive", "horizon": 100, "target": 0.001},
+    },
     "train": {"steps": 2},
 }
 
@@ -59,7 +70,10 @@ SAMPLING: dict[str, tuple[Any, Tree]] = {
     "repetition_penalty": (3.0, {"max_new_tokens": 12}),
     "max_new_tokens": (3, {}),
     "min_new_tokens": (4, {"stop_token_ids": list(range(4, 60))}),
-    "stop": (["a", "b", "c", "d", "e", "1", "2", "3", "4", " ", "X", "Y", "Z", "k", "q"], {"max_new_tokens": 12}),
+    "stop": (
+        ["a", "b", "c", "d", "e", "1", "2", "3", "4", " ", "X", "Y", "Z", "k", "q"],
+        {"max_new_tokens": 12},
+    ),
     "stop_token_ids": (list(range(4, 60)), {}),
 }
 OPTIMIZER: dict[str, tuple[Any, Tree]] = {
@@ -81,7 +95,11 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "sources.split": ("test", "prompts", {"sources": ["{root}/split"]}),
     "sources.reader": ("{root}/rows.py:reader", "prompts", {}),
     "sources.options": ({"count": 3}, "prompts", {"sources": ["{root}/rows.py:source"]}),
-    "sources.reader_options": ({"sign": "-"}, "prompts", {"sources": [{"path": ROWS, "reader": "{root}/rows.py:reader"}]}),
+    "sources.reader_options": (
+        {"sign": "-"},
+        "prompts",
+        {"sources": [{"path": ROWS, "reader": "{root}/rows.py:reader"}]},
+    ),
     "sources.weight": (9.0, "prompts", {"sources": [ROWS, OTHER], "blend": "sample"}),
     "sources.limit": (2, "prompts", {}),
     "columns.prompt": ("question", "prompts", {}),
@@ -95,19 +113,37 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "template": ("Q: {prompt}", "prompts", {}),
     "system": ("Be brief.", "prompts", {"apply_chat_template": True}),
     "special_tokens": ("control", "prompts", {"sources": ["{root}/marked.jsonl"]}),
-    "blend": ("sample_all", "prompts", {"sources": [{"path": ROWS}, {"path": OTHER}], "shuffle": False}),
+    "blend": (
+        "sample_all",
+        "prompts",
+        {"sources": [{"path": ROWS}, {"path": OTHER}], "shuffle": False},
+    ),
     "shuffle": (False, "prompts", {"sources": [ROWS, OTHER], "blend": "sample", "shuffle": True}),
-    "max_prompt_tokens": (4, "prompts", {"overlong_prompts": "truncate", "apply_chat_template": False}),
-    "overlong_prompts": ("truncate", "prompts", {"max_prompt_tokens": 6, "apply_chat_template": False}),
+    "max_prompt_tokens": (
+        4,
+        "prompts",
+        {"overlong_prompts": "truncate", "apply_chat_template": False},
+    ),
+    "overlong_prompts": (
+        "truncate",
+        "prompts",
+        {"max_prompt_tokens": 6, "apply_chat_template": False},
+    ),
     "bad_rows": ("skip", "prompts", {"sources": ["{root}/broken.jsonl"]}),
     "turns": ("last", "lessons", {"sources": ["{root}/talks.jsonl"], "apply_chat_template": True}),
     "token_cache": ("{tmp}/there", "stored", {"token_cache": None, "token_cache_min_mb": 0.0}),
-    "token_cache_min_mb": (0.0, "stored", {"token_cache": "{tmp}/there", "token_cache_min_mb": 1.0}),
+    "token_cache_min_mb": (
+        0.0,
+        "stored",
+        {"token_cache": "{tmp}/there", "token_cache_min_mb": 1.0},
+    ),
 }
 
 EYE: Tree = {"model": {"path": "{root}/reader"}}
 EAR: Tree = {"model": {"path": "{root}/listener"}}
-PICTURES, CLIPS, SOUNDS, LINKS = ({"sources": [f"{{root}}/{name}.jsonl"]} for name in ("pictures", "clips", "sounds", "links"))
+PICTURES, CLIPS, SOUNDS, LINKS = (
+    {"sources": [f"{{root}}/{name}.jsonl"]} for name in ("pictures", "clips", "sounds", "links")
+)
 REFUSED = (
     *(
         "media.max_source_pixels",
@@ -150,7 +186,10 @@ PRIME: Tree = {
     "rollout": {"group_size": 4},
 }
 SELECT: Tree = {"rollout": {"group_size": 4, "select": {"name": "top_k", "options": {"keep": 2}}}}
-CURRICULUM: Tree = {"rollout": {"curriculum": {"name": "priority", "threshold": 0.6, "options": {}}}, "train": {"steps": 6}}
+CURRICULUM: Tree = {
+    "rollout": {"curriculum": {"name": "priority", "threshold": 0.6, "options": {}}},
+    "train": {"steps": 6},
+}
 PTX: Tree = {"ptx": {"coef": 0.1, "batch_size": 2, "data": {"sources": [ROWS]}}}
 
 
@@ -191,14 +230,18 @@ FLIPS: dict[str, Flip] = {
     "model.path": Flip("{root}/second", "run"),
     "model.tokenizer": Flip("{root}/backwards", "prompts"),
     "model.chat_template": Flip(
-        "{% for m in messages %}{{ m['content'] }}!{% endfor %}", "prompts", {"data": {"apply_chat_template": True}}
+        "{% for m in messages %}{{ m['content'] }}!{% endfor %}",
+        "prompts",
+        {"data": {"apply_chat_template": True}},
     ),
     "model.revision": Flip("v2", "asked_of_the_hub"),
     "model.dtype": Flip("bfloat16", "loaded"),
     "model.attention": Flip("eager", "loaded", {"model": {"layout": "padded"}}),
     "model.layout": Flip("padded", "loaded"),
     "model.check_layout": Flip(False, "run"),
-    "model.unproved_family": Flip("allow", "loaded", {"model": {"path": "{root}/unproved"}}, refused=True),
+    "model.unproved_family": Flip(
+        "allow", "loaded", {"model": {"path": "{root}/unproved"}}, refused=True
+    ),
     "model.lora.rank": Flip(2, "loaded", ADAPTERS),
     "model.lora.alpha": Flip(16.0, "loaded", ADAPTERS),
     "model.lora.dropout": Flip(0.5, "loaded", ADAPTERS),
@@ -218,25 +261,46 @@ FLIPS: dict[str, Flip] = {
     "teacher.trust_remote_code": Flip(True, "asked_of_the_hub", TEACHER),
     "critic.path": Flip("{root}/second", "run", CRITIC),
     "critic.warmup_steps": Flip(1, "run", CRITIC),
-    **{f"critic.optimizer.{k}": Flip(v, "run", under("critic.optimizer", c, CRITIC)) for k, (v, c) in OPTIMIZER.items()},
-    **{f"optimizer.{k}": Flip(v, "run", under("optimizer", c, LONG)) for k, (v, c) in OPTIMIZER.items()},
+    **{
+        f"critic.optimizer.{k}": Flip(v, "run", under("critic.optimizer", c, CRITIC))
+        for k, (v, c) in OPTIMIZER.items()
+    },
+    **{
+        f"optimizer.{k}": Flip(v, "run", under("optimizer", c, LONG))
+        for k, (v, c) in OPTIMIZER.items()
+    },
     "prm.path": Flip("{root}/second", "run", PRIME),
     "prm.beta": Flip(0.5, "run", PRIME),
     "prm.threshold": Flip(0.3, "run", PRIME),
     "prm.forward": Flip("double", "run", PRIME),
-    **{f"prm.optimizer.{k}": Flip(v, "run", under("prm.optimizer", c, PRIME)) for k, (v, c) in OPTIMIZER.items()},
+    **{
+        f"prm.optimizer.{k}": Flip(v, "run", under("prm.optimizer", c, PRIME))
+        for k, (v, c) in OPTIMIZER.items()
+    },
     "ptx.coef": Flip(0.5, "run", PTX),
     "ptx.batch_size": Flip(3, "run", PTX),
     "ptx.max_tokens": Flip(26, "lessons", PTX),
     **{
-        f"ptx.data.{k}": Flip(v, TALKS.get(probe, probe), {**under("ptx.data", c, PTX), **ALONE.get(probe, {})}, k in ERRORS)
+        f"ptx.data.{k}": Flip(
+            v,
+            TALKS.get(probe, probe),
+            {**under("ptx.data", c, PTX), **ALONE.get(probe, {})},
+            k in ERRORS,
+        )
         for k, (v, probe, c) in DATA.items()
         if k not in PROMPTS
     },
-    **{f"data.{k}": Flip(v, probe, nested("data", c), k in ERRORS) for k, (v, probe, c) in DATA.items() if k not in LESSONS},
+    **{
+        f"data.{k}": Flip(v, probe, nested("data", c), k in ERRORS)
+        for k, (v, probe, c) in DATA.items()
+        if k not in LESSONS
+    },
     **{
         f"eval.data.{k}": Flip(
-            v, QUESTIONS.get(probe, probe), {**under("eval.data", c, HELD), **ALONE.get(probe, {})}, k in ERRORS
+            v,
+            QUESTIONS.get(probe, probe),
+            {**under("eval.data", c, HELD), **ALONE.get(probe, {})},
+            k in ERRORS,
         )
         for k, (v, probe, c) in DATA.items()
         if k not in LESSONS
@@ -251,7 +315,9 @@ FLIPS: dict[str, Flip] = {
     "eval.limit": Flip(2, "run", HELD),
     "eval.samples": Flip(2, "run", HELD),
     **{
-        f"eval.sampling.{k}": Flip(v, "run", under("eval.sampling", {"temperature": 1.0, "max_new_tokens": 5, **c}, HELD))
+        f"eval.sampling.{k}": Flip(
+            v, "run", under("eval.sampling", {"temperature": 1.0, "max_new_tokens": 5, **c}, HELD)
+        )
         for k, (v, c) in SAMPLING.items()
     },
     "eval.threshold": Flip(0.0, "run", HELD),
@@ -259,10 +325,14 @@ FLIPS: dict[str, Flip] = {
     **{f"sampling.{k}": Flip(v, "run", nested("sampling", c)) for k, (v, c) in SAMPLING.items()},
     "rollout.prompts_per_step": Flip(3, "run"),
     "rollout.group_size": Flip(3, "run"),
-    "rollout.max_rounds": Flip(2, "run", {"algorithm": {"filters": [{"name": "reward_bounds", "options": {"low": 9.0}}]}}),
+    "rollout.max_rounds": Flip(
+        2, "run", {"algorithm": {"filters": [{"name": "reward_bounds", "options": {"low": 9.0}}]}}
+    ),
     "rollout.oversample": Flip(2.0, "run"),
     "rollout.carry_over": Flip(
-        True, "run", {**LONG, "rollout": {"oversample": 3.0}, "algorithm": {"importance_sampling": ["tis"]}}
+        True,
+        "run",
+        {**LONG, "rollout": {"oversample": 3.0}, "algorithm": {"importance_sampling": ["tis"]}},
     ),
     "rollout.select.name": Flip("random", "run", SELECT),
     "rollout.select.options": Flip({"keep": 3}, "run", SELECT),
@@ -272,7 +342,9 @@ FLIPS: dict[str, Flip] = {
     "rollout.curriculum.options": Flip({"floor": 0.9}, "run", CURRICULUM),
     "rollout.staleness": Flip(1, "run", {**FAR, **LONG}),
     "rollout.partial": Flip(True, "run", {**FAR, **LONG, "rollout": {"oversample": 3.0}}),
-    "rollout.max_tokens_per_step": Flip(2, "run", {**FAR, **LONG, "rollout": {"partial": True, "max_tokens_per_step": 3}}),
+    "rollout.max_tokens_per_step": Flip(
+        2, "run", {**FAR, **LONG, "rollout": {"partial": True, "max_tokens_per_step": 3}}
+    ),
     "engine.max_cache_tokens": Flip(64, "run"),
     "engine.max_num_seqs": Flip(2, "run"),
     "engine.check_logprobs": Flip(False, "run"),
@@ -288,7 +360,9 @@ FLIPS: dict[str, Flip] = {
     "reward.timeout": Flip(0.05, "run", SLOW),
     "reward.memory_mb": Flip(64, "run", {"reward": {"terms": ["{root}/reward.py:large"]}}),
     "train.steps": Flip(2, "run"),
-    "train.epochs": Flip(2.0, "run", {"train": {"steps": None}, "rollout": {"prompts_per_step": 8}}),
+    "train.epochs": Flip(
+        2.0, "run", {"train": {"steps": None}, "rollout": {"prompts_per_step": 8}}
+    ),
     "train.ppo_epochs": Flip(2, "run"),
     "train.num_mini_batches": Flip(2, "run"),
     "train.max_tokens_per_micro_batch": Flip(16, "run"),
@@ -326,7 +400,9 @@ FLIPS: dict[str, Flip] = {
     "checkpoint.every": Flip(1, "run", LONG),
     "checkpoint.every_minutes": Flip(1e-9, "run", LONG),
     "checkpoint.keep": Flip(1, "run", {**LONG, "checkpoint": {"every": 1}}),
-    "checkpoint.best": Flip("-reward/mean", "run", {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 1}}),
+    "checkpoint.best": Flip(
+        "-reward/mean", "run", {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 1}}
+    ),
     "log.tensorboard": Flip(True, "run"),
     "log.wandb": Flip("project", "run", refused=True),
     "log.rollouts_every": Flip(0, "run"),
@@ -338,32 +414,56 @@ FLIPS: dict[str, Flip] = {
     "algorithm.advantage.gae_lambda": Flip(0.5, "objective", PENALTY),
     "algorithm.advantage.eps": Flip(0.1, "objective"),
     "algorithm.advantage.normalize": Flip("group", "objective"),
-    "algorithm.advantage.options": Flip({"alpha": 0.5}, "objective", {"algorithm": {"preset": "vapo"}}),
+    "algorithm.advantage.options": Flip(
+        {"alpha": 0.5}, "objective", {"algorithm": {"preset": "vapo"}}
+    ),
     "algorithm.loss.name": Flip("reinforce", "objective"),
     "algorithm.loss.ratio": Flip("sequence", "objective"),
     "algorithm.loss.clip_low": Flip(0.01, "objective"),
     "algorithm.loss.clip_high": Flip(0.01, "objective"),
     "algorithm.loss.dual_clip": Flip(1.1, "objective"),
     "algorithm.loss.ratio_cap": Flip(1.3, "objective"),
-    "algorithm.loss.options": Flip({"tau_pos": 5.0}, "objective", {"algorithm": {"preset": "sapo"}}),
-    "algorithm.old_logprobs": Flip("rollout", "run", {"train": {"ppo_epochs": 2}, "model": {"dtype": "bfloat16"}}),
-    "algorithm.importance_sampling.name": Flip("icepop", "objective", algorithm(importance_sampling=[{"name": "tis"}])),
-    "algorithm.importance_sampling.options": Flip({"high": 0.5}, "objective", algorithm(importance_sampling=[{"name": "tis"}])),
-    "algorithm.token_masks.name": Flip("kl_cov", "objective", algorithm(token_masks=[{"name": "high_entropy"}])),
-    "algorithm.token_masks.options": Flip({"rho": 0.6}, "objective", algorithm(token_masks=[{"name": "high_entropy"}])),
+    "algorithm.loss.options": Flip(
+        {"tau_pos": 5.0}, "objective", {"algorithm": {"preset": "sapo"}}
+    ),
+    "algorithm.old_logprobs": Flip(
+        "rollout", "run", {"train": {"ppo_epochs": 2}, "model": {"dtype": "bfloat16"}}
+    ),
+    "algorithm.importance_sampling.name": Flip(
+        "icepop", "objective", algorithm(importance_sampling=[{"name": "tis"}])
+    ),
+    "algorithm.importance_sampling.options": Flip(
+        {"high": 0.5}, "objective", algorithm(importance_sampling=[{"name": "tis"}])
+    ),
+    "algorithm.token_masks.name": Flip(
+        "kl_cov", "objective", algorithm(token_masks=[{"name": "high_entropy"}])
+    ),
+    "algorithm.token_masks.options": Flip(
+        {"rho": 0.6}, "objective", algorithm(token_masks=[{"name": "high_entropy"}])
+    ),
     "algorithm.aggregation": Flip("sequence_sum", "objective"),
     "algorithm.constant_length": Flip(3, "objective", algorithm(aggregation="constant")),
     "algorithm.kl.where": Flip("reward", "objective"),
     "algorithm.kl.estimator": Flip("k2", "objective"),
     "algorithm.kl.weighted": Flip(True, "objective"),
     "algorithm.kl.coef": Flip(0.5, "objective"),
-    "algorithm.kl.controller": Flip("adaptive", "objective", {"algorithm": {"kl": {"horizon": 10}}}),
+    "algorithm.kl.controller": Flip(
+        "adaptive", "objective", {"algorithm": {"kl": {"horizon": 10}}}
+    ),
     "algorithm.kl.target": Flip(1e6, "run", ADAPTIVE),
-    "algorithm.kl.horizon": Flip(10, "objective", {"algorithm": {"kl": {"controller": "adaptive"}}}),
-    "algorithm.kl.final": Flip(0.5, "objective", {"algorithm": {"kl": {"controller": "linear", "steps": 4}}}),
-    "algorithm.kl.steps": Flip(2, "objective", {"algorithm": {"kl": {"controller": "linear", "steps": 4}}}),
+    "algorithm.kl.horizon": Flip(
+        10, "objective", {"algorithm": {"kl": {"controller": "adaptive"}}}
+    ),
+    "algorithm.kl.final": Flip(
+        0.5, "objective", {"algorithm": {"kl": {"controller": "linear", "steps": 4}}}
+    ),
+    "algorithm.kl.steps": Flip(
+        2, "objective", {"algorithm": {"kl": {"controller": "linear", "steps": 4}}}
+    ),
     "algorithm.kl.refresh_every": Flip(1, "run", LONG),
-    "algorithm.kl.refresh_decay": Flip(0.5, "run", {**LONG, "algorithm": {"kl": {"refresh_every": 1}}}),
+    "algorithm.kl.refresh_decay": Flip(
+        0.5, "run", {**LONG, "algorithm": {"kl": {"refresh_every": 1}}}
+    ),
     "algorithm.distill.kind": Flip("reverse_kl", "run", TEACHER),
     "algorithm.distill.coef": Flip(0.5, "objective", TEACHER),
     "algorithm.distill.beta": Flip(0.9, "run", WHOLE),
@@ -372,18 +472,34 @@ FLIPS: dict[str, Flip] = {
     "algorithm.entropy.target": Flip(9.0, "objective"),
     "algorithm.entropy.rate": Flip(0.5, "objective", {"algorithm": {"entropy": {"target": 9.0}}}),
     "algorithm.policy_drift.coef": Flip(0.1, "objective"),
-    "algorithm.policy_drift.estimator": Flip("k2", "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}),
-    "algorithm.policy_drift.level": Flip("response", "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}),
-    "algorithm.policy_drift.cap": Flip(0.1, "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}),
+    "algorithm.policy_drift.estimator": Flip(
+        "k2", "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}
+    ),
+    "algorithm.policy_drift.level": Flip(
+        "response", "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}
+    ),
+    "algorithm.policy_drift.cap": Flip(
+        0.1, "objective", {"algorithm": {"policy_drift": {"coef": 0.1}}}
+    ),
     "algorithm.positive_nll.coef": Flip(0.1, "objective"),
-    "algorithm.positive_nll.threshold": Flip(0.0, "objective", {"algorithm": {"positive_nll": {"coef": 0.1}}}),
+    "algorithm.positive_nll.threshold": Flip(
+        0.0, "objective", {"algorithm": {"positive_nll": {"coef": 0.1}}}
+    ),
     "algorithm.value.clip": Flip(0.001, "run", {**CRITIC, "train": {"steps": 1, "ppo_epochs": 2}}),
     "algorithm.normalize.terms": Flip("batch", "objective"),
-    "algorithm.normalize.rewards": Flip("standard", "objective", {"algorithm": {"preset": "dr_grpo"}}),
+    "algorithm.normalize.rewards": Flip(
+        "standard", "objective", {"algorithm": {"preset": "dr_grpo"}}
+    ),
     "algorithm.normalize.values": Flip(True, "run", CRITIC),
-    "algorithm.normalize.eps": Flip(0.5, "objective", {"algorithm": {"preset": "dr_grpo", "normalize": {"rewards": "standard"}}}),
-    "algorithm.shaping.name": Flip("overlong", "objective", algorithm(shaping=[{"name": "reward_clip"}])),
-    "algorithm.shaping.options": Flip({"high": 0.5}, "objective", algorithm(shaping=[{"name": "reward_clip"}])),
+    "algorithm.normalize.eps": Flip(
+        0.5, "objective", {"algorithm": {"preset": "dr_grpo", "normalize": {"rewards": "standard"}}}
+    ),
+    "algorithm.shaping.name": Flip(
+        "overlong", "objective", algorithm(shaping=[{"name": "reward_clip"}])
+    ),
+    "algorithm.shaping.options": Flip(
+        {"high": 0.5}, "objective", algorithm(shaping=[{"name": "reward_clip"}])
+    ),
     "algorithm.filters.name": Flip(
         "zero_variance",
         "run",
@@ -394,6 +510,8 @@ FLIPS: dict[str, Flip] = {
         },
     ),
     "algorithm.filters.options": Flip(
-        {"low": 9.0}, "run", {"rollout": {"max_rounds": 1}, "algorithm": {"filters": [{"name": "reward_bounds"}]}}
+        {"low": 9.0},
+        "run",
+        {"rollout": {"max_rounds": 1}, "algorithm": {"filters": [{"name": "reward_bounds"}]}},
     ),
 }

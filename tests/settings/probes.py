@@ -70,7 +70,9 @@ def objective(tree: Tree, folder: Path) -> Any:
             config.algorithm,
             config.sampling.max_new_tokens,
         )
-        whole = with_token_masks(whole, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(step))
+        whole = with_token_masks(
+            whole, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(step)
+        )
         objective = Objective.of(algorithm, Requirements.of(algorithm), controls, whole, step)
         leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
         loss, _ = objective(whole, TokenScores(leaf, (leaf * 0.3).sin() + 2))
@@ -90,7 +92,9 @@ def prompts(tree: Tree, folder: Path) -> Any:
 def questions(tree: Tree, folder: Path) -> Any:
     """The held-out prompts."""
     config = build(RLConfig, tree)
-    found = load_eval_prompts(config.eval.data, load_tokenizer(config.model), config.run.seed, config.eval.limit)
+    found = load_eval_prompts(
+        config.eval.data, load_tokenizer(config.model), config.run.seed, config.eval.limit
+    )
     return [(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source) for p in found]
 
 
@@ -111,7 +115,9 @@ def stored(tree: Tree, folder: Path) -> Any:
     PromptStream.of(config.data, tokenizer, config.run.seed)
     load_eval_prompts(config.eval.data, tokenizer, config.run.seed, config.eval.limit)
     PretrainingLoss.of(config.ptx, tokenizer, config.run.seed)
-    return sorted((str(p.parent.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*.arrow"))
+    return sorted(
+        (str(p.parent.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*.arrow")
+    )
 
 
 LATE = """
@@ -138,7 +144,12 @@ def side_by_side(tree: Tree, folder: Path) -> Any:
     script.write_text(LATE)
     processes = config.launch.processes
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = warm.run([*torchrun, script, str(config.strategy.timeout_minutes)], env=os.environ, seats=processes, timeout=600)
+    done = warm.run(
+        [*torchrun, script, str(config.strategy.timeout_minutes)],
+        env=os.environ,
+        seats=processes,
+        timeout=600,
+    )
     return done.stdout.splitlines()[:1]
 
 
@@ -187,7 +198,10 @@ def on_ray(tree: Tree, folder: Path) -> Any:
         return called
     driver = launcher.RayLauncher("a:b", config, NullObserver(), StopFlag())
     driver.places = tuple(RankPlacement("n", "10.0.0.1", i) for i in range(config.launch.processes))
-    said = [refusal(lambda *_: driver.after(launcher.RankLost("rank 1")), {}, folder) for driver.losses in (1, 2)]
+    said = [
+        refusal(lambda *_: driver.after(launcher.RankLost("rank 1")), {}, folder)
+        for driver.losses in (1, 2)
+    ]
     plan = plan_placement(config.launch, accelerated=True)
     with MonkeyPatch.context() as patch:
         patch.setattr(ray_cluster, "package", lambda: there)
@@ -200,7 +214,15 @@ def on_ray(tree: Tree, folder: Path) -> Any:
         ):
             there.asked.append("never")
     told = [order.environment for order in driver.orders(1, plan)]
-    return called, there.asked, [slot.devices for slot in plan.ranks], dict(plan.workers), told, said, handed(config)
+    return (
+        called,
+        there.asked,
+        [slot.devices for slot in plan.ranks],
+        dict(plan.workers),
+        told,
+        said,
+        handed(config),
+    )
 
 
 def handed(config: RLConfig) -> Any:
@@ -244,8 +266,12 @@ def decoded(tree: Tree, folder: Path) -> Any:
             data = config.eval.data if "eval" in tree else config.data
             dataset = PromptDataset(data, tokenizer, seed=0, processor=processor)
             found = [prompt.media for _ in range(2) for prompt in dataset.fetch([0, 1])]
-    media = [{name: (r.values.tolist(), r.lengths.tolist()) for name, r in one.items()} for one in found]
-    seen["decoded"] = seen["decoded"] if not any(k.endswith("threads") for k in seen) else 0  # two threads may want the same one
+    media = [
+        {name: (r.values.tolist(), r.lengths.tolist()) for name, r in one.items()} for one in found
+    ]
+    seen["decoded"] = (
+        seen["decoded"] if not any(k.endswith("threads") for k in seen) else 0
+    )  # two threads may want the same one
     return media, seen, sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
@@ -256,10 +282,17 @@ def loaded(tree: Tree, folder: Path) -> Any:
         actor = Actor.load(config)
         with torch.no_grad():
             actor.score(batch())
-    adapters = [(n, getattr(m, "scaling", None)) for n, m in actor.named_modules() if hasattr(m, "scaling")]
+    adapters = [
+        (n, getattr(m, "scaling", None)) for n, m in actor.named_modules() if hasattr(m, "scaling")
+    ]
     trained = [n for n, p in actor.named_parameters() if p.requires_grad]
     implementation = actor.base.config._attn_implementation
-    kept = (str(actor.base.dtype), actor.base.is_gradient_checkpointing, implementation, actor.layout)
+    kept = (
+        str(actor.base.dtype),
+        actor.base.is_gradient_checkpointing,
+        implementation,
+        actor.layout,
+    )
     return (repr(actor.model), adapters, trained, kept, seen)
 
 
@@ -293,7 +326,12 @@ def run_again(tree: Tree, folder: Path) -> Any:
     """A run in the folder of an earlier one that sampled otherwise."""
     run_rl(
         config_in(
-            {**tree, "run": {**tree["run"], "resume": "auto", "overwrite": False}, "sampling": {"max_new_tokens": 2}}, folder
+            {
+                **tree,
+                "run": {**tree["run"], "resume": "auto", "overwrite": False},
+                "sampling": {"max_new_tokens": 2},
+            },
+            folder,
         )
     )
     run_rl(config_in(tree, folder))
@@ -333,7 +371,17 @@ def workers(tree: Tree, folder: Path) -> Any:
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
-        *(objective, prompts, questions, lessons, stored, decoded, loaded, asked_of_the_hub, asked_of_datasets),
+        *(
+            objective,
+            prompts,
+            questions,
+            lessons,
+            stored,
+            decoded,
+            loaded,
+            asked_of_the_hub,
+            asked_of_datasets,
+        ),
         *(run, run_again, go_on, command, workers, side_by_side, on_ray),
     )
 }
@@ -354,13 +402,24 @@ def config_in(tree: Tree, folder: Path) -> RLConfig:
 
 def left_behind(folder: Path) -> Any:
     """Everything below ``folder`` that says what a run did, clocks left out."""
-    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "events.out" not in p.name)
-    kept = {"events": any(p.name.startswith("events.out") for p in folder.rglob("*")), "files": files}
+    files = sorted(
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if p.is_file() and "events.out" not in p.name
+    )
+    kept = {
+        "events": any(p.name.startswith("events.out") for p in folder.rglob("*")),
+        "files": files,
+    }
     for path in sorted(folder.rglob("metrics.jsonl")):
-        kept["rows"] = [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_rows(path)]
+        kept["rows"] = [
+            {k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_rows(path)
+        ]
     for path in sorted(folder.rglob("rollouts/*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        kept[path.name] = [(row["token_ids"], row["reward"], row["text"], row.get("terms")) for row in rows]
+        kept[path.name] = [
+            (row["token_ids"], row["reward"], row["text"], row.get("terms")) for row in rows
+        ]
     for path in sorted(folder.rglob("model/*.safetensors")):
         kept[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return kept
@@ -381,7 +440,13 @@ def recording() -> Generator[Counter[str]]:
         patch.setattr(owner, name, called)
 
     with MonkeyPatch.context() as patch:
-        spy(Actor, "forward", lambda self, *a, **k: f"forward, gradient {torch.is_grad_enabled()}, layout {self.layout}")
+        spy(
+            Actor,
+            "forward",
+            lambda self, *a, **k: (
+                f"forward, gradient {torch.is_grad_enabled()}, layout {self.layout}"
+            ),
+        )
         spy(Actor, "check_layout", lambda *a, **k: "layout checked")
         spy(PlanDecodeSession, "step", lambda self, tokens: f"{len(tokens)} rows drawn at once")
         spy(PlanDecodeSession, "reserve", lambda self, *a: f"room for {a[-1]} tokens")

@@ -105,11 +105,18 @@ def case_of(key: str) -> Any:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models, a third tokenizer, rows of several kinds, rewards."""
     folder = tmp_path_factory.mktemp("root")
-    tokenizer, backwards = tiny_tokenizer(), tiny_tokenizer(chars="\n" + "".join(chr(c) for c in range(126, 31, -1)))
+    tokenizer, backwards = (
+        tiny_tokenizer(),
+        tiny_tokenizer(chars="\n" + "".join(chr(c) for c in range(126, 31, -1))),
+    )
     for tokens in (tokenizer, backwards):
-        tokens.chat_template = tokens.chat_template.replace("{{ m['content'] }}", "{{ m['content'] }}{{ '!' if shout else '' }}")
+        tokens.chat_template = tokens.chat_template.replace(
+            "{{ m['content'] }}", "{{ m['content'] }}{{ '!' if shout else '' }}"
+        )
     for seed, name in enumerate(("policy", "second")):
-        model = tiny_model("qwen2", seed=seed + 1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer))
+        model = tiny_model(
+            "qwen2", seed=seed + 1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer)
+        )
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     unproved_model().save_pretrained(folder / "unproved")
@@ -133,12 +140,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows.append({**rows[0], "prompt": "1+1+1+1+1+1=", "id": "long"})
     write(folder / "rows.jsonl", rows)
     write(folder / "marked.jsonl", [{"prompt": "<|im_start|>1+1=", "label": "2", "response": "2"}])
-    write(folder / "other.jsonl", [{"prompt": f"{i}-1=", "label": str(i - 1), "response": str(i - 1)} for i in range(8)])
+    write(
+        folder / "other.jsonl",
+        [{"prompt": f"{i}-1=", "label": str(i - 1), "response": str(i - 1)} for i in range(8)],
+    )
     (folder / "split").mkdir()
     write(folder / "split" / "train.jsonl", rows[:4])
     write(folder / "split" / "test.jsonl", rows[4:])
     write(folder / "broken.jsonl", [*rows, {"prompt": None}])
-    talk = [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    talk = [
+        {"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)
+    ]
     write(folder / "talks.jsonl", [{"messages": talk}])
     save_tiny_media("qwen2_audio", folder / "listener")
     write_media(folder)
@@ -154,12 +166,25 @@ def write_media(folder: Path) -> None:
         picture(folder / "split" / f"{name}.png", 20, 24 + 8 * k, seed=k + 9)
         sound(folder / f"{name}.wav", seconds=0.3 + k / 10, rate=8000)
         shades = [Image.new("RGB", (16, 16 + 8 * k), (40 * t, k, 0)) for t in range(5)]
-        shades[0].save(folder / f"{name}.gif", save_all=True, append_images=shades[1:], duration=400)
-    kinds = {"pictures": ("image", "png"), "clips": ("video", "gif"), "sounds": ("audio", "wav"), "links": ("image", "png")}
+        shades[0].save(
+            folder / f"{name}.gif", save_all=True, append_images=shades[1:], duration=400
+        )
+    kinds = {
+        "pictures": ("image", "png"),
+        "clips": ("video", "gif"),
+        "sounds": ("audio", "wav"),
+        "links": ("image", "png"),
+    }
     for source, (column, suffix) in kinds.items():
         start = "https://media.test/" if source == "links" else ""
-        named = [{column: f"{start}{one}.{suffix}", "other": f"{start}{two}.{suffix}"} for one, two in ("ac", "bd")]
-        write(folder / f"{source}.jsonl", [{"prompt": "what?", "response": "this", **row} for row in named])
+        named = [
+            {column: f"{start}{one}.{suffix}", "other": f"{start}{two}.{suffix}"}
+            for one, two in ("ac", "bd")
+        ]
+        write(
+            folder / f"{source}.jsonl",
+            [{"prompt": "what?", "response": "this", **row} for row in named],
+        )
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -201,7 +226,9 @@ def seen(probe: str, tree: dict[str, Any], root: Path, factory: pytest.TempPathF
     """What ``probe`` says of ``tree``; asked once."""
     text = json.dumps(tree).replace("{root}", str(root))
     if f"{probe} {text}" not in seen_before:
-        seen_before[f"{probe} {text}"] = refusal(PROBES[probe], json.loads(text), factory.mktemp("probe"))
+        seen_before[f"{probe} {text}"] = refusal(
+            PROBES[probe], json.loads(text), factory.mktemp("probe")
+        )
     return seen_before[f"{probe} {text}"]
 
 
@@ -223,19 +250,23 @@ def test_a_setting_without_a_flip_is_one_of_a_single_value() -> None:
 
 
 @pytest.mark.parametrize("probe", sorted(set(PROBES) - {"asked_of_datasets"}))
-def test_a_probe_repeats_itself(probe: str, root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_probe_repeats_itself(
+    probe: str, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Else every setting would seem to act."""
     key = next(key for key, flip in FLIPS.items() if flip.probe == probe)
     tree = json.loads(json.dumps(tree_of(key)).replace("{root}", str(root)))
     folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     first, second = (refusal(PROBES[probe], tree, folder) for folder in folders)
-    assert json.dumps(first, default=str).replace(str(folders[0]), "") == json.dumps(second, default=str).replace(
-        str(folders[1]), ""
-    )
+    assert json.dumps(first, default=str).replace(str(folders[0]), "") == json.dumps(
+        second, default=str
+    ).replace(str(folders[1]), "")
 
 
 @pytest.mark.parametrize("key", [case_of(key) for key in KEYS if key in FLIPS])
-def test_another_value_is_seen(key: str, root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_another_value_is_seen(
+    key: str, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     flip, base = FLIPS[key], tree_of(key)
     before = seen(flip.probe, base, root, tmp_path_factory)
     after = seen(flip.probe, put(base, key, flip.value), root, tmp_path_factory)
@@ -245,4 +276,10 @@ def test_another_value_is_seen(key: str, root: Path, tmp_path_factory: pytest.Te
 
 
 def test_the_base_is_legal(root: Path) -> None:
-    assert build(RLConfig, json.loads(json.dumps(BASE).replace("{root}", str(root)).replace("{tmp}", "x"))).train.steps == 1
+    assert (
+        build(
+            RLConfig,
+            json.loads(json.dumps(BASE).replace("{root}", str(root)).replace("{tmp}", "x")),
+        ).train.steps
+        == 1
+    )

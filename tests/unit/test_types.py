@@ -22,8 +22,14 @@ def segments(rows: Rows, seed: int = 0) -> Segments:
     """Runs with two kinds of media, some runs without any."""
     rng = random.Random(seed)
     lengths = [rng.randint(0, 2) for _ in rows]
-    pictures = Ragged(torch.randn(sum(lengths), 3, 2, generator=torch.Generator().manual_seed(seed)), torch.tensor(lengths))
-    grids = Ragged(torch.arange(len(rows))[:, None].expand(-1, 3).clone(), torch.ones(len(rows), dtype=torch.long))
+    pictures = Ragged(
+        torch.randn(sum(lengths), 3, 2, generator=torch.Generator().manual_seed(seed)),
+        torch.tensor(lengths),
+    )
+    grids = Ragged(
+        torch.arange(len(rows))[:, None].expand(-1, 3).clone(),
+        torch.ones(len(rows), dtype=torch.long),
+    )
     return Segments.of(rows, {"pixels": pictures, "grids": grids})
 
 
@@ -40,9 +46,17 @@ def run(s: Segments, i: int) -> tuple[list[int], dict[str, list]]:
 def row(batch: Batch, i: int) -> dict[str, object]:
     """Response ``i`` with its prompt and all its columns as plain lists."""
     start = int(batch.lengths[:i].sum())
-    tokens = {k: v[start : start + int(batch.lengths[i])].tolist() for k, v in batch.columns("token").items()}
+    tokens = {
+        k: v[start : start + int(batch.lengths[i])].tolist()
+        for k, v in batch.columns("token").items()
+    }
     samples = {k: v[i].item() for k, v in batch.columns("sample").items()}
-    return {"prompt": run(batch.prompts, int(batch.prompt_of[i])), "response": run(batch.responses, i), **tokens, **samples}
+    return {
+        "prompt": run(batch.prompts, int(batch.prompt_of[i])),
+        "response": run(batch.responses, i),
+        **tokens,
+        **samples,
+    }
 
 
 def with_media(case: Case, seed: int) -> Batch:
@@ -65,7 +79,9 @@ def groups(batch: Batch) -> set[frozenset[float]]:
 def test_rows_of_are_the_places_of_the_runs_asked_for(rows: Rows, data: st.DataObject) -> None:
     index = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
     flat = torch.tensor([t for r in rows for t in r], dtype=torch.long)
-    found = flat[rows_of(torch.tensor([len(r) for r in rows]), torch.tensor(index, dtype=torch.long))]
+    found = flat[
+        rows_of(torch.tensor([len(r) for r in rows]), torch.tensor(index, dtype=torch.long))
+    ]
     assert found.tolist() == [t for i in index for t in rows[i]]
 
 
@@ -73,13 +89,17 @@ def test_selecting_all_samples_as_they_are_copies_no_media() -> None:
     ragged = Ragged(torch.randn(5, 2), torch.tensor([2, 0, 3]))
     whole = Segments.of([[1], [2], [3]], {"x": ragged})
     assert whole.select(torch.arange(3)).media["x"].values.data_ptr() == ragged.values.data_ptr()
-    assert torch.equal(whole.select(torch.tensor([2, 1, 0])).media["x"].values, ragged.values[[2, 3, 4, 0, 1]])
+    assert torch.equal(
+        whole.select(torch.tensor([2, 1, 0])).media["x"].values, ragged.values[[2, 3, 4, 0, 1]]
+    )
     assert len(whole.select(torch.arange(2)).media["x"].values) == 2
 
 
 @settings(deadline=None)
 @given(ROWS, SEEDS, st.data())
-def test_segments_select_in_the_order_of_the_index_with_their_media(rows: Rows, seed: int, data: st.DataObject) -> None:
+def test_segments_select_in_the_order_of_the_index_with_their_media(
+    rows: Rows, seed: int, data: st.DataObject
+) -> None:
     whole = segments(rows, seed)
     index = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
     found = whole.select(torch.tensor(index, dtype=torch.long))
@@ -92,7 +112,9 @@ def test_segments_select_in_the_order_of_the_index_with_their_media(rows: Rows, 
 def test_segments_split_and_joined_are_the_same(rows: Rows, seed: int, data: st.DataObject) -> None:
     whole = segments(rows, seed)
     cut = data.draw(st.integers(0, len(rows)))
-    joined = Segments.cat([whole.select(torch.arange(cut)), whole.select(torch.arange(cut, len(rows)))])
+    joined = Segments.cat(
+        [whole.select(torch.arange(cut)), whole.select(torch.arange(cut, len(rows)))]
+    )
     assert [run(joined, i) for i in range(len(rows))] == [run(whole, i) for i in range(len(rows))]
 
 
@@ -106,7 +128,9 @@ def test_a_part_without_some_media_contributes_rows_of_length_zero() -> None:
 
 @settings(deadline=None)
 @given(cases(), SEEDS, st.data())
-def test_a_batch_dealt_out_and_joined_has_every_row_once(case: Case, seed: int, data: st.DataObject) -> None:
+def test_a_batch_dealt_out_and_joined_has_every_row_once(
+    case: Case, seed: int, data: st.DataObject
+) -> None:
     batch = with_media(case, seed)
     parts = data.draw(partitions(len(batch)))
     joined = Batch.cat(batch.split(torch.tensor(p) for p in parts))
@@ -116,7 +140,9 @@ def test_a_batch_dealt_out_and_joined_has_every_row_once(case: Case, seed: int, 
 
 @settings(deadline=None)
 @given(cases(), SEEDS, st.data())
-def test_selecting_keeps_only_the_prompts_that_are_used_each_once(case: Case, seed: int, data: st.DataObject) -> None:
+def test_selecting_keeps_only_the_prompts_that_are_used_each_once(
+    case: Case, seed: int, data: st.DataObject
+) -> None:
     batch = with_media(case, seed)
     index = data.draw(st.lists(st.integers(0, len(batch) - 1), max_size=8))
     found = batch.select(torch.tensor(index, dtype=torch.long))
@@ -152,8 +178,18 @@ def test_batches_with_different_columns_are_not_joined() -> None:
 
 def test_every_column_declares_an_axis_and_follows_a_selection() -> None:
     batch = batch_of(plain_case([[True, False], [], [True]], [0, 1, 1]))
-    named = {f.name for f in dataclasses.fields(Batch)} - {"prompts", "responses", "prompt_of", "_groups"}
-    full = batch.replace(**{n: torch.ones(3) for n in named - set(batch.columns("token")) - set(batch.columns("sample"))})
+    named = {f.name for f in dataclasses.fields(Batch)} - {
+        "prompts",
+        "responses",
+        "prompt_of",
+        "_groups",
+    }
+    full = batch.replace(
+        **{
+            n: torch.ones(3)
+            for n in named - set(batch.columns("token")) - set(batch.columns("sample"))
+        }
+    )
     assert set(full.columns("token")) | set(full.columns("sample")) == named
     found = full.select(torch.tensor([0]))
     assert {len(c) for c in found.columns("token").values()} == {2}

@@ -24,14 +24,18 @@ order.
 
 def batches() -> list[tuple[str, Batch]]:
     """Return every test batch, with all columns filled in, and its name and shape."""
-    holes = plain_batch([[True, False, True], [True, True], [], [False], [True], [True] * 6], [2, 0, 2, 1, 2, 0])
+    holes = plain_batch(
+        [[True, False, True], [True, True], [], [False], [True], [True] * 6], [2, 0, 2, 1, 2, 0]
+    )
     equal = plain_batch([[True, True], [True], [True, True, True]], [0, 0, 0], [0.1, 0.1, 0.1])
     named = [(f"corner {i}", plain_batch(*corner)) for i, corner in enumerate(CORNERS)]
     named += [("equal rewards", equal), ("holes", holes), ("empty batch", empty_batch())]
     return [(f"{name} ({shown(batch)})", filled(batch)) for name, batch in named]
 
 
-def plain_batch(mask: Sequence[Sequence[bool]], prompt_of: Sequence[int], rewards: Sequence[float] | None = None) -> Batch:
+def plain_batch(
+    mask: Sequence[Sequence[bool]], prompt_of: Sequence[int], rewards: Sequence[float] | None = None
+) -> Batch:
     """Build a batch with fixed, unequal numbers in every column filled in before advantages.
 
     All numbers are float64.
@@ -105,7 +109,9 @@ def there(column: Tensor | None) -> Tensor:
 def with_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     """Cast every floating-point column of ``batch`` to ``dtype``."""
     columns = {**batch.columns("token"), **batch.columns("sample")}
-    cast = {name: column.to(dtype) for name, column in columns.items() if column.is_floating_point()}
+    cast = {
+        name: column.to(dtype) for name, column in columns.items() if column.is_floating_point()
+    }
     return batch.replace(**cast)
 
 

@@ -120,7 +120,9 @@ def _short(x: Tensor) -> list[Any]:
 # Functions of a batch that return one number per token or per response
 
 
-def check_order(run: Callable[[Batch], Tensor], axis: str, split: Callable[[Batch], Sequence[Tensor]]) -> None:
+def check_order(
+    run: Callable[[Batch], Tensor], axis: str, split: Callable[[Batch], Sequence[Tensor]]
+) -> None:
     """Check that splitting, response order and prompt labels do not change any number.
 
     Args:
@@ -189,7 +191,9 @@ def check_advantage_is_by_group_not_by_place(function: Function) -> None:
     """
     split = whole_part if "batch" in needs_of(function) else group_parts
     for which in (0, 1):
-        check_order(lambda batch, which=which: advantages_of(function, batch)[which], "token", split)
+        check_order(
+            lambda batch, which=which: advantages_of(function, batch)[which], "token", split
+        )
 
 
 def needs_of(function: Function) -> frozenset[str]:
@@ -229,7 +233,9 @@ def check_advantage_leaves_its_input_alone(function: Function) -> None:
 # Policy losses
 
 
-def losses_of(function: Function, batch: Batch, logprobs: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def losses_of(
+    function: Function, batch: Batch, logprobs: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Call a loss slightly off policy: the behavior log-probs stand in for the new ones.
 
     Args:
@@ -238,7 +244,9 @@ def losses_of(function: Function, batch: Batch, logprobs: Tensor | None = None) 
         logprobs: ``[N]``, the new log-probs. ``None`` uses ``batch.behavior_logprobs``.
     """
     new = batch.behavior_logprobs if logprobs is None else logprobs
-    return function(new, batch.old_logprobs, batch.advantages, TokenRows.of(batch), LossConfig(dual_clip=3.0))
+    return function(
+        new, batch.old_logprobs, batch.advantages, TokenRows.of(batch), LossConfig(dual_clip=3.0)
+    )
 
 
 def loss_gradient(function: Function, batch: Batch) -> Tensor:
@@ -319,12 +327,16 @@ def check_loss_keeps_the_dtype(function: Function) -> None:
             losses, stats = losses_of(function, with_dtype(batch, dtype))
             expect(losses.dtype == dtype, f"{name}: {losses.dtype} of numbers in {dtype}")
             for key, column in stats.items():
-                expect(not column.requires_grad, f"{name}: {key} among the statistics carries gradient")
+                expect(
+                    not column.requires_grad, f"{name}: {key} among the statistics carries gradient"
+                )
 
 
 def check_loss_is_the_same_in_float32(function: Function) -> None:
     """Float32 and float64 give the same loss and gradient, up to rounding."""
-    expect_same_in_float32(lambda batch: torch.where(batch.mask, losses_of(function, batch)[0], 0.0))
+    expect_same_in_float32(
+        lambda batch: torch.where(batch.mask, losses_of(function, batch)[0], 0.0)
+    )
     expect_same_in_float32(lambda batch: loss_gradient(function, batch))
 
 
@@ -366,7 +378,9 @@ def check_aggregation_is_a_mean(function: Function) -> None:
 def check_kl_is_finite(function: Function) -> None:
     """Estimate and gradient are finite for log-ratios up to 20, and keep the dtype of the input."""
     for dtype in (torch.float32, torch.float64):
-        d = torch.tensor([-20.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 20.0], dtype=dtype, requires_grad=True)
+        d = torch.tensor(
+            [-20.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 20.0], dtype=dtype, requires_grad=True
+        )
         found = function(d, torch.zeros_like(d))
         expect_finite(found.detach(), "log-ratios up to 20")
         expect_finite(torch.autograd.grad(found.sum(), d)[0], "gradient at log-ratios up to 20")

@@ -9,7 +9,11 @@ from typing import Any
 
 from lightrft.algorithms.contracts import checks
 from lightrft.algorithms.contracts.checks import ContractViolation
-from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, Function, signature_problems
+from lightrft.algorithms.validate.component_kinds import (
+    COMPONENT_KINDS,
+    Function,
+    signature_problems,
+)
 from lightrft.config.base import ComponentConfig
 from lightrft.utils.contract_result import CheckResult
 from lightrft.utils.errors import ConfigError

@@ -55,7 +55,11 @@ def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConf
     yield "loss", "algorithm.loss", loss
     yield "aggregation", "algorithm.aggregation", ComponentConfig(name=algorithm.aggregation)
     yield "kl", "algorithm.kl.estimator", ComponentConfig(name=algorithm.kl.estimator)
-    yield "kl", "algorithm.policy_drift.estimator", ComponentConfig(name=algorithm.policy_drift.estimator)
+    yield (
+        "kl",
+        "algorithm.policy_drift.estimator",
+        ComponentConfig(name=algorithm.policy_drift.estimator),
+    )
     lists = {
         "correction": algorithm.importance_sampling,
         "token_mask": algorithm.token_masks,
@@ -83,7 +87,10 @@ def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
             yield f"algorithm.value.clip = {algorithm.value.clip} {no_critic}"
     only_eps_is_set = normalize == NormalizeConfig(eps=normalize.eps)
     if only_eps_is_set and normalize != NormalizeConfig():
-        yield (f"algorithm.normalize.eps = {normalize.eps} changes nothing: no terms, rewards or values are normalised")
+        yield (
+            f"algorithm.normalize.eps = {normalize.eps} changes nothing: no terms, rewards or "
+            "values are normalised"
+        )
     changes = []
     if normalize.terms != "none":
         changes.append("normalize.terms")

@@ -82,9 +82,10 @@ def _old_logprobs(algorithm: AlgorithmConfig) -> Iterator[str]:
     if source == "rollout":
         for name in weighing:
             yield (
-                f"algorithm.importance_sampling: {name!r} weighs the old policy against the sampler, and "
-                "with old_logprobs: rollout they are one: the ratio already holds the difference, "
-                "which must not count twice. Leave it out, or take old_logprobs: policy"
+                f"algorithm.importance_sampling: {name!r} weighs the old policy against the "
+                "sampler, and with old_logprobs: rollout they are one: the ratio already holds "
+                "the difference, which must not count twice. Leave it out, or take "
+                "old_logprobs: policy"
             )
     reader = _reader_of_old_logprobs(algorithm)
     if source == "interpolated" and reader:
@@ -130,7 +131,10 @@ def _objective_reads_old(algorithm: AlgorithmConfig) -> bool:
 def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     kl = algorithm.kl
     if kl.where == "none" and kl.final > 0:
-        yield (f"algorithm.kl.final = {kl.final} but kl.where is 'none'; set kl.where to 'reward' or 'loss'")
+        yield (
+            f"algorithm.kl.final = {kl.final} but kl.where is 'none'; set kl.where to 'reward' "
+            "or 'loss'"
+        )
     if kl.weighted and kl.where != "loss":
         yield (
             "algorithm.kl.weighted weighs the KL term of the loss by the ratio, and kl.where is "
@@ -154,9 +158,15 @@ def _kl_controller(kl: KLConfig) -> Iterator[str]:
     unread = {"target", "horizon", "final", "steps"} - read.get(kl.controller, set())
     yield from _changes_nothing("algorithm.kl", kl, unread, f"kl.controller is {kl.controller!r}")
     if kl.controller in SCHEDULES and kl.steps is None:
-        yield (f"algorithm.kl.steps is missing: controller {kl.controller!r} goes from kl.coef to kl.final in so many steps")
+        yield (
+            f"algorithm.kl.steps is missing: controller {kl.controller!r} goes from kl.coef to "
+            "kl.final in so many steps"
+        )
     if kl.controller == "adaptive" and kl.where != "none" and kl.coef == 0:
-        yield ("algorithm.kl.coef = 0 stays 0 under kl.controller: adaptive, which multiplies it; start above 0")
+        yield (
+            "algorithm.kl.coef = 0 stays 0 under kl.controller: adaptive, which multiplies it; "
+            "start above 0"
+        )
 
 
 def _rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -182,7 +192,10 @@ def _rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
         if algorithm.advantage.normalize != "none":
             changes["advantage.normalize"] = algorithm.advantage.normalize
         for key, value in changes.items():
-            yield (f"algorithm.{key} = {value} changes nothing: advantage 'teacher' takes no reward; leave it out")
+            yield (
+                f"algorithm.{key} = {value} changes nothing: advantage 'teacher' takes no "
+                "reward; leave it out"
+            )
 
 
 def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -191,14 +204,20 @@ def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
         why = "entropy.target is not set"
         yield from _changes_nothing("algorithm.entropy", entropy, {"rate"}, why)
     elif entropy.coef < 0:
-        yield (f"algorithm.entropy.coef = {entropy.coef}: with entropy.target it is where the bonus starts, and is never below 0")
+        yield (
+            f"algorithm.entropy.coef = {entropy.coef}: with entropy.target it is where the bonus "
+            "starts, and is never below 0"
+        )
     drift = algorithm.policy_drift
     if not drift.coef:
         unread = {"estimator", "cap", "level"}
-        yield from _changes_nothing("algorithm.policy_drift", drift, unread, "policy_drift.coef is 0")
+        yield from _changes_nothing(
+            "algorithm.policy_drift", drift, unread, "policy_drift.coef is 0"
+        )
     elif drift.cap is not None and drift.estimator != "k3":
         yield (
-            f"algorithm.policy_drift.cap bounds the gradient of k3 alone, and policy_drift.estimator is {drift.estimator!r}; leave one out"
+            "algorithm.policy_drift.cap bounds the gradient of k3 alone, and "
+            f"policy_drift.estimator is {drift.estimator!r}; leave one out"
         )
     positive = algorithm.positive_nll
     if not positive.coef:

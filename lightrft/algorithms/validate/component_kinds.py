@@ -58,7 +58,9 @@ class ComponentKind:
 
 
 COMPONENT_KINDS: dict[str, ComponentKind] = {
-    "advantage": ComponentKind(ADVANTAGES, "algorithm.advantage", ("batch", "token_rewards", "settings")),
+    "advantage": ComponentKind(
+        ADVANTAGES, "algorithm.advantage", ("batch", "token_rewards", "settings")
+    ),
     "loss": ComponentKind(
         POLICY_LOSSES,
         "algorithm.loss",
@@ -69,8 +71,12 @@ COMPONENT_KINDS: dict[str, ComponentKind] = {
         "algorithm.importance_sampling",
         ("logprobs", "old", "behavior", "advantages", "rows"),
     ),
-    "token_mask": ComponentKind(TOKEN_MASKS, "algorithm.token_masks", ("batch", "settings", "generator")),
-    "shaping": ComponentKind(SHAPINGS, "algorithm.shaping", ("batch", "rewards"), ("max_new_tokens",)),
+    "token_mask": ComponentKind(
+        TOKEN_MASKS, "algorithm.token_masks", ("batch", "settings", "generator")
+    ),
+    "shaping": ComponentKind(
+        SHAPINGS, "algorithm.shaping", ("batch", "rewards"), ("max_new_tokens",)
+    ),
     "filter": ComponentKind(FILTERS, "algorithm.filters", ("group",)),
     "aggregation": ComponentKind(AGGREGATIONS, "algorithm.aggregation", ("rows", "constant")),
     "kl": ComponentKind(KL_ESTIMATORS, "algorithm.kl.estimator", ("logprobs", "ref")),
@@ -99,9 +105,13 @@ def kind_of(name: str) -> str:
     best = _closest_kinds(arguments, keywords)
     if len(best) == 1:
         return best[0]
-    forms = "; ".join(f"{kind} ({', '.join(COMPONENT_KINDS[kind].arguments)})" for kind in best or COMPONENT_KINDS)
+    forms = "; ".join(
+        f"{kind} ({', '.join(COMPONENT_KINDS[kind].arguments)})" for kind in best or COMPONENT_KINDS
+    )
     taken = ", ".join(arguments)
-    raise ConfigError(f"{name!r} takes ({taken}), which fits no kind alone: {forms}. Say which with --kind")
+    raise ConfigError(
+        f"{name!r} takes ({taken}), which fits no kind alone: {forms}. Say which with --kind"
+    )
 
 
 def _kind_of_registered(name: str) -> str:
@@ -162,11 +172,15 @@ def signature_problems(
     parameters = list(inspect.signature(function).parameters.values())
     kinds = {parameter.kind for parameter in parameters}
     positional = _positional(parameters)
-    wrong_count = f"{key}: {part.name!r} takes {len(positional)} arguments; it is called with {arguments}"
+    wrong_count = (
+        f"{key}: {part.name!r} takes {len(positional)} arguments; it is called with {arguments}"
+    )
     if len(positional) < arguments and Parameter.VAR_POSITIONAL not in kinds:
         yield wrong_count
     by_name = [
-        parameter for parameter in parameters if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        parameter
+        for parameter in parameters
+        if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     ]
     by_position = positional[:arguments]
     keywords = {parameter.name: parameter for parameter in by_name if parameter not in by_position}
@@ -186,7 +200,9 @@ def signature_problems(
             yield wrong_count
 
 
-def _unknown_keywords(key: str, part: ComponentConfig, keywords: Set[str], given: set[str]) -> Iterator[str]:
+def _unknown_keywords(
+    key: str, part: ComponentConfig, keywords: Set[str], given: set[str]
+) -> Iterator[str]:
     """Yield the keywords that the function does not take: those of its kind, then options.
 
     Args:

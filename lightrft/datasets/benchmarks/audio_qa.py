@@ -25,7 +25,9 @@ def aqa(row: Row, *, root: str = "") -> Row:
         named = {"prompt": [_message(m, root) for m in row["prompt"]], "label": row["reference"]}
         return {**row, **named, "data_source": "aqa"}
     choices = format_choices(row["multi_choice"])
-    made = _question("aqa", row["question_text"], choices, row["answer"], placed(row["audio_path"], root))
+    made = _question(
+        "aqa", row["question_text"], choices, row["answer"], placed(row["audio_path"], root)
+    )
     return {**row, **made}
 
 

@@ -12,7 +12,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
 
-from lightrft.datasets.benchmarks.preference_pairs import Instruction, PairBuilder, better, placed, preference_label
+from lightrft.datasets.benchmarks.preference_pairs import (
+    Instruction,
+    PairBuilder,
+    better,
+    placed,
+    preference_label,
+)
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row, Rows
 
@@ -56,7 +62,9 @@ def imagerewarddb(
     ``ValueError`` for a row with one image.
     """
     if isinstance(row["image_path"], str):
-        raise ValueError(f"it has one picture; pairs come from the source {__name__}:imagerewarddb_pairs")
+        raise ValueError(
+            f"it has one picture; pairs come from the source {__name__}:imagerewarddb_pairs"
+        )
     first, second = row["rank"]
     return preference_label(
         row,
@@ -100,7 +108,10 @@ def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> Row:
     asked, said = (row["conversations"][k]["value"] for k in (0, -1))
     found = VERDICT.findall(said)
     if not found:
-        raise ValueError("the last turn has no <answer>Image 1 is better</answer> or <answer>Image 2 is better</answer>")
+        raise ValueError(
+            "the last turn has no <answer>Image 1 is better</answer> or <answer>Image 2 is "
+            "better</answer>"
+        )
     best = int(found[-1]) - 1
     parts = [{"type": "image", "image": placed(image, root)} for image in row["images"]]
     content: list[dict[str, object]] = [
@@ -181,7 +192,9 @@ def mean(ratings: Sequence[float]) -> float:
 
 def _open(path: str, split: str) -> Rows:
     from lightrft.config.data import SourceConfig
-    from lightrft.datasets.open_source import open_source  # imported here, because open_source imports this package
+    from lightrft.datasets.open_source import (
+        open_source,
+    )  # imported here, because open_source imports this package
 
     return open_source(SourceConfig(path=path, split=split))
 

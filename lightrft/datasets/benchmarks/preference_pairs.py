@@ -88,7 +88,9 @@ def preference_label(
     for letter, k in zip("AB", order):
         content += [_text(f"\n\n{letter}:\n"), parts[k]]
     content.append(_text("\n\n" + _question(NOUNS[kind], ties)))
-    letters = {head: "C" if winner is None else "AB"[order.index(winner)] for head, winner in heads.items()}
+    letters = {
+        head: "C" if winner is None else "AB"[order.index(winner)] for head, winner in heads.items()
+    }
     best = next(iter(heads.values()))
     return {
         **row,
@@ -168,8 +170,15 @@ def _instruction(task: str, chosen: Instruction | None, request: str, criteria: 
             raise ValueError(f"task_instruction has no entry {task!r}; it has: {', '.join(chosen)}")
         chosen = chosen[task]
     if chosen is None:
-        by = "{criteria}" if criteria else "how well each follows the request, and how good it is in itself"
-        chosen = f"Two {NOUNS[KINDS[task]]} were made for this request:\n{{prompt}}\n\nCompare them by {by}."
+        by = (
+            "{criteria}"
+            if criteria
+            else "how well each follows the request, and how good it is in itself"
+        )
+        chosen = (
+            f"Two {NOUNS[KINDS[task]]} were made for this request:\n{{prompt}}\n\nCompare them "
+            f"by {by}."
+        )
     fields = {"prompt": request, "criteria": criteria}
     return re.sub(r"\{(prompt|criteria)\}", lambda found: fields[found[1]], chosen)
 

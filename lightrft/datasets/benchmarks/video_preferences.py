@@ -11,7 +11,12 @@ from itertools import combinations
 from pathlib import Path
 
 from lightrft.datasets.benchmarks.image_preferences import mean, rated
-from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, better, preference_label
+from lightrft.datasets.benchmarks.preference_pairs import (
+    Instruction,
+    Winner,
+    better,
+    preference_label,
+)
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 from lightrft.utils.errors import DataError
@@ -42,7 +47,9 @@ def rapidata_i2v(
 
     ``prompt_asset`` is the image that both videos start from.
     """
-    return _rapidata(row, "rapidata-i2v", "image-to-video", row["prompt_asset"], task_instruction, root)
+    return _rapidata(
+        row, "rapidata-i2v", "image-to-video", row["prompt_asset"], task_instruction, root
+    )
 
 
 def _rapidata(
@@ -86,7 +93,10 @@ def videodpo(
         source="videodpo",
         task="text-to-video",
         request=row["frame_caption"],
-        candidates=[f"{'lose' if n % 2 else 'win'}videos/{n // 2:06d}.mp4" for n in (int(row["video1"]), int(row["video2"]))],
+        candidates=[
+            f"{'lose' if n % 2 else 'win'}videos/{n // 2:06d}.mp4"
+            for n in (int(row["video1"]), int(row["video2"]))
+        ],
         heads={"preference": 0},
         task_instruction=task_instruction,
         root=root,

@@ -165,7 +165,9 @@ def _blocks(content: Content, hearing: AudioSettings) -> tuple[int, Iterator[np.
     return int(file.samplerate), _checked(_read(file, library), int(file.samplerate), hearing)
 
 
-def _checked(blocks: Iterable[np.ndarray], rate: int, hearing: AudioSettings) -> Iterator[np.ndarray]:
+def _checked(
+    blocks: Iterable[np.ndarray], rate: int, hearing: AudioSettings
+) -> Iterator[np.ndarray]:
     count = 0
     hearing.check(count, rate)
     for block in blocks:
@@ -177,7 +179,9 @@ def _checked(blocks: Iterable[np.ndarray], rate: int, hearing: AudioSettings) ->
 def _read(file: Any, library: Any) -> Iterator[np.ndarray]:
     with file:
         try:
-            while len(block := file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)):
+            while len(
+                block := file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)
+            ):
                 yield block.mean(axis=1)
         except library.LibsndfileError as error:
             raise ValueError(f"the sound is damaged: {error}") from None
@@ -216,7 +220,9 @@ def _of_container(
     try:
         import av
     except ImportError:
-        raise ValueError(f"{problem} (with pip install 'lightrft[video]' more formats can be read)") from None
+        raise ValueError(
+            f"{problem} (with pip install 'lightrft[video]' more formats can be read)"
+        ) from None
     found: list[np.ndarray] = []
     try:
         with opened(av, content) as container:
@@ -225,8 +231,14 @@ def _of_container(
             source = container.streams.audio[0]
             # Keeps the channels: FFmpeg's mix from stereo to mono is louder than their mean.
             convert = av.AudioResampler(format="fltp", rate=source.rate)
-            frames = (f for frame in chain(container.decode(source), [None]) for f in convert.resample(frame))
-            found += _checked((f.to_ndarray().mean(axis=0) for f in frames), int(source.rate), hearing)
+            frames = (
+                f
+                for frame in chain(container.decode(source), [None])
+                for f in convert.resample(frame)
+            )
+            found += _checked(
+                (f.to_ndarray().mean(axis=0) for f in frames), int(source.rate), hearing
+            )
             return int(source.rate), iter(found)
     except av.FFmpegError as error:
         raise ValueError(f"the sound cannot be read: {problem}; {error.strerror}") from None
@@ -246,7 +258,9 @@ def _scaled(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind == "i" and values.dtype.itemsize <= 4:
         return values.astype(np.float32) / (1 << (8 * values.dtype.itemsize - 1))
     if values.dtype.kind != "f":
-        raise ValueError(f"sound must be floating-point numbers in [-1, 1] or int16, not {values.dtype}")
+        raise ValueError(
+            f"sound must be floating-point numbers in [-1, 1] or int16, not {values.dtype}"
+        )
     return values.astype(np.float32)
 
 

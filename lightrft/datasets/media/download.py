@@ -98,12 +98,22 @@ def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> st
     if address.scheme not in ("http", "https"):
         raise ValueError(f"only http and https addresses can be read, not {address.scheme}")
     bounds.access.check_host(address.host)
-    target = httpcore.URL(scheme=address.raw_scheme, host=address.raw_host, port=address.port, target=address.raw_path)
+    target = httpcore.URL(
+        scheme=address.raw_scheme, host=address.raw_host, port=address.port, target=address.raw_path
+    )
     headers = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "lightrft"}
     if address.userinfo:
-        headers["Authorization"] = f"Basic {base64.b64encode(unquote(address.userinfo.decode()).encode()).decode()}"
-    with _pool(address, bounds, ends) as pool, pool.stream("GET", target, headers=headers) as response:
-        found = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
+        headers["Authorization"] = (
+            f"Basic {base64.b64encode(unquote(address.userinfo.decode()).encode()).decode()}"
+        )
+    with (
+        _pool(address, bounds, ends) as pool,
+        pool.stream("GET", target, headers=headers) as response,
+    ):
+        found = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in response.headers
+        }
         if response.status in _MOVED and "location" in found:
             return found["location"]
         if response.status != 200:
@@ -111,7 +121,12 @@ def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> st
         # 20 digits exceed every limit, and int() refuses very long texts
         if (length := found.get("content-length", "")).isdigit():
             _check_size(int(length[:20]), bounds)
-        _copy(_plain(response.iter_stream(), found.get("content-encoding", "").lower().strip()), file, bounds, ends)
+        _copy(
+            _plain(response.iter_stream(), found.get("content-encoding", "").lower().strip()),
+            file,
+            bounds,
+            ends,
+        )
     return None
 
 
@@ -159,7 +174,11 @@ def _pool(address: httpx.URL, bounds: Bounds, ends: float) -> Any:
     import httpcore
     import httpx
 
-    proxy = None if urllib.request.proxy_bypass(address.host) else urllib.request.getproxies().get(address.scheme)
+    proxy = (
+        None
+        if urllib.request.proxy_bypass(address.host)
+        else urllib.request.getproxies().get(address.scheme)
+    )
     options: dict[str, Any] = {
         "ssl_context": httpx.create_ssl_context(),
         "network_backend": _network(None if proxy else bounds.access, ends),
@@ -171,7 +190,9 @@ def _pool(address: httpx.URL, bounds: Bounds, ends: float) -> Any:
         raise ValueError(f"the proxy {public(named)} is none of http or https")
     account = httpx.URL(named).userinfo.partition(b":")
     return httpcore.HTTPProxy(
-        str(httpx.URL(named).copy_with(userinfo=b"")), proxy_auth=(account[0], account[2]) if account[0] else None, **options
+        str(httpx.URL(named).copy_with(userinfo=b"")),
+        proxy_auth=(account[0], account[2]) if account[0] else None,
+        **options,
     )
 
 
@@ -211,12 +232,21 @@ def _network(access: Access | None, ends: float) -> httpcore.NetworkBackend:
 
     class Backend(httpcore.NetworkBackend):
         def connect_tcp(
-            self, host: str, port: int, timeout: float | None = None, local_address: str | None = None, socket_options: Any = None
+            self,
+            host: str,
+            port: int,
+            timeout: float | None = None,
+            local_address: str | None = None,
+            socket_options: Any = None,
         ) -> httpcore.NetworkStream:
             failed: Exception | None = None
             for one in [host] if access is None else access.addresses(host, port):
                 try:
-                    return Stream(httpcore.SyncBackend().connect_tcp(one, port, left(), local_address, socket_options))
+                    return Stream(
+                        httpcore.SyncBackend().connect_tcp(
+                            one, port, left(), local_address, socket_options
+                        )
+                    )
                 except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                     failed = error
             raise failed or httpcore.ConnectError(f"{host} has no address")

@@ -109,7 +109,9 @@ class Fetch:
             return self._several(value, root)
         if hasattr(value, "__array__"):
             return np.asarray(value)
-        raise ValueError(f"a {type(value).__name__} is neither a path, a URL, bytes, a picture nor an array")
+        raise ValueError(
+            f"a {type(value).__name__} is neither a path, a URL, bytes, a picture nor an array"
+        )
 
     def _mapping(self, value: Mapping[str, Any], root: Path) -> Content:
         if value.get("bytes") is not None:
@@ -197,7 +199,9 @@ class Fetch:
 
     def _check_size(self, size: int) -> None:
         if size > self.largest:
-            raise ValueError(f"it has {size} bytes, more than data.media.max_file_mb = {self.largest / 2**20:g}")
+            raise ValueError(
+                f"it has {size} bytes, more than data.media.max_file_mb = {self.largest / 2**20:g}"
+            )
 
     def _data_uri(self, text: str) -> bytes:
         meta, comma, _ = text[:1000].partition(",")
@@ -251,7 +255,11 @@ def held(content: Content) -> AbstractContextManager[object]:
 
     An image in memory has one file and one current frame for all threads.
     """
-    return _HOLDS[id(content) // 64 % len(_HOLDS)] if isinstance(content, Image.Image) else nullcontext()
+    return (
+        _HOLDS[id(content) // 64 % len(_HOLDS)]
+        if isinstance(content, Image.Image)
+        else nullcontext()
+    )
 
 
 def frame_count(picture: Image.Image) -> int:

@@ -30,7 +30,10 @@ def attachment(kind: str, value: np.ndarray, extent: Extent, rate: int) -> Attac
         return _named(_webp(value, extent.times), ".webp")
     picture = _small(value)
     lossless = picture.width * picture.height <= _LOSSLESS
-    return _named(_saved(picture, "PNG") if lossless else _saved(picture, "JPEG", quality=88), ".png" if lossless else ".jpg")
+    return _named(
+        _saved(picture, "PNG") if lossless else _saved(picture, "JPEG", quality=88),
+        ".png" if lossless else ".jpg",
+    )
 
 
 def _named(data: bytes, suffix: str) -> Attachment:
@@ -53,7 +56,15 @@ def _webp(frames: np.ndarray, times: tuple[float, ...]) -> bytes:
     pictures = [_small(frame, _SIDE // 2) for frame in frames]
     gaps = np.diff(np.asarray(times)) if len(times) > 1 else np.array([0.5])
     shown = [max(20, round(1000 * gap)) for gap in (*gaps, gaps[-1])][: len(pictures)]
-    return _saved(pictures[0], "WEBP", save_all=True, append_images=pictures[1:], duration=shown, loop=0, quality=70)
+    return _saved(
+        pictures[0],
+        "WEBP",
+        save_all=True,
+        append_images=pictures[1:],
+        duration=shown,
+        loop=0,
+        quality=70,
+    )
 
 
 def _wav(value: np.ndarray, rate: int) -> bytes:

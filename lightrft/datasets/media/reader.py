@@ -86,7 +86,9 @@ class MediaReader:
             extents: the extent of each item.
             where: location of the row, for messages.
         """
-        total = sum(self._bytes(item.kind, extent) for item, extent in zip(items, extents, strict=True))
+        total = sum(
+            self._bytes(item.kind, extent) for item, extent in zip(items, extents, strict=True)
+        )
         if total > self.config.max_row_mb * 2**20:
             raise MalformedRow(
                 f"{where}: its {len(items)} pictures, "
@@ -179,7 +181,9 @@ class MediaReader:
             if held != expected:
                 kinds = "/".join(kind for kind, t in self.processor.tokens.items() if t == token)
                 problem = f"{held} {kinds} placeholders for {expected} features"
-                raise MalformedRow(f"{where}: {problem}; has a file changed since the data was opened?")
+                raise MalformedRow(
+                    f"{where}: {problem}; has a file changed since the data was opened?"
+                )
 
     def _part(self, item: Item) -> Any:
         part = self.parts[item.kind]
@@ -223,7 +227,11 @@ class MediaReader:
     def _made(self, item: Item, content: Content) -> PreparedMedia:
         value, extent = self._decoded(item, content)
         part = self._part(item)
-        return PreparedMedia(dict(part.inputs(value, extent)), extent, attachment(item.kind, value, extent, part.rate))
+        return PreparedMedia(
+            dict(part.inputs(value, extent)),
+            extent,
+            attachment(item.kind, value, extent, part.rate),
+        )
 
     def _decoded(self, item: Item, content: Content) -> tuple[np.ndarray, Extent]:
         if item.kind == "video":
@@ -250,14 +258,23 @@ class MediaReader:
 
     def _viewing(self, item: Item) -> VideoSettings:
         config = self.config
-        least = getattr(self.parts[item.kind], "least", 1)  # only some video processors require a minimum
+        least = getattr(
+            self.parts[item.kind], "least", 1
+        )  # only some video processors require a minimum
         fps = config.fps if item.fps is None else item.fps
         most = config.max_decoded_mb * 2**20
-        return VideoSettings(fps, config.max_frames, config.max_seconds, config.max_source_pixels, least, most)
+        return VideoSettings(
+            fps, config.max_frames, config.max_seconds, config.max_source_pixels, least, most
+        )
 
     def _hearing(self, item: Item) -> AudioSettings:
         config = self.config
-        return AudioSettings(self.parts[item.kind].rate, config.resample, config.max_seconds, config.max_decoded_mb * 2**20)
+        return AudioSettings(
+            self.parts[item.kind].rate,
+            config.resample,
+            config.max_seconds,
+            config.max_decoded_mb * 2**20,
+        )
 
 
 def joined(ready: Sequence[PreparedMedia]) -> Media:

@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lightrft.datasets.media.fetch import Content, Frames, frame_count, head, held, picture_formats, stream, turn
+from lightrft.datasets.media.fetch import (
+    Content,
+    Frames,
+    frame_count,
+    head,
+    held,
+    picture_formats,
+    stream,
+    turn,
+)
 from lightrft.datasets.media.image import picture_size, read_picture, to_rgb
 from lightrft.types import Extent
 from lightrft.utils.atomic_files import human_bytes
@@ -94,12 +103,21 @@ class VideoSettings:
             raise ValueError("the video has no frames")
         last = times[-1] - times[0]
         if self.max_seconds is not None and last > self.max_seconds:
-            raise ValueError(f"the video lasts {last:.1f} s, more than data.media.max_seconds = {self.max_seconds:g}")
+            raise ValueError(
+                f"the video lasts {last:.1f} s, more than data.media.max_seconds = "
+                f"{self.max_seconds:g}"
+            )
         if self.fps is None:
             return self.spread(len(times))
         count = int(last * self.fps + 1e-6) + 1
-        wanted = np.arange(count) / self.fps if count <= self.max_frames else np.linspace(0, last, self.max_frames)
-        found = np.unique(np.searchsorted(np.asarray(times) - times[0], wanted + 1e-6, side="right") - 1)
+        wanted = (
+            np.arange(count) / self.fps
+            if count <= self.max_frames
+            else np.linspace(0, last, self.max_frames)
+        )
+        found = np.unique(
+            np.searchsorted(np.asarray(times) - times[0], wanted + 1e-6, side="right") - 1
+        )
         return found.tolist() if len(found) >= self.least else self.spread(len(times), self.least)
 
     def spread(self, count: int, most: int | None = None) -> list[int]:
@@ -158,7 +176,10 @@ def _one_size(
     """Return the common size of all ``chosen`` frames, from their headers."""
     sizes = {picture_size(_frame(content, k), viewing.max_source_pixels) for k in chosen}
     if len(sizes) > 1:
-        raise ValueError(f"frames of different sizes: {', '.join(sorted(f'{width} x {height}' for height, width, _ in sizes))}")
+        raise ValueError(
+            "frames of different sizes: "
+            f"{', '.join(sorted(f'{width} x {height}' for height, width, _ in sizes))}"
+        )
     ((height, width, channels),) = sizes
     viewing.check(len(chosen), height, width)
     return height, width, channels
@@ -172,7 +193,10 @@ def _filled(shape: tuple[int, ...], frames: Iterable[tuple[int, np.ndarray]]) ->
     out = np.empty(shape, np.uint8)
     for at, frame in frames:
         if frame.shape != shape[1:]:
-            raise ValueError(f"frames of different sizes: {frame.shape[1]} x {frame.shape[0]} after {shape[2]} x {shape[1]}")
+            raise ValueError(
+                f"frames of different sizes: {frame.shape[1]} x {frame.shape[0]} after "
+                f"{shape[2]} x {shape[1]}"
+            )
         out[at] = frame
     return out
 
@@ -227,7 +251,9 @@ def _plan(library: Any, container: Any, viewing: VideoSettings) -> tuple[list[in
     if not container.streams.video:
         raise ValueError("no video in the file")
     source = container.streams.video[0]
-    viewing.check(1, source.codec_context.height, source.codec_context.width)  # must come before the first frame is decoded
+    viewing.check(
+        1, source.codec_context.height, source.codec_context.width
+    )  # must come before the first frame is decoded
     source.codec_context.options = {
         **source.codec_context.options,
         "max_pixels": str(viewing.max_source_pixels),
@@ -260,13 +286,19 @@ def _plan(library: Any, container: Any, viewing: VideoSettings) -> tuple[list[in
 
 
 def _upright(frame: Any) -> np.ndarray:
-    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90) % 4))
+    return np.ascontiguousarray(
+        np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90) % 4)
+    )
 
 
-def _even(content: np.ndarray | Frames, viewing: VideoSettings) -> tuple[list[int], tuple[float, ...]]:
+def _even(
+    content: np.ndarray | Frames, viewing: VideoSettings
+) -> tuple[list[int], tuple[float, ...]]:
     """Return the selected frames of a list, and their times at ``viewing.fps``."""
     if isinstance(content, np.ndarray) and content.ndim != 4:
-        raise ValueError(f"an array of shape {content.shape} is no video; it must be [frames, height, width, 3]")
+        raise ValueError(
+            f"an array of shape {content.shape} is no video; it must be [frames, height, width, 3]"
+        )
     count = len(content) if isinstance(content, np.ndarray) else len(content.pictures)
     if not count:
         raise ValueError("the video has no frames")
@@ -323,7 +355,9 @@ def _extent_of(picture: Image.Image, viewing: VideoSettings) -> tuple[list[int],
     for k in range(count):
         with _damage(k):
             picture.seek(k)
-        height, width, channels = picture_size(picture, viewing.max_source_pixels)  # a GIF may grow from frame to frame
+        height, width, channels = picture_size(
+            picture, viewing.max_source_pixels
+        )  # a GIF may grow from frame to frame
         viewing.check(count, height, width, PASSED_BY)
         with _damage(k):
             picture.load()  # Pillow reads the duration of a WebP frame only on loading it

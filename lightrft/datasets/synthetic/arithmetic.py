@@ -72,13 +72,17 @@ def rows(
         DataError: there are fewer than ``count`` distinct problems.
     """
     if difficulty not in DIFFICULTIES:
-        raise ConfigError(f"arithmetic: difficulty {difficulty!r} is not one of {', '.join(DIFFICULTIES)}")
+        raise ConfigError(
+            f"arithmetic: difficulty {difficulty!r} is not one of {', '.join(DIFFICULTIES)}"
+        )
     preset = DIFFICULTIES[difficulty]
     low, high = _range("operands", preset["operands"] if operands is None else operands)
     knobs = {
         "operands": (low, high),
         "factors": _range("factors", factors),
-        "operations": _range("operations", preset["operations"] if operations is None else operations, least=1),
+        "operations": _range(
+            "operations", preset["operations"] if operations is None else operations, least=1
+        ),
         "operators": preset["operators"] if operators is None else operators,
     }
     if not knobs["operators"] or set(knobs["operators"]) - set("+-*"):
@@ -152,7 +156,10 @@ def _rows(
 
 def is_heldout(problem: str, share: float) -> bool:
     """Return True if ``problem`` belongs to the eval set, a fraction ``share`` of all problems."""
-    return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big") < share * 2**64
+    return (
+        int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big")
+        < share * 2**64
+    )
 
 
 def work(

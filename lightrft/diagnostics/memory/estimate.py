@@ -56,7 +56,9 @@ class MemoryEstimate:
         return peak(self.models, self.phases)[1]
 
 
-def estimate_memory(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
+def estimate_memory(
+    config: RLConfig | SFTConfig, lengths: Lengths, device: Device
+) -> MemoryEstimate:
     """Return the memory of each of the ``device.processes`` ranks of ``config``.
 
     Raises ``ModelError`` for a model whose config cannot be used.
@@ -88,7 +90,9 @@ def estimate_memory(config: RLConfig | SFTConfig, lengths: Lengths, device: Devi
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
 
 
-def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
+def workers(
+    config: RLConfig | SFTConfig, lengths: Lengths, device: Device
+) -> dict[str, MemoryEstimate]:
     """Return the memory of each worker of ``launch.ray`` with a model, by role.
 
     Args:
@@ -212,7 +216,9 @@ def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> li
     return [replace(phase, resting=resting) for phase in phases]
 
 
-def _left_whole(place: ProcessProfile, models: list[Model], phases: list[MemoryPhase]) -> list[MemoryPhase]:
+def _left_whole(
+    place: ProcessProfile, models: list[Model], phases: list[MemoryPhase]
+) -> list[MemoryPhase]:
     """Add to ``phases`` the gathered weights of other models, kept until their backward pass.
 
     Args:

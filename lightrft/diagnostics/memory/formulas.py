@@ -344,7 +344,9 @@ def collected(trained: float, bucket: float, *, touched: bool) -> float:
     return MASTER * ((filled if touched else bucket) + filled)
 
 
-def peak(models: Mapping[str, ModelMemory], phases: Sequence[MemoryPhase]) -> tuple[float, MemoryPhase]:
+def peak(
+    models: Mapping[str, ModelMemory], phases: Sequence[MemoryPhase]
+) -> tuple[float, MemoryPhase]:
     """Return the maximum memory in bytes, and its phase: all models plus the largest phase."""
     largest = max(phases, key=lambda phase: phase.total)
     return sum(m.total for m in models.values()) + largest.total, largest

@@ -216,7 +216,9 @@ def _batch(prompt_of: list[int], prompt_tokens: int, answer_tokens: int) -> Batc
     )
 
 
-def forward(model: Backbone, batch: Batch, *, written: bool = False, entropy: bool = False) -> Traced:
+def forward(
+    model: Backbone, batch: Batch, *, written: bool = False, entropy: bool = False
+) -> Traced:
     """Trace a pass of ``model`` over ``batch`` without gradient.
 
     Args:

@@ -24,8 +24,10 @@ KEPT = 2.5
 WAYS = {
     "generation": "lower engine.max_cache_tokens or engine.max_num_seqs",
     "loading": "load fewer models: algorithm.kl, critic, teacher",
-    "models": "set model.lora or model.load_in_4bit, take a smaller model, or spread it over more processes (launch.processes)",
-    "passes": "lower train.max_tokens_per_micro_batch, set model.gradient_checkpointing=true or model.lora, or raise launch.processes",
+    "models": "set model.lora or model.load_in_4bit, take a smaller model, or spread it over more "
+    "processes (launch.processes)",
+    "passes": "lower train.max_tokens_per_micro_batch, set model.gradient_checkpointing=true or "
+    "model.lora, or raise launch.processes",
 }
 """Advice to reduce the memory of a phase. ``models`` applies if the models alone are too large."""
 

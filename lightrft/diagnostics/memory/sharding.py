@@ -48,7 +48,9 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     rows = rows_of(strategy, processes)
     left = 0.0
     if trained and strategy.reshard_after_forward is not True:
-        left = 1.0 if strategy.reshard_after_forward is False else 1 / strategy.reshard_after_forward
+        left = (
+            1.0 if strategy.reshard_after_forward is False else 1 / strategy.reshard_after_forward
+        )
     away: tuple[Part, ...] = ()
     if strategy.cpu_offload and kind != "cpu":
         away = ("weights", "state", "gradients")

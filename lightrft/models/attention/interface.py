@@ -19,7 +19,15 @@ class AttentionPlan(Protocol):
     """The attention pattern of one model call."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
     ) -> Tensor:
         """Return the attention output ``[S, T, H, d]`` of one layer.
 
@@ -65,7 +73,9 @@ def attention(
         RuntimeError: The model was called without a plan.
     """
     if attention_plan is None:
-        raise RuntimeError("the model was called without attention_plan while its attention is set to 'lightrft'")
+        raise RuntimeError(
+            "the model was called without attention_plan while its attention is set to 'lightrft'"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = attention_plan.attend(
         int(module.layer_idx),  # ty: ignore[invalid-argument-type]

@@ -119,7 +119,9 @@ def pack(
     make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]
     packed = make(batch, rows, final, pad)
     if axes is not None:
-        packed.position_ids = axes[:, packed.source.clamp(min=0)].unflatten(1, packed.input_ids.shape)
+        packed.position_ids = axes[:, packed.source.clamp(min=0)].unflatten(
+            1, packed.input_ids.shape
+        )
     return packed
 
 
@@ -229,7 +231,9 @@ def _flat_row(
 ) -> Packed:
     device = batch.responses.tokens.device
     length = torch.tensor(flat.length)
-    within = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
+    within = torch.arange(int(length.sum())) - torch.repeat_interleave(
+        length.cumsum(0) - length, length
+    )
     source = to_device(torch.repeat_interleave(torch.tensor(flat.source), length) + within, device)
     places = torch.repeat_interleave(torch.tensor(flat.first), length) + within
     positions = to_device(places, device)
@@ -237,7 +241,9 @@ def _flat_row(
     plan = SegmentPlan(runs, shared, positions, heads, places=places)
     gather, after = _reads(rows, torch.tensor(last), torch.tensor(start))
     last_states = to_device(after, device) if final else None
-    return Packed(tokens[None], positions[None], plan, to_device(gather, device), last_states, source)
+    return Packed(
+        tokens[None], positions[None], plan, to_device(gather, device), last_states, source
+    )
 
 
 def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
@@ -247,14 +253,19 @@ def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     of, prompt_at, answer_at = rows.prompt_of, _starts(rows.prompts), _sources(batch, rows)
     width = max(rows.prompts[of[b]] + rows.run[b] for b in rows.needed)
     source = torch.full((len(rows.needed), width), -1, dtype=torch.long)
-    last, start = torch.zeros(len(rows.answers), dtype=torch.long), torch.zeros(len(rows.answers), dtype=torch.long)
+    last, start = (
+        torch.zeros(len(rows.answers), dtype=torch.long),
+        torch.zeros(len(rows.answers), dtype=torch.long),
+    )
     for s, b in enumerate(rows.needed):
         n, p = rows.prompts[of[b]], prompt_at[of[b]]
         source[s, :n] = torch.arange(p, p + n)
         source[s, n : n + rows.run[b]] = torch.arange(answer_at[b], answer_at[b] + rows.run[b])
         last[b], start[b] = s * width + n - 1, s * width + n
     source = to_device(source, device)
-    ids = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source].masked_fill(source < 0, pad)
+    ids = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source].masked_fill(
+        source < 0, pad
+    )
     gather, after = _reads(rows, last, start)
     positions = torch.arange(width, device=device).expand(len(rows.needed), -1)
     last_states = to_device(after, device) if final else None

@@ -12,7 +12,11 @@ from lightrft.models import utils
 from lightrft.models.actor import Backbone
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.segment_plan import SegmentPlan
-from lightrft.models.multimodal.merge_inputs import MergedInputs, merge_multimodal_inputs, own_keywords
+from lightrft.models.multimodal.merge_inputs import (
+    MergedInputs,
+    merge_multimodal_inputs,
+    own_keywords,
+)
 from lightrft.types import Ragged, Segments
 from lightrft.utils.errors import ModelError
 
@@ -58,9 +62,13 @@ class PaddedRows:
             ValueError: Packed rows come without lengths or mask, or do not fit them.
         """
         if not packing:
-            return PaddedRows(tokens, torch.ones_like(tokens) if mask is None else mask.long(), None, num_actions)
+            return PaddedRows(
+                tokens, torch.ones_like(tokens) if mask is None else mask.long(), None, num_actions
+            )
         if lengths is None or mask is None:
-            raise ValueError("packing_samples is on, so packed_seq_lens and attention_mask must be given")
+            raise ValueError(
+                "packing_samples is on, so packed_seq_lens and attention_mask must be given"
+            )
         if tokens.shape[0] != 1 or sum(lengths) > tokens.shape[1]:
             given = f"sequences {tuple(tokens.shape)}"
             raise ValueError(f"{given} is not one row that holds packed_seq_lens = {list(lengths)}")
@@ -125,13 +133,17 @@ class PaddedRows:
         positions = (real.long().cumsum(-1) - 1).masked_fill(~real, 1)
         source = torch.where(real.flatten(), real.flatten().long().cumsum(0) - 1, -1)
         none = source.new_zeros(0)
-        return Packed(self.tokens, positions, None, none, None, source, real.long()), real.sum(1).tolist()
+        return Packed(self.tokens, positions, None, none, None, source, real.long()), real.sum(
+            1
+        ).tolist()
 
     def _packed(self, backbone: Backbone) -> tuple[Packed, list[int]]:
         """Build one flat row of samples that do not attend to each other. Positions after the last
         sample belong to none."""
         if backbone.family.layout == "padded":
-            raise ModelError(f"packing_samples: model type {backbone.base.config.model_type!r} cannot be packed")
+            raise ModelError(
+                f"packing_samples: model type {backbone.base.config.model_type!r} cannot be packed"
+            )
         assert self.lengths is not None
         width = self.tokens.shape[1]
         lengths = [n for n in [*self.lengths, width - sum(self.lengths)] if n]
@@ -141,7 +153,9 @@ class PaddedRows:
         source = torch.arange(width, device=self.tokens.device)
         return Packed(self.tokens, positions, plan, source[:0], None, source), lengths
 
-    def _see(self, backbone: Backbone, lengths: list[int], media: dict[str, Tensor]) -> MergedInputs | None:
+    def _see(
+        self, backbone: Backbone, lengths: list[int], media: dict[str, Tensor]
+    ) -> MergedInputs | None:
         if not media:
             return None
         tokens = self.tokens[self.mask != 0] if self.lengths is None else self.tokens[0]
@@ -149,7 +163,9 @@ class PaddedRows:
         try:
             return merge_multimodal_inputs(backbone.base, backbone.family, runs)
         except ModelError:  # a placeholder that was sampled stands for no media
-            return merge_multimodal_inputs(backbone.base, backbone.family, runs, begun=self._sampled())
+            return merge_multimodal_inputs(
+                backbone.base, backbone.family, runs, begun=self._sampled()
+            )
 
     def _sampled(self) -> list[int]:
         """Return the number of actions at the end of each sample."""
@@ -178,7 +194,11 @@ def _runs(
     reader = backbone.family.reader
     ragged = {}
     for name, values in media.items():
-        ids = [tower.token_id(backbone.base.config) for tower in (reader.towers if reader else ()) if name in tower.inputs]
+        ids = [
+            tower.token_id(backbone.base.config)
+            for tower in (reader.towers if reader else ())
+            if name in tower.inputs
+        ]
         placed = torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype, device=tokens.device))
         share = torch.zeros_like(lengths).index_fill_(0, of[placed], 1)
         last = int(share.nonzero().max()) if placed.any() else 0

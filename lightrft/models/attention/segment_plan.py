@@ -150,7 +150,9 @@ class SegmentPlan:
             if "keys" not in self._varlen:
                 self._varlen["keys"] = varlen_cuda.gather_keys(self.runs, self.shared, query.device)
             return varlen_cuda.attend(query, key, value, self._varlen["keys"], scale, window)
-        return _Joined.apply(query, key, value, self.parts(window, layer == self.last_layer), scale, softcap)
+        return _Joined.apply(
+            query, key, value, self.parts(window, layer == self.last_layer), scale, softcap
+        )
 
     def parts(self, window: int | None, last: bool = False) -> Parts:
         """Return the parts of the softmax under a sliding window of ``window`` keys.
@@ -306,7 +308,9 @@ class _Joined(torch.autograd.Function):
             values = v[None, :, part.key]
             # queries of several heads are folded into one, so the shared keys are read without a copy
             queries = _fold(q[:, at], repeat)
-            o, log = _forward(queries, keys, values, _tile(part.mask, repeat), False, scale, softcap)
+            o, log = _forward(
+                queries, keys, values, _tile(part.mask, repeat), False, scale, softcap
+            )
             o = _unfold(o, heads)
             out[:, at], lse[:, at] = _join(out[:, at], lse[:, at], o, _unfold(log, heads))
         for part in parts.ahead:
@@ -435,7 +439,9 @@ def _forward(
     """Return output ``[G, H, n, d]`` and log denominators ``[G, H, n]`` of one part."""
     if _fused(q, v, softcap):
         added = _additive(mask, q.dtype)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=added, scale=scale
+        )
     scores, _ = _scores(q, k, mask, causal, scale, softcap)
     log = scores.logsumexp(-1)
     p = (scores - log.unsqueeze(-1)).exp()

@@ -131,7 +131,9 @@ class Exchanged:
         sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
         got = exchange(sent, self.row.team.group).split(sizes, 1)
         q, k, v = (self._row_of(x.view_as(part)) for x, part in zip(got, parts))
-        out = self.plan.attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)[0]  # [tokens, h, d]
+        out = self.plan.attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)[
+            0
+        ]  # [tokens, h, d]
         out = F.pad(
             out,
             (
@@ -143,7 +145,9 @@ class Exchanged:
                 self.row.each * size - self.row.tokens,
             ),
         ).unflatten(0, (-1, size))  # [t, size, h, d]
-        back = exchange(out.transpose(0, 1).contiguous(), self.row.team.group)  # [size, t, h, d], a block of heads from each
+        back = exchange(
+            out.transpose(0, 1).contiguous(), self.row.team.group
+        )  # [size, t, h, d], a block of heads from each
         return back.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _row_of(self, x: Tensor) -> Tensor:

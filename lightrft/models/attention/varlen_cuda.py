@@ -138,6 +138,8 @@ def attend(
     k, v = (x[0].transpose(0, 1).index_select(0, keys.key_index) for x in (key, value))
     bounds = keys.query_starts, keys.key_starts, keys.longest_query, keys.longest_key
     back = -1 if window is None else window - 1
-    out = run(q, k, v, *bounds, scale=scale, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1])
+    out = run(
+        q, k, v, *bounds, scale=scale, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1]
+    )
     rows = torch.empty_like(out).index_copy(0, keys.query_index, out)
     return rows.unsqueeze(0)

@@ -61,7 +61,9 @@ class _Cache:
             return tensor.index_select(0, torch.tensor(index, device=tensor.device))
 
         tokens = None if self.tokens is None else pick(self.tokens)
-        return _Cache(len(index), self.length, self.shift, self.name, _mapped(pick, self.state), tokens)
+        return _Cache(
+            len(index), self.length, self.shift, self.name, _mapped(pick, self.state), tokens
+        )
 
     def join(self, other: _Cache) -> _Cache:
         """Append the rows of ``other``."""
@@ -70,7 +72,9 @@ class _Cache:
             self._check(parts[0])
             return torch.cat(parts)
 
-        tokens = None if self.tokens is None or other.tokens is None else cat(self.tokens, other.tokens)
+        tokens = (
+            None if self.tokens is None or other.tokens is None else cat(self.tokens, other.tokens)
+        )
         state = _mapped(cat, self.state, other.state)
         return _Cache(self.rows + other.rows, self.length, self.shift, self.name, state, tokens)
 
@@ -276,7 +280,9 @@ class CachedDecodeSession:
         ids = tokens[torch.tensor(block.rows, device=self._device)][:, None]
         if cache.tokens is not None:
             cache.tokens = torch.cat([cache.tokens, ids], dim=1)
-            logits, _ = self._call({"input_ids": cache.tokens}, 0, cache.length + 1, use_cache=False)
+            logits, _ = self._call(
+                {"input_ids": cache.tokens}, 0, cache.length + 1, use_cache=False
+            )
         else:
             logits, output = self._call(
                 {
@@ -387,5 +393,7 @@ def _mapped(change: Callable[..., Tensor], *trees: Any) -> Any:
 def _is_state(value: Any) -> bool:
     """Return ``True`` if ``value`` is a cache of transformers, or a layer of one."""
     kind = type(value)
-    ours = kind.__module__.partition(".")[0] == "transformers" and not isinstance(value, type | PreTrainedConfig)
+    ours = kind.__module__.partition(".")[0] == "transformers" and not isinstance(
+        value, type | PreTrainedConfig
+    )
     return ours and hasattr(value, "__dict__")

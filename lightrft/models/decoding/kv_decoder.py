@@ -49,7 +49,9 @@ class KVDecoder:
         self._config = config.get_text_config(decoder=True)
         self.by_plan = decodes_by_plan(config)
         loaded = self._config._attn_implementation
-        self._own_attention = family_of(config).padded_attention if loaded == interface.NAME else loaded
+        self._own_attention = (
+            family_of(config).padded_attention if loaded == interface.NAME else loaded
+        )
 
     @property
     def device(self) -> torch.device:
@@ -163,7 +165,9 @@ class PlanDecodeSession:
     @property
     def held(self) -> int:
         """Number of tokens for which keys and values are allocated, used or not."""
-        return self._prompts.rows * self._prompts.columns + self._answers.rows * self._answers.columns
+        return (
+            self._prompts.rows * self._prompts.columns + self._answers.rows * self._answers.columns
+        )
 
     @staticmethod
     def tokens(prompts: int, prompt_tokens: int, rows: int, answer_tokens: int) -> int:
@@ -202,7 +206,10 @@ class PlanDecodeSession:
         used_columns = int(self._prompt_lengths.max(initial=0))
         used_answers = int(self._lengths.max(initial=0))
         # shrinking would copy the arrays, and the next prompts may need the room again
-        largest_prompts = (max(self._prompts.rows, prompts), max(self._prompts.columns, prompt_tokens))
+        largest_prompts = (
+            max(self._prompts.rows, prompts),
+            max(self._prompts.columns, prompt_tokens),
+        )
         largest_answers = (max(self._answers.rows, rows), max(self._answers.columns, answer_tokens))
         if math.prod(largest_prompts) + math.prod(largest_answers) <= budget:
             prompts, prompt_tokens = largest_prompts
@@ -395,7 +402,9 @@ class _Rectangle:
         for pair in self._layers.values():
             for x in pair:
                 used = x[:, :, :used_columns]
-                used[to_device(torch.from_numpy(dst), x.device)] = used[to_device(torch.from_numpy(src), x.device)]
+                used[to_device(torch.from_numpy(dst), x.device)] = used[
+                    to_device(torch.from_numpy(src), x.device)
+                ]
 
 
 def _resized(old: Tensor, rows: int, columns: int, used_rows: int, used_columns: int) -> Tensor:
@@ -564,15 +573,28 @@ class _StepPlan:
         place = self._place(kv_heads)
         own = []
         for store, new in zip(self._answers.layer(layer, key, value), (key, value)):
-            store.view(-1, store.shape[-1]).index_copy_(0, place, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
+            store.view(-1, store.shape[-1]).index_copy_(
+                0, place, new[0].transpose(0, 1).reshape(-1, new.shape[-1])
+            )
             own.append(store[: rows.count, :, : rows.longest + 1].flatten(0, 1))
-        shared = [x[: rows.slots, :, : rows.prompt_columns].flatten(0, 1) for x in self._prompts.layer(layer, key, value)]
+        shared = [
+            x[: rows.slots, :, : rows.prompt_columns].flatten(0, 1)
+            for x in self._prompts.layer(layer, key, value)
+        ]
 
         flat = (query[0].transpose(0, 1) * scale).reshape(rows.count * kv_heads, -1)
-        by_lane = flat.index_select(0, from_lane).view(rows.slots * kv_heads, rows.lanes * repeats, -1)
-        on_prompt = (by_lane @ shared[0].transpose(1, 2)).view(-1, repeats * rows.prompt_columns).index_select(0, to_lane)
+        by_lane = flat.index_select(0, from_lane).view(
+            rows.slots * kv_heads, rows.lanes * repeats, -1
+        )
+        on_prompt = (
+            (by_lane @ shared[0].transpose(1, 2))
+            .view(-1, repeats * rows.prompt_columns)
+            .index_select(0, to_lane)
+        )
         on_own = flat.view(rows.count * kv_heads, repeats, -1) @ own[0].transpose(1, 2)
-        scores = _capped(torch.cat([on_prompt.view(rows.count * kv_heads, repeats, -1), on_own], dim=-1), softcap)
+        scores = _capped(
+            torch.cat([on_prompt.view(rows.count * kv_heads, repeats, -1), on_own], dim=-1), softcap
+        )
 
         if window not in self._hidden:
             self._hidden[window] = rows.hidden(window)
@@ -584,5 +606,9 @@ class _StepPlan:
 
         by_lane = on_prompt.reshape(rows.count * kv_heads, -1).index_select(0, from_lane)
         by_lane = by_lane.view(rows.slots * kv_heads, rows.lanes * repeats, -1) @ shared[1]
-        out = by_lane.view(-1, repeats * value.shape[-1]).index_select(0, to_lane).view(rows.count * kv_heads, repeats, -1)
+        out = (
+            by_lane.view(-1, repeats * value.shape[-1])
+            .index_select(0, to_lane)
+            .view(rows.count * kv_heads, repeats, -1)
+        )
         return torch.baddbmm(out, on_own, own[1]).view(1, rows.count, query.shape[1], -1)

@@ -46,7 +46,10 @@ _PADS = (
     "<unk>",
 )
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
-_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # newer and older name of the same class
+_PLAIN_CLASSES = (
+    "TokenizersBackend",
+    "PreTrainedTokenizerFast",
+)  # newer and older name of the same class
 BROKEN = (
     OSError,
     ValueError,
@@ -94,14 +97,20 @@ def load_model(
     try:
         with suppress_hf_warnings(local=Path(where).is_dir()):
             loaded: Any = getattr(transformers, family.loader).from_pretrained(
-                where, config=settings, attn_implementation=implementation, output_loading_info=True, **options
+                where,
+                config=settings,
+                attn_implementation=implementation,
+                output_loading_info=True,
+                **options,
             )
         model, info = loaded
     except ImportError as error:
         raise ModelError(f"model.attention = {implementation!r}: {first_line(error)}") from error
     except BROKEN as error:
         check_class(config, settings)
-        raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)})") from error
+        raise ModelError(
+            f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)})"
+        ) from error
     if info["missing_keys"] or info["mismatched_keys"]:
         lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
         problem = f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen"
@@ -118,11 +127,15 @@ def known_settings(config: ModelConfig) -> PreTrainedConfig:
     Raises ``ModelError`` also as ``check_family`` does.
     """
     settings = model_settings(config)
-    check_family(settings, f"model.path = {config.path!r}", allow_unproved=config.unproved_family == "allow")
+    check_family(
+        settings, f"model.path = {config.path!r}", allow_unproved=config.unproved_family == "allow"
+    )
     return settings
 
 
-def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def from_settings(
+    settings: PreTrainedConfig, dtype: torch.dtype, **options: Any
+) -> PreTrainedModel:
     """Build a model of ``settings`` by transformers, on torch's default device."""
     loader: Any = getattr(transformers, family_of(settings).loader)
     make = getattr(loader, "from_config", None) or loader._from_config
@@ -144,7 +157,9 @@ def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
         name = f"model.path = {config.path!r}"
         if config.attention is not None:
             name = f"model.attention = {config.attention!r} with {name}"
-        raise ModelError(f"{name}: no model can be made of its config ({first_line(error)})") from error
+        raise ModelError(
+            f"{name}: no model can be made of its config ({first_line(error)})"
+        ) from error
 
 
 def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
@@ -157,7 +172,9 @@ def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
         return None
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
-        raise ModelError(f"model.path = {config.path!r}: its adapter_config.json does not name a base model")
+        raise ModelError(
+            f"model.path = {config.path!r}: its adapter_config.json does not name a base model"
+        )
     return base, file.parent
 
 
@@ -178,7 +195,9 @@ def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfi
         with suppress_hf_warnings(local=True):
             return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
     except BROKEN as error:
-        raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({first_line(error)})") from error
+        raise ModelError(
+            f"model.path = {config.path!r}: the adapters cannot be read ({first_line(error)})"
+        ) from error
 
 
 def where_of(config: ModelConfig) -> str:
@@ -192,7 +211,9 @@ def where_of(config: ModelConfig) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model.path = {path!r}: not a model folder, since it has no config.json")
+            raise ModelError(
+                f"model.path = {path!r}: not a model folder, since it has no config.json"
+            )
         return str(folder)
     if looks_like_path(path) or folder.exists():
         raise ModelError(f"model.path = {path!r}: there is no such folder{nearest_name(folder)}")
@@ -209,11 +230,15 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
     """
     where = where_of(config)
     try:
-        found = AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
         return getattr(found, "thinker_config", found)
     except BROKEN as error:
         if Path(where).is_dir():
-            raise ModelError(f"model.path = {config.path!r}: config.json cannot be used ({first_line(error)})") from error
+            raise ModelError(
+                f"model.path = {config.path!r}: config.json cannot be used ({first_line(error)})"
+            ) from error
         raise ModelError(
             f"model.path = {config.path!r}: "
             "there is no folder of that name here, and the model hub did not give it either "
@@ -239,7 +264,10 @@ def _options(
 
         compute = kind if isinstance(kind, torch.dtype) else torch.bfloat16
         options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, bnb_4bit_use_double_quant=True
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=compute,
+            bnb_4bit_use_double_quant=True,
         )
         options["device_map"] = {"": str(device)}
     return options
@@ -296,7 +324,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     rows = None if settings is None else settings.get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
         own = f"the tokenizer {where!r} has {len(tokenizer)} tokens"
-        raise ModelError(f"{own}, the model {config.path!r} only {rows}: they do not belong together")
+        raise ModelError(
+            f"{own}, the model {config.path!r} only {rows}: they do not belong together"
+        )
     # responses follow the prompt without a gap
     tokenizer.padding_side = "left"
     _own_pad(tokenizer, rows)
@@ -307,7 +337,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             fit_template(tokenizer, settings, where_of(config), config.revision)
         except BROKEN as error:
             problem = f"the chat template of its processor cannot be read ({first_line(error)})"
-            raise ModelError(f"model.path = {config.path!r}: {problem}; set model.chat_template") from error
+            raise ModelError(
+                f"model.path = {config.path!r}: {problem}; set model.chat_template"
+            ) from error
     return tokenizer
 
 

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.loading.from_pretrained import freeze, from_settings, known_settings, model_settings
+from lightrft.models.loading.from_pretrained import (
+    freeze,
+    from_settings,
+    known_settings,
+    model_settings,
+)
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.lora import add_adapters, base_model
 from lightrft.utils.errors import ModelError
@@ -44,7 +49,9 @@ def meta_model(config: ModelConfig) -> nn.Module:
             freeze(model, config.freeze)
             model = model if config.lora is None else add_adapters(model, config.lora)
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
-        raise ModelError(f"model.path = {config.path!r}: no model can be made of its config ({error})") from error
+        raise ModelError(
+            f"model.path = {config.path!r}: no model can be made of its config ({error})"
+        ) from error
     return model.eval()
 
 

@@ -22,7 +22,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.utils import cached_file
 
 from lightrft.config.model import ModelConfig
@@ -197,7 +202,9 @@ class DeferredWeights:
         width = PIECE // max(1, _shape(source)[1])
         with _opened(source) as stored:
             for index, part in held(magnitude).pieces(width):
-                part.copy_(torch.linalg.norm(stored[(*index, slice(None))].to(self.types[name]), dim=1))
+                part.copy_(
+                    torch.linalg.norm(stored[(*index, slice(None))].to(self.types[name]), dim=1)
+                )
 
 
 def build_model(
@@ -222,7 +229,9 @@ def build_model(
     return model, None
 
 
-def build_on_meta(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Module, DeferredWeights]:
+def build_on_meta(
+    config: ModelConfig, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, DeferredWeights]:
     """Build the model of ``config.path`` with its weights on the meta device.
 
     It has adapters and frozen parts. Also return the sources of the weights. Adapters and computed
@@ -236,7 +245,11 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype | None = None) -> tupl
     kind = dtype or _stored_dtype(of_base, settings, keys)
     base = _bare(of_base, settings, kind)
     unread = _located(
-        base, DeferredWeights(of_base, kind, {name: tensor.dtype for name, tensor in base.state_dict().items()}), keys
+        base,
+        DeferredWeights(
+            of_base, kind, {name: tensor.dtype for name, tensor in base.state_dict().items()}
+        ),
+        keys,
     )
     freeze(base, config.freeze)
     # peft puts adapters on the weights' device, so the weights must not be on the meta device yet.
@@ -248,7 +261,10 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype | None = None) -> tupl
     elif config.lora is not None:
         model = add_adapters(base, config.lora)
         unread.dora = config.lora.dora
-    exchange(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta") if id(p) in hollow else None)
+    exchange(
+        model,
+        lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta") if id(p) in hollow else None,
+    )
     return model.eval(), unread
 
 
@@ -320,7 +336,9 @@ def _compute_buffers(model: PreTrainedModel) -> None:
         model.initialize_weights()
 
 
-def _located(model: PreTrainedModel, unread: DeferredWeights, keys: Mapping[str, str]) -> DeferredWeights:
+def _located(
+    model: PreTrainedModel, unread: DeferredWeights, keys: Mapping[str, str]
+) -> DeferredWeights:
     """Add to ``unread`` the source from which transformers' own loading would take each weight of
     ``model``."""
     targets = model.state_dict()
@@ -351,7 +369,9 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
     """Return the file of each tensor of a folder or of the hub. It is empty without safetensors
     files of the usual names."""
     kind: Any = type(settings)
-    if vars(settings).get("transformers_weights") or (hasattr(kind, "extra_files") and kind.extra_files):
+    if vars(settings).get("transformers_weights") or (
+        hasattr(kind, "extra_files") and kind.extra_files
+    ):
         return {}
     where = where_of(config)
     options: dict[str, object] = {
@@ -362,7 +382,9 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
         if (single := cached_file(where, SINGLE, **options)) is not None:
             files = {Path(single).name: single}
         elif (index := cached_file(where, INDEX, **options)) is not None:
-            names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+            )
             files = {name: cached_file(where, name, revision=config.revision) for name in names}
         else:
             return {}
@@ -372,7 +394,9 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
                 keys |= dict.fromkeys(opened.keys(), file)
         return keys
     except BROKEN as error:
-        raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({error})") from error
+        raise ModelError(
+            f"model.path = {config.path!r}: the weights cannot be read ({error})"
+        ) from error
 
 
 def _by_plain_name(model: nn.Module) -> dict[str, Tensor]:
@@ -415,4 +439,8 @@ def put_together(model: PreTrainedModel) -> set[str]:
     for entry in get_model_conversion_mapping(model):
         if isinstance(entry, WeightConverter):
             patterns += entry.target_patterns
-    return {name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)}
+    return {
+        name
+        for name, _ in model.named_parameters()
+        if any(re.search(pattern, name) for pattern in patterns)
+    }

@@ -58,4 +58,6 @@ def _patch(module: str, name: str, group: dist.ProcessGroup | None) -> None:
             return own(self, hidden_states, *args, **kwargs)
         return attend(self, slices, modeling.apply_rotary_pos_emb, hidden_states, *args, **kwargs)
 
-    replace(owner, "forward", forward, "attention shares each row among the ranks of a process group")
+    replace(
+        owner, "forward", forward, "attention shares each row among the ranks of a process group"
+    )

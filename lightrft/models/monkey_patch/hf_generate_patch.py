@@ -19,9 +19,18 @@ def apply_monkey_patch_to_generation_mixin() -> None:
 
     built = original(GenerationMixin, "_get_stopping_criteria")
 
-    def without_end_token(self: Any, generation_config: Any, stopping_criteria: Any, *args: Any, **kwargs: Any) -> Any:
+    def without_end_token(
+        self: Any, generation_config: Any, stopping_criteria: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         own = list(stopping_criteria or ())
         criteria = built(self, generation_config, stopping_criteria, *args, **kwargs)
-        return StoppingCriteriaList(c for c in criteria if c in own or not isinstance(c, EosTokenCriteria))
+        return StoppingCriteriaList(
+            c for c in criteria if c in own or not isinstance(c, EosTokenCriteria)
+        )
 
-    replace(GenerationMixin, "_get_stopping_criteria", without_end_token, "generate does not stop at end tokens")
+    replace(
+        GenerationMixin,
+        "_get_stopping_criteria",
+        without_end_token,
+        "generate does not stop at end tokens",
+    )

@@ -30,7 +30,9 @@ class Slices:
     @property
     def size(self) -> int:
         """Number of ranks. It is 1 until a process group exists."""
-        return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+        return (
+            dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+        )
 
     def plan(self, positions: Tensor, rows: int) -> SegmentPlan:
         """Build the attention plan of ``rows`` concatenated rows.
@@ -80,10 +82,14 @@ def attend(
             the heads.
     """
     if position_ids is None:
-        raise ModelError("the patched attention needs position_ids: pass those of this rank's tokens")
+        raise ModelError(
+            "the patched attention needs position_ids: pass those of this rank's tokens"
+        )
     copies = _check(layer, slices, past_key_values)
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
-    query, key, value = (p(hidden_states).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for p in projections)
+    query, key, value = (
+        p(hidden_states).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for p in projections
+    )
     query, key = rotate(query, key, *position_embeddings)
     repeated = [x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)]
     flat = [_gather_rows(x, slices) for x in (query, *repeated)]

@@ -16,7 +16,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
-from lightrft.models.multimodal.towers import IMAGE, TIMED_VIDEO, Blank, Features, ModalityEncoder, Tower
+from lightrft.models.multimodal.towers import (
+    IMAGE,
+    TIMED_VIDEO,
+    Blank,
+    Features,
+    ModalityEncoder,
+    Tower,
+)
 
 # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) read
 _AROUND = 2
@@ -121,7 +128,13 @@ def _own_frames(
     if lengths is not None:
         return list(lengths)
     own = [clip.shape[1] for clip in clips]
-    return own if places is None else [n if qwen2_audio_features(n) <= f else 4 * f for n, f in zip(own, places, strict=True)]
+    return (
+        own
+        if places is None
+        else [
+            n if qwen2_audio_features(n) <= f else 4 * f for n, f in zip(own, places, strict=True)
+        ]
+    )
 
 
 def _qwen2_audio_arranged(
@@ -133,7 +146,10 @@ def _qwen2_audio_arranged(
     window = _window(model.model.audio_tower)
     own = _own_frames([clip[:, :window] for clip in clips], lengths, places)
     kept = [frames_around(n, window) for n in own]
-    frames = [torch.nn.functional.pad(clip[:, :n], (0, max(0, n - clip.shape[1]))) for clip, n in zip(clips, kept)]
+    frames = [
+        torch.nn.functional.pad(clip[:, :n], (0, max(0, n - clip.shape[1])))
+        for clip, n in zip(clips, kept)
+    ]
     return {
         "input_features": torch.cat(frames, dim=1).t().contiguous(),
         "feature_lengths": torch.tensor(own),
@@ -178,7 +194,10 @@ def _voxtral_arranged(
 ) -> dict[str, Tensor]:
     """Return the media of ``windows [mels, T]`` each, all of whose frames are valid."""
     window = _window(model.model.audio_tower)
-    frames = [torch.nn.functional.pad(part[:, :window], (0, max(0, window - part.shape[1]))) for part in windows]
+    frames = [
+        torch.nn.functional.pad(part[:, :window], (0, max(0, window - part.shape[1])))
+        for part in windows
+    ]
     return {
         "input_features": torch.cat(frames, dim=1).t().contiguous(),
         "feature_lengths": torch.tensor([window] * len(frames)),
@@ -195,7 +214,9 @@ def _omni_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, ob
 
 
 def _omni(model: Any, inputs: dict[str, Tensor]) -> Features:
-    return Features(model.get_audio_features(**_omni_own(model, inputs), return_dict=True).last_hidden_state)
+    return Features(
+        model.get_audio_features(**_omni_own(model, inputs), return_dict=True).last_hidden_state
+    )
 
 
 def _omni_arranged(
@@ -230,7 +251,9 @@ def _omni_positions(
     Both are hidden from it where they stand for no media.
     """
     real = types > 0
-    first = torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real  # the token before each run of placeholders: its mark
+    first = (
+        torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real
+    )  # the token before each run of placeholders: its mark
     return model.get_rope_index(
         torch.where(real | first, ids, -1),
         media.get("image_grid_thw"),

@@ -79,7 +79,11 @@ class MergedInputs:
         edge = torch.ones(1, dtype=torch.bool, device=source.device)
         starts = torch.cat([edge, ~follows]).nonzero()[:, 0]
         lengths = torch.diff(starts, append=starts.new_tensor([len(source)]))
-        return [(s, n) for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist()) if b >= 0]
+        return [
+            (s, n)
+            for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist())
+            if b >= 0
+        ]
 
     def masks(
         self,
@@ -103,9 +107,18 @@ class MergedInputs:
         block = self._block_of(source).view(embeddings.shape[:2])
         masks: dict[str, object] = {}
         for kind in set(config.layer_types):
-            near = sliding_window_overlay(config.sliding_window) if kind == "sliding_attention" else None
+            near = (
+                sliding_window_overlay(config.sliding_window)
+                if kind == "sliding_attention"
+                else None
+            )
             masks[kind] = create_causal_mask(
-                config, embeddings, real, None, or_mask_function=blockwise_overlay(block), and_mask_function=near
+                config,
+                embeddings,
+                real,
+                None,
+                or_mask_function=blockwise_overlay(block),
+                and_mask_function=near,
             )
         return {"attention_mask": masks}
 
@@ -252,8 +265,12 @@ def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
     """Return 0, computed from everything that the tower computes on a blank, so that its parameters
     get zero gradients."""
     if tower.blank is None:
-        raise ModelError(f"model type {model.config.model_type!r}: its {tower.kind} tower has no blank to run on")
-    blank = {name: value.to(model.device) for name, value in tower.blank(model, tower.inputs).items()}
+        raise ModelError(
+            f"model type {model.config.model_type!r}: its {tower.kind} tower has no blank to run on"
+        )
+    blank = {
+        name: value.to(model.device) for name, value in tower.blank(model, tower.inputs).items()
+    }
     features = tower.features(model, blank)
     return torch.stack([0 * level.sum() for level in (features.values, *features.deep)]).sum()
 
@@ -325,7 +342,9 @@ def _joined(first: Segments, second: Segments) -> Segments:
     return Segments(both.tokens, both.lengths.view(-1, 2).sum(1), media)
 
 
-def _rope(model: PreTrainedModel, reader: ModalityEncoder, runs: Segments, inside: Tensor) -> list[Tensor]:
+def _rope(
+    model: PreTrainedModel, reader: ModalityEncoder, runs: Segments, inside: Tensor
+) -> list[Tensor]:
     """Return the positions ``[axes, n]`` of each run."""
     assert reader.positions is not None
     lengths = runs.lengths.tolist()
@@ -396,5 +415,7 @@ def own_keywords(
         if inputs := given(tower, media, hints=True):
             made |= tower.adapt(model, inputs)
             types[ids == tower.token_id(model.config)] = tower.type_id
-    names = {"mm_token_type_ids", "token_type_ids"} & set(inspect.signature(model.forward).parameters)
+    names = {"mm_token_type_ids", "token_type_ids"} & set(
+        inspect.signature(model.forward).parameters
+    )
     return made | dict.fromkeys(names, types)

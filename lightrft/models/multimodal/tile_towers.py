@@ -20,7 +20,9 @@ def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
     frames, lengths = inputs["pixel_values_videos"], inputs["video_lengths"]
     vision = model.config.vision_config
     each = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
-    made = model.get_video_features(frames[None], return_dict=True).pooler_output[0, : len(frames) * each]
+    made = model.get_video_features(frames[None], return_dict=True).pooler_output[
+        0, : len(frames) * each
+    ]
     clips = made.split((lengths * each).tolist())
     end = model.model.image_newline[None].to(made)
     return Features(torch.cat([part for clip in clips for part in (clip, end)]))
@@ -53,7 +55,13 @@ def _clip_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Ten
 
 _PARTS = {"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)}
 INTERNVL = ModalityEncoder((PIXELS,), parts=_PARTS)
-_PICTURES = Tower("image", ("pixel_values", "image_sizes"), "image_token_index", "get_image_features", blank=_picture_blank)
+_PICTURES = Tower(
+    "image",
+    ("pixel_values", "image_sizes"),
+    "image_token_index",
+    "get_image_features",
+    blank=_picture_blank,
+)
 _CLIPS = Tower(
     "video",
     ("pixel_values_videos", "video_lengths"),

@@ -96,7 +96,10 @@ class Tower:
 def patch_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return the patches of one feature, and their grid."""
     vision = model.config.vision_config
-    side, width = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    side, width = (
+        vision.spatial_merge_size,
+        vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+    )
     return {names[0]: torch.ones(side**2, width), names[1]: torch.tensor([[1, side, side]])}
 
 
@@ -142,7 +145,11 @@ def pooled(output: Any) -> Features:
 
 
 def _joined(values: Any) -> Tensor:
-    return values.flatten(0, -2) if isinstance(values, Tensor) else torch.cat([v.flatten(0, -2) for v in values])
+    return (
+        values.flatten(0, -2)
+        if isinstance(values, Tensor)
+        else torch.cat([v.flatten(0, -2) for v in values])
+    )
 
 
 def rope_index(
@@ -170,7 +177,13 @@ def rope_index(
 
 # The table of ``families.py`` refers to these readers.
 
-IMAGE = Tower("image", ("pixel_values", "image_grid_thw"), "image_token_id", "get_image_features", blank=patch_blank)
+IMAGE = Tower(
+    "image",
+    ("pixel_values", "image_grid_thw"),
+    "image_token_id",
+    "get_image_features",
+    blank=patch_blank,
+)
 VIDEO = replace(
     IMAGE,
     kind="video",
@@ -192,7 +205,9 @@ QWEN3_VL = ModalityEncoder((IMAGE, VIDEO), rope_index, _QWEN3_PARTS)
 QWEN3_5 = ModalityEncoder((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
 
 
-PIXELS = Tower("image", ("pixel_values",), "image_token_id", "get_image_features", blank=picture_blank)
+PIXELS = Tower(
+    "image", ("pixel_values",), "image_token_id", "get_image_features", blank=picture_blank
+)
 GEMMA_3 = ModalityEncoder(
     (PIXELS,),
     parts={"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)},
@@ -203,7 +218,9 @@ GEMMA_3 = ModalityEncoder(
 def _as_one_row(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return crops ``[K, C, H, W]`` as ``[1, K, C, H, W]``, since the model expects crops per row.
     Other shapes stay."""
-    return {name: values.unsqueeze(0) if values.ndim == 4 else values for name, values in inputs.items()}
+    return {
+        name: values.unsqueeze(0) if values.ndim == 4 else values for name, values in inputs.items()
+    }
 
 
 SMOL_VLM = ModalityEncoder(

@@ -67,9 +67,16 @@ def voxtral(
         problem = f"n_fft = {extractor.n_fft} is more than 4 * hop_length"
         unknown = "where the silence after a clip begins would not be known"
         raise ValueError(f"{problem} = {4 * extractor.hop_length}: {unknown}")
-    features = partial(audio_towers.voxtral_features, window=window, stacked=tower.intermediate_size // tower.hidden_size)
+    features = partial(
+        audio_towers.voxtral_features,
+        window=window,
+        stacked=tower.intermediate_size // tower.hidden_size,
+    )
     kept = partial(audio_towers.frames_to_silence, window=window)
-    written, around = token_text(tokenizer, settings.audio_token_id), (known(tokenizer, "[BEGIN_AUDIO]"), "")
+    written, around = (
+        token_text(tokenizer, settings.audio_token_id),
+        (known(tokenizer, "[BEGIN_AUDIO]"), ""),
+    )
     return {"audio": Clip(extractor, written, around, features, kept, windows=None)}
 
 
@@ -91,21 +98,31 @@ def omni(
     Raises:
         ValueError: Extractor and tower do not fit.
     """
-    extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
+    extractor = WhisperFeatureExtractor.from_pretrained(
+        config.path, revision=config.revision or "main"
+    )
     if extractor.feature_size != settings.audio_config.num_mel_bins:
         made = f"the feature extractor makes {extractor.feature_size} mel bins"
         taken = settings.audio_config.num_mel_bins
         raise ValueError(f"{made}, the audio tower takes {taken}")
     names = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
     written, start, end = (token_text(tokenizer, getattr(settings, name)) for name in names)
-    clip = OmniClip(extractor, written, (start, end), audio_towers.qwen2_audio_features, audio_towers.frames_alone)
+    clip = OmniClip(
+        extractor,
+        written,
+        (start, end),
+        audio_towers.qwen2_audio_features,
+        audio_towers.frames_alone,
+    )
     return {**qwen.build(config, settings, tokenizer), "audio": clip}
 
 
 def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
     """Return the folder's extractor and the tower's window in frames. Raises ``ValueError`` if they
     do not fit."""
-    extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
+    extractor = WhisperFeatureExtractor.from_pretrained(
+        config.path, revision=config.revision or "main"
+    )
     made = (extractor.feature_size, extractor.nb_max_frames)
     # the tower's second convolution halves the frames
     taken = (tower.num_mel_bins, 2 * tower.max_source_positions)
@@ -144,11 +161,18 @@ class Clip:
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
         frames = self._frames(len(value))
-        kept, whole = self.kept(frames), -(-len(value) // self.extractor.n_samples) * self.extractor.n_samples
+        kept, whole = (
+            self.kept(frames),
+            -(-len(value) // self.extractor.n_samples) * self.extractor.n_samples,
+        )
         # Pad with silence only to the end of the last kept window of samples, not to the model's
         # full window.
-        enough = (kept + -(-self.extractor.n_fft // self.extractor.hop_length) + 1) * self.extractor.hop_length
-        made = self.extractor(value, sampling_rate=self.rate, max_length=min(enough, whole), return_tensors="pt")
+        enough = (
+            kept + -(-self.extractor.n_fft // self.extractor.hop_length) + 1
+        ) * self.extractor.hop_length
+        made = self.extractor(
+            value, sampling_rate=self.rate, max_length=min(enough, whole), return_tensors="pt"
+        )
         mels = made["input_features"][0, :, :kept].transpose(0, 1).contiguous()
         return {"input_features": mels, "feature_lengths": torch.tensor([frames])}
 
@@ -173,7 +197,11 @@ class Clip:
         if not samples or not self.features(frames):
             clip = f"a clip of {samples} samples ({samples / self.rate:.3g} s)"
             raise ValueError(f"{clip} is too short to hear anything in it")
-        return frames if self.windows is None else min(frames, self.windows * self.extractor.nb_max_frames)
+        return (
+            frames
+            if self.windows is None
+            else min(frames, self.windows * self.extractor.nb_max_frames)
+        )
 
 
 class OmniClip(Clip):
@@ -190,7 +218,11 @@ def save_beside_pictures(extractor: Any, path: Path) -> None:
     """Add the config of ``extractor`` to the file with the picture processor's config."""
     file = path / "preprocessor_config.json"
     pictures = json.loads(file.read_text(encoding="utf-8"))
-    own = type(extractor)().to_dict()  # an extractor read from such a file also has the picture settings
-    sound = {name: value for name, value in json.loads(extractor.to_json_string()).items() if name in own}
+    own = type(
+        extractor
+    )().to_dict()  # an extractor read from such a file also has the picture settings
+    sound = {
+        name: value for name, value in json.loads(extractor.to_json_string()).items() if name in own
+    }
     text = json.dumps({**pictures, **sound}, indent=2, sort_keys=True)
     file.write_text(text + "\n", encoding="utf-8")

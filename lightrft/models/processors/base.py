@@ -90,7 +90,10 @@ class Processor:
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Processor:
         if min_pixels is None and max_pixels is None:
             return self
-        return replace(self, parts={kind: part.limited(min_pixels, max_pixels) for kind, part in self.parts.items()})
+        return replace(
+            self,
+            parts={kind: part.limited(min_pixels, max_pixels) for kind, part in self.parts.items()},
+        )
 
     def save(self, path: str | Path) -> None:
         for part in self.parts.values():
@@ -161,6 +164,8 @@ def load_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> P
     try:
         parts = BUILD[settings.model_type](placed, settings, tokenizer)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.path = {config.path!r}: how it reads media cannot be loaded ({error})") from error
+        raise ModelError(
+            f"model.path = {config.path!r}: how it reads media cannot be loaded ({error})"
+        ) from error
     tokens = {tower.kind: tower.token_id(settings) for tower in reader.towers}
     return Processor(parts, {kind: tokens[kind] for kind in parts})

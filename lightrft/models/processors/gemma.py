@@ -40,7 +40,9 @@ def build(
         settings: Config of the model.
         tokenizer: Gives placeholder and marks.
     """
-    processor = Gemma3ImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
+    processor = Gemma3ImageProcessorPil.from_pretrained(
+        config.path, revision=config.revision or "main"
+    )
     begin, soft, end = (
         token_text(tokenizer, i)
         for i in (
@@ -50,7 +52,9 @@ def build(
         )
     )
     features = settings.mm_tokens_per_image
-    return {"image": GemmaImage(processor, begin, f"\n\n{begin}{soft * features}{end}\n\n", features)}
+    return {
+        "image": GemmaImage(processor, begin, f"\n\n{begin}{soft * features}{end}\n\n", features)
+    }
 
 
 @dataclass(frozen=True, slots=True)

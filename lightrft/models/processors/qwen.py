@@ -15,7 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as clip_resize
 from transformers.video_processing_utils import BaseVideoProcessor
 
@@ -44,7 +47,9 @@ def build(
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     image, video, start, end = (token_text(tokenizer, getattr(settings, name)) for name in names)
     marks = (start, end)
-    frames = Qwen2VLImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in processor.to_dict()})
+    frames = Qwen2VLImageProcessorPil.from_dict(
+        {k: v for k, v in fields.items() if k in processor.to_dict()}
+    )
     clip: dict[str, Any] = {"processor": frames, "written": video, "fields": fields}
     plain = QwenVideo(**clip, around=marks)
     timed = replace(plain, timed=True)
@@ -90,7 +95,9 @@ class QwenImage:
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         size = self.processor.size
-        return smart_resize(height, width, _side(self.processor), size["shortest_edge"], size["longest_edge"])
+        return smart_resize(
+            height, width, _side(self.processor), size["shortest_edge"], size["longest_edge"]
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,9 @@ class QwenVideo:
         grid = self._grid(extent)
         made = {"pixel_values_videos": self._patches(value, grid), "video_grid_thw": grid[None]}
         if self.timed:
-            made["second_per_grid_ts"] = torch.tensor([self.processor.temporal_patch_size * _spacing(extent)])
+            made["second_per_grid_ts"] = torch.tensor(
+                [self.processor.temporal_patch_size * _spacing(extent)]
+            )
         return made
 
     def _patches(self, value: np.ndarray, grid: Tensor) -> Tensor:
@@ -126,8 +135,12 @@ class QwenVideo:
         per_patch, side = self.processor.temporal_patch_size, self.processor.patch_size
         size = (int(grid[2]) * side, int(grid[1]) * side)
         taken = [min(t, len(value) - 1) for t in range(int(grid[0]) * per_patch)]
-        frames = [Image.fromarray(value[t]).resize(size, resample=self.processor.resample) for t in taken]
-        patches = self.processor(images=frames, do_resize=False, return_tensors="pt")["pixel_values"]
+        frames = [
+            Image.fromarray(value[t]).resize(size, resample=self.processor.resample) for t in taken
+        ]
+        patches = self.processor(images=frames, do_resize=False, return_tensors="pt")[
+            "pixel_values"
+        ]
         # The picture processor repeats each frame to fill a patch's time axis. Consecutive frames
         # replace the copies here.
         each = patches.view(int(grid[0]), per_patch, int(grid[1] * grid[2]), -1)
@@ -163,7 +176,9 @@ class QwenVideo:
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
         size = self.processor.size
-        return smart_resize(height, width, _side(self.processor), size["shortest_edge"], size["longest_edge"])
+        return smart_resize(
+            height, width, _side(self.processor), size["shortest_edge"], size["longest_edge"]
+        )
 
 
 @dataclass(frozen=True)
@@ -185,13 +200,23 @@ class Qwen3Video(QwenVideo):
     def placeholder_text(self, extent: Extent) -> str:
         grid, (start, end) = self._grid(extent), self.marks
         times, step = _times(extent), self.processor.temporal_patch_size
-        pairs = [(times[t], times[min(t + step, len(times)) - 1]) for t in range(0, len(times), step)]
-        picture = start + self.written * (int(grid[1] * grid[2]) // self.processor.merge_size**2) + end
+        pairs = [
+            (times[t], times[min(t + step, len(times)) - 1]) for t in range(0, len(times), step)
+        ]
+        picture = (
+            start + self.written * (int(grid[1] * grid[2]) // self.processor.merge_size**2) + end
+        )
         return "".join(f"<{(first + last) / 2:.1f} seconds>{picture}" for first, last in pairs)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Qwen3Video:
         low, high = self.each
-        return replace(self, each=(low if min_pixels is None else min_pixels, high if max_pixels is None else max_pixels))
+        return replace(
+            self,
+            each=(
+                low if min_pixels is None else min_pixels,
+                high if max_pixels is None else max_pixels,
+            ),
+        )
 
     def save(self, path: Path) -> None:
         write_settings(
@@ -222,7 +247,9 @@ def _side(processor: Any) -> int:
 
 def _times(extent: Extent) -> tuple[float, ...]:
     if len(extent.times) != extent.shape[0]:
-        raise ValueError(f"a clip of {extent.shape[0]} frames whose times are not known: this model reads them")
+        raise ValueError(
+            f"a clip of {extent.shape[0]} frames whose times are not known: this model reads them"
+        )
     return extent.times
 
 

@@ -15,7 +15,10 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil, get_resize_output_image_size
+from transformers.models.smolvlm.image_processing_pil_smolvlm import (
+    SmolVLMImageProcessorPil,
+    get_resize_output_image_size,
+)
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from lightrft.config.model import ModelConfig
@@ -35,9 +38,17 @@ def build(
         settings: Config of the model.
         tokenizer: Gives the placeholder.
     """
-    processor = SmolVLMImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
+    processor = SmolVLMImageProcessorPil.from_pretrained(
+        config.path, revision=config.revision or "main"
+    )
     side = processor.max_image_size["longest_edge"] // settings.vision_config.patch_size
-    return {"image": SmolImage(processor, token_text(tokenizer, settings.image_token_id), side**2 // settings.scale_factor**2)}
+    return {
+        "image": SmolImage(
+            processor,
+            token_text(tokenizer, settings.image_token_id),
+            side**2 // settings.scale_factor**2,
+        )
+    }
 
 
 @dataclass(frozen=True, slots=True)

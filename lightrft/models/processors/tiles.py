@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.video_processing_utils import BaseVideoProcessor
 
@@ -38,11 +40,20 @@ def internvl(
         settings: Config of the model.
         tokenizer: Gives placeholder and marks.
     """
-    processor = GotOcr2ImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
+    processor = GotOcr2ImageProcessorPil.from_pretrained(
+        config.path, revision=config.revision or "main"
+    )
     vision = settings.vision_config
     side = vision.image_size[0] // vision.patch_size[0] * settings.downsample_ratio
-    marks = (getattr(tokenizer, "start_image_token", "<img>"), getattr(tokenizer, "end_image_token", "</img>"))
-    return {"image": InternImage(processor, token_text(tokenizer, settings.image_token_id), marks, int(side**2))}
+    marks = (
+        getattr(tokenizer, "start_image_token", "<img>"),
+        getattr(tokenizer, "end_image_token", "</img>"),
+    )
+    return {
+        "image": InternImage(
+            processor, token_text(tokenizer, settings.image_token_id), marks, int(side**2)
+        )
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +71,15 @@ class InternImage:
     rate: int = 0
 
     def placeholder_text(self, extent: Extent) -> str:
-        tiles = self.processor.get_number_of_image_patches(*extent.shape[:2], {"crop_to_patches": True})
+        tiles = self.processor.get_number_of_image_patches(
+            *extent.shape[:2], {"crop_to_patches": True}
+        )
         return self.marks[0] + self.written * (self.each * tiles) + self.marks[1]
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        made = self.processor(images=[Image.fromarray(value)], crop_to_patches=True, return_tensors="pt")
+        made = self.processor(
+            images=[Image.fromarray(value)], crop_to_patches=True, return_tensors="pt"
+        )
         return {"pixel_values": made["pixel_values"]}
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
@@ -111,7 +126,9 @@ def onevision(
     processor = LlavaOnevisionImageProcessorPil.from_pretrained(config.path, revision=revision)
     grids = [list(grid) for grid in settings.image_grid_pinpoints]
     if [list(grid) for grid in processor.image_grid_pinpoints] != grids:
-        raise ValueError("image_grid_pinpoints differ between config.json and preprocessor_config.json")
+        raise ValueError(
+            "image_grid_pinpoints differ between config.json and preprocessor_config.json"
+        )
     if settings.vision_feature_select_strategy != "full":
         problem = f"vision_feature_select_strategy {settings.vision_feature_select_strategy!r}"
         raise ValueError(f"{problem}, where 'full' is known")
@@ -120,7 +137,9 @@ def onevision(
     frames = SiglipImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in known})
     side = settings.vision_config.image_size // settings.vision_config.patch_size
     most = int(settings.vision_aspect_ratio.removeprefix("anyres_max_"))
-    image, video = (token_text(tokenizer, i) for i in (settings.image_token_index, settings.video_token_index))
+    image, video = (
+        token_text(tokenizer, i) for i in (settings.image_token_index, settings.video_token_index)
+    )
     return {
         "image": OnevisionImage(processor, image, side, most),
         "video": OnevisionVideo(frames, video, side, fields),
@@ -157,11 +176,19 @@ class OnevisionImage:
         return {"pixel_values": made["pixel_values"][0], "image_sizes": made["image_sizes"]}
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        return sum(self._features(height, width) for height, width in inputs["image_sizes"].tolist())
+        return sum(
+            self._features(height, width) for height, width in inputs["image_sizes"].tolist()
+        )
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> OnevisionImage:
         low, high = self.bounds
-        return replace(self, bounds=(low if min_pixels is None else min_pixels, high if max_pixels is None else max_pixels))
+        return replace(
+            self,
+            bounds=(
+                low if min_pixels is None else min_pixels,
+                high if max_pixels is None else max_pixels,
+            ),
+        )
 
     def save(self, path: Path) -> None:
         self.processor.save_pretrained(path)
@@ -219,14 +246,18 @@ class OnevisionVideo:
         return self.written * (extent.shape[0] * math.ceil(self.side / 2) ** 2 + 1)
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        made = self.processor(images=[Image.fromarray(frame) for frame in value], return_tensors="pt")
+        made = self.processor(
+            images=[Image.fromarray(frame) for frame in value], return_tensors="pt"
+        )
         return {
             "pixel_values_videos": made["pixel_values"],
             "video_lengths": torch.tensor([len(value)]),
         }
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        return len(inputs["pixel_values_videos"]) * math.ceil(self.side / 2) ** 2 + len(inputs["video_lengths"])
+        return len(inputs["pixel_values_videos"]) * math.ceil(self.side / 2) ** 2 + len(
+            inputs["video_lengths"]
+        )
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> OnevisionVideo:
         return self  # a frame is always one tile

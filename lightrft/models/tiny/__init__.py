@@ -26,7 +26,9 @@ def tiny_media_tokenizer(family: str, **options: Any) -> PreTrainedTokenizerFast
     Its chat template accepts the family's kinds of media.
     """
     tiny = _tiny(family)
-    return tiny_tokenizer(special=tiny.special, chat_template=_chat_template(tiny.written), **options)
+    return tiny_tokenizer(
+        special=tiny.special, chat_template=_chat_template(tiny.written), **options
+    )
 
 
 def tiny_media_model(
@@ -72,7 +74,9 @@ def tiny_media_model(
         torch.manual_seed(seed)
         model = getattr(transformers, FAMILIES[config.model_type].loader)(config)
         for parameter in model.parameters():
-            if parameter.ndim > 1 and not parameter.any():  # a zero projector would hide the picture
+            if (
+                parameter.ndim > 1 and not parameter.any()
+            ):  # a zero projector would hide the picture
                 torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 3
     return model.to(dtype).eval()

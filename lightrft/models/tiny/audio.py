@@ -41,7 +41,9 @@ def _qwen2_audio(
     }
     audio.setdefault("encoder_ffn_dim", 2 * audio["d_model"])
     text = {"model_type": "qwen2", **sizes}
-    return transformers.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"])
+    return transformers.Qwen2AudioConfig(
+        audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"]
+    )
 
 
 def _voxtral(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
@@ -62,7 +64,9 @@ def _voxtral(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedCon
         "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         **sizes,
     }
-    return transformers.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=ids["[AUDIO]"])
+    return transformers.VoxtralConfig(
+        audio_config=audio, text_config=text, audio_token_id=ids["[AUDIO]"]
+    )
 
 
 _OMNI_SPECIAL = (
@@ -126,7 +130,12 @@ FAMILIES = {
         _qwen2_audio,
         _whisper_extractor,
     ),
-    "voxtral": Tiny(("[BEGIN_AUDIO]", "[AUDIO]"), {"audio": "[BEGIN_AUDIO][AUDIO]"}, _voxtral, _whisper_extractor),
+    "voxtral": Tiny(
+        ("[BEGIN_AUDIO]", "[AUDIO]"),
+        {"audio": "[BEGIN_AUDIO][AUDIO]"},
+        _voxtral,
+        _whisper_extractor,
+    ),
     "qwen2_5_omni_thinker": Tiny(
         _OMNI_SPECIAL,
         {

@@ -32,7 +32,10 @@ def _gemma3(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConf
         "vision_use_head": False,
         **tower,
     }
-    layers = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["num_hidden_layers"])]
+    layers = [
+        "full_attention" if i % 2 else "sliding_attention"
+        for i in range(sizes["num_hidden_layers"])
+    ]
     text = {
         "head_dim": head,
         "query_pre_attn_scalar": head,
@@ -46,7 +49,9 @@ def _gemma3(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConf
         "eoi_token_index": end,
         "image_token_index": soft,
     }
-    return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9, **fields)
+    return transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=9, **fields
+    )
 
 
 FAMILIES = {

@@ -91,7 +91,9 @@ def _qwen2_5_vl(
     ids: dict[str, int],
     tower: Fields,
 ) -> PreTrainedConfig:
-    return transformers.Qwen2_5_VLConfig(text_config=text(sizes), vision_config=vision_2_5(sizes, tower), **_ids(ids))
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text(sizes), vision_config=vision_2_5(sizes, tower), **_ids(ids)
+    )
 
 
 def _qwen3_vision(sizes: Fields, tower: Fields) -> Fields:
@@ -120,7 +122,9 @@ def _qwen3_vl(
     tower: Fields,
 ) -> PreTrainedConfig:
     vision = _qwen3_vision(sizes, tower)
-    return transformers.Qwen3VLConfig(text_config=_qwen3_text(sizes), vision_config=vision, **_ids(ids))
+    return transformers.Qwen3VLConfig(
+        text_config=_qwen3_text(sizes), vision_config=vision, **_ids(ids)
+    )
 
 
 def _qwen3_vl_moe(
@@ -146,7 +150,11 @@ def _qwen3_vl_moe(
 
 def _qwen3_5_vision(sizes: Fields, tower: Fields) -> Fields:
     """Return the fields of Qwen3-VL's tower config, without features for deeper layers."""
-    return {name: value for name, value in _qwen3_vision(sizes, tower).items() if name != "deepstack_visual_indexes"}
+    return {
+        name: value
+        for name, value in _qwen3_vision(sizes, tower).items()
+        if name != "deepstack_visual_indexes"
+    }
 
 
 def _qwen3_5_text(sizes: Fields) -> Fields:
@@ -164,7 +172,9 @@ def _qwen3_5_text(sizes: Fields) -> Fields:
 
 def _qwen3_5(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     vision = _qwen3_5_vision(sizes, tower)
-    return transformers.Qwen3_5Config(text_config=_qwen3_5_text(sizes), vision_config=vision, **_ids(ids))
+    return transformers.Qwen3_5Config(
+        text_config=_qwen3_5_text(sizes), vision_config=vision, **_ids(ids)
+    )
 
 
 def _qwen3_5_moe(

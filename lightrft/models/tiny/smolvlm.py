@@ -36,7 +36,9 @@ def _smolvlm(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedCon
         **tower,
     }
     text = {"model_type": "llama", **sizes}
-    return transformers.SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=2, image_token_id=ids["<image>"])
+    return transformers.SmolVLMConfig(
+        text_config=text, vision_config=vision, scale_factor=2, image_token_id=ids["<image>"]
+    )
 
 
 _CROPS = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))

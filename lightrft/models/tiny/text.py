@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lightrft.models.tiny.spec import Fields
@@ -58,7 +63,9 @@ def tiny_tokenizer(
             *special,
         ]
     )
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
+    backend = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK)
+    )
     role = rf"^(?:{'|'.join(ROLES)})(?=\n)|" if whole_roles else ""
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(role + r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
@@ -126,7 +133,10 @@ _FAMILIES: dict[str, tuple[str, Callable[[Fields], Fields]]] = {
     "mistral": ("mistral", lambda sizes: {**_head_dim(sizes), "sliding_window": 16}),
     "gemma2": ("gemma2", _gemma2),
     "gemma3": ("gemma3_text", _gemma3),
-    "phi3": ("phi3", lambda sizes: {"original_max_position_embeddings": sizes["max_position_embeddings"]}),
+    "phi3": (
+        "phi3",
+        lambda sizes: {"original_max_position_embeddings": sizes["max_position_embeddings"]},
+    ),
     "olmo2": ("olmo2", _nothing),
 }
 
@@ -153,7 +163,9 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: object) -> PreTrai
     sizes.setdefault("num_key_value_heads", max(1, sizes["num_attention_heads"] // 2))
     derived = {
         **sizes,
-        "head_dim": sizes.get("head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"])),
+        "head_dim": sizes.get(
+            "head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"])
+        ),
     }
     # Initial weights are wider than transformers' 0.02: at this size the model would otherwise
     # start almost uniform.
@@ -162,7 +174,9 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: object) -> PreTrai
     return CONFIG_MAPPING[model_type](**fields)
 
 
-def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+def tiny_model(
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> PreTrainedModel:
     """Build a model of ``family`` with random weights, in evaluation mode.
 
     The global random generator is not changed.

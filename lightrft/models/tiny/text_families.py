@@ -437,7 +437,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
         *("qwen3_5", "qwen3_5_moe"),
         "qwen4_exp",
     ),
-    "a draft model that reads the states of another": ("gemma4_assistant", "gemma4_unified_assistant"),
+    "a draft model that reads the states of another": (
+        "gemma4_assistant",
+        "gemma4_unified_assistant",
+    ),
     "not a language model over one row of tokens": (
         "blt",
         "cohere_compass_text",
@@ -461,11 +464,17 @@ def family_config(model_type: str, **overrides: object) -> PreTrainedConfig:
         raise ModelError(f"unknown family {model_type!r}; known: {', '.join(TEXT_FAMILIES)}")
     kind: Any = CONFIG_MAPPING[model_type]
     fields = {field.name for field in dataclasses.fields(kind)}
-    sizes = {name: size for name, size in _SIZES.items() if not {name, kind.attribute_map.get(name)}.isdisjoint(fields)}
+    sizes = {
+        name: size
+        for name, size in _SIZES.items()
+        if not {name, kind.attribute_map.get(name)}.isdisjoint(fields)
+    }
     return kind(**sizes | _ROWS[model_type] | overrides)
 
 
-def family_model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
+def family_model(
+    model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: object
+) -> PreTrainedModel:
     """Build a tiny model of ``model_type`` with random weights, in evaluation mode.
 
     Every floating-point parameter gets noise: an initial 0 or 1 would hide a bias or a scale that

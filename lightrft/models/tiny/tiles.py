@@ -51,17 +51,23 @@ def _onevision(
     ids: dict[str, int],
     tower: Fields,
 ) -> PreTrainedConfig:
-    vision: Fields = _tower(tower, image_size=12, vision_use_head=False, model_type="siglip_vision_model")
+    vision: Fields = _tower(
+        tower, image_size=12, vision_use_head=False, model_type="siglip_vision_model"
+    )
     text = {"model_type": "qwen2", **sizes}
     tokens: Fields = {
         "image_token_index": ids["<image>"],
         "video_token_index": ids["<video>"],
     }
-    return transformers.LlavaOnevisionConfig(text_config=text, vision_config=vision, image_grid_pinpoints=_GRIDS, **tokens)
+    return transformers.LlavaOnevisionConfig(
+        text_config=text, vision_config=vision, image_grid_pinpoints=_GRIDS, **tokens
+    )
 
 
 def _onevision_processor(**settings: object) -> Any:
-    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
 
     fields: Fields = {
         "size": {"height": 12, "width": 12},

@@ -23,7 +23,9 @@ def reference_answer(rollout: RolloutView) -> Any:
     prompt = rollout.prompt
     gold = prompt.reference if prompt.label is None else prompt.label
     if gold is None or (isinstance(gold, str) and not gold.strip()):
-        raise ValueError(f"prompt {prompt.id!r} has neither a label nor a reference to compare with")
+        raise ValueError(
+            f"prompt {prompt.id!r} has neither a label nor a reference to compare with"
+        )
     return gold
 
 

@@ -14,7 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 from lightrft.rewards.registry import REWARDS, OverBudget, ungraded_beyond
-from lightrft.rewards.rules.answer_extraction import after_thinking, in_tags, last_box, reference_answer
+from lightrft.rewards.rules.answer_extraction import (
+    after_thinking,
+    in_tags,
+    last_box,
+    reference_answer,
+)
 from lightrft.rewards.rules.number_parsing import plain, quantity, same_quantity, tidy
 from lightrft.rewards.sandbox.results import UNGRADED
 from lightrft.rewards.sandbox.rollout_view import RolloutView

@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 
 from lightrft.rewards.registry import REWARDS
-from lightrft.rewards.rules.answer_extraction import after_thinking, in_tags, last_box, reference_answer
+from lightrft.rewards.rules.answer_extraction import (
+    after_thinking,
+    in_tags,
+    last_box,
+    reference_answer,
+)
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 

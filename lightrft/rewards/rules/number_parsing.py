@@ -34,7 +34,9 @@ _WRAPPED = [
     re.compile(r"\\\[(.*)\\\]", re.DOTALL),
     re.compile(r"\*\*(.*)\*\*", re.DOTALL),
 ]
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
+)
 _CURRENCY = r"(?:[$€£¥₹]|\\pounds|USD|EUR)"
 _SIMPLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
@@ -146,7 +148,9 @@ def tidy(text: str) -> str:
             whole = wrapped.fullmatch(text)
             if whole and "$" not in whole.group(1) and "**" not in whole.group(1):
                 text = whole.group(1)
-    text = re.sub(r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\s*", "", text)
+    text = re.sub(
+        r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\s*", "", text
+    )
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|\\!,?\\?!?|,\\!)(?=\d{3})", "", text)
     text = re.sub(r"(?<!\\)\\[,;:!> ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "$")

@@ -49,7 +49,9 @@ class RolloutView:
 def view_of(rollout: Rollout) -> RolloutView:
     """Return the view of ``rollout`` for reward functions; it shares the lists of ``rollout``."""
     p = rollout.prompt
-    prompt = PromptView(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source, dict(p.columns))
+    prompt = PromptView(
+        p.id, p.token_ids, p.text, p.label, p.reference, p.data_source, dict(p.columns)
+    )
     r = rollout
     return RolloutView(
         prompt,

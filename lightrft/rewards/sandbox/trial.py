@@ -239,4 +239,8 @@ def _called(reward: Reward, rollouts: list[Any]) -> list[Any]:
 def _defined(reward: Reward) -> str:
     """Return the location of a function's definition, as a line of a traceback."""
     code = getattr(reward.function, "__code__", None)
-    return "" if code is None else f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
+    return (
+        ""
+        if code is None
+        else f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
+    )

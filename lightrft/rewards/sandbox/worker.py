@@ -150,7 +150,9 @@ class RewardWorker:
             result = self._event_loop().run_until_complete(result)
         return terms_of(rows_of(result, 1)[0] if reward.batched else result)
 
-    def _alone(self, index: int, call: Callable[[], dict[str, float]], cpu_seconds: float | None = None) -> None:
+    def _alone(
+        self, index: int, call: Callable[[], dict[str, float]], cpu_seconds: float | None = None
+    ) -> None:
         began = time.perf_counter()
         outcome = self._guarded(call, self.deadline, cpu_seconds)
         self.tell(i=index, s=time.perf_counter() - began, **outcome)
@@ -338,7 +340,9 @@ def warm_up(rewards: list[Reward]) -> None:
     """Call ``warm_up`` of each module that defines it and one of ``rewards``."""
     functions = [reward.function for reward in rewards]
     # A callable object may lack __module__. A dict keeps the order and calls each module once.
-    modules = {function.__module__: None for function in functions if hasattr(function, "__module__")}
+    modules = {
+        function.__module__: None for function in functions if hasattr(function, "__module__")
+    }
     for name in modules:
         prepare = getattr(importlib.import_module(name), "warm_up", None)
         if callable(prepare):

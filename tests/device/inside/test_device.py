@@ -27,7 +27,9 @@ def test_bytes_are_counted_to_the_last(device: torch.device) -> None:
     assert allocated() == before
 
 
-def test_an_operation_that_mixes_devices_is_refused_except_with_a_scalar(device: torch.device) -> None:
+def test_an_operation_that_mixes_devices_is_refused_except_with_a_scalar(
+    device: torch.device,
+) -> None:
     here, there = torch.ones(3), torch.ones(3, device=device)
     for mix in (torch.add, torch.mul, torch.maximum, torch.dot):
         with pytest.raises(RuntimeError, match="same device"):
@@ -42,7 +44,14 @@ def test_waits_and_transfers_are_counted(device: torch.device) -> None:
         there = there + 1
         there.sum()
     assert (counts.waits, counts.to_device, counts.to_host) == (0, 1, 0)
-    for wait in (lambda: host.to(device), there.cpu, there.tolist, there.sum().item, there.nonzero, lambda: there[there > 2]):
+    for wait in (
+        lambda: host.to(device),
+        there.cpu,
+        there.tolist,
+        there.sum().item,
+        there.nonzero,
+        lambda: there[there > 2],
+    ):
         with counted() as counts:
             wait()
         assert counts.waits == 1
@@ -51,7 +60,9 @@ def test_waits_and_transfers_are_counted(device: torch.device) -> None:
     assert counts.waits >= 1
 
 
-def test_random_numbers_are_those_of_the_cpus_generator_and_its_state_is_resumed(device: torch.device) -> None:
+def test_random_numbers_are_those_of_the_cpus_generator_and_its_state_is_resumed(
+    device: torch.device,
+) -> None:
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)

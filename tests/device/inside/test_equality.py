@@ -50,9 +50,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "mistral"])
-def test_logprobs_and_gradients_of_each_layout(device: torch.device, family: str, layout: str) -> None:
+def test_logprobs_and_gradients_of_each_layout(
+    device: torch.device, family: str, layout: str
+) -> None:
     """Gemma 2 bends its scores and logits and has windows; Mistral has windows."""
-    if layout == "padded":  # transformers' own attention, by the kernel that it takes on a GPU and on a CPU
+    if (
+        layout == "padded"
+    ):  # transformers' own attention, by the kernel that it takes on a GPU and on a CPU
         torch.manual_seed(0)
     here, there = small_actor(family, layout=layout), small_actor(family, layout=layout)
     there.load_state_dict(here.state_dict())
@@ -67,13 +71,23 @@ def test_logprobs_and_gradients_of_each_layout(device: torch.device, family: str
 def test_values_of_a_critic(device: torch.device) -> None:
     here, there = Critic(small_model("qwen2")), Critic(small_model("qwen2"))
     there.load_state_dict(here.state_dict())
-    expected, found = here.values(hard_batch(), final=True), there.to(device).values(hard_batch(), final=True)
+    expected, found = (
+        here.values(hard_batch(), final=True),
+        there.to(device).values(hard_batch(), final=True),
+    )
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected))
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Metrics of each step but for seconds and bytes."""
-    left_out = ("time/", "memory/", "throughput/", "perf/", "tokens_per_second", "generated_per_second")
+    left_out = (
+        "time/",
+        "memory/",
+        "throughput/",
+        "perf/",
+        "tokens_per_second",
+        "generated_per_second",
+    )
     return [
         {k: v for k, v in row.items() if not k.startswith(left_out) and "second" not in k}
         for row in read_rows(folder / "metrics.jsonl")
@@ -83,14 +97,19 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 def responses(folder: Path) -> list[Any]:
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return sorted((line["prompt"]["id"], line["sample"], line["token_ids"], line["logprobs"]) for line in lines)
+    return sorted(
+        (line["prompt"]["id"], line["sample"], line["token_ids"], line["logprobs"])
+        for line in lines
+    )
 
 
 def assert_same(there: Path, here: Path) -> None:
     assert responses(there) == responses(here)
     for found, expected in zip(numbers(there), numbers(here), strict=True):
         assert {k: (found[k], v) for k, v in expected.items() if found[k] != v and v == v} == {}
-    found, expected = (load_file(folder / "model" / "model.safetensors") for folder in (there, here))
+    found, expected = (
+        load_file(folder / "model" / "model.safetensors") for folder in (there, here)
+    )
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
@@ -101,7 +120,9 @@ def varied(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_on(tree: dict[str, Any], name: str, device: str, **more: Any) -> Path:
-    tree = deep_merge(tree, {"run": {"name": name}, "strategy": {"device": device}, "train": {"steps": 2}})
+    tree = deep_merge(
+        tree, {"run": {"name": name}, "strategy": {"device": device}, "train": {"steps": 2}}
+    )
     config = build(RLConfig, deep_merge(tree, more))
     run_rl(config)
     return Path(tree["run"]["dir"]) / name
@@ -115,7 +136,12 @@ def test_a_run(rl_tree: dict[str, Any], case: str) -> None:  # noqa: F811
 
 def test_a_run_that_is_resumed_on_the_device(rl_tree: dict[str, Any]) -> None:  # noqa: F811
     tree = deep_merge(
-        rl_tree, {"checkpoint": {"every": 1}, "algorithm": {"preset": "ppo"}, "optimizer": {"schedule": "constant"}}
+        rl_tree,
+        {
+            "checkpoint": {"every": 1},
+            "algorithm": {"preset": "ppo"},
+            "optimizer": {"schedule": "constant"},
+        },
     )
     run_on(tree, "there", "auto", train={"steps": 1})
     assert_same(run_on(tree, "there", "auto"), run_on(tree, "here", "cpu"))
@@ -124,9 +150,14 @@ def test_a_run_that_is_resumed_on_the_device(rl_tree: dict[str, Any]) -> None:  
 def test_a_run_over_pictures(tmp_path: Path, rl_tree: dict[str, Any]) -> None:  # noqa: F811
     save_tiny_media("qwen2_5_vl", tmp_path / "model", hidden_size=32)
     names = [picture(tmp_path / f"p{i}.png", i, (12 + 8 * i, 20)) for i in range(3)]
-    rows = [{"prompt": "which?", "images": [name], "label": "1"} for name in names] + [{"prompt": "1+1=", "label": "2"}]
+    rows = [{"prompt": "which?", "images": [name], "label": "1"} for name in names] + [
+        {"prompt": "1+1=", "label": "2"}
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    over = {"model": {"path": str(tmp_path / "model")}, "data": {"sources": [{"path": str(tmp_path / "train.jsonl")}]}}
+    over = {
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"sources": [{"path": str(tmp_path / "train.jsonl")}]},
+    }
     tree = deep_merge(rl_tree, over)
     assert_same(run_on(tree, "there", "auto"), run_on(tree, "here", "cpu"))
 
@@ -135,7 +166,12 @@ def test_supervised_training(rl_tree: dict[str, Any]) -> None:  # noqa: F811
     ends = []
     for name, kind in (("there", "auto"), ("here", "cpu")):
         tree = {key: rl_tree[key] for key in ("model", "data", "optimizer", "log")}
-        more = {"run": {**rl_tree["run"], "name": name}, "strategy": {"device": kind}, "train": {"steps": 2}, "batch_size": 5}
+        more = {
+            "run": {**rl_tree["run"], "name": name},
+            "strategy": {"device": kind},
+            "train": {"steps": 2},
+            "batch_size": 5,
+        }
         run_sft(build(SFTConfig, deep_merge(tree, more)))
         ends.append(Path(rl_tree["run"]["dir"]) / name)
     assert numbers(ends[0]) == numbers(ends[1])

@@ -58,7 +58,9 @@ def measure(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **more: Any) 
         patch.setattr(policy_update, "optimizer_step", stepping)
         run_rl(build(RLConfig, deep_merge(deep_merge(tree, {"train": {"steps": 2}}), more)))
     for count in measured.updates:
-        count.before, count.peak_bytes, count.after = (n - before for n in (count.before, count.peak_bytes, count.after))
+        count.before, count.peak_bytes, count.after = (
+            n - before for n in (count.before, count.peak_bytes, count.after)
+        )
     measured.generating = [size - before for size in measured.generating]
     return measured
 
@@ -78,15 +80,24 @@ def test_sleeping_frees_optimizer_states_and_frozen_models_while_responses_are_g
     tree = deep_merge(rl_tree, ROLES)
     policy, critic = sizes(tree)
     awake = measure(tree, monkeypatch, run={"name": "awake"})
-    asleep = measure(tree, monkeypatch, run={"name": "asleep"}, strategy={"offload_during_generation": True})
-    moments, frozen = 2 * (policy + critic), policy + BUFFERS  # the reference is as large as the policy
+    asleep = measure(
+        tree, monkeypatch, run={"name": "asleep"}, strategy={"offload_during_generation": True}
+    )
+    moments, frozen = (
+        2 * (policy + critic),
+        policy + BUFFERS,
+    )  # the reference is as large as the policy
     assert awake.generating[1] - asleep.generating[1] == moments + frozen
     assert awake.generating[0] - asleep.generating[0] == frozen  # no optimizer has a state yet
     computed = estimate_memory(
-        build(RLConfig, deep_merge(tree, {"strategy": {"offload_during_generation": True}})), LENGTHS, Device(NAME, 0)
+        build(RLConfig, deep_merge(tree, {"strategy": {"offload_during_generation": True}})),
+        LENGTHS,
+        Device(NAME, 0),
     )
     assert abs(computed.host["offloaded during generation"] - moments - frozen) <= BUFFERS
-    assert [u.after - u.before for u in asleep.updates[:2]] == [u.after - u.before for u in awake.updates[:2]]
+    assert [u.after - u.before for u in asleep.updates[:2]] == [
+        u.after - u.before for u in awake.updates[:2]
+    ]
 
 
 def test_offloaded_activations_leave_the_device_until_the_backward_pass(
@@ -95,9 +106,13 @@ def test_offloaded_activations_leave_the_device_until_the_backward_pass(
 ) -> None:
     tree = deep_merge(rl_tree, {"sampling": {"max_new_tokens": 40, "min_new_tokens": 40}})
     kept = measure(tree, monkeypatch, run={"name": "kept"})
-    offloaded = measure(tree, monkeypatch, run={"name": "offloaded"}, strategy={"offload_activations": True})
+    offloaded = measure(
+        tree, monkeypatch, run={"name": "offloaded"}, strategy={"offload_activations": True}
+    )
     policy, _ = sizes(tree)
-    used = [m.updates[1].peak_bytes - 4 * policy for m in (kept, offloaded)]  # beside weights, moments and gradients
+    used = [
+        m.updates[1].peak_bytes - 4 * policy for m in (kept, offloaded)
+    ]  # beside weights, moments and gradients
     assert used[1] < 0.5 * used[0]
 
 
@@ -107,11 +122,16 @@ def test_the_peak_that_doctor_computes_bounds_what_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
     sleep: bool,
 ) -> None:
-    long = {"sampling": {"max_new_tokens": 40, "min_new_tokens": 40}, "strategy": {"offload_during_generation": sleep}}
+    long = {
+        "sampling": {"max_new_tokens": 40, "min_new_tokens": 40},
+        "strategy": {"offload_during_generation": sleep},
+    }
     tree = deep_merge(deep_merge(rl_tree, ROLES), long)
     computed = estimate_memory(build(RLConfig, tree), LENGTHS, Device(NAME, 0))
     measured = measure(tree, monkeypatch)
     highest = max(count.peak_bytes for count in measured.updates)
-    assert abs(computed.peak - highest) <= 0.05 * highest  # indices of tokens are left out of what is computed
+    assert (
+        abs(computed.peak - highest) <= 0.05 * highest
+    )  # indices of tokens are left out of what is computed
     holds = sum(model.total for model in computed.models.values())
     assert abs(measured.updates[-1].after - holds) < 0.05 * holds

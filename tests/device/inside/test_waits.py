@@ -48,7 +48,12 @@ def watched(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> Iterator[l
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"top_p": 0.9, "top_k": 20, "min_new_tokens": 3}, {"temperature": 0.0}, {"repetition_penalty": 1.2, "min_p": 0.01}],
+    [
+        {},
+        {"top_p": 0.9, "top_k": 20, "min_new_tokens": 3},
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.2, "min_p": 0.01},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
@@ -58,7 +63,11 @@ def test_a_decoded_token_batch_costs_one_wait(
     model = small_model(family).to(device)
     engine = native.NativeEngine(KVDecoder(model), tiny_tokenizer(), EngineConfig(max_num_seqs=5))
     prompts = [Prompt(str(i), list(range(10, 14 + i))) for i in range(4)]
-    requests = [Request(prompt, seed=7 * i + s, sample=s) for i, prompt in enumerate(prompts) for s in range(3)]
+    requests = [
+        Request(prompt, seed=7 * i + s, sample=s)
+        for i, prompt in enumerate(prompts)
+        for s in range(3)
+    ]
     with watched(monkeypatch, native._RunningRequests, "advance") as calls:
         done = list(engine.generate(requests, SamplingConfig(max_new_tokens=8, **sampling)))
     assert len(done) == 12
@@ -84,7 +93,11 @@ ROLES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_waits_do_not_grow_with_micro_batches(rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, role: str) -> None:  # noqa: F811
+def test_waits_do_not_grow_with_micro_batches(
+    rl_tree: dict[str, Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+) -> None:
     """One optimizer step of every trained model, in micro-batches of one row each."""
     tree = deep_merge(varied(rl_tree), {"train": {"steps": 1, "max_tokens_per_micro_batch": 1}})
     config = build(RLConfig, deep_merge(tree, ROLES[role]))
@@ -95,7 +108,9 @@ def test_waits_do_not_grow_with_micro_batches(rl_tree: dict[str, Any], monkeypat
         (forward_passes, "map_micro_batches"),
     )
     with ExitStack() as stack:
-        first, second, third, fourth = (stack.enter_context(watched(monkeypatch, *home)) for home in homes)
+        first, second, third, fourth = (
+            stack.enter_context(watched(monkeypatch, *home)) for home in homes
+        )
         run_rl(config)
     steps, columns = first + second, third + fourth
     assert steps
@@ -127,4 +142,6 @@ def test_a_step_of_learning_waits_a_stated_number_of_times(
     # Columns: log-probs of the policy; with PPO, also those of the reference, values, and values after the last token.
     trained, columns = {"grpo": (1, 1), "ppo": (2, 4)}[preset]
     assert len(found[0]) == len(found[1])
-    assert len(found[0]) <= PHASES + FINGERPRINT + PER_OPTIMIZER_STEP * trained + PER_COLUMN * columns
+    assert (
+        len(found[0]) <= PHASES + FINGERPRINT + PER_OPTIMIZER_STEP * trained + PER_COLUMN * columns
+    )

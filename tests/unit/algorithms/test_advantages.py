@@ -33,7 +33,9 @@ def test_grpo_standardises_inside_the_group() -> None:
 def test_grpo_counts_an_answer_without_sampled_tokens_in_its_group() -> None:
     # rewards 0 and 1 of two answers, the second of which has no token to carry an advantage
     made = batch_of(plain_case([[True], []], [0, 0], [0.0, 1.0]))
-    found, _ = ADVANTAGES["grpo"](made, torch.zeros(1, dtype=torch.float64), AdvantageConfig(eps=0.0))
+    found, _ = ADVANTAGES["grpo"](
+        made, torch.zeros(1, dtype=torch.float64), AdvantageConfig(eps=0.0)
+    )
     assert found.tolist() == pytest.approx([-0.5 / math.sqrt(0.5)], rel=1e-15)
 
 
@@ -70,11 +72,15 @@ def test_a_truncated_answer_is_bootstrapped_and_a_finished_one_is_not() -> None:
     case = plain_case([[True], [True]], [0, 0])
     case.values, case.final_values, case.truncated = [[1.0], [1.0]], [5.0, 5.0], [True, False]
     token = torch.zeros(2, dtype=torch.float64)
-    found, returns = ADVANTAGES["gae"](batch_of(case), token, AdvantageConfig(name="gae", gamma=0.5))
+    found, returns = ADVANTAGES["gae"](
+        batch_of(case), token, AdvantageConfig(name="gae", gamma=0.5)
+    )
     assert found.tolist() == [1.5, -1.0]
     assert returns.tolist() == [2.5, 0.0]
     without = batch_of(case).replace(final_values=None)
-    assert ADVANTAGES["gae"](without, token, AdvantageConfig(name="gae", gamma=0.5))[0].tolist() == [-1.0, -1.0]
+    assert ADVANTAGES["gae"](without, token, AdvantageConfig(name="gae", gamma=0.5))[
+        0
+    ].tolist() == [-1.0, -1.0]
 
 
 def test_columns_that_are_missing_are_named() -> None:
@@ -92,7 +98,9 @@ def test_whitening_leaves_what_is_masked_out_of_it() -> None:
     assert whiten(x, torch.zeros(4, dtype=torch.bool), 0.0).tolist() == [0.0] * 4
 
 
-def advantages(name: str, rewards: list[float], prompt_of: list[int], eps: float = 0.0, **options: float) -> list[float]:
+def advantages(
+    name: str, rewards: list[float], prompt_of: list[int], eps: float = 0.0, **options: float
+) -> list[float]:
     made, token = batch(rewards, prompt_of)
     found, returns = ADVANTAGES[name](made, token, AdvantageConfig(name=name, eps=eps), **options)
     assert torch.equal(found, returns)
@@ -120,7 +128,9 @@ def test_rules_of_groups(name: str, options: dict[str, float], expected: list[fl
     assert found == pytest.approx([*expected[:2], alone, *expected[2:]], rel=1e-14)
 
 
-@pytest.mark.parametrize("name", ["group_mean", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo", "batch_standard"])
+@pytest.mark.parametrize(
+    "name", ["group_mean", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo", "batch_standard"]
+)
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.7, 0.0])
 def test_rewards_that_are_all_equal_have_exactly_no_advantage(name: str, reward: float) -> None:
     assert advantages(name, [reward] * 7, [0, 0, 0, 1, 1, 1, 2]) == [0.0] * 7
@@ -129,9 +139,18 @@ def test_rewards_that_are_all_equal_have_exactly_no_advantage(name: str, reward:
 
 def test_an_optimal_baseline_weighs_rewards_by_sampled_tokens() -> None:
     # lengths 3, 1, 0: baseline (3 * 1 + 1 * 5) / 4 = 2; a tool's token has no length
-    made = batch_of(plain_case([[True, True, False, True], [True], [False]], [0, 0, 0], [1.0, 5.0, 9.0]))
+    made = batch_of(
+        plain_case([[True, True, False, True], [True], [False]], [0, 0, 0], [1.0, 5.0, 9.0])
+    )
     token = torch.tensor([0, 0, 0, 1, 5, 0], dtype=torch.float64)
-    assert ADVANTAGES["opo"](made, token, AdvantageConfig(name="opo"))[0].tolist() == [-1, -1, 0, -1, 3, 0]
+    assert ADVANTAGES["opo"](made, token, AdvantageConfig(name="opo"))[0].tolist() == [
+        -1,
+        -1,
+        0,
+        -1,
+        3,
+        0,
+    ]
 
 
 def test_two_equal_best_answers_add_nothing_to_pass_at_k() -> None:
@@ -147,8 +166,12 @@ def test_groups_without_success_have_no_maximum_likelihood_gradient() -> None:
 def test_deviations_over_the_batch_see_every_group() -> None:
     # all rewards 0, 2, 4, 6: mean 3, variance (9 + 1 + 1 + 9) / 3 = 20 / 3
     std = math.sqrt(20 / 3) + 1
-    assert advantages("lite_ppo", [0, 2, 4, 6], [0, 0, 1, 1], eps=1.0) == pytest.approx([x / std for x in (-1, 1, -1, 1)])
-    assert advantages("batch_standard", [0, 2, 4, 6], [0, 0, 1, 1], eps=1.0) == pytest.approx([x / std for x in (-3, -1, 1, 3)])
+    assert advantages("lite_ppo", [0, 2, 4, 6], [0, 0, 1, 1], eps=1.0) == pytest.approx(
+        [x / std for x in (-1, 1, -1, 1)]
+    )
+    assert advantages("batch_standard", [0, 2, 4, 6], [0, 0, 1, 1], eps=1.0) == pytest.approx(
+        [x / std for x in (-3, -1, 1, 3)]
+    )
 
 
 def test_the_gradient_of_groups_without_one_is_given_to_the_others() -> None:
@@ -162,7 +185,13 @@ def test_imitation_takes_the_first_of_the_best_wherever_it_stands() -> None:
     settings = AdvantageConfig(name="raft")
     assert ADVANTAGES["raft"](made, token, settings)[0].tolist() == [1, 0, 0, 1, 0]
     order = torch.tensor([4, 2, 3, 0, 1])
-    assert ADVANTAGES["raft"](made.select(order), token[order], settings)[0].tolist() == [0, 0, 1, 1, 0]
+    assert ADVANTAGES["raft"](made.select(order), token[order], settings)[0].tolist() == [
+        0,
+        0,
+        1,
+        1,
+        0,
+    ]
     with pytest.raises(ValueError, match=r"raft needs batch\.sample"):
         ADVANTAGES["raft"](made.replace(sample=None), token, settings)
 
@@ -193,7 +222,10 @@ def test_the_critic_may_have_a_trace_of_its_own() -> None:
     advantage, returns = ADVANTAGES["gae"](batch_of(case), token, settings, lam_critic=1.0)
     assert advantage.tolist() == [1.5, 1.0]
     assert returns.tolist() == [3.0, 3.0]
-    assert torch.equal(ADVANTAGES["gae"](batch_of(case), token, settings, lam_critic=0.5)[1], advantage + batch_of(case).values)
+    assert torch.equal(
+        ADVANTAGES["gae"](batch_of(case), token, settings, lam_critic=0.5)[1],
+        advantage + batch_of(case).values,
+    )
 
 
 def test_a_long_answer_has_a_longer_trace() -> None:
@@ -201,10 +233,14 @@ def test_a_long_answer_has_a_longer_trace() -> None:
     case = plain_case([[True] * 4, [True, True], [True], []], [0] * 4)
     case.values, case.truncated = [[0.0] * 4, [0.0] * 2, [0.0], []], [False] * 4
     token = torch.tensor([0, 0, 0, 8, 0, 8, 8], dtype=torch.float64)
-    found, returns = ADVANTAGES["vapo"](batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.5)
+    found, returns = ADVANTAGES["vapo"](
+        batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.5
+    )
     assert found.tolist() == [1, 2, 4, 8, 0, 8, 8]
     assert returns.tolist() == [8.0] * 7
-    assert ADVANTAGES["vapo"](batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.5, lam_critic=0.0)[1].tolist() == [
+    assert ADVANTAGES["vapo"](
+        batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.5, lam_critic=0.0
+    )[1].tolist() == [
         *(0, 0, 0, 8),
         *(0, 8, 8),
     ]
@@ -212,19 +248,26 @@ def test_a_long_answer_has_a_longer_trace() -> None:
         ADVANTAGES["vapo"](batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.0)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("prime", [-4.0, -1.0, -2.0, 4.0]), ("prime_released", [-4.0, -0.5, -2.0, 4.0])])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("prime", [-4.0, -1.0, -2.0, 4.0]), ("prime_released", [-4.0, -0.5, -2.0, 4.0])],
+)
 def test_process_rewards_of_three_answers_by_hand(name: str, expected: list[float]) -> None:
     # means 2, 2 and 6 of the answers' token rewards; equal outcomes, so that nothing else is left
     made = batch_of(plain_case([[True, True], [True], [True]], [0, 0, 0], [1.0, 1.0, 1.0]))
     made = made.replace(process_rewards=torch.tensor([1.0, 3.0, 2.0, 6.0], dtype=torch.float64))
-    found, _ = ADVANTAGES[name](made, torch.zeros(4, dtype=torch.float64), AdvantageConfig(name=name))
+    found, _ = ADVANTAGES[name](
+        made, torch.zeros(4, dtype=torch.float64), AdvantageConfig(name=name)
+    )
     assert found.tolist() == pytest.approx(expected)
 
 
 def test_whitening_inside_groups_by_hand() -> None:
     # group 0: 1 and 3 (the 50 between them was not sampled), of two answers; group 1: equal; group 2: one token alone
     made = batch_of(plain_case([[True, False], [True], [True, True], [True]], [0, 0, 1, 2]))
-    found = WHITENINGS["group"](torch.tensor([1.0, 50.0, 3.0, 7.0, 7.0, 9.0], dtype=torch.float64), made, 1.0)
+    found = WHITENINGS["group"](
+        torch.tensor([1.0, 50.0, 3.0, 7.0, 7.0, 9.0], dtype=torch.float64), made, 1.0
+    )
     assert found.tolist() == [-0.5, 0.0, 0.5, 0.0, 0.0, 0.0]
 
 

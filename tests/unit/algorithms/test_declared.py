@@ -19,9 +19,21 @@ from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch
 from lightrft.utils.registry import Registry
 
-LOSS_SETTINGS: dict[str, Any] = {"ratio": "sequence", "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.5, "ratio_cap": 1.4}
+LOSS_SETTINGS: dict[str, Any] = {
+    "ratio": "sequence",
+    "clip_low": 0.01,
+    "clip_high": 0.01,
+    "dual_clip": 1.5,
+    "ratio_cap": 1.4,
+}
 ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "gae_lambda": 0.5, "eps": 0.5}
-COLUMNS = {"critic": "values", "greedy": "baselines", "process": "process_rewards", "energy": "energy", "steps": "steps"}
+COLUMNS = {
+    "critic": "values",
+    "greedy": "baselines",
+    "process": "process_rewards",
+    "energy": "energy",
+    "steps": "steps",
+}
 
 
 GROUPS = [0, 1, 0, 1, 2, 1]
@@ -29,7 +41,14 @@ GROUPS = [0, 1, 0, 1, 2, 1]
 
 def case(prompt_of: Sequence[int] = GROUPS) -> Batch:
     """Three groups, one of them of one answer; policies far enough apart that every bound acts."""
-    mask = [[True, True, True], [True, True], [True], [True, True, True, True], [True, False, True], [True, True]]
+    mask = [
+        [True, True, True],
+        [True, True],
+        [True],
+        [True, True, True, True],
+        [True, False, True],
+        [True, True],
+    ]
     return filled(plain_batch(mask, prompt_of, [1.0, 0.0, 0.0, 2.0, 1.0, 0.5]))
 
 
@@ -54,7 +73,11 @@ def test_a_policy_loss_reads_the_settings_that_it_lists_and_no_other(name: str) 
     assert POLICY_LOSSES.about(name).reads == {
         key
         for key, value in LOSS_SETTINGS.items()
-        if changes(lambda settings: losses_of(name, batch, settings), LossConfig(), LossConfig(**{key: value}))
+        if changes(
+            lambda settings: losses_of(name, batch, settings),
+            LossConfig(),
+            LossConfig(**{key: value}),
+        )
     }
 
 
@@ -71,7 +94,11 @@ def test_what_a_policy_loss_reports_carries_no_gradient(name: str) -> None:
     batch = case()
     logprobs = column(batch, "logprobs").requires_grad_()
     losses, stats = POLICY_LOSSES[name](
-        logprobs, column(batch, "old_logprobs"), column(batch, "advantages"), TokenRows.of(batch), LossConfig()
+        logprobs,
+        column(batch, "old_logprobs"),
+        column(batch, "advantages"),
+        TokenRows.of(batch),
+        LossConfig(),
     )
     assert losses.requires_grad
     assert not any(stat.requires_grad for stat in stats.values())
@@ -88,7 +115,11 @@ def test_an_advantage_reads_the_settings_that_it_lists_and_no_other(name: str) -
     assert ADVANTAGES.about(name).reads == {
         key
         for key, value in ADVANTAGE_SETTINGS.items()
-        if changes(lambda settings: advantages_of(name, batch, settings), AdvantageConfig(), AdvantageConfig(**{key: value}))
+        if changes(
+            lambda settings: advantages_of(name, batch, settings),
+            AdvantageConfig(),
+            AdvantageConfig(**{key: value}),
+        )
     }
 
 
@@ -118,13 +149,20 @@ def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
 
     def weights(moved: dict[str, Tensor]) -> Tensor:
         options = {"opsm": {"delta": 0.1}, "divergence_reject": {"limit": 0.1}}.get(name, {})
-        return IS_CORRECTIONS[name](*moved.values(), column(batch, "advantages"), TokenRows.of(batch), **options)
+        return IS_CORRECTIONS[name](
+            *moved.values(), column(batch, "advantages"), TokenRows.of(batch), **options
+        )
 
-    uneven = torch.linspace(0.5, 1.5, batch.tokens)  # what is normalised does not see that all have moved alike
+    uneven = torch.linspace(
+        0.5, 1.5, batch.tokens
+    )  # what is normalised does not see that all have moved alike
     read = {
         need
         for need in ("old", "behavior")
-        if any(changes(weights, columns, {**columns, need: columns[need] + size * uneven}) for size in (-1, 1))
+        if any(
+            changes(weights, columns, {**columns, need: columns[need] + size * uneven})
+            for size in (-1, 1)
+        )
     }
     assert IS_CORRECTIONS.about(name).needs & {"old", "behavior"} == read
 
@@ -161,10 +199,16 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 """Options with their values when none is given: the numbers of the papers."""
 
 
-@pytest.mark.parametrize("registry", [ADVANTAGES, POLICY_LOSSES, IS_CORRECTIONS], ids=lambda registry: registry.kind)
+@pytest.mark.parametrize(
+    "registry", [ADVANTAGES, POLICY_LOSSES, IS_CORRECTIONS], ids=lambda registry: registry.kind
+)
 def test_options_that_are_not_given_are_the_published_numbers(registry: Registry[Any]) -> None:
     found = {}
     for name in registry:
-        options = [p for p in inspect.signature(registry[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        options = [
+            p
+            for p in inspect.signature(registry[name]).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        ]
         found[name] = {p.name: p.default for p in options if p.default is not p.empty}
     assert {name: options for name, options in found.items() if options} == PUBLISHED[registry.kind]

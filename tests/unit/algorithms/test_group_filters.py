@@ -15,10 +15,16 @@ from lightrft.utils.errors import ConfigError
 
 
 def group(*rewards: float) -> list[Rollout]:
-    return [Rollout(Prompt("p", [1]), [2], [True], [-1.0], [0], "stop", seed=i, reward=r) for i, r in enumerate(rewards)]
+    return [
+        Rollout(Prompt("p", [1]), [2], [True], [-1.0], [0], "stop", seed=i, reward=r)
+        for i, r in enumerate(rewards)
+    ]
 
 
-@pytest.mark.parametrize(("rewards", "reason"), [((1, 1, 1), "zero_variance"), ((0, 1), ""), ((0.1, 0.1), "zero_variance")])
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [((1, 1, 1), "zero_variance"), ((0, 1), ""), ((0.1, 0.1), "zero_variance")],
+)
 def test_groups_of_equal_rewards_carry_no_gradient(rewards: tuple[float, ...], reason: str) -> None:
     assert FILTERS["zero_variance"](group(*rewards)) == reason
 
@@ -33,12 +39,17 @@ def test_groups_of_equal_rewards_carry_no_gradient(rewards: tuple[float, ...], r
         ((-9, -9), {}, ""),
     ],
 )
-def test_groups_that_are_too_hard_or_too_easy(rewards: tuple[float, ...], bounds: dict[str, float], reason: str) -> None:
+def test_groups_that_are_too_hard_or_too_easy(
+    rewards: tuple[float, ...], bounds: dict[str, float], reason: str
+) -> None:
     assert FILTERS["reward_bounds"](group(*rewards), **bounds) == reason
 
 
 def test_the_first_reason_counts_and_too_few_answers_come_before_all() -> None:
-    bounds, equal = ComponentConfig(name="reward_bounds", options={"low": 0.5}), ComponentConfig(name="zero_variance")
+    bounds, equal = (
+        ComponentConfig(name="reward_bounds", options={"low": 0.5}),
+        ComponentConfig(name="zero_variance"),
+    )
     assert drop_reason(group(0, 0), [bounds, equal], 2) == "reward_bounds"
     assert drop_reason(group(0, 0), [equal, bounds], 2) == "zero_variance"
     assert drop_reason(group(1, 0), [equal, bounds], 2) == ""
@@ -58,24 +69,41 @@ def test_the_first_reason_counts_and_too_few_answers_come_before_all() -> None:
         ((0.4, 0.6), {"low": 0.5, "high": 0.5}, "pass_rate"),
     ],
 )
-def test_groups_of_which_too_few_or_too_many_answers_pass(rewards: Any, options: dict[str, float], reason: str) -> None:
+def test_groups_of_which_too_few_or_too_many_answers_pass(
+    rewards: Any, options: dict[str, float], reason: str
+) -> None:
     assert FILTERS["pass_rate"](group(*rewards), **options) == reason
 
 
 def with_logprobs(*rows: list[float]) -> list[Rollout]:
-    return [Rollout(Prompt("p", [1]), [2] * len(r), [x < 0 for x in r], r, [0] * len(r), "stop", i) for i, r in enumerate(rows)]
+    return [
+        Rollout(Prompt("p", [1]), [2] * len(r), [x < 0 for x in r], r, [0] * len(r), "stop", i)
+        for i, r in enumerate(rows)
+    ]
 
 
-def test_perplexity_is_the_mean_over_answers_of_what_the_sampler_thought_of_their_own_tokens() -> None:
-    two_and_four = with_logprobs([-math.log(2)] * 3, [-math.log(4), 0.0, -math.log(4)], [])  # mean 3; 0.0 was not sampled
-    for low, high, reason in ((0.0, 3.001, ""), (2.999, 5.0, ""), (0.0, 2.999, "perplexity"), (3.001, 9.0, "perplexity")):
+def test_perplexity_is_the_mean_over_answers_of_what_the_sampler_thought_of_their_own_tokens() -> (
+    None
+):
+    two_and_four = with_logprobs(
+        [-math.log(2)] * 3, [-math.log(4), 0.0, -math.log(4)], []
+    )  # mean 3; 0.0 was not sampled
+    for low, high, reason in (
+        (0.0, 3.001, ""),
+        (2.999, 5.0, ""),
+        (0.0, 2.999, "perplexity"),
+        (3.001, 9.0, "perplexity"),
+    ):
         assert FILTERS["perplexity"](two_and_four, low=low, high=high) == reason
     assert FILTERS["perplexity"](with_logprobs([], [0.0]), high=1.0) == ""
     assert FILTERS["perplexity"](with_logprobs([-1e9]), high=1e300) == "perplexity"
 
 
 def said(*rows: str) -> list[Rollout]:
-    return [Rollout(Prompt("p", [1]), [ord(c) for c in r], [True], [], [], "stop", i, text=r) for i, r in enumerate(rows)]
+    return [
+        Rollout(Prompt("p", [1]), [ord(c) for c in r], [True], [], [], "stop", i, text=r)
+        for i, r in enumerate(rows)
+    ]
 
 
 def test_groups_that_say_the_same_again_and_again() -> None:
@@ -88,7 +116,9 @@ def test_groups_that_say_the_same_again_and_again() -> None:
 
 
 def test_answers_that_go_round_in_circles() -> None:
-    rows = said("ababab", "abcdef")  # bigrams: 2 of 5 and 5 of 5 distinct, so 0.6 and 0.0 are repeated
+    rows = said(
+        "ababab", "abcdef"
+    )  # bigrams: 2 of 5 and 5 of 5 distinct, so 0.6 and 0.0 are repeated
     assert FILTERS["repeated_ngrams"](rows, limit=0.3, n=2) == ""
     assert FILTERS["repeated_ngrams"](rows, limit=0.29, n=2) == "repeated_ngrams"
     assert FILTERS["repeated_ngrams"](said("aa", ""), limit=0.0, n=4) == ""
@@ -108,6 +138,8 @@ def test_answers_that_go_round_in_circles() -> None:
         ("repeated_ngrams", {"limit": 0.1, "n": 0}, "options.n is 0"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(name: str, options: dict[str, Any], told: str) -> None:
+def test_options_that_mean_nothing_are_refused(
+    name: str, options: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         FILTERS[name](group(0, 1), **options)

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.importance_sampling import IS_CORRECTIONS, correction_weights, interpolated_proximal, version_share
+from lightrft.algorithms.importance_sampling import (
+    IS_CORRECTIONS,
+    correction_weights,
+    interpolated_proximal,
+    version_share,
+)
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.base import ComponentConfig
 
@@ -24,12 +29,16 @@ ROWS = TokenRows(
 PRODUCTS, MEANS = [2.0, 2.0, 0.1, 0.1], [2**0.5, 2**0.5, 0.1**0.5, 0.1**0.5]
 
 
-def weights(name: str, advantages: list[float] | None = None, now: Tensor | None = None, **options: Any) -> list[float]:
+def weights(
+    name: str, advantages: list[float] | None = None, now: Tensor | None = None, **options: Any
+) -> list[float]:
     """Of the sampled tokens."""
     old = torch.tensor(RATIOS, dtype=torch.float64).log()
     behavior = torch.zeros_like(old)
     a = torch.tensor(advantages or [1.0] * 5, dtype=torch.float64)
-    return IS_CORRECTIONS[name](old if now is None else now, old, behavior, a, ROWS, **options)[ROWS.mask].tolist()
+    return IS_CORRECTIONS[name](old if now is None else now, old, behavior, a, ROWS, **options)[
+        ROWS.mask
+    ].tolist()
 
 
 def test_importance_has_no_bound() -> None:
@@ -70,11 +79,15 @@ def test_masked_weights(options: dict[str, Any], expected: list[float]) -> None:
     assert weights("mis", **options) == pytest.approx(expected)
 
 
-def test_a_sequence_mask_keeps_the_weights_of_tokens_without_a_bound_unless_there_is_a_cap() -> None:
+def test_a_sequence_mask_keeps_the_weights_of_tokens_without_a_bound_unless_there_is_a_cap() -> (
+    None
+):
     kept = {"low": 1.0, "high": 2.0}
     assert weights("sequence_mask", **kept) == pytest.approx([4.0, 0.5, 0.0, 0.0])
     assert weights("sequence_mask", **kept, cap=3.0) == pytest.approx([3.0, 0.5, 0.0, 0.0])
-    assert weights("sequence_mask", low=0.05, high=0.2, level="sequence") == pytest.approx([0.0, 0.0, 1.0, 0.1])
+    assert weights("sequence_mask", low=0.05, high=0.2, level="sequence") == pytest.approx(
+        [0.0, 0.0, 1.0, 0.1]
+    )
 
 
 def test_a_sequence_reject_keeps_or_drops_and_never_weighs() -> None:
@@ -129,7 +142,10 @@ def test_on_policy_every_weight_is_one() -> None:
     same = torch.full((5,), math.log(0.3))
     for name in IS_CORRECTIONS:
         options = {"opsm": {"delta": 0.1}, "divergence_reject": {"limit": 0.1}}.get(name, {})
-        assert IS_CORRECTIONS[name](same, same, same, -torch.ones(5), ROWS, **options).tolist() == [1.0] * 5
+        assert (
+            IS_CORRECTIONS[name](same, same, same, -torch.ones(5), ROWS, **options).tolist()
+            == [1.0] * 5
+        )
 
 
 def test_the_product_of_corrections_stays_a_number_in_float32() -> None:

@@ -13,8 +13,12 @@ from lightrft.config.algorithm import KLConfig
     ("kl", "factor"),
     [(6.0, 1.0), (6.6, 1.01), (7.2, 1.02), (600.0, 1.02), (5.4, 0.99), (0.0, 0.98), (-3.0, 0.98)],
 )
-def test_the_coefficient_moves_by_at_most_a_fifth_of_samples_over_horizon(kl: float, factor: float) -> None:
-    controller = KLController.of(KLConfig(where="reward", coef=0.1, controller="adaptive", target=6.0, horizon=1000))
+def test_the_coefficient_moves_by_at_most_a_fifth_of_samples_over_horizon(
+    kl: float, factor: float
+) -> None:
+    controller = KLController.of(
+        KLConfig(where="reward", coef=0.1, controller="adaptive", target=6.0, horizon=1000)
+    )
     controller.update(kl, 100)
     assert controller.coef == pytest.approx(0.1 * factor, rel=1e-12)
 

@@ -28,7 +28,9 @@ SURROGATE = [
 @pytest.mark.parametrize("dual", [False, True])
 def test_the_surrogate_by_hand(dual: bool) -> None:
     n = len(SURROGATE)
-    ratio, advantages = (torch.tensor([row[k] for row in SURROGATE], dtype=torch.float64) for k in (0, 1))
+    ratio, advantages = (
+        torch.tensor([row[k] for row in SURROGATE], dtype=torch.float64) for k in (0, 1)
+    )
     old = torch.full((n,), math.log(0.125), dtype=torch.float64)
     one = torch.ones(n, dtype=torch.long)
     rows = TokenRows(torch.arange(n), one, 0 * one, one.bool())
@@ -42,7 +44,10 @@ def test_the_surrogate_by_hand(dual: bool) -> None:
 def test_stats_carry_no_gradient() -> None:
     x = torch.zeros(2, requires_grad=True)
     rows = TokenRows(
-        torch.zeros(2, dtype=torch.long), torch.tensor([2]), torch.zeros(1, dtype=torch.long), torch.ones(2, dtype=torch.bool)
+        torch.zeros(2, dtype=torch.long),
+        torch.tensor([2]),
+        torch.zeros(1, dtype=torch.long),
+        torch.ones(2, dtype=torch.bool),
     )
     losses, stats = POLICY_LOSSES["ppo_clip"](x, torch.zeros(2), torch.ones(2), rows, LossConfig())
     assert losses.requires_grad
@@ -56,12 +61,19 @@ def test_the_value_loss_takes_the_worse_of_plain_and_clipped() -> None:
     assert value_loss(values, old, returns, None).tolist() == [0.5, 4.5, 0.0, 0.28125]
 
 
-def alone(ratios: list[float], advantages: list[float], name: str, old: float = 0.5, **tree: Any) -> tuple[Any, list[float], Any]:
+def alone(
+    ratios: list[float], advantages: list[float], name: str, old: float = 0.5, **tree: Any
+) -> tuple[Any, list[float], Any]:
     """Losses, gradient of their sum and stats of one response, its old probabilities all ``old``."""
     before = torch.full((len(ratios),), math.log(old), dtype=torch.float64)
     logprobs = (before + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     n = len(ratios)
-    rows = TokenRows(torch.zeros(n, dtype=torch.long), torch.tensor([n]), torch.zeros(1, dtype=torch.long), torch.ones(n).bool())
+    rows = TokenRows(
+        torch.zeros(n, dtype=torch.long),
+        torch.tensor([n]),
+        torch.zeros(1, dtype=torch.long),
+        torch.ones(n).bool(),
+    )
     settings = LossConfig.model_validate({"name": name, **tree})
     a = torch.tensor(advantages, dtype=torch.float64)
     losses, stats = POLICY_LOSSES[name](logprobs, before, a, rows, settings, **settings.options)
@@ -94,14 +106,18 @@ def test_gmpo_clips_each_ratio_in_log_space_and_takes_their_geometric_mean() -> 
     assert losses.tolist() == pytest.approx([-(0.5**0.5)] * 2)
     assert slopes == pytest.approx([0.0, -(0.5**0.5)])
     assert stats["clip_fraction"] == [1.0, 0.0]
-    losses, slopes, stats = alone([4.0, 0.25], [-1.0, -1.0], "gmpo", clip_low=bound, clip_high=bound)
+    losses, slopes, stats = alone(
+        [4.0, 0.25], [-1.0, -1.0], "gmpo", clip_low=bound, clip_high=bound
+    )
     assert losses.tolist() == pytest.approx([2**0.5] * 2)
     assert slopes == pytest.approx([2**0.5, 0.0])
     assert stats["clip_fraction"] == [0.0, 1.0]
 
 
 def test_cispo_clips_the_weight_on_both_sides_and_keeps_the_gradient() -> None:
-    _, slopes, stats = alone([4.0, 0.25, 1.1], [1.0, -2.0, 1.0], "cispo", clip_low=0.5, clip_high=0.25)
+    _, slopes, stats = alone(
+        [4.0, 0.25, 1.1], [1.0, -2.0, 1.0], "cispo", clip_low=0.5, clip_high=0.25
+    )
     assert slopes == pytest.approx([-1.25, 1.0, -1.1])
     assert stats["clip_fraction"] == [1.0, 1.0, 0.0]
 
@@ -116,7 +132,9 @@ def test_cispo_without_a_lower_bound_and_with_a_cap_differ_in_what_the_number_me
 
 
 def test_cpgd_has_the_gradient_of_the_advantage_whatever_the_ratio() -> None:
-    _, slopes, stats = alone([1.1, 0.9, 50.0, 0.02, 50.0, 0.02], [2.0, -2.0, -1.0, 1.0, 1.0, -1.0], "cpgd")
+    _, slopes, stats = alone(
+        [1.1, 0.9, 50.0, 0.02, 50.0, 0.02], [2.0, -2.0, -1.0, 1.0, 1.0, -1.0], "cpgd"
+    )
     assert slopes == pytest.approx([-2.0, 2.0, 1.0, -1.0, 0.0, 0.0])
     assert stats["clip_fraction"] == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
@@ -146,7 +164,9 @@ def test_vespo_weighs_a_response_by_the_product_of_its_ratios() -> None:
 
 def test_dppo_holds_by_the_distance_of_probabilities() -> None:
     # old 0.5: 0.5 -> 0.8 moved by 0.3; old 0.001 -> 0.05 has a ratio of 50 and moved by 0.049 alone
-    _, slopes, stats = alone([1.6, 1.6, 0.4, 0.4], [1.0, -1.0, -1.0, 1.0], "dppo", options={"low": 0.2, "high": 0.2})
+    _, slopes, stats = alone(
+        [1.6, 1.6, 0.4, 0.4], [1.0, -1.0, -1.0, 1.0], "dppo", options={"low": 0.2, "high": 0.2}
+    )
     assert slopes == pytest.approx([0.0, 1.6, 0.0, -0.4])
     assert stats["clip_fraction"] == [1.0, 0.0, 1.0, 0.0]
     _, slopes, _ = alone([50.0], [1.0], "dppo", old=0.001)

@@ -38,7 +38,9 @@ def test_mean_and_deviation_of_what_was_seen() -> None:
     found = seen([1.0, 6.0], [], [2.0, 7.0])
     assert (found.count, found.mean, found.lowest, found.highest) == (4, 4.0, 1.0, 7.0)
     assert found.deviation() == pytest.approx(math.sqrt(6.5), rel=1e-15)
-    assert found.standardised(tensor([4.0, 6.0]), 0.0).tolist() == pytest.approx([0, 2 / math.sqrt(6.5)])
+    assert found.standardised(tensor([4.0, 6.0]), 0.0).tolist() == pytest.approx(
+        [0, 2 / math.sqrt(6.5)]
+    )
     assert found.scaled(tensor([-4.0]), 1.0).tolist() == pytest.approx([-4 / (math.sqrt(6.5) + 1)])
 
 
@@ -50,7 +52,9 @@ def test_they_are_those_of_all_numbers_together(batches: list[list[float]]) -> N
     if every:
         scale = max(1.0, *map(abs, every))
         assert found.mean == pytest.approx(statistics.fmean(every), rel=1e-9, abs=1e-9 * scale)
-        assert found.deviation() == pytest.approx(statistics.pstdev(every), rel=1e-6, abs=1e-7 * scale)
+        assert found.deviation() == pytest.approx(
+            statistics.pstdev(every), rel=1e-6, abs=1e-7 * scale
+        )
 
 
 @settings(deadline=None)
@@ -108,8 +112,12 @@ def test_rewards_are_normalised_over_the_run_with_the_batch_included() -> None:
     # of 0, 4: mean 2, deviation 2; of 0, 4, 1, 7: mean 3, deviation sqrt(30 / 4)
     standard, scale = algorithm(rewards="standard"), algorithm(rewards="scale")
     assert steps(standard, [0.0, 4.0]) == [-1.0, 1.0]
-    assert steps(standard, [0.0, 4.0], [1.0, 7.0]) == pytest.approx([-2 / math.sqrt(7.5), 4 / math.sqrt(7.5)])
-    assert steps(scale, [0.0, 4.0], [1.0, 7.0]) == pytest.approx([1 / math.sqrt(7.5), 7 / math.sqrt(7.5)])
+    assert steps(standard, [0.0, 4.0], [1.0, 7.0]) == pytest.approx(
+        [-2 / math.sqrt(7.5), 4 / math.sqrt(7.5)]
+    )
+    assert steps(scale, [0.0, 4.0], [1.0, 7.0]) == pytest.approx(
+        [1 / math.sqrt(7.5), 7 / math.sqrt(7.5)]
+    )
     assert steps(standard, [0.1] * 3, [0.1] * 7) == [0.0] * 7
 
 
@@ -147,7 +155,9 @@ def test_what_was_seen_is_saved_with_the_run() -> None:
 # Values
 
 
-def test_the_critic_learns_returns_of_deviation_one_and_its_old_values_stay_as_it_spoke_them() -> None:
+def test_the_critic_learns_returns_of_deviation_one_and_its_old_values_stay_as_it_spoke_them() -> (
+    None
+):
     controls = Controllers.of(algorithm(values=True))
     controls.returns = seen([2.0, 6.0])  # mean 4, deviation 2
     spoken = tensor([0.5, -1.0])
@@ -157,7 +167,9 @@ def test_the_critic_learns_returns_of_deviation_one_and_its_old_values_stay_as_i
     for_critic = controls.for_critic(made)
     after = seen([2.0, 6.0], [0.0, 8.0])
     assert for_critic.values.tolist() == spoken.tolist()  # type: ignore[union-attr]
-    assert for_critic.returns.tolist() == pytest.approx([-4 / after.deviation(), 4 / after.deviation()])  # type: ignore[union-attr]
+    assert for_critic.returns.tolist() == pytest.approx(
+        [-4 / after.deviation(), 4 / after.deviation()]
+    )  # type: ignore[union-attr]
     assert controls.returns == seen([2.0, 6.0])
     assert controls.update_from_batch(made).compute()["critic/seen_std"] == after.deviation()
     assert controls.returns == after
@@ -165,7 +177,9 @@ def test_the_critic_learns_returns_of_deviation_one_and_its_old_values_stay_as_i
 
 def test_tokens_that_were_not_sampled_are_no_returns() -> None:
     controls = Controllers.of(algorithm(values=True))
-    made = batch_of(plain_case([[True, False, True]], [0])).replace(returns=tensor([1.0, 99.0, 3.0]))
+    made = batch_of(plain_case([[True, False, True]], [0])).replace(
+        returns=tensor([1.0, 99.0, 3.0])
+    )
     controls.update_from_batch(made)
     assert controls.returns == seen([1.0, 3.0])
 
@@ -179,8 +193,12 @@ def test_without_normalisation_values_and_returns_are_left_as_they_are() -> None
 
 
 def test_outcomes_stay_as_they_were_scored() -> None:
-    chosen = AlgorithmConfig.model_validate({"normalize": {"terms": "batch"}, "shaping": "reward_clip"})
-    made = batch([0.0, 4.0]).replace(terms=tensor([0.0, 4.0])[:, None], term_weights=tensor([1.0, 1.0])[:, None])
+    chosen = AlgorithmConfig.model_validate(
+        {"normalize": {"terms": "batch"}, "shaping": "reward_clip"}
+    )
+    made = batch([0.0, 4.0]).replace(
+        terms=tensor([0.0, 4.0])[:, None], term_weights=tensor([1.0, 1.0])[:, None]
+    )
     found = with_rewards(made, chosen, 8, RunningStats())
     assert found.outcomes.tolist() == [0.0, 4.0]  # type: ignore[union-attr]
     assert found.rewards.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)  # type: ignore[union-attr]

@@ -17,7 +17,10 @@ from lightrft.utils.errors import ConfigError
 
 
 def group(*rewards: float) -> list[Rollout]:
-    return [Rollout(Prompt("p", [1]), [2], [True], [-1.0], [0], "stop", 7 * i, i, reward=r) for i, r in enumerate(rewards)]
+    return [
+        Rollout(Prompt("p", [1]), [2], [True], [-1.0], [0], "stop", 7 * i, i, reward=r)
+        for i, r in enumerate(rewards)
+    ]
 
 
 def kept(name: str, rewards: tuple[float, ...], **options: object) -> list[float]:
@@ -54,7 +57,9 @@ def test_balanced_by_a_threshold_keeps_as_many_right_as_wrong_answers() -> None:
 def test_max_variance_is_the_best_of_all_subsets(rewards: list[float], keep: int) -> None:
     size = min(keep, len(rewards))
     best = max(statistics.pvariance(s) for s in itertools.combinations(rewards, size))
-    assert statistics.pvariance(kept("max_variance", tuple(rewards), keep=keep)) == pytest.approx(best)
+    assert statistics.pvariance(kept("max_variance", tuple(rewards), keep=keep)) == pytest.approx(
+        best
+    )
 
 
 def test_max_variance_of_right_and_wrong_answers_is_even() -> None:
@@ -73,14 +78,20 @@ def test_random_keeps_each_answer_equally_often() -> None:
 
 
 @pytest.mark.parametrize("name", list(SELECTIONS))
-@given(rewards=st.lists(st.sampled_from([0.0, 1.0, 0.25, -2.0]), max_size=8), keep=st.integers(2, 9))
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 1.0, 0.25, -2.0]), max_size=8), keep=st.integers(2, 9)
+)
 @settings(max_examples=50, deadline=None)
-def test_a_selection_keeps_so_many_answers_whatever_their_order(name: str, rewards: list[float], keep: int) -> None:
+def test_a_selection_keeps_so_many_answers_whatever_their_order(
+    name: str, rewards: list[float], keep: int
+) -> None:
     rollouts = group(*rewards)
     found = SELECTIONS[name](rollouts, keep=keep)
     assert len(set(found)) == len(found) == min(keep, len(rewards))
     back = rollouts[::-1]
-    assert {rollouts[i].seed for i in found} == {back[i].seed for i in SELECTIONS[name](back, keep=keep)}
+    assert {rollouts[i].seed for i in found} == {
+        back[i].seed for i in SELECTIONS[name](back, keep=keep)
+    }
     assert rollouts == group(*rewards)
 
 
@@ -107,6 +118,9 @@ def beyond(members: list[Rollout]) -> list[int]:
 def test_what_is_kept_is_in_the_order_of_the_group() -> None:
     rollouts = group(1, 2, 3)
     assert selected(rollouts, None) == rollouts
-    assert selected(rollouts, ComponentConfig(name=f"{__file__}:backwards")) == [rollouts[0], rollouts[2]]
+    assert selected(rollouts, ComponentConfig(name=f"{__file__}:backwards")) == [
+        rollouts[0],
+        rollouts[2],
+    ]
     with pytest.raises(ConfigError, match=r"gave \[3\] for a group of 3 responses"):
         selected(rollouts, ComponentConfig(name=f"{__file__}:beyond"))

@@ -16,9 +16,13 @@ def test_sum_count_and_mean_are_over_the_tokens_that_count(case: Case, seed: int
     rows = TokenRows.of(batch_of(case))
     kept = [[numbers[i][t] for t in case.sampled(i)] for i in range(len(case))]
     assert_equal(rows.sum(tensor_of(numbers)), [sum(k) for k in kept], tolerance=1e-12)
-    assert_equal(rows.mean(tensor_of(numbers)), [sum(k) / max(1, len(k)) for k in kept], tolerance=1e-12)
+    assert_equal(
+        rows.mean(tensor_of(numbers)), [sum(k) / max(1, len(k)) for k in kept], tolerance=1e-12
+    )
     assert rows.count().tolist() == [len(k) for k in kept]
-    assert rows.spread(torch.arange(len(case))).tolist() == [i for i in range(len(case)) for _ in range(case.lengths[i])]
+    assert rows.spread(torch.arange(len(case))).tolist() == [
+        i for i in range(len(case)) for _ in range(case.lengths[i])
+    ]
 
 
 @every_case()
@@ -36,12 +40,18 @@ def test_compact_left_aligns_and_scatter_puts_back(case: Case, seed: int) -> Non
 @every_case(examples=20)
 def test_the_gradient_of_a_sum_reaches_the_tokens_that_count_alone(case: Case, seed: int) -> None:
     rows = TokenRows.of(batch_of(case))
-    x = torch.full((rows.mask.numel(),), float("inf"), dtype=torch.float64).masked_fill(rows.mask, 1.0).requires_grad_()
+    x = (
+        torch.full((rows.mask.numel(),), float("inf"), dtype=torch.float64)
+        .masked_fill(rows.mask, 1.0)
+        .requires_grad_()
+    )
     assert gradient(rows.sum(x).sum(), x).tolist() == rows.mask.double().tolist()
 
 
 def test_by_hand() -> None:
-    rows = TokenRows.of(batch_of(plain_case([[True, False, True], [], [False], [True]], [1, 0, 0, 1])))
+    rows = TokenRows.of(
+        batch_of(plain_case([[True, False, True], [], [False], [True]], [1, 0, 0, 1]))
+    )
     x = torch.tensor([1.0, 50.0, 3.0, 70.0, 5.0])
     assert rows.sum(x).tolist() == [4.0, 0.0, 0.0, 5.0]
     assert rows.mean(x).tolist() == [2.0, 0.0, 0.0, 5.0]

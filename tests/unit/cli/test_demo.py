@@ -22,7 +22,11 @@ def test_the_demo_is_named_by_a_word_among_the_arguments(given, name, rest):
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [(["visoin"], "did you mean 'vision'"), (["smell"], "there are arithmetic, vision"), (["vision", "audio"], "'vision audio'")],
+    [
+        (["visoin"], "did you mean 'vision'"),
+        (["smell"], "there are arithmetic, vision"),
+        (["vision", "audio"], "'vision audio'"),
+    ],
 )
 def test_a_demo_that_there_is_not_is_refused_with_those_that_there_are(given, said):
     with pytest.raises(ConfigError, match=said):

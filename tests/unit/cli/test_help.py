@@ -52,16 +52,22 @@ def described_rows(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_help_of_a_verb_describes_every_setting(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_the_help_of_a_verb_describes_every_setting(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
     assert main([verb, "--help"]) == 0
     rows = described_rows(capsys.readouterr().out)
-    first, *below = [key for key in rows if verb == "demo" and key.startswith("model.")] or [""]  # the keys of a table
+    first, *below = [key for key in rows if verb == "demo" and key.startswith("model.")] or [
+        ""
+    ]  # the keys of a table
     assert [key for key, text in rows.items() if not text] == below
     assert rows.get("run.name", "Name of").startswith("Name of")
     assert first == "" or rows[first].startswith("Sizes of")
 
 
-def test_a_description_is_wrapped_below_its_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_description_is_wrapped_below_its_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     show_help("rl", Outer(), "A verb.")
     shown = capsys.readouterr().out.partition("defaults\n")[2]
@@ -77,7 +83,10 @@ def test_a_description_is_wrapped_below_its_key(capsys: pytest.CaptureFixture[st
 
 
 def test_descriptions_are_the_strings_below_fields() -> None:
-    assert descriptions(Inner) == {"rate": "Rate of `x`, positive. Raise it in need.", "names": "A table."}
+    assert descriptions(Inner) == {
+        "rate": "Rate of `x`, positive. Raise it in need.",
+        "names": "A table.",
+    }
     assert descriptions(Later) == {"inner": "The branch.", "more": "Do more."}
 
 
@@ -93,7 +102,9 @@ def test_descriptions_are_the_strings_below_fields() -> None:
         (DemoConfig, "rl.optimizer.lr", "Peak learning rate"),
     ],
 )
-def test_a_dotted_key_has_the_description_of_its_field(cls: type[Settings], key: str, said: str) -> None:
+def test_a_dotted_key_has_the_description_of_its_field(
+    cls: type[Settings], key: str, said: str
+) -> None:
     assert description_of(cls, key).startswith(said)
 
 

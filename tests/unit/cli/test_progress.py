@@ -25,19 +25,31 @@ def test_the_last_lines_are_commands_that_can_be_typed(monkeypatch) -> None:
 def test_where_the_environment_is_not_active_its_activation_comes_first(monkeypatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("sys.prefix", ".venv")
-    assert closing_lines(RunConfig(), SUMMARY)[-2:] == ["  source .venv/bin/activate", "  lightrft chat model=m"]
+    assert closing_lines(RunConfig(), SUMMARY)[-2:] == [
+        "  source .venv/bin/activate",
+        "  lightrft chat model=m",
+    ]
 
 
 def test_a_run_that_was_stopped_says_how_it_goes_on() -> None:
     lines = closing_lines(
-        RunConfig(), {"finished": False, "steps": 1, "seconds": 1.0, "heldout_before": 0.25, "heldout_after": 0.5}
+        RunConfig(),
+        {
+            "finished": False,
+            "steps": 1,
+            "seconds": 1.0,
+            "heldout_before": 0.25,
+            "heldout_after": 0.5,
+        },
     )
     assert lines[0] == "eval accuracy 25.0% -> 50.0%"
     assert lines[1].startswith("stopped; the same command resumes at step 1")
 
 
 @pytest.mark.parametrize(("signal", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("", 0)])
-def test_a_run_that_a_signal_stopped_ends_with_the_status_of_that_signal(monkeypatch, signal, status) -> None:
+def test_a_run_that_a_signal_stopped_ends_with_the_status_of_that_signal(
+    monkeypatch, signal, status
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert exit_status({**SUMMARY, "stopped_by": signal} if signal else SUMMARY) == status
 
@@ -48,15 +60,22 @@ def test_the_launcher_of_ranks_gives_the_status_that_they_may_not(monkeypatch, t
     (tmp_path / "run" / "summary.json").write_text(json.dumps({**SUMMARY, "stopped_by": "SIGTERM"}))
     config = build(RLConfig, {"run": {"dir": str(tmp_path)}, "launch": {"processes": 2}})
     for of_ranks, status in ((0, 143), (2, 2)):
-        monkeypatch.setattr("lightrft.cli.dispatch.run_processes", lambda *_, of_ranks=of_ranks: of_ranks)
+        monkeypatch.setattr(
+            "lightrft.cli.dispatch.run_processes", lambda *_, of_ranks=of_ranks: of_ranks
+        )
         assert started("rl", [], config) == status
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert exit_status({"stopped_by": "SIGTERM"}) == 0
 
 
-@pytest.mark.parametrize(("saved", "said"), [(None, "there is no checkpoint"), (4, "the checkpoint is of step 4")])
+@pytest.mark.parametrize(
+    ("saved", "said"), [(None, "there is no checkpoint"), (4, "the checkpoint is of step 4")]
+)
 def test_the_last_lines_state_the_work_that_a_kill_would_have_lost(saved, said) -> None:
-    lines = closing_lines(RunConfig(), {**SUMMARY, "saved_step": saved, "most_unsaved_steps": 1, "most_unsaved_seconds": 61.7})
+    lines = closing_lines(
+        RunConfig(),
+        {**SUMMARY, "saved_step": saved, "most_unsaved_steps": 1, "most_unsaved_seconds": 61.7},
+    )
     assert lines[1] == f"{said}; a kill would have lost at most 1 step (62 s)"
 
 

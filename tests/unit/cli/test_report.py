@@ -54,5 +54,13 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, capsys,
         raise DataError("the file is malformed")
 
     monkeypatch.setattr(progress, "write_report", refuse)
-    assert progress.finish(RunConfig(name="x", dir=str(tmp_path)), {"finished": True, "steps": 1, "seconds": 1.0}) == 0
-    assert f"report: not written (the file is malformed); lightrft report {tmp_path}/x tries again" in capsys.readouterr().out
+    assert (
+        progress.finish(
+            RunConfig(name="x", dir=str(tmp_path)), {"finished": True, "steps": 1, "seconds": 1.0}
+        )
+        == 0
+    )
+    assert (
+        f"report: not written (the file is malformed); lightrft report {tmp_path}/x tries again"
+        in capsys.readouterr().out
+    )

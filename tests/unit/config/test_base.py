@@ -12,7 +12,15 @@ from hypothesis import settings as tries
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from lightrft.config.base import Settings, build, deep_merge, dotted, load_settings, parse_yaml, to_yaml
+from lightrft.config.base import (
+    Settings,
+    build,
+    deep_merge,
+    dotted,
+    load_settings,
+    parse_yaml,
+    to_yaml,
+)
 from lightrft.utils.errors import ConfigError
 
 
@@ -61,7 +69,9 @@ def test_later_files_win_leaf_by_leaf_and_arguments_over_all(tmp_path: Path) -> 
     first = file(tmp_path / "a.yaml", "branch: {count: 2, flag: true, tags: [x, y]}\nname: first\n")
     second = file(tmp_path / "b.yaml", "branch: {count: 3, tags: [z]}\n")
     found = load_settings(Root, [first, second], ["branch.count=4", "rate=2"])
-    assert found.settings == Root(branch=Branch(count=4, flag=True, tags=("z",)), name="first", rate=2.0)
+    assert found.settings == Root(
+        branch=Branch(count=4, flag=True, tags=("z",)), name="first", rate=2.0
+    )
     assert load_settings(Root, [second, first]).settings.branch.count == 2
     assert found.sources == {
         "branch.count": "command line",
@@ -79,24 +89,46 @@ def test_nothing_given_is_the_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-6", 1e-6), ("1E-6", 1e-6), ("1.5e3", 1500.0), ("-2e2", -200.0), ("3", 3), ("0.1", 0.1), (".5", 0.5), ("1e5", 1e5)],
+    [
+        ("1e-6", 1e-6),
+        ("1E-6", 1e-6),
+        ("1.5e3", 1500.0),
+        ("-2e2", -200.0),
+        ("3", 3),
+        ("0.1", 0.1),
+        (".5", 0.5),
+        ("1e5", 1e5),
+    ],
 )
-def test_numbers_are_numbers_on_the_command_line_and_in_files(text: str, value: float, tmp_path: Path) -> None:
+def test_numbers_are_numbers_on_the_command_line_and_in_files(
+    text: str, value: float, tmp_path: Path
+) -> None:
     found = loaded(f"branch.leaf.options.x={text}").branch.leaf.options["x"]
     assert found == value
     assert type(found) is type(value)
-    read = load_settings(Root, [file(tmp_path / "a.yaml", f"branch: {{leaf: {{options: {{x: {text}, y: [{text}]}}}}}}\n")])
+    read = load_settings(
+        Root,
+        [file(tmp_path / "a.yaml", f"branch: {{leaf: {{options: {{x: {text}, y: [{text}]}}}}}}\n")],
+    )
     assert read.settings.branch.leaf.options == {"x": value, "y": [value]}
     assert loaded(f"rate={text}").rate == value
 
 
-@pytest.mark.parametrize("text", ["'1e-6'", '"1e-6"', '"12e4567"', "12e4567x", "e5", "1e", "v1.2", "1-2", "2fast"])
+@pytest.mark.parametrize(
+    "text", ["'1e-6'", '"1e-6"', '"12e4567"', "12e4567x", "e5", "1e", "v1.2", "1-2", "2fast"]
+)
 def test_text_that_only_looks_like_a_number_stays_text(text: str) -> None:
     assert loaded(f"name={text}").name == text.strip("'\"")
 
 
 def test_values_are_yaml() -> None:
-    found = loaded("branch.flag=true", "branch.tags=[a, b]", "note=null", "branch.leaf.options={a: {b: [1, x]}}", "name=a=b c")
+    found = loaded(
+        "branch.flag=true",
+        "branch.tags=[a, b]",
+        "note=null",
+        "branch.leaf.options={a: {b: [1, x]}}",
+        "name=a=b c",
+    )
     assert found.branch.flag is True
     assert found.branch.tags == ("a", "b")
     assert found.note is None
@@ -109,7 +141,9 @@ def test_an_empty_value_is_null() -> None:
 
 
 def test_a_bare_value_stands_for_the_field_that_a_branch_names(tmp_path: Path) -> None:
-    read = load_settings(Root, [file(tmp_path / "a.yaml", "branch: {leaf: b, maybe: c}\n")], ["branch.leaf.rate=2"])
+    read = load_settings(
+        Root, [file(tmp_path / "a.yaml", "branch: {leaf: b, maybe: c}\n")], ["branch.leaf.rate=2"]
+    )
     assert read.settings.branch.leaf == Leaf(name="b", rate=2.0)
     assert read.settings.branch.maybe == Leaf(name="c")
     assert read.sources["branch.leaf.name"] == str(tmp_path / "a.yaml")
@@ -118,11 +152,15 @@ def test_a_bare_value_stands_for_the_field_that_a_branch_names(tmp_path: Path) -
 
 def test_a_bare_value_over_a_written_out_branch_changes_that_field_alone(tmp_path: Path) -> None:
     full = file(tmp_path / "a.yaml", "branch: {leaf: {name: b, rate: 3}}\n")
-    assert load_settings(Root, [full], ["branch.leaf=c"]).settings.branch.leaf == Leaf(name="c", rate=3.0)
+    assert load_settings(Root, [full], ["branch.leaf=c"]).settings.branch.leaf == Leaf(
+        name="c", rate=3.0
+    )
 
 
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
-    bad = file(tmp_path / "bad.yaml", "branch: {cuont: 2, kind: three, leaf: {rate: -1}}\nnmae: x\n")
+    bad = file(
+        tmp_path / "bad.yaml", "branch: {cuont: 2, kind: three, leaf: {rate: -1}}\nnmae: x\n"
+    )
     lines = message("branch.count=many", "nonsense", "rate=fast", files=(bad,)).splitlines()
     assert len(lines) == 7
     assert lines[0] == "'nonsense' is neither a .yaml file nor key=value"
@@ -166,7 +204,10 @@ def test_files_that_are_missing_or_no_settings_are_said(tmp_path: Path) -> None:
     good = file(tmp_path / "train.yaml", "name: x\n")
     with pytest.raises(ConfigError) as caught:
         load_settings(Root, [tmp_path / "trian.yaml"])
-    assert str(caught.value) == f"there is no config file {tmp_path / 'trian.yaml'}; did you mean {good}?"
+    assert (
+        str(caught.value)
+        == f"there is no config file {tmp_path / 'trian.yaml'}; did you mean {good}?"
+    )
     with pytest.raises(ConfigError, match="there is no config file"):
         load_settings(Root, [tmp_path / "nowhere" / "a.yaml"])
     with pytest.raises(ConfigError, match="is not YAML"):
@@ -179,7 +220,9 @@ def test_files_that_are_missing_or_no_settings_are_said(tmp_path: Path) -> None:
 
 
 def test_missing_files_come_with_the_other_problems(tmp_path: Path) -> None:
-    lines = message("nmae=1", "nonsense", files=(tmp_path / "a.yaml", tmp_path / "b.yaml")).splitlines()
+    lines = message(
+        "nmae=1", "nonsense", files=(tmp_path / "a.yaml", tmp_path / "b.yaml")
+    ).splitlines()
     assert lines == [
         f"there is no config file {tmp_path / 'a.yaml'}",
         f"there is no config file {tmp_path / 'b.yaml'}",
@@ -200,18 +243,52 @@ def test_settings_are_frozen() -> None:
         Root().name = "other"  # type: ignore[misc]
 
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=8) | st.sampled_from(
-    ["1e-6", "12e4567", "yes", "null", "1", "0x1", "a: b", "\n", "  ", "1_0", "1:30", "=", "~", ".5e1", "2001-01-01"]
+TEXT = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=8
+) | st.sampled_from(
+    [
+        "1e-6",
+        "12e4567",
+        "yes",
+        "null",
+        "1",
+        "0x1",
+        "a: b",
+        "\n",
+        "  ",
+        "1_0",
+        "1:30",
+        "=",
+        "~",
+        ".5e1",
+        "2001-01-01",
+    ]
 )
 NUMBERS = st.floats(allow_nan=False) | st.integers()
-VALUES = st.recursive(TEXT | NUMBERS | st.booleans() | st.none(), lambda v: st.lists(v) | st.dictionaries(TEXT, v), max_leaves=5)
+VALUES = st.recursive(
+    TEXT | NUMBERS | st.booleans() | st.none(),
+    lambda v: st.lists(v) | st.dictionaries(TEXT, v),
+    max_leaves=5,
+)
 
 
 @tries(deadline=None)
-@given(TEXT, st.floats(min_value=1e-300, allow_nan=False, allow_infinity=False), st.dictionaries(TEXT, VALUES), st.lists(TEXT))
-def test_what_was_saved_loads_back_equal(name: str, rate: float, options: dict[str, Any], tags: list[str]) -> None:
+@given(
+    TEXT,
+    st.floats(min_value=1e-300, allow_nan=False, allow_infinity=False),
+    st.dictionaries(TEXT, VALUES),
+    st.lists(TEXT),
+)
+def test_what_was_saved_loads_back_equal(
+    name: str, rate: float, options: dict[str, Any], tags: list[str]
+) -> None:
     leaf = Leaf(name=name, rate=rate, options=options)
-    settings = Root(branch=Branch(leaf=leaf, maybe=leaf, leaves=(leaf,), by_name={"k": (leaf,)}, tags=tuple(tags)), note=name)
+    settings = Root(
+        branch=Branch(
+            leaf=leaf, maybe=leaf, leaves=(leaf,), by_name={"k": (leaf,)}, tags=tuple(tags)
+        ),
+        note=name,
+    )
     assert build(Root, parse_yaml(to_yaml(settings))) == settings
 
 
@@ -238,7 +315,10 @@ def test_leaves_are_listed_and_merged() -> None:
         ("critic.optimizer.warmup=3", "set optimizer.warmup_steps, or optimizer.warmup_ratio"),
         ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is rollout.group_size here"),
         ("rollout.n=8", "rollout.n is rollout.group_size here"),
-        ("algorithm.clip_ratio_high=0.3", "algorithm.clip_ratio_high is algorithm.loss.clip_high here"),
+        (
+            "algorithm.clip_ratio_high=0.3",
+            "algorithm.clip_ratio_high is algorithm.loss.clip_high here",
+        ),
         ("n_samples_per_prompt=8", "n_samples_per_prompt is rollout.group_size here"),
         (
             "trainer={total_epochs: 1, save_freq: 2}",

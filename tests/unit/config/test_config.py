@@ -44,7 +44,9 @@ def test_every_tree_that_was_saved_loads_back_equal(cls: type[Settings], tmp_pat
 
 @pytest.mark.parametrize("preset", [*sorted(PRESETS), "null"])
 def test_every_preset_that_was_saved_loads_back_equal(preset: str, tmp_path: Path) -> None:
-    first = load_settings(RLConfig, [], [f"algorithm.preset={preset}", "algorithm.kl.target=3"]).settings
+    first = load_settings(
+        RLConfig, [], [f"algorithm.preset={preset}", "algorithm.kl.target=3"]
+    ).settings
     assert load_settings(RLConfig, [saved(first, tmp_path)]).settings == first
     assert first.algorithm.kl.target == 3.0
 
@@ -55,7 +57,8 @@ def test_a_full_tree_that_was_saved_loads_back_equal(tmp_path: Path) -> None:
         [],
         [
             "algorithm=ppo",
-            "algorithm.shaping=[{name: overlong, options: {buffer: 8, penalty: 1e-3}}, reward_clip]",
+            "algorithm.shaping=[{name: overlong, options: {buffer: 8, penalty: 1e-3}}, "
+            "reward_clip]",
             "algorithm.filters=[{name: reward_bounds, options: {high: .inf}}]",
             "reward.terms=[math, {function: '/mine.py:f', weight: 0.5, options: {text: '1e-6'}}]",
             "reward.per_source={gsm8k: math, other: [a, b]}",
@@ -83,7 +86,9 @@ def test_a_preset_fills_in_what_is_not_given(preset: str) -> None:
         == AlgorithmConfig.model_validate(PRESETS[preset] | {"preset": preset})
     )
     near = AlgorithmConfig.model_validate({"preset": preset, "loss": {"clip_high": 0.28}})
-    assert near == plain.model_copy(update={"loss": plain.loss.model_copy(update={"clip_high": 0.28})})
+    assert near == plain.model_copy(
+        update={"loss": plain.loss.model_copy(update={"clip_high": 0.28})}
+    )
 
 
 def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
@@ -99,38 +104,58 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
     [
         (
             ["algorithm=gprpo"],
-            f"algorithm (from command line): unknown preset 'gprpo'; did you mean 'grpo'? Known: {', '.join(sorted(PRESETS))}",
+            "algorithm (from command line): unknown preset 'gprpo'; did you mean 'grpo'? Known: "
+            f"{', '.join(sorted(PRESETS))}",
         ),
-        (["algorithm=zzz"], f"algorithm (from command line): unknown preset 'zzz'. Known: {', '.join(sorted(PRESETS))}"),
+        (
+            ["algorithm=zzz"],
+            "algorithm (from command line): unknown preset 'zzz'. Known: "
+            f"{', '.join(sorted(PRESETS))}",
+        ),
         (
             ["algorithm.kl={where: none, coef: 0.1}"],
-            "algorithm.kl (from command line): kl.coef is 0.1 but kl.where is 'none'; set kl.where to 'reward' or 'loss'",
+            "algorithm.kl (from command line): kl.coef is 0.1 but kl.where is 'none'; set "
+            "kl.where to 'reward' or 'loss'",
         ),
         (
             ["algorithm.kl={where: loss, estimator: k1, coef: 0.1}"],
-            "algorithm.kl (from command line): kl.estimator k1 in the loss has zero expected gradient; "
-            "take k2 or k3, or kl.weighted: true, or kl.where: reward",
+            "algorithm.kl (from command line): kl.estimator k1 in the loss has zero expected "
+            "gradient; take k2 or k3, or kl.weighted: true, or kl.where: reward",
         ),
         (
-            ["algorithm.kl={where: loss, estimator: k1, coef: 0, final: 0.1, controller: linear, steps: 3}"],
-            "algorithm.kl (from command line): kl.estimator k1 in the loss has zero expected gradient",
+            [
+                "algorithm.kl={where: loss, estimator: k1, coef: 0, final: 0.1, controller: "
+                "linear, steps: 3}"
+            ],
+            "algorithm.kl (from command line): kl.estimator k1 in the loss has zero expected "
+            "gradient",
         ),
         (
             ["algorithm.normalize={terms: group, rewards: scale}"],
-            "algorithm.normalize (from command line): normalize.terms is 'group' and normalize.rewards 'scale': terms with separate scales",
+            "algorithm.normalize (from command line): normalize.terms is 'group' and "
+            "normalize.rewards 'scale': terms with separate scales",
         ),
         (
             ["sampling.min_new_tokens=9", "sampling.max_new_tokens=8"],
-            "sampling (from command line): min_new_tokens 9 is above max_new_tokens 8; raise the latter",
+            "sampling (from command line): min_new_tokens 9 is above max_new_tokens 8; raise the "
+            "latter",
         ),
         (["algorithm.shaping=[{nmae: overlong}]"], "did you mean algorithm.shaping.0.name?"),
         (["reward.terms=[{function: math, wieght: 2}]"], "did you mean reward.terms.0.weight?"),
         (
             ["algorithm.advantage.gamma=1.5"],
-            "algorithm.advantage.gamma = 1.5 (from command line): Input should be less than or equal to 1",
+            "algorithm.advantage.gamma = 1.5 (from command line): Input should be less than or "
+            "equal to 1",
         ),
-        (["algorithm.loss.dual_clip=1"], "algorithm.loss.dual_clip = 1 (from command line): Input should be greater than 1"),
-        (["rollout.group_size=0"], "rollout.group_size = 0 (from command line): Input should be greater than or equal to 1"),
+        (
+            ["algorithm.loss.dual_clip=1"],
+            "algorithm.loss.dual_clip = 1 (from command line): Input should be greater than 1",
+        ),
+        (
+            ["rollout.group_size=0"],
+            "rollout.group_size = 0 (from command line): Input should be greater than or equal "
+            "to 1",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused_with_the_way_out(overrides: list[str], message: str) -> None:
@@ -138,7 +163,13 @@ def test_what_means_nothing_is_refused_with_the_way_out(overrides: list[str], me
 
 
 def test_problems_of_all_branches_come_at_once() -> None:
-    lines = said(RLConfig, "sampling.min_new_tokens=999", "rollout.sampels=4", "train.steps=0", "algorithm=zzz").splitlines()
+    lines = said(
+        RLConfig,
+        "sampling.min_new_tokens=999",
+        "rollout.sampels=4",
+        "train.steps=0",
+        "algorithm=zzz",
+    ).splitlines()
     assert len(lines) == 4
 
 
@@ -163,15 +194,24 @@ def test_terms_of_a_reward_may_be_bare_names(given: Any, terms: tuple[RewardTerm
     assert build(RewardConfig, {"per_source": {"x": given}}).per_source == {"x": terms}
 
 
-@pytest.mark.parametrize("given", ["zero_variance", ["zero_variance"], {"name": "zero_variance"}, [{"name": "zero_variance"}]])
+@pytest.mark.parametrize(
+    "given",
+    ["zero_variance", ["zero_variance"], {"name": "zero_variance"}, [{"name": "zero_variance"}]],
+)
 def test_parts_may_be_bare_names(given: Any) -> None:
-    assert build(AlgorithmConfig, {"filters": given}).filters == (ComponentConfig(name="zero_variance"),)
-    assert build(AlgorithmConfig, {"shaping": given}).shaping == (ComponentConfig(name="zero_variance"),)
+    assert build(AlgorithmConfig, {"filters": given}).filters == (
+        ComponentConfig(name="zero_variance"),
+    )
+    assert build(AlgorithmConfig, {"shaping": given}).shaping == (
+        ComponentConfig(name="zero_variance"),
+    )
 
 
 def test_bare_values_stand_for_branches() -> None:
     found = load_settings(
-        RLConfig, [], ["model=some/folder", "algorithm=ppo", "algorithm.loss=ppo_clip", "data.sources=a.jsonl"]
+        RLConfig,
+        [],
+        ["model=some/folder", "algorithm=ppo", "algorithm.loss=ppo_clip", "data.sources=a.jsonl"],
     ).settings
     assert found.model.path == "some/folder"
     assert found.algorithm.preset == "ppo"
@@ -199,15 +239,28 @@ def test_sampling_bounds_may_be_equal() -> None:
 
 
 def test_a_branch_keeps_the_defaults_of_its_place_for_keys_that_are_not_given() -> None:
-    config = build(RLConfig, {"eval": {"sampling": {"max_new_tokens": 5}, "data": {"sources": "a.jsonl"}}})
+    config = build(
+        RLConfig, {"eval": {"sampling": {"max_new_tokens": 5}, "data": {"sources": "a.jsonl"}}}
+    )
     assert (config.eval.sampling.max_new_tokens, config.eval.sampling.temperature) == (5, 0.0)
     assert not config.eval.data.shuffle
-    assert build(SFTConfig, {"optimizer": {"schedule": "cosine"}}).optimizer.lr == SFTConfig().optimizer.lr
-    assert build(RLConfig, {"critic": {"optimizer": {"eps": 1e-6}}}).critic.optimizer.lr == CriticConfig().optimizer.lr
+    assert (
+        build(SFTConfig, {"optimizer": {"schedule": "cosine"}}).optimizer.lr
+        == SFTConfig().optimizer.lr
+    )
+    assert (
+        build(RLConfig, {"critic": {"optimizer": {"eps": 1e-6}}}).critic.optimizer.lr
+        == CriticConfig().optimizer.lr
+    )
     chat = load_settings(ChatConfig, [], ["sampling.temperature=0.2"]).settings.sampling
     assert chat == ChatConfig().sampling.model_copy(update={"temperature": 0.2})
 
 
 def test_what_is_given_wins_over_the_defaults_of_its_place() -> None:
-    assert build(RLConfig, {"eval": {"sampling": {"temperature": 1.0}}}).eval.sampling.temperature == 1.0
-    assert build(RLConfig, {"eval": {"sampling": SamplingConfig()}}).eval.sampling == SamplingConfig()
+    assert (
+        build(RLConfig, {"eval": {"sampling": {"temperature": 1.0}}}).eval.sampling.temperature
+        == 1.0
+    )
+    assert (
+        build(RLConfig, {"eval": {"sampling": SamplingConfig()}}).eval.sampling == SamplingConfig()
+    )

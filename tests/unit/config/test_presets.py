@@ -15,7 +15,12 @@ RELEASED: dict[str, dict[str, Any]] = {
     "kl_cov": {"token_masks.share": 2e-3, "filters": ZERO_VARIANCE},
     "kl_cov_32b": {"token_masks.share": 2e-4, "filters": ZERO_VARIANCE},
     "remax": {"kl.where": "reward", "kl.coef": 0.05, "advantage.gamma": 0.99},
-    "remax_released": {"kl.where": "loss", "kl.coef": 0.05, "advantage.gamma": 0.99, "aggregation": "token"},
+    "remax_released": {
+        "kl.where": "loss",
+        "kl.coef": 0.05,
+        "advantage.gamma": 0.99,
+        "aggregation": "token",
+    },
     "dppo": {"advantage.name": "group_mean", "aggregation": "constant"},
     "dppo_kl": {"advantage.name": "group_mean", "aggregation": "constant"},
     "cpgd": {
@@ -28,7 +33,11 @@ RELEASED: dict[str, dict[str, Any]] = {
     "m2po": {"token_masks": ["m2po"], "token_masks.tau": 0.04},
     "m2po_released": {"token_masks": ["m2po_released"], "token_masks.tau": 0.04},
     "prime": {"advantage.name": "prime", "advantage.normalize": "none"},
-    "prime_released": {"advantage.name": "prime_released", "advantage.normalize": "batch", "advantage.batch_norm": True},
+    "prime_released": {
+        "advantage.name": "prime_released",
+        "advantage.normalize": "batch",
+        "advantage.batch_norm": True,
+    },
     "reinforce++_baseline": {"kl.coef": 1e-5},
     "cispo_cap": {"advantage.name": "lite_ppo", "aggregation": "prompt"},
 }

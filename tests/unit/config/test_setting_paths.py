@@ -39,15 +39,28 @@ def test_paths_of_a_file_are_relative_to_it_and_names_stay(project):
     (project / "models" / "policy").rmdir()
     (project / "conf" / "chat.jinja").write_text("x")
     found = load_settings(RLConfig, ["conf/a.yaml"]).settings
-    assert (found.model.path, found.model.chat_template) == ("conf/models/policy", "conf/chat.jinja")
+    assert (found.model.path, found.model.chat_template) == (
+        "conf/models/policy",
+        "conf/chat.jinja",
+    )
     assert found.model.tokenizer == "models/policy"
     assert found.reference == "Qwen/Qwen2.5-0.5B"
-    paths = ["conf/rows.jsonl", "conf/data/*.jsonl", "conf/rows.py:rows", "owner/name", "package.module:rows"]
+    paths = [
+        "conf/rows.jsonl",
+        "conf/data/*.jsonl",
+        "conf/rows.py:rows",
+        "owner/name",
+        "package.module:rows",
+    ]
     assert [s.path for s in found.data.sources] == paths
     assert found.data.sources[1].reader == "conf/rows.py:read"
     assert found.data.media.root == "conf/images"
     assert found.eval.data.sources[0].path == "conf/rows.jsonl"
-    assert [t.function for t in found.reward.terms] == ["conf/reward.py:score", "math", "package.module:score"]
+    assert [t.function for t in found.reward.terms] == [
+        "conf/reward.py:score",
+        "math",
+        "package.module:score",
+    ]
     assert found.reward.per_source["a"][0].function == "conf/reward.py:score"
     assert found.algorithm.advantage.name == "conf/parts.py:mine"
     assert found.algorithm.filters[0].name == "conf/parts.py:drop"
@@ -55,9 +68,16 @@ def test_paths_of_a_file_are_relative_to_it_and_names_stay(project):
 
 
 def test_paths_of_arguments_are_relative_to_the_working_directory(project):
-    given = ["model=conf/models/policy", "data.sources=[conf/rows.jsonl]", "reward.terms=['conf/reward.py:score']"]
+    given = [
+        "model=conf/models/policy",
+        "data.sources=[conf/rows.jsonl]",
+        "reward.terms=['conf/reward.py:score']",
+    ]
     found = load_settings(RLConfig, [], given).settings
-    assert (found.model.path, found.data.sources[0].path) == ("conf/models/policy", "conf/rows.jsonl")
+    assert (found.model.path, found.data.sources[0].path) == (
+        "conf/models/policy",
+        "conf/rows.jsonl",
+    )
     assert found.reward.terms[0].function == "conf/reward.py:score"
 
 
@@ -75,22 +95,33 @@ def test_absolute_paths_templates_and_urls_stay(project):
 def test_a_path_that_is_only_in_the_working_directory_is_refused_with_what_to_write(project):
     (project / "here.jsonl").write_text("")
     (project / "reward.py").write_text("")
-    (project / "conf" / "b.yaml").write_text("data: {sources: [here.jsonl]}\nreward: {terms: ['reward.py:f']}\n")
+    (project / "conf" / "b.yaml").write_text(
+        "data: {sources: [here.jsonl]}\nreward: {terms: ['reward.py:f']}\n"
+    )
     with pytest.raises(ConfigError) as raised:
         load_settings(RLConfig, ["conf/b.yaml"])
     first, second = str(raised.value).splitlines()
-    assert first.startswith("data.sources.0 = 'here.jsonl' (from conf/b.yaml)") and first.endswith("write ../here.jsonl")
-    assert second.startswith("reward.terms.0 = 'reward.py'") and second.endswith("write ../reward.py")
+    assert first.startswith("data.sources.0 = 'here.jsonl' (from conf/b.yaml)") and first.endswith(
+        "write ../here.jsonl"
+    )
+    assert second.startswith("reward.terms.0 = 'reward.py'") and second.endswith(
+        "write ../reward.py"
+    )
 
 
-def test_the_settings_of_a_run_folder_hold_absolute_paths_and_mean_the_same_from_elsewhere(project, monkeypatch):
+def test_the_settings_of_a_run_folder_hold_absolute_paths_and_mean_the_same_from_elsewhere(
+    project, monkeypatch
+):
     (project / "models" / "policy").rmdir()
     found = load_settings(RLConfig, ["conf/a.yaml"], ["teacher.path=conf/models/policy"]).settings
     RunDirectory.open(Path("runs/x"), found, resume="auto", overwrite=False).close()
     saved = yaml.safe_load((project / "runs" / "x" / "config.yaml").read_text())
     assert saved["model"]["path"] == saved["teacher"]["path"] == f"{project}/conf/models/policy"
     assert saved["reward"]["terms"][0]["function"] == f"{project}/conf/reward.py:score"
-    assert (saved["reward"]["terms"][1]["function"], saved["reference"]) == ("math", "Qwen/Qwen2.5-0.5B")
+    assert (saved["reward"]["terms"][1]["function"], saved["reference"]) == (
+        "math",
+        "Qwen/Qwen2.5-0.5B",
+    )
     first = load_settings(RLConfig, ["runs/x/config.yaml"]).settings
     assert to_resolved_yaml(first) == to_resolved_yaml(found)
     monkeypatch.chdir(project / "conf")
@@ -110,4 +141,7 @@ def test_a_run_is_resumed_from_the_same_settings_and_not_from_another_path(proje
 def test_lists_of_paths_are_relative_too(project):
     (project / "conf" / "other.png").write_text("")
     (project / "conf" / "c.yaml").write_text("attach: [images, other.png]\n")
-    assert load_settings(ChatConfig, ["conf/c.yaml"]).settings.attach == ("conf/images", "conf/other.png")
+    assert load_settings(ChatConfig, ["conf/c.yaml"]).settings.attach == (
+        "conf/images",
+        "conf/other.png",
+    )

@@ -22,7 +22,9 @@ def pixels(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR))
 
 
-def picture(path: Path, height: int = 20, width: int = 30, seed: int = 0, **options: Any) -> np.ndarray:
+def picture(
+    path: Path, height: int = 20, width: int = 30, seed: int = 0, **options: Any
+) -> np.ndarray:
     array = pixels(height, width, seed)
     Image.fromarray(array).save(path, **options)
     return array
@@ -35,7 +37,9 @@ def encoded(array: np.ndarray, form: str = "PNG", **options: Any) -> bytes:
 
 
 def tone(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:
-    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)).astype(
+        np.float32
+    )
 
 
 def sound(path: Path, seconds: float = 0.5, rate: int = 16000, **options: Any) -> np.ndarray:
@@ -69,7 +73,11 @@ def clip(
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.bit_rate = 4_000_000
         greys = (np.full((height, width, 3), min(20 * k, 240), np.uint8) for k in range(frames))
-        packets = [p for grey in greys for p in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24"))]
+        packets = [
+            p
+            for grey in greys
+            for p in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24"))
+        ]
         for number, packet in enumerate((*packets, *stream.encode())):
             container.mux(sent(packet, number))
 
@@ -81,4 +89,8 @@ def written(folder: Path, rows: Iterable[dict[str, Any]], name: str = "rows.json
 
 
 def config_of(source: Any, *, media: dict[str, Any] | None = None, **settings: Any) -> DataConfig:
-    return DataConfig(sources=(source,) if isinstance(source, str) else source, media=MediaConfig(**(media or {})), **settings)
+    return DataConfig(
+        sources=(source,) if isinstance(source, str) else source,
+        media=MediaConfig(**(media or {})),
+        **settings,
+    )

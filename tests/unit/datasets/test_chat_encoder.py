@@ -8,10 +8,21 @@ from lightrft.datasets.row_parser import read_record
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.utils.errors import ConfigError, ModelError
-from tests.unit.datasets.tokenizers import FORGETS, NO_END, OPENS_OTHERWISE, WITH_BOS, bos_tokenizer, chat_tokenizer
+from tests.unit.datasets.tokenizers import (
+    FORGETS,
+    NO_END,
+    OPENS_OTHERWISE,
+    WITH_BOS,
+    bos_tokenizer,
+    chat_tokenizer,
+)
 
 TOKENIZER = chat_tokenizer()
-CHAT = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
+CHAT = [
+    {"role": "user", "content": "1+1=?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "Sure?"},
+]
 
 
 def encoded(row, tokenizer=TOKENIZER, **config):
@@ -22,7 +33,9 @@ def encoded(row, tokenizer=TOKENIZER, **config):
 
 
 def templated(messages, tokenizer=TOKENIZER, **options):
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)["input_ids"]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)[
+        "input_ids"
+    ]
 
 
 def test_a_chat_prompt_has_the_tokens_of_the_chat_template():
@@ -50,11 +63,15 @@ def test_a_template_takes_the_place_of_the_chat_template_or_fills_the_users_mess
     text, ids = encoded(row, template=template)
     assert text == "Q: 1+1=? (3) {x} \\boxed{}\nA:"
     assert ids == TOKENIZER(text)["input_ids"]
-    assert encoded(row, template=template, chat=True)[1] == templated([{"role": "user", "content": text}])
+    assert encoded(row, template=template, chat=True)[1] == templated(
+        [{"role": "user", "content": text}]
+    )
 
 
 def test_a_template_of_a_missing_column_names_it():
-    with pytest.raises(MalformedRow, match=r"row 1: data\.template names \{hint\}; the row has: prompt"):
+    with pytest.raises(
+        MalformedRow, match=r"row 1: data\.template names \{hint\}; the row has: prompt"
+    ):
         encoded({"prompt": "1+1=?"}, template="{prompt} {hint}")
 
 
@@ -77,18 +94,26 @@ def test_a_tokenizer_without_chat_template_is_an_error_that_names_the_ways_out()
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     tokenizer.name_or_path = "some/base-model"
-    with pytest.raises(ModelError, match=r"some/base-model has no chat template; set model\.chat_template .* data\.template"):
+    with pytest.raises(
+        ModelError,
+        match=r"some/base-model has no chat template; set model\.chat_template .* data\.template",
+    ):
         encoded({"prompt": "a"}, tokenizer, chat=True)
     with pytest.raises(ConfigError, match=r"data\.system needs a chat template"):
         encoded({"prompt": "a"}, tokenizer, system="Be brief.")
-    with pytest.raises(MalformedRow, match=r"row 1: a conversation of 3 messages needs a chat template"):
+    with pytest.raises(
+        MalformedRow, match=r"row 1: a conversation of 3 messages needs a chat template"
+    ):
         encoded({"messages": CHAT}, tokenizer)
     assert encoded({"prompt": "a"}, tokenizer)[1] == tokenizer("a")["input_ids"]
 
 
 def test_a_chat_template_that_refuses_a_row_is_an_error_that_names_it():
     tokenizer = chat_tokenizer("{{ raise_exception('no tools here') }}")
-    with pytest.raises(MalformedRow, match=r"row 1: the chat template refuses messages with the roles user: no tools here"):
+    with pytest.raises(
+        MalformedRow,
+        match=r"row 1: the chat template refuses messages with the roles user: no tools here",
+    ):
         encoded({"prompt": "a"}, tokenizer)
 
 
@@ -116,12 +141,17 @@ def test_special_tokens_in_a_row_are_text_and_the_templates_own_are_control():
     assert text == f"<|im_start|>user\n{attack}<|im_end|>\n<|im_start|>assistant\n"
     assert (ids.count(start), ids.count(end)) == (2, 1)
     assert TOKENIZER.decode(ids) == text
-    assert encoded({"messages": [*CHAT[:2], {"role": "user", "content": attack}]})[1].count(end) == 3
+    assert (
+        encoded({"messages": [*CHAT[:2], {"role": "user", "content": attack}]})[1].count(end) == 3
+    )
 
 
 def test_rows_rendered_beforehand_keep_their_control_tokens_when_told_so():
     text = "<|im_start|>user\nhi<|im_end|>\n"
-    assert encoded({"prompt": text}, chat=False, special_tokens="control")[1] == TOKENIZER(text)["input_ids"]
+    assert (
+        encoded({"prompt": text}, chat=False, special_tokens="control")[1]
+        == TOKENIZER(text)["input_ids"]
+    )
     assert encoded({"prompt": text}, chat=False)[1] != TOKENIZER(text)["input_ids"]
 
 
@@ -137,14 +167,22 @@ def test_markup_of_the_template_is_text_in_a_question_and_kept_in_an_answer():
     think = tokenizer.convert_tokens_to_ids("<think>")
     encoder = ChatEncoder(DataConfig(), tokenizer)
     asked, answered = encoder.encode(
-        [encoder.escape_special_tokens("a<think>b"), encoder.escape_special_tokens("a<think>b", answer=True)]
+        [
+            encoder.escape_special_tokens("a<think>b"),
+            encoder.escape_special_tokens("a<think>b", answer=True),
+        ]
     )
     assert think not in asked and tokenizer.decode(asked) == "a<think>b"
     assert think in answered
 
 
 @given(
-    st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<pad>", OPEN, CLOSE, "0", "a ", "\n"]), max_size=8)
+    st.lists(
+        st.sampled_from(
+            ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<pad>", OPEN, CLOSE, "0", "a ", "\n"]
+        ),
+        max_size=8,
+    )
 )
 def test_no_text_whatever_acts_as_a_control_token(pieces):
     content = "".join(pieces)
@@ -160,7 +198,9 @@ def test_no_text_whatever_acts_as_a_control_token(pieces):
 def test_text_without_special_tokens_has_the_tokens_of_the_chat_template(content):
     messages = [{"role": "user", "content": content}, *CHAT[1:]]
     encoder = ChatEncoder(DataConfig(), TOKENIZER)
-    assert encoder.encode([encoder.render(encoder.shielded(messages), "row", generate=True)])[0] == templated(messages)
+    assert encoder.encode([encoder.render(encoder.shielded(messages), "row", generate=True)])[
+        0
+    ] == templated(messages)
 
 
 def test_the_prefix_property_is_checked():
@@ -168,5 +208,8 @@ def test_the_prefix_property_is_checked():
     check_template(chat_tokenizer(NO_END))
     check_template(bos_tokenizer(WITH_BOS))
     for template in (FORGETS, OPENS_OTHERWISE):
-        with pytest.raises(ModelError, match=r"does not keep what came before.*data\.turns: each.*model\.chat_template"):
+        with pytest.raises(
+            ModelError,
+            match=r"does not keep what came before.*data\.turns: each.*model\.chat_template",
+        ):
             check_template(chat_tokenizer(template))

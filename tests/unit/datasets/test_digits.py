@@ -12,7 +12,10 @@ def contents(rows, column):
     return {hashlib.sha256(row[column]["bytes"]).hexdigest() for row in rows}
 
 
-@pytest.mark.parametrize(("rows", "column", "train", "test"), [(handwritten, "image", 1437, 360), (spoken, "audio", 1200, 300)])
+@pytest.mark.parametrize(
+    ("rows", "column", "train", "test"),
+    [(handwritten, "image", 1437, 360), (spoken, "audio", 1200, 300)],
+)
 def test_nothing_that_is_held_out_is_trained_on(rows, column, train, test):
     some, held = rows(split="train"), rows(split="test")
     assert (len(some), len(held)) == (train, test)

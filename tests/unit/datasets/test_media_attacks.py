@@ -37,7 +37,9 @@ from tests.unit.datasets.media_files import clip, encoded, picture, pixels
 
 LIMIT = 64_000_000
 MB = 2**20
-VIEW = VideoSettings(fps=None, max_frames=64, max_seconds=None, max_source_pixels=LIMIT, most_bytes=2048 * MB)
+VIEW = VideoSettings(
+    fps=None, max_frames=64, max_seconds=None, max_source_pixels=LIMIT, most_bytes=2048 * MB
+)
 HEAR = AudioSettings(rate=16000, resample=True, max_seconds=None, most_bytes=2048 * MB)
 
 
@@ -59,7 +61,11 @@ def wav(rate: int, samples: int = 20, claimed: int | None = None) -> bytes:
     size = len(data) if claimed is None else claimed
     head = b"RIFF" + struct.pack("<I", min(36 + size, 2**32 - 1)) + b"WAVEfmt "
     return (
-        head + struct.pack("<IHHIIHH", 16, 1, 1, rate, min(rate * 2, 2**32 - 1), 2, 16) + b"data" + struct.pack("<I", size) + data
+        head
+        + struct.pack("<IHHIIHH", 16, 1, 1, rate, min(rate * 2, 2**32 - 1), 2, 16)
+        + b"data"
+        + struct.pack("<I", size)
+        + data
     )
 
 
@@ -69,7 +75,9 @@ def wav(rate: int, samples: int = 20, claimed: int | None = None) -> bytes:
 @pytest.mark.parametrize("rate", [1, 7, 44_099, 767_999, 999_983, 4_294_967_291])
 def test_a_short_sound_of_an_odd_rate_takes_little_memory_and_time(rate: int) -> None:
     assert peak_mb(lambda: read_sound(wav(rate), HEAR)) < 64
-    began = time.process_time()  # anew: the trace of memory takes ten times as long as the sound, which takes 0.2 s at most
+    began = (
+        time.process_time()
+    )  # anew: the trace of memory takes ten times as long as the sound, which takes 0.2 s at most
     with suppress(ValueError):
         read_sound(wav(rate), HEAR)
     assert time.process_time() - began < 5
@@ -79,7 +87,9 @@ def test_a_sound_whose_header_claims_more_than_there_is_takes_what_there_is() ->
     assert peak_mb(lambda: read_sound(wav(16000, claimed=2**32 - 40), HEAR)) < 16
 
 
-def test_a_flac_whose_header_claims_hours_is_refused_by_its_header_and_takes_no_memory_for_them() -> None:
+def test_a_flac_whose_header_claims_hours_is_refused_by_its_header_and_takes_no_memory_for_them() -> (
+    None
+):
     file = io.BytesIO()
     soundfile.write(file, np.zeros(16000, np.float32), 16000, format="FLAC")
     data = bytearray(file.getvalue())
@@ -91,7 +101,9 @@ def test_a_flac_whose_header_claims_hours_is_refused_by_its_header_and_takes_no_
 
 
 @pytest.mark.parametrize("form", ["OGG", "FLAC", "MP3", "WAV"])
-def test_a_sound_longer_than_max_seconds_is_not_decoded_to_its_end(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sound_longer_than_max_seconds_is_not_decoded_to_its_end(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = io.BytesIO()
     soundfile.write(file, np.zeros(16000 * 120, np.float32), 16000, format=form)
     read, decoded = soundfile.SoundFile.read, []
@@ -111,7 +123,11 @@ def test_a_sound_longer_than_max_seconds_is_not_decoded_to_its_end(form: str, mo
 
 def test_a_sound_beyond_max_decoded_mb_is_refused_in_any_form() -> None:
     small = AudioSettings(16000, True, None, most_bytes=MB)
-    for content in (wav(16000, 100_000), Samples(np.zeros(100_000, np.float32), 16000), wav(8, 200)):
+    for content in (
+        wav(16000, 100_000),
+        Samples(np.zeros(100_000, np.float32), 16000),
+        wav(8, 200),
+    ):
         with pytest.raises(ValueError, match=r"more than data\.media\.max_decoded_mb = 1$"):
             read_sound(content, small)
 
@@ -156,7 +172,8 @@ def test_frames_that_are_too_large_together_are_refused_by_their_headers() -> No
     content = Frames(tuple([black_png(7680)] * 64))
     for work in (clip_extent, read_clip):
         with pytest.raises(
-            ValueError, match=r"64 frames of 7680 x 7680 pixels take 10\.5 GiB, more than data\.media\.max_decoded_mb"
+            ValueError,
+            match=r"64 frames of 7680 x 7680 pixels take 10\.5 GiB, more than data\.media\.max_decoded_mb",
         ):
             work(content, VIEW)
 
@@ -170,32 +187,47 @@ def test_frames_of_different_sizes_are_refused_by_their_headers() -> None:
 
 @pytest.mark.usefixtures("no_decoding")
 def test_an_animation_is_refused_by_its_header_before_a_frame_is_decoded() -> None:
-    with pytest.raises(ValueError, match=r"9000 x 9000 pixels, more than data\.media\.max_source_pixels"):
+    with pytest.raises(
+        ValueError, match=r"9000 x 9000 pixels, more than data\.media\.max_source_pixels"
+    ):
         read_clip(gif(9000), VIEW)
     few = VideoSettings(None, 1, None, LIMIT, most_bytes=10 * MB)
     with pytest.raises(
-        ValueError, match=r"9 frames of 2000 x 2000 pixels take .* more than 8 times data\.media\.max_decoded_mb = 10"
+        ValueError,
+        match=r"9 frames of 2000 x 2000 pixels take .* more than 8 times data\.media\.max_decoded_mb = 10",
     ):
         clip_extent(gif(2000, frames=9), few)
 
 
 def test_an_animation_that_grows_is_refused_before_the_large_frame_is_decoded() -> None:
     assert read_clip(gif(8, frames=3), VIEW)[0].shape == (3, 8, 8, 3)
-    for side, problem in ((9000, "9000 x 9000 pixels, more than"), (60_000, "damaged at frame 3: Image size .* exceeds limit")):
+    for side, problem in (
+        (9000, "9000 x 9000 pixels, more than"),
+        (60_000, "damaged at frame 3: Image size .* exceeds limit"),
+    ):
         with pytest.raises(ValueError, match=problem):
             read_clip(gif(8, frames=3, grown=side), VIEW)
 
 
-def test_a_video_is_refused_by_its_header_before_a_frame_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_is_refused_by_its_header_before_a_frame_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clip(tmp_path / "a.mp4")
-    monkeypatch.setattr("lightrft.datasets.media.video._upright", lambda frame: pytest.fail("a frame was decoded"))
-    with pytest.raises(ValueError, match=r"48 x 32 pixels, more than data\.media\.max_source_pixels = 1000"):
+    monkeypatch.setattr(
+        "lightrft.datasets.media.video._upright", lambda frame: pytest.fail("a frame was decoded")
+    )
+    with pytest.raises(
+        ValueError, match=r"48 x 32 pixels, more than data\.media\.max_source_pixels = 1000"
+    ):
         clip_extent(tmp_path / "a.mp4", VideoSettings(None, 64, None, 1000))
 
 
 def test_the_frames_of_a_video_are_bounded_together(tmp_path: Path) -> None:
     clip(tmp_path / "a.mp4")
-    with pytest.raises(ValueError, match=r"12 frames of 48 x 32 pixels take 54\.0 KiB, more than data\.media\.max_decoded_mb"):
+    with pytest.raises(
+        ValueError,
+        match=r"12 frames of 48 x 32 pixels take 54\.0 KiB, more than data\.media\.max_decoded_mb",
+    ):
         read_clip(tmp_path / "a.mp4", VideoSettings(None, 64, None, LIMIT, most_bytes=50_000))
 
 
@@ -241,20 +273,27 @@ def test_a_deeply_nested_value_is_a_malformed_row(tmp_path: Path) -> None:
     value: Any = "a.png"
     for _ in range(100_000):
         value = {"path": value}
-    reader = MediaReader(MediaConfig(), SimpleNamespace(limited=lambda *_: SimpleNamespace(parts={})))
+    reader = MediaReader(
+        MediaConfig(), SimpleNamespace(limited=lambda *_: SimpleNamespace(parts={}))
+    )
     with pytest.raises(MalformedRow, match="RecursionError"):
         reader.measure(Item("image", value, "row 1", tmp_path))
-    while isinstance(value, dict):  # to end it level by level: the interpreter would end it by recursion
+    while isinstance(
+        value, dict
+    ):  # to end it level by level: the interpreter would end it by recursion
         value = value.popitem()[1]
 
 
 def test_the_items_of_a_row_are_bounded_together(tmp_path: Path) -> None:
-    reader = MediaReader(MediaConfig(max_row_mb=1), SimpleNamespace(limited=lambda *_: SimpleNamespace(parts={})))
+    reader = MediaReader(
+        MediaConfig(max_row_mb=1), SimpleNamespace(limited=lambda *_: SimpleNamespace(parts={}))
+    )
     items = [Item(kind, "a", "row 1", tmp_path) for kind in ("image", "audio")]
     extents = [Extent((500, 500, 3)), Extent((20_000,))]
     reader.check_total(items, extents, "row 1")
     with pytest.raises(
-        MalformedRow, match=r"row 1: its 2 pictures, videos and sounds take 1\.1 MiB .* data\.media\.max_row_mb = 1"
+        MalformedRow,
+        match=r"row 1: its 2 pictures, videos and sounds take 1\.1 MiB .* data\.media\.max_row_mb = 1",
     ):
         reader.check_total(items, [extents[0], Extent((30_000,))], "row 1")
 
@@ -279,7 +318,11 @@ class Trap(BaseHTTPRequestHandler):
                 except OSError:
                     return
         zeros = {"/bomb": bytes(100 * MB), "/zipped": encoded(pixels(5, 7))}
-        away = {"/away": f"http://127.0.0.1:{self.server.server_port}/zipped", "/round": "/round", "/file": "file:///etc/hosts"}  # type: ignore[attr-defined]
+        away = {
+            "/away": f"http://127.0.0.1:{self.server.server_port}/zipped",
+            "/round": "/round",
+            "/file": "file:///etc/hosts",
+        }  # type: ignore[attr-defined]
         if self.path in away:
             self.send_response(302)
             self.send_header("Location", away[self.path])
@@ -322,23 +365,32 @@ def test_headers_that_never_end_are_late(tmp_path: Path, trap: str) -> None:
 
 def test_a_compressed_body_is_bounded_by_what_it_becomes(tmp_path: Path, trap: str) -> None:
     fetch = Fetch(tmp_path, 30.0, largest=4 * MB, access=HERE)
-    assert peak_mb(lambda: fetch.content(f"{trap}/bomb", tmp_path)) < 210, "100 MiB of them, twice, are the server's own"
+    assert peak_mb(lambda: fetch.content(f"{trap}/bomb", tmp_path)) < 210, (
+        "100 MiB of them, twice, are the server's own"
+    )
     with pytest.raises(ValueError, match="more than the 4194304 bytes"):
         fetch.content(f"{trap}/bomb", tmp_path)
     assert list(tmp_path.iterdir()) == []
-    np.testing.assert_array_equal(read_picture(fetch.content(f"{trap}/zipped", tmp_path), LIMIT), pixels(5, 7))
+    np.testing.assert_array_equal(
+        read_picture(fetch.content(f"{trap}/zipped", tmp_path), LIMIT), pixels(5, 7)
+    )
     with pytest.raises(ValueError, match="content encoding 'br'"):
         fetch.content(f"{trap}/br", tmp_path)
 
 
-def test_a_private_address_is_refused_unless_it_is_listed_and_so_is_each_redirect(tmp_path: Path, trap: str) -> None:
+def test_a_private_address_is_refused_unless_it_is_listed_and_so_is_each_redirect(
+    tmp_path: Path, trap: str
+) -> None:
     for host in (
         trap,
         trap.replace("127.0.0.1", "localhost"),
         trap.replace("127.0.0.1", "2130706433"),
         trap.replace("//", "//a:b@"),
     ):
-        with pytest.raises(ValueError, match=r"has the private address .*; add the host to data\.media\.allow\.hosts") as refused:
+        with pytest.raises(
+            ValueError,
+            match=r"has the private address .*; add the host to data\.media\.allow\.hosts",
+        ) as refused:
             Fetch(tmp_path, 5.0).content(f"{host}/zipped", tmp_path)
         assert "a:b@" not in str(refused.value)
     assert Trap.asked == []
@@ -349,14 +401,20 @@ def test_a_private_address_is_refused_unless_it_is_listed_and_so_is_each_redirec
         "file": "only http and https",
     }.items():
         with pytest.raises(ValueError, match=problem):
-            Fetch(tmp_path, 5.0, access=Access(hosts=("localhost",))).content(f"{named}/{path}", tmp_path)
+            Fetch(tmp_path, 5.0, access=Access(hosts=("localhost",))).content(
+                f"{named}/{path}", tmp_path
+            )
     assert "/zipped" not in Trap.asked
     for listed in (("localhost", "127.0.0.1"), ("127.0.0.0/8",), ("local*", "127.*")):
-        found = Fetch(tmp_path / listed[0][:4], 5.0, access=Access(hosts=listed)).content(f"{named}/away", tmp_path)
+        found = Fetch(tmp_path / listed[0][:4], 5.0, access=Access(hosts=listed)).content(
+            f"{named}/away", tmp_path
+        )
         assert isinstance(found, Path) and found.is_file()
 
 
-def test_the_address_that_was_checked_is_the_one_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_that_was_checked_is_the_one_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_PROXY", "*")
     answers = iter(["93.184.215.14", "127.0.0.1"])
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", (next(answers), 80))])
@@ -373,8 +431,26 @@ def test_the_address_that_was_checked_is_the_one_that_is_asked(tmp_path: Path, m
 
 
 PRIVATE = [
-    *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
-    *("::1", "fe80::1", "fd00::1", "::ffff:127.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::", "::", "[::1]"),
+    *(
+        "127.0.0.1",
+        "10.1.2.3",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+    ),
+    *(
+        "::1",
+        "fe80::1",
+        "fd00::1",
+        "::ffff:127.0.0.1",
+        "64:ff9b::a00:1",
+        "2002:7f00:1::",
+        "::",
+        "[::1]",
+    ),
 ]
 
 
@@ -417,5 +493,7 @@ def test_only_files_below_the_allowed_folders_are_read_also_through_links(tmp_pa
         "/etc/hosts",
     ]
     for value in bad:
-        with pytest.raises(ValueError, match=r"is in none of the folders of data\.media\.allow\.roots"):
+        with pytest.raises(
+            ValueError, match=r"is in none of the folders of data\.media\.allow\.roots"
+        ):
             fetch.content(value, inside)

@@ -82,7 +82,12 @@ class Site(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
-        pages = {"/a.png": encoded(pixels(5, 7)), "/long": b"x" * 100_000, "/page": b"\n <html>Sorry", "/nothing": b""}
+        pages = {
+            "/a.png": encoded(pixels(5, 7)),
+            "/long": b"x" * 100_000,
+            "/page": b"\n <html>Sorry",
+            "/nothing": b"",
+        }
         name = self.path.partition("?")[0]
         self.send_response(200 if name in pages or name == "/drip" else 404)
         self.end_headers()
@@ -109,15 +114,23 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_url_is_downloaded_once_and_taken_from_the_folder_afterwards(tmp_path: Path, fetch: Fetch, site: str) -> None:
+def test_a_url_is_downloaded_once_and_taken_from_the_folder_afterwards(
+    tmp_path: Path, fetch: Fetch, site: str
+) -> None:
     for _ in range(2):
-        np.testing.assert_array_equal(read_picture(fetch.content(f"{site}/a.png?size=1", tmp_path), LIMIT), pixels(5, 7))
+        np.testing.assert_array_equal(
+            read_picture(fetch.content(f"{site}/a.png?size=1", tmp_path), LIMIT), pixels(5, 7)
+        )
     assert Site.asked == ["/a.png?size=1"]
-    with pytest.raises(ValueError, match=r"has not been downloaded to .*downloads, and data\.media\.offline is set"):
+    with pytest.raises(
+        ValueError, match=r"has not been downloaded to .*downloads, and data\.media\.offline is set"
+    ):
         Fetch(fetch.folder, 5.0, offline=True, access=HERE).content(f"{site}/c.png", tmp_path)
 
 
-def test_a_download_that_fails_or_is_late_or_too_large_or_no_media_leaves_nothing_behind(tmp_path: Path, site: str) -> None:
+def test_a_download_that_fails_or_is_late_or_too_large_or_no_media_leaves_nothing_behind(
+    tmp_path: Path, site: str
+) -> None:
     cases = [
         ("b.png", 30.0, "b.png cannot be downloaded: the server answers with status 404"),
         ("drip", 0.2, r"drip cannot be downloaded within data\.media\.timeout = 0\.2 s"),
@@ -127,7 +140,9 @@ def test_a_download_that_fails_or_is_late_or_too_large_or_no_media_leaves_nothin
     ]
     for name, timeout, problem in cases:
         with pytest.raises(ValueError, match=f"{site}/{problem}"):
-            Fetch(tmp_path / "downloads", timeout, largest=50_000, access=HERE).content(f"{site}/{name}", tmp_path)
+            Fetch(tmp_path / "downloads", timeout, largest=50_000, access=HERE).content(
+                f"{site}/{name}", tmp_path
+            )
     assert list((tmp_path / "downloads").iterdir()) == []
 
 
@@ -147,7 +162,9 @@ def test_a_download_that_fails_or_is_late_or_too_large_or_no_media_leaves_nothin
         (3, "a int is neither a path"),
     ],
 )
-def test_what_names_nothing_is_told_why(value: Any, problem: str, tmp_path: Path, fetch: Fetch) -> None:
+def test_what_names_nothing_is_told_why(
+    value: Any, problem: str, tmp_path: Path, fetch: Fetch
+) -> None:
     with pytest.raises(ValueError, match=problem):
         fetch.content(value, tmp_path)
 
@@ -171,7 +188,12 @@ def test_a_hash_is_of_the_content_wherever_it_is_kept(tmp_path: Path) -> None:
 
 def test_a_hash_tells_pictures_with_other_palettes_or_transparency_apart(tmp_path: Path) -> None:
     red, blue, clear, half = (Image.new("P", (8, 8)) for _ in range(4))
-    for made, colour in ((red, [255, 0, 0]), (blue, [0, 0, 255]), (clear, [255, 0, 0]), (half, [255, 0, 0])):
+    for made, colour in (
+        (red, [255, 0, 0]),
+        (blue, [0, 0, 255]),
+        (clear, [255, 0, 0]),
+        (half, [255, 0, 0]),
+    ):
         made.putpalette(colour)
     clear.info["transparency"] = 0
     half.info["transparency"] = b"\x80"
@@ -189,7 +211,12 @@ def test_a_hash_tells_pictures_with_other_palettes_or_transparency_apart(tmp_pat
 
 def test_a_picture_is_turned_upright_as_its_camera_says(tmp_path: Path) -> None:
     array = pixels(12, 20)
-    for orientation, turned in ((1, array), (3, array[::-1, ::-1]), (6, np.rot90(array, -1)), (8, np.rot90(array))):
+    for orientation, turned in (
+        (1, array),
+        (3, array[::-1, ::-1]),
+        (6, np.rot90(array, -1)),
+        (8, np.rot90(array)),
+    ):
         exif = Image.Exif()
         exif[0x0112] = orientation
         for name in ("a.png", "a.tiff", "a.webp"):
@@ -210,7 +237,9 @@ def test_transparent_places_are_white(tmp_path: Path) -> None:
     palette = Image.fromarray(np.array([[0, 1]], np.uint8))
     palette.putpalette([9, 8, 7, 1, 2, 3])
     palette.save(tmp_path / "palette.png", transparency=1)
-    np.testing.assert_array_equal(read_picture(tmp_path / "palette.png", LIMIT), [[[9, 8, 7], [255, 255, 255]]])
+    np.testing.assert_array_equal(
+        read_picture(tmp_path / "palette.png", LIMIT), [[[9, 8, 7], [255, 255, 255]]]
+    )
 
 
 def test_grey_and_deep_pictures_keep_their_brightness(tmp_path: Path) -> None:
@@ -224,7 +253,9 @@ def test_grey_and_deep_pictures_keep_their_brightness(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_picture(tmp_path / "bit.png", LIMIT)[0, :, 0], [0, 255, 255])
     for array in (grey, grey[..., None], grey / 255.0, grey.astype(np.int64)):
         np.testing.assert_array_equal(read_picture(array, LIMIT), expected)
-    np.testing.assert_array_equal(read_picture(np.moveaxis(pixels(6, 9), -1, 0), LIMIT), pixels(6, 9))
+    np.testing.assert_array_equal(
+        read_picture(np.moveaxis(pixels(6, 9), -1, 0), LIMIT), pixels(6, 9)
+    )
 
 
 def test_of_an_animation_the_first_picture_is_taken(tmp_path: Path) -> None:
@@ -240,7 +271,11 @@ def test_a_damaged_or_monstrous_picture_is_told(tmp_path: Path) -> None:
         (data[: len(data) // 2], LIMIT, "the picture is damaged"),
         (b"not a picture at all", LIMIT, "not a picture of any known format"),
         (data, 1000, r"300 x 200 pixels, more than data\.media\.max_source_pixels = 1000"),
-        (encoded(np.zeros((4000, 20000), bool)), 64_000_000, r"20000 x 4000 pixels, more than data\.media\.max_source_pixels"),
+        (
+            encoded(np.zeros((4000, 20000), bool)),
+            64_000_000,
+            r"20000 x 4000 pixels, more than data\.media\.max_source_pixels",
+        ),
         (encoded(np.zeros((10000, 20000), bool)), LIMIT, "the picture is too large"),
         (np.zeros((2, 5, 7)), LIMIT, r"shape \(2, 5, 7\) is no picture"),
         (np.full((4, 5), 3.0), LIMIT, r"must lie in \[0, 1\]"),
@@ -262,12 +297,20 @@ def test_no_picture_needs_torchvision(tmp_path: Path) -> None:
 # Sound.
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("a.wav", 1e-4), ("a.flac", 1e-4), ("a.ogg", 0.05), ("a.mp3", 0.05)])
-def test_sound_of_every_format_is_what_was_written(name: str, tolerance: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("a.wav", 1e-4), ("a.flac", 1e-4), ("a.ogg", 0.05), ("a.mp3", 0.05)]
+)
+def test_sound_of_every_format_is_what_was_written(
+    name: str, tolerance: float, tmp_path: Path
+) -> None:
     values = sound(tmp_path / name, seconds=0.7)
     found = read_sound(tmp_path / name, HEAR)
     assert found.dtype == np.float32
-    assert len(found) == sound_length(tmp_path / name, HEAR) == sound_length((tmp_path / name).read_bytes(), HEAR)
+    assert (
+        len(found)
+        == sound_length(tmp_path / name, HEAR)
+        == sound_length((tmp_path / name).read_bytes(), HEAR)
+    )
     assert abs(len(found) - len(values)) <= (0 if name != "a.mp3" else 4000)
     middle = slice(2000, 8000)
     assert np.abs(found[middle] - values[middle]).max() < tolerance
@@ -283,7 +326,10 @@ def test_channels_are_averaged_and_integers_scaled(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_sound(Samples(whole, 16000), HEAR), [-1, 0, 0.5])
 
 
-@pytest.mark.parametrize(("rate", "wanted"), [(8000, 16000), (16000, 8000), (44100, 16000), (48000, 16000), (22050, 16000)])
+@pytest.mark.parametrize(
+    ("rate", "wanted"),
+    [(8000, 16000), (16000, 8000), (44100, 16000), (48000, 16000), (22050, 16000)],
+)
 def test_a_sine_stays_a_sine_at_another_rate(rate: int, wanted: int) -> None:
     hertz = 0.35 * min(rate, wanted) / 2
     found = resampled(tone(1.0, rate, hertz), rate, wanted)
@@ -298,8 +344,14 @@ def test_what_a_lower_rate_cannot_hold_is_taken_away() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 400), st.sampled_from([8000, 11025, 16000, 22050, 44100]), st.sampled_from([8000, 16000, 24000]))
-def test_resampling_is_the_sum_over_the_filter_wherever_a_sample_falls(length: int, rate: int, wanted: int) -> None:
+@given(
+    st.integers(1, 400),
+    st.sampled_from([8000, 11025, 16000, 22050, 44100]),
+    st.sampled_from([8000, 16000, 24000]),
+)
+def test_resampling_is_the_sum_over_the_filter_wherever_a_sample_falls(
+    length: int, rate: int, wanted: int
+) -> None:
     values = np.random.default_rng(length).normal(size=length).astype(np.float32)
     found = resampled(values, rate, wanted)
     assert len(found) == -(-length * wanted // rate)
@@ -329,7 +381,11 @@ def test_sound_that_does_not_fit_is_told(tmp_path: Path) -> None:
             AudioSettings(16000, False, None),
             r"8000 samples a second, the model takes 16000; set data\.media\.resample",
         ),
-        (tmp_path / "a.wav", AudioSettings(16000, True, 0.3), r"lasts 0\.5 s, more than data\.media\.max_seconds = 0\.3"),
+        (
+            tmp_path / "a.wav",
+            AudioSettings(16000, True, 0.3),
+            r"lasts 0\.5 s, more than data\.media\.max_seconds = 0\.3",
+        ),
         (tmp_path / "empty.wav", HEAR, "the sound is empty"),
         (tmp_path / "noise.wav", HEAR, "the sound cannot be read"),
         (Samples(np.array([0.0, np.nan]), 16000), HEAR, "not finite"),
@@ -384,7 +440,12 @@ def test_frames_are_taken_at_the_rate_that_is_set(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("hidden", "greys"),
-    [((4, 6), [0, 60, 160]), ((3, 4), [0, 40, 160]), ((0,), [20, 80, 160]), ((8, 9, 10, 11), [0, 80, 140])],
+    [
+        ((4, 6), [0, 60, 160]),
+        ((3, 4), [0, 40, 160]),
+        ((0,), [20, 80, 160]),
+        ((8, 9, 10, 11), [0, 80, 140]),
+    ],
 )
 def test_where_a_packet_has_no_frame_that_is_seen_which_stands_at_the_time(
     hidden: tuple[int, ...], greys: list[int], tmp_path: Path
@@ -403,7 +464,12 @@ def test_a_clip_of_which_less_than_half_can_be_decoded_is_damaged(tmp_path: Path
 
 def test_of_a_long_clip_frames_are_spread_over_its_length(tmp_path: Path) -> None:
     clip(tmp_path / "a.mp4", frames=12, rate=2)
-    assert clip_extent(tmp_path / "a.mp4", VideoSettings(4.0, 4, None, LIMIT)).times == (0.0, 1.5, 3.5, 5.5)
+    assert clip_extent(tmp_path / "a.mp4", VideoSettings(4.0, 4, None, LIMIT)).times == (
+        0.0,
+        1.5,
+        3.5,
+        5.5,
+    )
     assert len(clip_extent(tmp_path / "a.mp4", VideoSettings(None, 100, None, LIMIT)).times) == 12
     assert len(clip_extent(tmp_path / "a.mp4", VideoSettings(100.0, 100, None, LIMIT)).times) == 12
     assert len(clip_extent(tmp_path / "a.mp4", VideoSettings(100.0, 1, None, LIMIT)).times) == 1
@@ -416,13 +482,17 @@ def test_of_a_long_clip_frames_are_spread_over_its_length(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
 def test_an_animation_is_a_clip_from_a_file_and_in_memory(name: str, tmp_path: Path) -> None:
     shades = [Image.fromarray(np.full((8, 12, 3), 40 * k, np.uint8)) for k in range(5)]
-    shades[0].save(tmp_path / name, save_all=True, append_images=shades[1:], duration=250, lossless=True)
+    shades[0].save(
+        tmp_path / name, save_all=True, append_images=shades[1:], duration=250, lossless=True
+    )
     with Image.open(tmp_path / name) as lent:
         for stands in (0, 3):
             lent.seek(stands)
             for content in (tmp_path / name, lent):
                 frames, extent = read_clip(content, VIEW)
-                assert extent == Extent((3, 8, 12, 3), (0.0, 0.5, 1.0)) == clip_extent(content, VIEW)
+                assert (
+                    extent == Extent((3, 8, 12, 3), (0.0, 0.5, 1.0)) == clip_extent(content, VIEW)
+                )
                 assert frames[:, 0, 0, 0].tolist() == [0, 80, 160]
             assert lent.tell() == stands and read_picture(lent, LIMIT)[0, 0, 0] == 40 * stands
     still = Image.fromarray(pixels(8, 12))
@@ -432,7 +502,9 @@ def test_an_animation_is_a_clip_from_a_file_and_in_memory(name: str, tmp_path: P
 def test_an_animation_in_memory_is_read_by_several_threads_at_once(tmp_path: Path) -> None:
     shades = [Image.fromarray(np.full((8, 12, 3), 40 * k, np.uint8)) for k in range(5)]
     for name in ("a.gif", "a.png", "a.webp"):
-        shades[0].save(tmp_path / name, save_all=True, append_images=shades[1:], duration=250, lossless=True)
+        shades[0].save(
+            tmp_path / name, save_all=True, append_images=shades[1:], duration=250, lossless=True
+        )
         with Image.open(tmp_path / name) as lent, ThreadPoolExecutor(6) as threads:
             expected = digest(lent)
             clips = [threads.submit(read_clip, lent, VIEW) for _ in range(6)]
@@ -444,10 +516,18 @@ def test_an_animation_in_memory_is_read_by_several_threads_at_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
-def test_a_hash_of_an_animation_in_memory_is_of_all_its_frames_and_their_times(name: str, tmp_path: Path) -> None:
+def test_a_hash_of_an_animation_in_memory_is_of_all_its_frames_and_their_times(
+    name: str, tmp_path: Path
+) -> None:
     def hashed(last: int, duration: int = 250, at: int = 0) -> bytes:
         shades = [Image.fromarray(np.full((8, 12, 3), shade, np.uint8)) for shade in (10, 90, last)]
-        shades[0].save(tmp_path / name, save_all=True, append_images=shades[1:], duration=duration, lossless=True)
+        shades[0].save(
+            tmp_path / name,
+            save_all=True,
+            append_images=shades[1:],
+            duration=duration,
+            lossless=True,
+        )
         with Image.open(tmp_path / name) as lent:
             lent.seek(at)
             return digest(lent)
@@ -456,7 +536,9 @@ def test_a_hash_of_an_animation_in_memory_is_of_all_its_frames_and_their_times(n
     assert len({hashed(200), hashed(150), hashed(200, duration=500), hashed(200, at=1)}) == 4
 
 
-def test_an_animation_in_memory_that_was_closed_is_still_a_picture_and_told_as_a_clip(tmp_path: Path) -> None:
+def test_an_animation_in_memory_that_was_closed_is_still_a_picture_and_told_as_a_clip(
+    tmp_path: Path,
+) -> None:
     shades = [Image.fromarray(np.full((8, 12, 3), 40 * k, np.uint8)) for k in range(2)]
     shades[0].save(tmp_path / "a.gif", save_all=True, append_images=shades[1:], duration=250)
     with Image.open(tmp_path / "a.gif") as closed:
@@ -486,9 +568,21 @@ def test_a_clip_that_cannot_be_seen_is_told(tmp_path: Path) -> None:
     cases: list[tuple[Any, VideoSettings, str]] = [
         (b"\0\0 nothing of a kind" * 9, VIEW, "not a video of any known format"),
         (tmp_path / "a.wav", VIEW, "no video in the file"),
-        (data, VideoSettings(2.0, 8, 1.0, LIMIT), r"lasts 2\.9 s, more than data\.media\.max_seconds = 1"),
-        (data, VideoSettings(2.0, 8, None, 100), r"48 x 32 pixels, more than data\.media\.max_source_pixels = 100"),
-        (Frames((tmp_path / "b.png", tmp_path / "c.png")), VIEW, "frames of different sizes: 8 x 8, 9 x 8"),
+        (
+            data,
+            VideoSettings(2.0, 8, 1.0, LIMIT),
+            r"lasts 2\.9 s, more than data\.media\.max_seconds = 1",
+        ),
+        (
+            data,
+            VideoSettings(2.0, 8, None, 100),
+            r"48 x 32 pixels, more than data\.media\.max_source_pixels = 100",
+        ),
+        (
+            Frames((tmp_path / "b.png", tmp_path / "c.png")),
+            VIEW,
+            "frames of different sizes: 8 x 8, 9 x 8",
+        ),
         (Frames(()), VIEW, "no frames"),
         (np.zeros((3, 4)), VIEW, "is no video"),
     ]
@@ -500,7 +594,9 @@ def test_a_clip_that_cannot_be_seen_is_told(tmp_path: Path) -> None:
                 clip_extent(content, viewing)
 
 
-def test_a_library_that_is_not_installed_is_named_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed_is_named_with_the_way_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sound(tmp_path / "a.wav")
     clip(tmp_path / "a.mp4")
     monkeypatch.setitem(sys.modules, "soundfile", None)
@@ -536,7 +632,9 @@ def test_what_is_attached_can_be_opened_and_is_named_by_its_content(tmp_path: Pa
     small = attachment("image", pixels(40, 60), Extent((40, 60, 3)), 0)
     (tmp_path / small.name).write_bytes(small.data)
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / small.name)), pixels(40, 60))
-    assert small.name.endswith(".png") and small == attachment("image", pixels(40, 60), Extent((40, 60, 3)), 0)
+    assert small.name.endswith(".png") and small == attachment(
+        "image", pixels(40, 60), Extent((40, 60, 3)), 0
+    )
     assert small.name != attachment("image", pixels(40, 61), Extent((40, 61, 3)), 0).name
     large = attachment("image", pixels(1500, 600), Extent((1500, 600, 3)), 0)
     (tmp_path / large.name).write_bytes(large.data)

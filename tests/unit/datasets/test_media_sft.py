@@ -28,17 +28,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def dataset(eye: Rig, folder: Path, *rows: dict[str, Any], max_tokens: int = 512, **settings: Any) -> SFTDataset:
+def dataset(
+    eye: Rig, folder: Path, *rows: dict[str, Any], max_tokens: int = 512, **settings: Any
+) -> SFTDataset:
     config = config_of(written(folder, rows), **settings)
     return SFTDataset(config, eye.tokenizer, max_tokens=max_tokens, seed=0, processor=eye.processor)
 
 
 def learned(eye: Rig, example: Example) -> str:
-    return eye.tokenizer.decode([t for t, trained in zip(example.response_ids, example.trained, strict=True) if trained])
+    return eye.tokenizer.decode(
+        [t for t, trained in zip(example.response_ids, example.trained, strict=True) if trained]
+    )
 
 
 def features(eye: Rig, media: Any) -> int:
-    return eye.processor.parts["image"].count({k: r.values for k, r in media.items()}) if media else 0
+    return (
+        eye.processor.parts["image"].count({k: r.values for k, r in media.items()}) if media else 0
+    )
 
 
 def part(name: str) -> dict[str, str]:
@@ -50,14 +56,18 @@ def text(words: str) -> dict[str, str]:
 
 
 def test_a_picture_of_the_question_belongs_to_the_prompt(eye: Rig, folder: Path) -> None:
-    (example,) = dataset(eye, folder, {"prompt": "<image>what?", "response": "a cat", "image": "a.png"})
+    (example,) = dataset(
+        eye, folder, {"prompt": "<image>what?", "response": "a cat", "image": "a.png"}
+    )
     pad = eye.processor.tokens["image"]
     assert features(eye, example.prompt_media) == example.prompt_ids.count(pad) > 0
     assert example.response_media == {} and pad not in example.response_ids
     assert learned(eye, example) == "a cat<|im_end|>"
 
 
-def test_pictures_of_later_turns_are_in_the_response_and_never_trained(eye: Rig, folder: Path) -> None:
+def test_pictures_of_later_turns_are_in_the_response_and_never_trained(
+    eye: Rig, folder: Path
+) -> None:
     talk = [
         {"role": "user", "content": [part("a.png"), text("first?")]},
         {"role": "assistant", "content": "one"},
@@ -69,11 +79,15 @@ def test_pictures_of_later_turns_are_in_the_response_and_never_trained(eye: Rig,
     assert features(eye, example.prompt_media) == example.prompt_ids.count(pad) > 0
     assert features(eye, example.response_media) == example.response_ids.count(pad)
     assert example.response_media["image_grid_thw"].lengths.tolist() == [3]
-    assert not any(t for t, i in zip(example.trained, example.response_ids, strict=True) if i == pad)
+    assert not any(
+        t for t, i in zip(example.trained, example.response_ids, strict=True) if i == pad
+    )
     assert learned(eye, example) == "one<|im_end|>this: <|vision_start|><|vision_end|><|im_end|>"
 
 
-def test_turns_that_are_learned_one_by_one_have_the_pictures_up_to_them(eye: Rig, folder: Path) -> None:
+def test_turns_that_are_learned_one_by_one_have_the_pictures_up_to_them(
+    eye: Rig, folder: Path
+) -> None:
     talk = [
         {"role": "user", "content": "first <image>?"},
         {"role": "assistant", "content": "one"},
@@ -82,7 +96,10 @@ def test_turns_that_are_learned_one_by_one_have_the_pictures_up_to_them(eye: Rig
     ]
     row = {"messages": talk, "images": ["a.png", "b.png"]}
     first, second = dataset(eye, folder, row, turns="each")
-    assert [e.prompt_media["image_grid_thw"].lengths.tolist() for e in (first, second)] == [[1], [2]]
+    assert [e.prompt_media["image_grid_thw"].lengths.tolist() for e in (first, second)] == [
+        [1],
+        [2],
+    ]
     assert [learned(eye, e) for e in (first, second)] == ["one<|im_end|>", "two<|im_end|>"]
     (last,) = dataset(eye, folder, row, turns="last")
     assert last.prompt_ids == second.prompt_ids
@@ -95,7 +112,11 @@ def test_turns_that_are_learned_one_by_one_have_the_pictures_up_to_them(eye: Rig
 def test_without_a_chat_template_the_picture_stands_in_the_text(eye: Rig, folder: Path) -> None:
     row = {"prompt": "see <image>: ", "response": "a cat", "image": "a.png"}
     (example,) = dataset(eye, folder, row, chat=False)
-    assert features(eye, example.prompt_media) == example.prompt_ids.count(eye.processor.tokens["image"]) > 0
+    assert (
+        features(eye, example.prompt_media)
+        == example.prompt_ids.count(eye.processor.tokens["image"])
+        > 0
+    )
 
 
 def test_an_example_is_cut_behind_its_pictures_or_not_at_all(eye: Rig, folder: Path) -> None:
@@ -113,7 +134,9 @@ def test_an_example_is_cut_behind_its_pictures_or_not_at_all(eye: Rig, folder: P
     assert features(eye, found[0].prompt_media) > 0
 
 
-def test_a_picture_that_cannot_be_read_is_a_counted_skip_at_first_and_told_later(eye: Rig, folder: Path) -> None:
+def test_a_picture_that_cannot_be_read_is_a_counted_skip_at_first_and_told_later(
+    eye: Rig, folder: Path
+) -> None:
     rows = [{"prompt": "x", "response": "y", "image": name} for name in ("a.png", "gone.png")]
     found = dataset(eye, folder, *rows, malformed="skip")
     assert (len(found), found.counts["malformed"]) == (1, 1)
@@ -132,7 +155,11 @@ def test_an_answer_that_holds_the_mark_of_a_picture_is_a_malformed_row(
     mark = "\ufdd2image:0\ufdd3"
     bad: list[dict[str, Any]] = [{"prompt": "x", "response": mark, **picture}]
     if chat:
-        call = {"role": "assistant", "content": "y", "tool_calls": [{"function": {"name": "f", "arguments": {"of": mark}}}]}
+        call = {
+            "role": "assistant",
+            "content": "y",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"of": mark}}}],
+        }
         bad.append({"messages": [{"role": "user", "content": "x"}, call], **picture})
     fine = {"prompt": "x", "response": "y", **picture}
     found = dataset(eye, folder, *bad, fine, malformed="skip", chat=chat)
@@ -142,16 +169,28 @@ def test_an_answer_that_holds_the_mark_of_a_picture_is_a_malformed_row(
 
 
 def test_an_assistant_that_only_shows_a_picture_learns_to_stop(eye: Rig, folder: Path) -> None:
-    eye_without_marks = "{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<|image_pad|>{% else %}"
+    eye_without_marks = (
+        "{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'image' "
+        "%}<|image_pad|>{% else %}"
+    )
     eye_without_marks += "{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}"
     before = eye.tokenizer.chat_template
     eye.tokenizer.chat_template = eye_without_marks
     try:
-        row = {"messages": [{"role": "user", "content": "draw"}, {"role": "assistant", "content": [part("a.png")]}]}
+        row = {
+            "messages": [
+                {"role": "user", "content": "draw"},
+                {"role": "assistant", "content": [part("a.png")]},
+            ]
+        }
         (example,) = dataset(eye, folder, row)
     finally:
         eye.tokenizer.chat_template = before
-    assert features(eye, example.prompt_media) == example.prompt_ids.count(eye.processor.tokens["image"]) > 0
+    assert (
+        features(eye, example.prompt_media)
+        == example.prompt_ids.count(eye.processor.tokens["image"])
+        > 0
+    )
     assert example.response_ids == [eye.tokenizer.eos_token_id] and example.trained == [True]
 
 
@@ -160,7 +199,9 @@ def test_media_are_the_same_tensors_as_a_prompt_gets(eye: Rig, folder: Path) -> 
 
     row = {"prompt": "<image>what?", "response": "a cat", "image": "a.png"}
     (example,) = dataset(eye, folder, row)
-    (prompt,) = PromptDataset(config_of(written(folder, [row])), eye.tokenizer, seed=0, processor=eye.processor)
+    (prompt,) = PromptDataset(
+        config_of(written(folder, [row])), eye.tokenizer, seed=0, processor=eye.processor
+    )
     assert example.prompt_ids == prompt.token_ids
     for name, rows in prompt.media.items():
         assert torch.equal(example.prompt_media[name].values, rows.values)

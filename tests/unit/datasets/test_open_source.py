@@ -31,7 +31,9 @@ def write(folder: Path, kind: str) -> Path:
     table = datasets.Dataset.from_list(ROWS)
     path = folder / f"rows.{kind}"
     if kind == "jsonl":
-        path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in ROWS), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in ROWS), encoding="utf-8"
+        )
     elif kind == "json":
         path.write_text(json.dumps(ROWS, indent=1), encoding="utf-8")
     elif kind == "csv":
@@ -100,10 +102,14 @@ def test_a_saved_data_set_without_the_split_says_which_it_has(tmp_path):
         ('{"prompt": "a"}\n["b"]\n{"prompt": "b"}\n', 2, "must be a JSON object, not list"),
     ],
 )
-def test_a_malformed_json_line_names_file_and_line_and_is_counted_when_skipped(tmp_path, text, line, what):
+def test_a_malformed_json_line_names_file_and_line_and_is_counted_when_skipped(
+    tmp_path, text, line, what
+):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    with pytest.raises(DataError, match=rf"rows\.jsonl, line {line}: .*{what}.*data\.malformed: skip"):
+    with pytest.raises(
+        DataError, match=rf"rows\.jsonl, line {line}: .*{what}.*data\.malformed: skip"
+    ):
         open_source(SourceConfig(path=str(path)))
     rows = open_source(SourceConfig(path=str(path)), "skip")
     assert [rows[i]["prompt"] for i in range(len(rows))] == ["a", "b"]
@@ -120,7 +126,11 @@ def test_a_line_that_is_not_utf8_is_malformed(tmp_path):
 def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfprompt\na\n")
-    assert rows_of(path=str(tmp_path / "a.jsonl")) == rows_of(path=str(tmp_path / "a.csv")) == [{"prompt": "a"}]
+    assert (
+        rows_of(path=str(tmp_path / "a.jsonl"))
+        == rows_of(path=str(tmp_path / "a.csv"))
+        == [{"prompt": "a"}]
+    )
 
 
 def test_a_csv_row_of_the_wrong_width_names_its_line_and_is_counted_when_skipped(tmp_path):
@@ -129,7 +139,10 @@ def test_a_csv_row_of_the_wrong_width_names_its_line_and_is_counted_when_skipped
     with pytest.raises(DataError, match=r"rows\.csv, line 4: 3 values under a header of 2"):
         open_source(SourceConfig(path=str(path)))
     rows = open_source(SourceConfig(path=str(path)), "skip")
-    assert [dict(rows[i]) for i in range(2)] == [{"prompt": "two\nlines", "label": "1"}, {"prompt": "last", "label": "4"}]
+    assert [dict(rows[i]) for i in range(2)] == [
+        {"prompt": "two\nlines", "label": "1"},
+        {"prompt": "last", "label": "4"},
+    ]
     assert (len(rows), rows.malformed, rows.where(1)) == (2, 1, f"{path}, line 5")
 
 
@@ -157,7 +170,9 @@ def test_an_empty_file_is_an_error_that_names_it(tmp_path, name):
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path):
     write(tmp_path, "jsonl")
-    with pytest.raises(DataError, match=r"no file or folder .*row\.jsonl; did you mean .*rows\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"no file or folder .*row\.jsonl; did you mean .*rows\.jsonl"
+    ):
         open_source(SourceConfig(path=str(tmp_path / "row.jsonl")))
 
 
@@ -168,7 +183,9 @@ def test_a_parquet_file_that_is_none_is_named(tmp_path):
 
 
 def test_a_hub_name_that_cannot_be_loaded_says_what_was_tried():
-    with pytest.raises(DataError, match=r"nobody/nothing is no file or folder here, and as a data set of the hub"):
+    with pytest.raises(
+        DataError, match=r"nobody/nothing is no file or folder here, and as a data set of the hub"
+    ):
         open_source(SourceConfig(path="nobody/nothing"))
 
 
@@ -178,35 +195,50 @@ def test_limit_takes_the_first_rows(tmp_path):
 
 
 def test_a_function_of_a_file_gives_rows_and_takes_options_and_the_split(tmp_path):
-    (tmp_path / "mine.py").write_text("def rows(n, split):\n    for i in range(n):\n        yield {'prompt': f'{split} {i}'}\n")
+    (tmp_path / "mine.py").write_text(
+        "def rows(n, split):\n    for i in range(n):\n        yield {'prompt': f'{split} {i}'}\n"
+    )
     path = f"{tmp_path}/mine.py:rows"
-    assert rows_of(path=path, options={"n": 2}, split="test") == [{"prompt": "test 0"}, {"prompt": "test 1"}]
+    assert rows_of(path=path, options={"n": 2}, split="test") == [
+        {"prompt": "test 0"},
+        {"prompt": "test 1"},
+    ]
     assert source_name(SourceConfig(path=path)) == "mine"
     with pytest.raises(ConfigError, match=r"data\.sources\.options: .*takes \(n, split\)"):
         rows_of(path=path, options={"m": 2})
 
 
 def test_a_function_that_raises_is_named(tmp_path):
-    (tmp_path / "bad.py").write_text("def rows():\n    yield {'prompt': 'a'}\n    raise RuntimeError('no more')\n")
+    (tmp_path / "bad.py").write_text(
+        "def rows():\n    yield {'prompt': 'a'}\n    raise RuntimeError('no more')\n"
+    )
     with pytest.raises(DataError, match=r"bad\.py:rows raised RuntimeError: no more"):
         rows_of(path=f"{tmp_path}/bad.py:rows")
 
 
 def test_an_endless_function_stops_at_the_limit(tmp_path):
-    (tmp_path / "endless.py").write_text("def rows():\n    while True:\n        yield {'prompt': 'a'}\n")
+    (tmp_path / "endless.py").write_text(
+        "def rows():\n    while True:\n        yield {'prompt': 'a'}\n"
+    )
     assert len(rows_of(path=f"{tmp_path}/endless.py:rows", limit=5)) == 5
 
 
 def test_options_that_nothing_reads_are_errors(tmp_path):
     path = str(write(tmp_path, "jsonl"))
-    with pytest.raises(ConfigError, match=r"data\.sources\.options \(n\) are read by a function source"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\.options \(n\) are read by a function source"
+    ):
         rows_of(path=path, options={"n": 1})
-    with pytest.raises(ConfigError, match=r"data\.sources\.reader_options \(n\) are read by a reader"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\.reader_options \(n\) are read by a reader"
+    ):
         rows_of(path=path, reader_options={"n": 1})
 
 
 def test_bare_names_stand_for_sources():
-    assert DataConfig.model_validate({"sources": "a.jsonl"}).sources == (SourceConfig(path="a.jsonl"),)
+    assert DataConfig.model_validate({"sources": "a.jsonl"}).sources == (
+        SourceConfig(path="a.jsonl"),
+    )
     assert DataConfig.model_validate({"sources": ["a", {"path": "b"}]}).sources == (
         SourceConfig(path="a"),
         SourceConfig(path="b"),
@@ -228,7 +260,12 @@ def test_a_compressed_text_file_gives_the_same_rows(tmp_path, kind, suffix):
     packed = tmp_path / "packed" / f"{path.name}{suffix}"
     packed.parent.mkdir()
     packed.write_bytes(PACKED[suffix](path.read_bytes()))
-    assert rows_of(path=str(packed)) == rows_of(path=str(packed.parent)) == rows_of(path=f"{packed.parent}/*{suffix}") == ROWS
+    assert (
+        rows_of(path=str(packed))
+        == rows_of(path=str(packed.parent))
+        == rows_of(path=f"{packed.parent}/*{suffix}")
+        == ROWS
+    )
     assert source_name(SourceConfig(path=str(packed))) == "rows"
     rows = pickle.loads(pickle.dumps(open_source(SourceConfig(path=str(packed)))))
     assert [dict(rows[i]) for i in range(len(rows))] == ROWS
@@ -273,6 +310,8 @@ def test_the_first_bad_row_of_a_file_is_remembered_with_its_line(tmp_path):
 def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, path):
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightrft.datasets.open_source._from_hub", lambda source: pytest.fail("asked the hub"))
+    monkeypatch.setattr(
+        "lightrft.datasets.open_source._from_hub", lambda source: pytest.fail("asked the hub")
+    )
     with pytest.raises(DataError, match=r"there is no file or folder|neither a saved data set"):
         rows_of(path=path)

@@ -20,7 +20,9 @@ from lightrft.utils.errors import DataError
 
 ASK = "Two {noun} were made for this request:\n{request}\n\nCompare them by {by}."
 BY = "how well each follows the request, and how good it is in itself"
-END = "\n\nWhich of the two {noun} is better? End with <answer>A</answer> or <answer>B</answer>{tie}."
+END = (
+    "\n\nWhich of the two {noun} is better? End with <answer>A</answer> or <answer>B</answer>{tie}."
+)
 TIE = ", or <answer>C</answer> if they are equally good"
 
 
@@ -39,9 +41,18 @@ def expected(source, kind, request, candidates, marks, winners, *, ties=False, g
     noun = {"image": "pictures", "video": "videos", "audio": "clips"}[kind]
     first = first_by_hand(source, request, marks)
     a, b = ({"type": kind, kind: candidates[k]} for k in (first, 1 - first))
-    content = [text(ASK.format(noun=noun, request=request, by=by)), *given, text("\n\nA:\n"), a, text("\n\nB:\n"), b]
+    content = [
+        text(ASK.format(noun=noun, request=request, by=by)),
+        *given,
+        text("\n\nA:\n"),
+        a,
+        text("\n\nB:\n"),
+        b,
+    ]
     content.append(text(END.format(noun=noun, tie=TIE if ties else "")))
-    letters = {head: "C" if w is None else "A" if w == first else "B" for head, w in winners.items()}
+    letters = {
+        head: "C" if w is None else "A" if w == first else "B" for head, w in winners.items()
+    }
     label, best = letters["preference"], winners["preference"]
     return {
         "prompt": [{"role": "user", "content": content}],
@@ -105,7 +116,15 @@ RATED = {
     "SDXL_Base": "s.png",
 }
 FILMED = {"id": "00012", "prompt": "snow", "models": {"pika": [1, 2], "gen2": [4, 4]}}
-BENCH = {"path_A": "v/a.mp4", "path_B": "v/b.mp4", "prompt": "sea", "Overall": "B", "VQ": "A", "MQ": "same", "TA": "B"}
+BENCH = {
+    "path_A": "v/a.mp4",
+    "path_B": "v/b.mp4",
+    "prompt": "sea",
+    "Overall": "B",
+    "VQ": "A",
+    "MQ": "same",
+    "TA": "B",
+}
 CLIPS = {
     "prompt": "a bell",
     "chosen": {"bytes": None, "path": "c.wav"},
@@ -120,8 +139,24 @@ STARTS = [text("\n\nThey start from:\n"), {"type": "image", "image": ASSET}]
 ROWS = [
     ("hpdv3", HPD, "image", "a cat", ["i/1.jpg", "i/2.jpg"], {"preference": 0}, {}),
     ("imagerewarddb", RANKED, "image", "a tree", ["t/1.webp", "t/2.webp"], {"preference": 1}, {}),
-    ("genai_bench", RATED, "image", "two dogs", ["d.png", "s.png"], {"preference": None}, {"ties": True}),
-    ("rapidata-t2v", RAPIDATA, "video", "rain", ["x.mp4", "y.mp4"], RAPIDATA_WINNERS, {"ties": True}),
+    (
+        "genai_bench",
+        RATED,
+        "image",
+        "two dogs",
+        ["d.png", "s.png"],
+        {"preference": None},
+        {"ties": True},
+    ),
+    (
+        "rapidata-t2v",
+        RAPIDATA,
+        "video",
+        "rain",
+        ["x.mp4", "y.mp4"],
+        RAPIDATA_WINNERS,
+        {"ties": True},
+    ),
     (
         "rapidata-i2v",
         {**RAPIDATA, "prompt_asset": ASSET},
@@ -131,8 +166,24 @@ ROWS = [
         RAPIDATA_WINNERS,
         {"ties": True, "given": STARTS},
     ),
-    ("omnirewardbench-t2i", OMNI, "image", "a boat", ["r/1", "r/2"], {"preference": 1}, {"ties": True, "by": "calm water"}),
-    ("omnirewardbench-t2v", OMNI, "video", "a boat", ["r/1", "r/2"], {"preference": 1}, {"ties": True, "by": "calm water"}),
+    (
+        "omnirewardbench-t2i",
+        OMNI,
+        "image",
+        "a boat",
+        ["r/1", "r/2"],
+        {"preference": 1},
+        {"ties": True, "by": "calm water"},
+    ),
+    (
+        "omnirewardbench-t2v",
+        OMNI,
+        "video",
+        "a boat",
+        ["r/1", "r/2"],
+        {"preference": 1},
+        {"ties": True, "by": "calm water"},
+    ),
     (
         "omnirewardbench-t2a",
         {**OMNI, "response1": "i/1.wav", "criteria_preference": "tie"},
@@ -151,9 +202,33 @@ ROWS = [
         {"preference": 0},
         {},
     ),
-    ("videogen-rewardbench", BENCH, "video", "sea", ["v/a.mp4", "v/b.mp4"], OVERALL, {"ties": True}),
-    ("genai_bench_video", FILMED, "video", "snow", ["pika/00012.mp4", "gen2/00012.mp4"], {"preference": 1}, {"ties": True}),
-    ("audio-alpaca", CLIPS, "audio", "a bell", [CLIPS["chosen"], CLIPS["rejected"]], {"preference": 0}, {}),
+    (
+        "videogen-rewardbench",
+        BENCH,
+        "video",
+        "sea",
+        ["v/a.mp4", "v/b.mp4"],
+        OVERALL,
+        {"ties": True},
+    ),
+    (
+        "genai_bench_video",
+        FILMED,
+        "video",
+        "snow",
+        ["pika/00012.mp4", "gen2/00012.mp4"],
+        {"preference": 1},
+        {"ties": True},
+    ),
+    (
+        "audio-alpaca",
+        CLIPS,
+        "audio",
+        "a bell",
+        [CLIPS["chosen"], CLIPS["rejected"]],
+        {"preference": 0},
+        {},
+    ),
 ]
 IDS = {"genai_bench": {"id": "4/DALLE_3/SDXL_Base"}, "genai_bench_video": {"id": "00012/pika/gen2"}}
 
@@ -164,8 +239,14 @@ def opened(tmp_path, row, reader, **options):
     return open_source(SourceConfig(path=str(path), reader=reader, reader_options=options))[0]
 
 
-@pytest.mark.parametrize(("reader", "row", "kind", "request_", "candidates", "winners", "rest"), ROWS, ids=[r[0] for r in ROWS])
-def test_a_row_of_each_public_layout_becomes_a_question(tmp_path, reader, row, kind, request_, candidates, winners, rest):
+@pytest.mark.parametrize(
+    ("reader", "row", "kind", "request_", "candidates", "winners", "rest"),
+    ROWS,
+    ids=[r[0] for r in ROWS],
+)
+def test_a_row_of_each_public_layout_becomes_a_question(
+    tmp_path, reader, row, kind, request_, candidates, winners, rest
+):
     marks = [c if isinstance(c, str) else c["path"] for c in candidates]
     made = expected(reader, kind, request_, candidates, marks, winners, **rest)
     assert opened(tmp_path, row, reader) == {**row, **made, **IDS.get(reader, {})}
@@ -174,11 +255,19 @@ def test_a_row_of_each_public_layout_becomes_a_question(tmp_path, reader, row, k
 def test_thoughts_about_two_pictures_keep_their_order(tmp_path):
     asked = "<image>\n<image>\nWhich picture is better?\nText Caption: [a fox]"
     said = "<think>Image 1 (3/10); Image 2 (9/10)</think>\n<answer>Image 2 is better</answer>"
-    row = {"images": ["i/1.png", "i/2.png"], "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
+    row = {
+        "images": ["i/1.png", "i/2.png"],
+        "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}],
+    }
     one, two = ({"type": "image", "image": f"/data/i/{k}.png"} for k in (1, 2))
     words = text("Which picture is better?\nText Caption: [a fox]")
     made = {
-        "prompt": [{"role": "user", "content": [words, text("\n\nImage 1:\n"), one, text("\n\nImage 2:\n"), two]}],
+        "prompt": [
+            {
+                "role": "user",
+                "content": [words, text("\n\nImage 1:\n"), one, text("\n\nImage 2:\n"), two],
+            }
+        ],
         "response": said,
         "label": "B",
         "preference": "B",
@@ -198,10 +287,15 @@ def test_the_instruction_can_be_given_for_all_tasks_or_for_each(tmp_path):
     def words(**options):
         return opened(tmp_path, HPD, "hpdv3", **options)["prompt"][0]["content"][0]["text"]
 
-    assert words(task_instruction="Made for {prompt}: {not_a_field}") == "Made for a cat: {not_a_field}"
+    assert (
+        words(task_instruction="Made for {prompt}: {not_a_field}")
+        == "Made for a cat: {not_a_field}"
+    )
     by_task = {"text-to-image": "See {prompt}", "text-to-video": "Watch {prompt}"}
     assert words(task_instruction=by_task) == "See a cat"
-    with pytest.raises(DataError, match="task_instruction has no entry 'text-to-image'; it has: text-to-video"):
+    with pytest.raises(
+        DataError, match="task_instruction has no entry 'text-to-image'; it has: text-to-video"
+    ):
         words(task_instruction={"text-to-video": "Watch {prompt}"})
     shown = opened(tmp_path, OMNI, "omnirewardbench-t2i", task_instruction="{prompt} by {criteria}")
     assert shown["prompt"][0]["content"][0]["text"] == "a boat by calm water"
@@ -229,7 +323,10 @@ def test_the_order_depends_on_the_content_and_tells_nothing_of_the_label(reader,
 def test_a_pair_is_shown_alike_in_whatever_order_it_is_listed():
     for k in range(50):
         two = (f"{k}/a.png", f"{k}/b.png")
-        assert two[preference_pairs.first_shown("s", "r", two)] == two[::-1][preference_pairs.first_shown("s", "r", two[::-1])]
+        assert (
+            two[preference_pairs.first_shown("s", "r", two)]
+            == two[::-1][preference_pairs.first_shown("s", "r", two[::-1])]
+        )
 
 
 def test_bytes_tell_candidates_apart_and_pictures_in_memory_are_not_decoded():
@@ -240,7 +337,9 @@ def test_bytes_tell_candidates_apart_and_pictures_in_memory_are_not_decoded():
             raise AssertionError("decoded")
 
     orders = {
-        preference_pairs.first_shown("s", "r", ({"bytes": bytes([k]), "path": None}, {"bytes": b"b", "path": None}))
+        preference_pairs.first_shown(
+            "s", "r", ({"bytes": bytes([k]), "path": None}, {"bytes": b"b", "path": None})
+        )
         for k in range(20)
     }
     assert orders == {0, 1}
@@ -257,11 +356,19 @@ def test_what_no_pair_can_be_made_of_is_an_error_that_names_the_row(tmp_path):
         opened(tmp_path, {k: v for k, v in HPD.items() if k != "path2"}, "hpdv3")
     with pytest.raises(DataError, match=r"the column 'MQ' is 'C', not one of A, B, same"):
         opened(tmp_path, {**BENCH, "MQ": "C"}, "videogen-rewardbench")
-    with pytest.raises(DataError, match=r"criteria_preference is 'both', not one of response1, response2, tie"):
+    with pytest.raises(
+        DataError, match=r"criteria_preference is 'both', not one of response1, response2, tie"
+    ):
         opened(tmp_path, {**OMNI, "criteria_preference": "both"}, "omnirewardbench-t2a")
-    with pytest.raises(DataError, match=r"it rates 1 models; pairs come from the source lightrft\S+:genai_bench_pairs"):
+    with pytest.raises(
+        DataError,
+        match=r"it rates 1 models; pairs come from the source lightrft\S+:genai_bench_pairs",
+    ):
         opened(tmp_path, {**RATED, "HumanRatings": {"DALLE_3": [1]}}, "genai_bench")
-    with pytest.raises(DataError, match=r"it has one picture; pairs come from the source lightrft\S+:imagerewarddb_pairs"):
+    with pytest.raises(
+        DataError,
+        match=r"it has one picture; pairs come from the source lightrft\S+:imagerewarddb_pairs",
+    ):
         opened(tmp_path, {**RANKED, "image_path": "t/1.webp", "rank": 1}, "imagerewarddb")
 
 
@@ -273,13 +380,22 @@ def source_of(function, path, reader):
 def test_pictures_of_one_prompt_are_paired_unless_their_ranks_are_equal(tmp_path):
     ranks = {"p1": [1, 2, 2], "p2": [1], "p3": [None, 1]}
     rows = [
-        {"prompt_id": p, "prompt": p, "classification": "c", "image_path": f"{p}/{k}.webp", "rank": rank, "overall_rating": 9 - k}
+        {
+            "prompt_id": p,
+            "prompt": p,
+            "classification": "c",
+            "image_path": f"{p}/{k}.webp",
+            "rank": rank,
+            "overall_rating": 9 - k,
+        }
         for p, of_prompt in ranks.items()
         for k, rank in enumerate(of_prompt)
     ]
     random.Random(0).shuffle(rows)
     (tmp_path / "train.json").write_text(json.dumps(rows))
-    found = source_of(image_preferences.imagerewarddb_pairs, tmp_path / "train.json", "imagerewarddb")
+    found = source_of(
+        image_preferences.imagerewarddb_pairs, tmp_path / "train.json", "imagerewarddb"
+    )
     made = [found[i] for i in range(len(found))]
     assert sorted((m["chosen"]["image"], m["rejected"]["image"]) for m in made) == [
         ("p1/0.webp", "p1/1.webp"),
@@ -312,10 +428,18 @@ def test_models_of_one_prompt_are_paired(tmp_path):
 def test_videos_of_one_prompt_are_paired(tmp_path):
     rows = {"00012": {"prompt": "snow", "models": {"pika": [1, 2], "gen2": [4, 4], "lost": []}}}
     (tmp_path / "genai_video.json").write_text(json.dumps(rows))
-    found = source_of(video_preferences.genai_bench_video_pairs, tmp_path / "genai_video.json", "genai_bench_video")
+    found = source_of(
+        video_preferences.genai_bench_video_pairs,
+        tmp_path / "genai_video.json",
+        "genai_bench_video",
+    )
     assert [found[i]["id"] for i in range(len(found))] == ["00012/pika/gen2"]
     with pytest.raises(DataError, match="cannot be read as JSON"):
-        source_of(video_preferences.genai_bench_video_pairs, tmp_path / "missing.json", "genai_bench_video")
+        source_of(
+            video_preferences.genai_bench_video_pairs,
+            tmp_path / "missing.json",
+            "genai_bench_video",
+        )
 
 
 def test_pairs_and_questions_are_encoded_with_their_media(tmp_path):
@@ -326,14 +450,25 @@ def test_pairs_and_questions_are_encoded_with_their_media(tmp_path):
     processor = load_processor(model, tokenizer)
     for name, size in (("1.png", (32, 48)), ("2.png", (48, 32)), ("start.png", (32, 32))):
         Image.new("RGB", size, "red").save(tmp_path / name)
-    Image.new("RGB", (56, 56)).save(tmp_path / "v.webp", save_all=True, append_images=[Image.new("RGB", (56, 56), "blue")])
+    Image.new("RGB", (56, 56)).save(
+        tmp_path / "v.webp", save_all=True, append_images=[Image.new("RGB", (56, 56), "blue")]
+    )
     videos = {"file_name1": "v.webp", "file_name2": "v.webp", "prompt_asset": "start.png"}
     rows = {
         "hpdv3": ({**HPD, "path1": "1.png", "path2": "2.png"}, {"image_grid_thw": 2}),
         "rapidata-i2v": ({**RAPIDATA, **videos}, {"image_grid_thw": 1, "video_grid_thw": 2}),
-        "geo3k": ({"images": ["1.png"], "problem": "<image>Find x.", "answer": "3"}, {"image_grid_thw": 1}),
+        "geo3k": (
+            {"images": ["1.png"], "problem": "<image>Find x.", "answer": "3"},
+            {"image_grid_thw": 1},
+        ),
         "mathvista": (
-            {"question": "?", "image": "2.png", "choices": ["a"], "answer": "a", "question_type": "multi_choice"},
+            {
+                "question": "?",
+                "image": "2.png",
+                "choices": ["a"],
+                "answer": "a",
+                "question_type": "multi_choice",
+            },
             {"image_grid_thw": 1},
         ),
     }
@@ -341,7 +476,9 @@ def test_pairs_and_questions_are_encoded_with_their_media(tmp_path):
         (tmp_path / f"{reader}.json").write_text(json.dumps([row]))
         data = DataConfig(sources=({"path": str(tmp_path / f"{reader}.json"), "reader": reader},))
         prompt = PromptDataset(data, tokenizer, seed=0, processor=processor)[0]
-        assert {name: len(ragged.values) for name, ragged in prompt.media.items() if name in counts} == counts
+        assert {
+            name: len(ragged.values) for name, ragged in prompt.media.items() if name in counts
+        } == counts
         if reader == "hpdv3":  # the preferred picture is the narrower one
             widths = prompt.media["image_grid_thw"].values[:, 2].tolist()
             assert widths == sorted(widths, reverse=prompt.label == "B")

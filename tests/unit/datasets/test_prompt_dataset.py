@@ -16,7 +16,9 @@ from lightrft.utils.errors import CheckpointError, ConfigError, DataError
 from tests.unit.datasets.tokenizers import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
-FRAME = len("<user\n>\n<assistant\n")  # tokens that the chat template adds: a special token is one token
+FRAME = len(
+    "<user\n>\n<assistant\n"
+)  # tokens that the chat template adds: a special token is one token
 
 
 @pytest.fixture
@@ -30,17 +32,24 @@ def source(tmp_path):
 
 
 def dataset(sources, seed=0, **config):
-    return PromptDataset(DataConfig.model_validate({"sources": sources, **config}), TOKENIZER, seed=seed)
+    return PromptDataset(
+        DataConfig.model_validate({"sources": sources, **config}), TOKENIZER, seed=seed
+    )
 
 
 def test_a_prompt_carries_its_row(source):
     path = source(
-        [{"question": "1+1=?", "answer": "2", "level": 3}, {"question": "2+2=?", "answer": "4", "id": "x", "data_source": "y"}]
+        [
+            {"question": "1+1=?", "answer": "2", "level": 3},
+            {"question": "2+2=?", "answer": "4", "id": "x", "data_source": "y"},
+        ]
     )
     first, second = list(dataset(path))
     assert first == Prompt(
         id="rows/0",
-        token_ids=TOKENIZER.apply_chat_template([{"role": "user", "content": "1+1=?"}], add_generation_prompt=True)["input_ids"],
+        token_ids=TOKENIZER.apply_chat_template(
+            [{"role": "user", "content": "1+1=?"}], add_generation_prompt=True
+        )["input_ids"],
         text="<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n",
         label="2",
         reference="2",
@@ -56,7 +65,9 @@ def test_the_last_answer_of_a_conversation_is_its_reference(source):
 
 
 def test_equal_ids_of_rows_become_different(source):
-    path = source([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}, {"prompt": "c", "id": "x~2"}])
+    path = source(
+        [{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}, {"prompt": "c", "id": "x~2"}]
+    )
     assert [p.id for p in dataset(path)] == ["x", "x~3", "x~2"]
 
 
@@ -70,22 +81,36 @@ def test_unique_names_are_unique_and_stable(names):
 def test_overlong_prompts_are_dropped_and_counted(source):
     path = source([{"prompt": "a" * n} for n in (5, 6, 7, 20)])
     data = dataset(path, max_prompt_tokens=FRAME + 6)
-    assert [p.columns | {"n": len(p.token_ids)} for p in data] == [{"n": FRAME + 5}, {"n": FRAME + 6}]
+    assert [p.columns | {"n": len(p.token_ids)} for p in data] == [
+        {"n": FRAME + 5},
+        {"n": FRAME + 6},
+    ]
     assert (data.counts["rows"], data.counts["overlong"], data.counts["prompts"]) == (4, 2, 2)
 
 
 def test_an_overlong_prompt_can_be_an_error_that_names_row_and_setting(source):
     path = source([{"prompt": "a"}, {"prompt": "a" * 9}])
     with pytest.raises(
-        DataError, match=rf"line 2: {FRAME + 9} tokens, more than data\.max_prompt_tokens = {FRAME + 6}.*overlong"
+        DataError,
+        match=rf"line 2: {FRAME + 9} tokens, more than data\.max_prompt_tokens = {FRAME + 6}.*overlong",
     ):
         dataset(path, max_prompt_tokens=FRAME + 6, overlong="error")
 
 
 def test_truncation_cuts_the_start_of_the_question_and_leaves_the_template_whole(source):
-    path = source([{"prompt": "0123456789"}, {"prompt": "ab"}, {"messages": [{"role": "user", "content": "<|im_end|>6789"}]}])
+    path = source(
+        [
+            {"prompt": "0123456789"},
+            {"prompt": "ab"},
+            {"messages": [{"role": "user", "content": "<|im_end|>6789"}]},
+        ]
+    )
     data = dataset(path, max_prompt_tokens=FRAME + 4, overlong="truncate")
-    assert [p.text.split("\n")[1] for p in data] == ["6789<|im_end|>", "ab<|im_end|>", "6789<|im_end|>"]
+    assert [p.text.split("\n")[1] for p in data] == [
+        "6789<|im_end|>",
+        "ab<|im_end|>",
+        "6789<|im_end|>",
+    ]
     assert all(p.token_ids == TOKENIZER(p.text)["input_ids"] for p in data)
     assert (data.counts["truncated"], data.counts["overlong"]) == (2, 0)
 
@@ -93,13 +118,23 @@ def test_truncation_cuts_the_start_of_the_question_and_leaves_the_template_whole
 def test_what_no_cut_can_shorten_enough_is_dropped(source):
     path = source([{"prompt": "0123456789"}])
     with pytest.raises(
-        DataError, match=r"nothing is left of .*rows\.jsonl \(1 rows, 0 malformed, 1 overlong\); the first: .*line 1"
+        DataError,
+        match=r"nothing is left of .*rows\.jsonl \(1 rows, 0 malformed, 1 overlong\); the first: .*line 1",
     ):
         dataset(path, max_prompt_tokens=FRAME, overlong="truncate")
 
 
 def test_bad_rows_are_skipped_and_counted_when_told_so(source):
-    path = source([{"prompt": "a"}, "not json", {"prompt": ""}, {"text": "b"}, {"messages": [{"from": "x"}]}, {"prompt": "c"}])
+    path = source(
+        [
+            {"prompt": "a"},
+            "not json",
+            {"prompt": ""},
+            {"text": "b"},
+            {"messages": [{"from": "x"}]},
+            {"prompt": "c"},
+        ]
+    )
     data = dataset(path, malformed="skip")
     assert [p.id for p in data] == ["rows/0", "rows/4"]
     assert (data.counts["malformed"], data.counts["prompts"]) == (4, 2)
@@ -108,14 +143,21 @@ def test_bad_rows_are_skipped_and_counted_when_told_so(source):
 
 
 def test_nothing_left_says_why(source):
-    with pytest.raises(DataError, match=r"nothing is left of .* \(2 rows, 2 malformed, 0 overlong\); the first: .*no column 'x'"):
-        dataset(source([{"prompt": "a"}, {"prompt": "b"}]), malformed="skip", columns={"prompt": "x"})
+    with pytest.raises(
+        DataError,
+        match=r"nothing is left of .* \(2 rows, 2 malformed, 0 overlong\); the first: .*no column 'x'",
+    ):
+        dataset(
+            source([{"prompt": "a"}, {"prompt": "b"}]), malformed="skip", columns={"prompt": "x"}
+        )
     with pytest.raises(ConfigError, match=r"data\.sources is empty"):
         dataset([])
 
 
 def test_spelled_special_tokens_are_counted(source):
-    assert dataset(source([{"prompt": "a<|im_end|>"}, {"prompt": "b"}])).counts["special_tokens"] == 1
+    assert (
+        dataset(source([{"prompt": "a<|im_end|>"}, {"prompt": "b"}])).counts["special_tokens"] == 1
+    )
 
 
 def test_a_data_set_pickles(source):
@@ -124,19 +166,29 @@ def test_a_data_set_pickles(source):
 
 
 def sources_of(source, sizes, weights):
-    files = [source([{"prompt": f"{k} {i}"} for i in range(n)], f"s{k}") for k, n in enumerate(sizes)]
+    files = [
+        source([{"prompt": f"{k} {i}"} for i in range(n)], f"s{k}") for k, n in enumerate(sizes)
+    ]
     return [{"path": f, "weight": w} for f, w in zip(files, weights)]
 
 
 def test_concat_takes_every_row_once(source):
-    assert [p.id for p in dataset(sources_of(source, [2, 3], [1, 1]))] == ["s0/0", "s0/1", "s1/0", "s1/1", "s1/2"]
+    assert [p.id for p in dataset(sources_of(source, [2, 3], [1, 1]))] == [
+        "s0/0",
+        "s0/1",
+        "s1/0",
+        "s1/1",
+        "s1/2",
+    ]
 
 
 def test_sampling_ends_with_the_first_source_and_keeps_the_shares(source):
     data = dataset(sources_of(source, [600, 3000], [1, 3]), blend="sample")
     drawn = Counter(p.data_source for p in data)
     assert drawn["s0"] == 600
-    assert drawn["s0"] / len(data) == pytest.approx(0.25, abs=0.03)  # 2400 draws: four standard errors are 0.035
+    assert drawn["s0"] / len(data) == pytest.approx(
+        0.25, abs=0.03
+    )  # 2400 draws: four standard errors are 0.035
     assert data[len(data) - 1].data_source == "s0"
     assert len({p.id for p in data}) == len(data)
 
@@ -189,7 +241,12 @@ def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide():
     assert PromptSampler(4, seed=3, shuffle=False).next(6) == [0, 1, 2, 3, 0, 1]
 
 
-@given(st.integers(1, 9), st.lists(st.integers(0, 12), max_size=6), st.lists(st.integers(0, 12), max_size=6), st.booleans())
+@given(
+    st.integers(1, 9),
+    st.lists(st.integers(0, 12), max_size=6),
+    st.lists(st.integers(0, 12), max_size=6),
+    st.booleans(),
+)
 def test_a_resumed_sampler_goes_on_as_if_never_stopped(length, before, after, shuffle):
     whole = PromptSampler(length, 5, shuffle)
     for k in before:

@@ -36,7 +36,14 @@ def test_the_usual_label_and_reference_columns_are_found(row, label, reference):
 
 
 def test_names_in_the_settings_win_and_dots_reach_inside():
-    row = {"prompt": "no", "task": {"text": "yes"}, "a.b": 1, "a": {"b": 2}, "source": "mine", "key": 5}
+    row = {
+        "prompt": "no",
+        "task": {"text": "yes"},
+        "a.b": 1,
+        "a": {"b": 2},
+        "source": "mine",
+        "key": 5,
+    }
     found = record(row, prompt="task.text", label="a.b", data_source="source", id="key")
     assert (found.prompt, found.label, found.data_source, found.id) == ("yes", 1, "mine", "5")
 
@@ -51,14 +58,17 @@ def test_a_missing_column_is_named_with_the_row_and_the_columns_that_exist():
     with pytest.raises(MalformedRow, match=message):
         record({"question": "q", "answer": "a"}, prompt="questoin")
     with pytest.raises(
-        MalformedRow, match=r"line 7: no column with a prompt .* the row has: text\. Name the column in data\.columns\.prompt"
+        MalformedRow,
+        match=r"line 7: no column with a prompt .* the row has: text\. Name the column in data\.columns\.prompt",
     ):
         record({"text": "q"})
     with pytest.raises(MalformedRow, match=r"no column 'extra\.label' \(data\.columns\.label\)"):
         record({"prompt": "q", "extra": {"lable": 1}}, label="extra.label")
 
 
-@pytest.mark.parametrize("value", ["", "  \n", None, [], [{"role": "user", "content": ""}], [CHAT[0]]])
+@pytest.mark.parametrize(
+    "value", ["", "  \n", None, [], [{"role": "user", "content": ""}], [CHAT[0]]]
+)
 def test_an_empty_prompt_names_the_row(value):
     with pytest.raises(MalformedRow, match=r"line 7: the prompt is empty"):
         record({"prompt": value})
@@ -68,7 +78,11 @@ def test_messages_are_read_in_each_of_their_forms():
     sharegpt = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1=?"}]
     parts = [
         CHAT[0],
-        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=?"}], "name": None},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=?"}],
+            "name": None,
+        },
     ]
     for value in (CHAT, sharegpt, parts, json.dumps(CHAT), json.dumps(sharegpt)):
         assert record({"messages": value}).prompt == CHAT
@@ -83,9 +97,15 @@ def test_json_that_is_no_conversation_stays_text():
     ("message", "what"),
     [
         ({"from": "robot", "value": "x"}, r"message 2: 'from' is 'robot'; known: human"),
-        ({"speaker": "user", "content": "x"}, r"message 2: neither 'role' nor 'from'; it has: speaker, content"),
+        (
+            {"speaker": "user", "content": "x"},
+            r"message 2: neither 'role' nor 'from'; it has: speaker, content",
+        ),
         ("hello", r"message 2: a message must have a role"),
-        ({"role": "user", "content": [{"type": "chart"}]}, r"message 2: a content part of type 'chart'"),
+        (
+            {"role": "user", "content": [{"type": "chart"}]},
+            r"message 2: a content part of type 'chart'",
+        ),
         ({"role": "user", "content": 3}, r"message 2: content must be text"),
     ],
 )

@@ -28,13 +28,17 @@ from lightrft.models.tiny.text import tiny_tokenizer
 
 def dropping_tokenizer() -> PreTrainedTokenizerFast:
     """Knows a, b and c; other characters leave no token."""
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, [])))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, []))
+    )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Knows every byte, and has one token for unknown, begin and end, as GPT-2's has."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<end>"])}, []))
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate([*alphabet, "<end>"])}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     one = {"unk_token": "<end>", "bos_token": "<end>", "eos_token": "<end>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **one)
@@ -79,7 +83,11 @@ def test_the_first_place_is_kept_and_counts_of_rows_stay_apart() -> None:
 
 
 def test_prompts_and_conversations_count_their_doubts(tmp_path) -> None:
-    rows = [{"prompt": "1+1=", "response": "2"}, {"prompt": "é+1=", "response": "ü"}, {"prompt": "x", "label": " "}]
+    rows = [
+        {"prompt": "1+1=", "response": "2"},
+        {"prompt": "é+1=", "response": "ü"},
+        {"prompt": "x", "label": " "},
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = PromptDataset(DataConfig(sources=[str(file)]), tiny_tokenizer(), seed=0)

@@ -41,7 +41,9 @@ def examples(tmp_path):
 
 def spans(example, tokenizer):
     """Runs of tokens with equal mask, as text: ``[(trained, text)]``; the prompt first."""
-    ids = [(False, t) for t in example.prompt_ids] + list(zip(example.trained, example.response_ids))
+    ids = [(False, t) for t in example.prompt_ids] + list(
+        zip(example.trained, example.response_ids)
+    )
     runs = []
     for trained, token in ids:
         if runs and runs[-1][0] == trained:
@@ -54,7 +56,10 @@ def spans(example, tokenizer):
 def test_a_response_and_the_end_of_its_turn_are_learned(examples):
     tokenizer = chat_tokenizer()
     example = examples([{"prompt": "1+1=?", "response": "2"}])[0]
-    assert tokenizer.decode(example.prompt_ids) == "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(example.prompt_ids)
+        == "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.decode(example.response_ids) == "2<|im_end|>"
     assert example.trained == [True, True]
     assert example.id == "rows/0"
@@ -62,7 +67,11 @@ def test_a_response_and_the_end_of_its_turn_are_learned(examples):
 
 def test_without_chat_the_response_is_followed_by_eos_once(examples):
     tokenizer = bos_tokenizer()
-    data = examples([{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b</s>"}], tokenizer, template="Q{prompt}A")
+    data = examples(
+        [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b</s>"}],
+        tokenizer,
+        template="Q{prompt}A",
+    )
     for example in data:
         assert spans(example, tokenizer) == [(False, "<s>QaA"), (True, "b</s>")]
         assert example.response_ids[-1] == tokenizer.eos_token_id
@@ -72,13 +81,18 @@ def test_exactly_the_assistants_words_of_all_turns_are_learned(examples):
     tokenizer = chat_tokenizer()
     data = examples([{"messages": TALK}])
     assert spans(data[0], tokenizer) == [
-        (False, "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            False,
+            "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n",
+        ),
         (True, "one<|im_end|>"),
         (False, "\n<|im_start|>tool\nt<|im_end|>\n<|im_start|>assistant\n"),
         (True, "two<|im_end|>"),
     ]
     whole = tokenizer.apply_chat_template(TALK[:5])["input_ids"]
-    assert data[0].prompt_ids + data[0].response_ids == whole[:-1]  # all but the line break behind the last turn
+    assert (
+        data[0].prompt_ids + data[0].response_ids == whole[:-1]
+    )  # all but the line break behind the last turn
 
 
 def test_the_mask_is_exact_where_the_template_writes_bos_and_eos_is_another_token(examples):
@@ -113,7 +127,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_turns_onl
     tokenizer = chat_tokenizer(FORGETS)
     with pytest.raises(ModelError, match=r"does not keep what came before.*data\.turns: each"):
         examples([{"messages": TALK}], tokenizer)
-    assert spans(examples([{"messages": TALK[:3]}], tokenizer)[0], tokenizer)[-1] == (True, "<think></think>one<|im_end|>")
+    assert spans(examples([{"messages": TALK[:3]}], tokenizer)[0], tokenizer)[-1] == (
+        True,
+        "<think></think>one<|im_end|>",
+    )
 
 
 def test_each_turn_can_be_an_example_of_its_own(examples):
@@ -163,7 +180,9 @@ def test_overlong_examples_are_dropped_cut_or_an_error(examples):
     cut = examples(rows, max_tokens=length + 5, overlong="truncate")
     assert [len(e.response_ids) for e in cut] == [2, 5]
     assert (cut.counts["truncated"], cut.counts["overlong"]) == (1, 0)
-    with pytest.raises(DataError, match=rf"line 2: {length + 31} tokens, more than max_tokens = {length + 5}"):
+    with pytest.raises(
+        DataError, match=rf"line 2: {length + 31} tokens, more than max_tokens = {length + 5}"
+    ):
         examples(rows, max_tokens=length + 5, overlong="error")
     with pytest.raises(DataError, match="nothing is left"):
         examples(rows, max_tokens=length, overlong="truncate")
@@ -172,7 +191,10 @@ def test_overlong_examples_are_dropped_cut_or_an_error(examples):
 @pytest.mark.parametrize("config", [{}, {"apply_chat_template": False}])
 @pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": "a", "response": " "}])
 def test_a_row_without_an_answer_names_the_row(examples, row, config):
-    with pytest.raises(DataError, match=r"line 1: no response to learn from; the row has: prompt.*data\.columns\.response"):
+    with pytest.raises(
+        DataError,
+        match=r"line 1: no response to learn from; the row has: prompt.*data\.columns\.response",
+    ):
         examples([row], **config)
 
 
@@ -180,21 +202,34 @@ def test_an_answer_that_would_merge_with_the_prompt_leaves_the_prompt_as_sampled
     tokenizer = chat_tokenizer()
     tokenizer.add_tokens(["\n\n"])
     data = examples([{"prompt": "a", "response": "\nb"}], tokenizer)
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)["input_ids"]
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], add_generation_prompt=True
+    )["input_ids"]
     assert data[0].prompt_ids == asked
     assert tokenizer.decode(data[0].response_ids) == "\nb<|im_end|>"
 
 
-turn = st.tuples(st.sampled_from(["user", "tool", "assistant"]), st.text(alphabet="ab<|im_end>\n ", min_size=1, max_size=6))
+turn = st.tuples(
+    st.sampled_from(["user", "tool", "assistant"]),
+    st.text(alphabet="ab<|im_end>\n ", min_size=1, max_size=6),
+)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(turn, min_size=1, max_size=6).filter(lambda ts: any(r == "assistant" and c.strip() for r, c in ts)))
-def test_for_any_conversation_the_mask_covers_the_answers_and_their_ends_only(tmp_path_factory, turns):
+@given(
+    st.lists(turn, min_size=1, max_size=6).filter(
+        lambda ts: any(r == "assistant" and c.strip() for r, c in ts)
+    )
+)
+def test_for_any_conversation_the_mask_covers_the_answers_and_their_ends_only(
+    tmp_path_factory, turns
+):
     talk = [{"role": "user", "content": "q"}, *({"role": r, "content": c} for r, c in turns)]
     path = tmp_path_factory.mktemp("talk") / "rows.jsonl"
     path.write_text(json.dumps({"messages": talk}) + "\n")
     tokenizer = chat_tokenizer(CHATML)
-    data = SFTDataset(DataConfig.model_validate({"sources": str(path)}), tokenizer, max_tokens=1000, seed=0)
+    data = SFTDataset(
+        DataConfig.model_validate({"sources": str(path)}), tokenizer, max_tokens=1000, seed=0
+    )
     learned = [text for trained, text in spans(data[0], tokenizer) if trained]
     assert learned == [f"{m['content']}<|im_end|>" for m in talk if m["role"] == "assistant"]

@@ -20,7 +20,12 @@ def evaluate(problem: str) -> int:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(["easy", "medium", "hard"]), st.integers(0, 2**32), st.sampled_from(["train", "test"]), st.booleans())
+@given(
+    st.sampled_from(["easy", "medium", "hard"]),
+    st.integers(0, 2**32),
+    st.sampled_from(["train", "test"]),
+    st.booleans(),
+)
 def test_labels_and_steps_are_right(difficulty, seed, split, steps):
     for row in rows(20, seed, split, difficulty, steps=steps):
         problem = row["prompt"].removesuffix("=?")
@@ -67,7 +72,17 @@ def _all(split):
 
 
 def test_knobs_bound_what_is_made():
-    made = list(rows(200, operands=(3, 5), factors=(2, 2), operations=(2, 3), operators="+*", largest=60, distinct=False))
+    made = list(
+        rows(
+            200,
+            operands=(3, 5),
+            factors=(2, 2),
+            operations=(2, 3),
+            operators="+*",
+            largest=60,
+            distinct=False,
+        )
+    )
     for row in made:
         terms = row["prompt"].removesuffix("=?").split("+")
         assert all(3 <= int(t) <= 5 for t in terms if "*" not in t)
@@ -86,12 +101,22 @@ def test_a_poor_teacher_errs_in_its_share_of_responses_and_never_in_labels():
 
 
 def test_too_few_problems_is_an_error_that_says_what_to_widen():
-    with pytest.raises(DataError, match=r"only \d+ of 500 train problems found with operands \(0, 3\)"):
+    with pytest.raises(
+        DataError, match=r"only \d+ of 500 train problems found with operands \(0, 3\)"
+    ):
         list(rows(500, operands=(0, 3), operations=1))
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"operators": "/"}, {"operands": (5, 2)}, {"operations": 0}, {"difficulty": "x"}, {"heldout": 0}, {"mistakes": 2}]
+    "knobs",
+    [
+        {"operators": "/"},
+        {"operands": (5, 2)},
+        {"operations": 0},
+        {"difficulty": "x"},
+        {"heldout": 0},
+        {"mistakes": 2},
+    ],
 )
 def test_a_knob_out_of_range_is_an_error(knobs):
     with pytest.raises(ConfigError, match="arithmetic: "):
@@ -100,8 +125,12 @@ def test_a_knob_out_of_range_is_an_error(knobs):
 
 def test_it_is_a_source_like_any_other():
     path = "lightrft.datasets.synthetic.arithmetic:rows"
-    config = DataConfig.model_validate({"sources": [{"path": path, "split": "test", "options": {"count": 7}}]})
+    config = DataConfig.model_validate(
+        {"sources": [{"path": path, "split": "test", "options": {"count": 7}}]}
+    )
     made = open_source(config.sources[0])
-    assert [made[i]["prompt"] for i in range(len(made))] == [r["prompt"] for r in rows(7, split="test")]
+    assert [made[i]["prompt"] for i in range(len(made))] == [
+        r["prompt"] for r in rows(7, split="test")
+    ]
     with pytest.raises(ConfigError, match=r"data\.sources\.options"):
         open_source(SourceConfig(path=path, options={"cuont": 7}))

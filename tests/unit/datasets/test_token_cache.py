@@ -31,20 +31,42 @@ def rows(tmp_path: Path) -> Path:
     """A file of rows with blank lines, bad rows, equal ids and prompts that are too long."""
     file = tmp_path / "rows.jsonl"
     lines = [
-        json.dumps({"prompt": f"{i} + {i} = " + "9" * (i % 7) ** 3, "answer": str(2 * i), "id": f"{i % 20}"}) for i in range(30)
+        json.dumps(
+            {
+                "prompt": f"{i} + {i} = " + "9" * (i % 7) ** 3,
+                "answer": str(2 * i),
+                "id": f"{i % 20}",
+            }
+        )
+        for i in range(30)
     ]
     file.write_text("\n".join([*lines[:5], "", "{broken", *lines[5:], '{"prompt": ""}']) + "\n")
     return file
 
 
 def config_of(rows: Path, **settings: Any) -> DataConfig:
-    given = {"bad_rows": "skip", "overlong_prompts": "truncate", "max_prompt_tokens": 60, "token_cache_min_mb": 0, **settings}
-    return DataConfig.model_validate({"sources": [str(rows)], "token_cache": str(rows.parent / "cache"), **given})
+    given = {
+        "bad_rows": "skip",
+        "overlong_prompts": "truncate",
+        "max_prompt_tokens": 60,
+        "token_cache_min_mb": 0,
+        **settings,
+    }
+    return DataConfig.model_validate(
+        {"sources": [str(rows)], "token_cache": str(rows.parent / "cache"), **given}
+    )
 
 
 def prompts_of(config: DataConfig, seed: int = 0, tokenizer: Any = None) -> tuple[Any, ...]:
     data = PromptDataset(config, tokenizer or chat_tokenizer(), seed=seed)
-    return [data[i] for i in range(len(data))], list(data.ids), data.counts, data.first_problem, data.longest, data.data_sources
+    return (
+        [data[i] for i in range(len(data))],
+        list(data.ids),
+        data.counts,
+        data.first_problem,
+        data.longest,
+        data.data_sources,
+    )
 
 
 def examples_of(config: DataConfig, seed: int = 0) -> tuple[Any, ...]:
@@ -112,7 +134,9 @@ def test_each_change_of_what_tokens_are_made_from_makes_an_entry_of_its_own(rows
     prompts_of(config_of(rows))
     prompts_of(config_of(rows, max_prompt_tokens=50))
     assert count() == 2
-    prompts_of(config_of(rows), tokenizer=chat_tokenizer(CHATML.replace("<|im_end|>", "<|im_end|>!")))
+    prompts_of(
+        config_of(rows), tokenizer=chat_tokenizer(CHATML.replace("<|im_end|>", "<|im_end|>!"))
+    )
     assert count() == 3
     tokenizer = chat_tokenizer()
     tokenizer.add_tokens(["99"])
@@ -152,7 +176,9 @@ def test_a_damaged_entry_is_built_again(rows, caplog, damage):
     (entry,) = entries(rows)
     data = bytearray(whole := entry.read_bytes())
     data[len(data) // 2] ^= 1
-    entry.write_bytes({"one byte": data, "cut": whole[:-100], "empty": b"", "no Arrow": b"x" * 500}[damage])
+    entry.write_bytes(
+        {"one byte": data, "cut": whole[:-100], "empty": b"", "no Arrow": b"x" * 500}[damage]
+    )
     with caplog.at_level(logging.WARNING):
         assert prompts_of(config_of(rows)) == first
     assert "is damaged and is built again" in caplog.text
@@ -173,9 +199,13 @@ def forked(work: Callable[[], None]) -> int:
     return process
 
 
-def test_a_kill_while_an_entry_is_written_leaves_none_and_the_next_start_clears_up(rows, monkeypatch):
+def test_a_kill_while_an_entry_is_written_leaves_none_and_the_next_start_clears_up(
+    rows, monkeypatch
+):
     def killed() -> None:
-        monkeypatch.setattr(token_cache.os, "fsync", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(
+            token_cache.os, "fsync", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
         prompts_of(config_of(rows))
 
     _, status = os.waitpid(forked(killed), 0)
@@ -216,7 +246,11 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_prompt(rows, cap
     assert "cannot be written" in caplog.text
 
 
-@pytest.mark.parametrize("settings", [{"token_cache": None}, {"token_cache_min_mb": 1}], ids=["switched off", "too small"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"token_cache": None}, {"token_cache_min_mb": 1}],
+    ids=["switched off", "too small"],
+)
 def test_no_tokens_are_kept(rows, settings):
     prompts_of(config_of(rows, **settings))
     assert not entries(rows)
@@ -236,15 +270,25 @@ def test_tokens_that_depend_on_the_day_or_on_code_of_the_user_are_not_kept(rows)
     [
         ({"processor": object()}, "the model reads media"),
         ({"sources": ["{mine}:rows"]}, "a source is not a file of this machine"),
-        ({"sources": [{"path": "{rows}", "reader": "{mine}:read"}]}, "a reader is a user's function"),
+        (
+            {"sources": [{"path": "{rows}", "reader": "{mine}:read"}]},
+            "a reader is a user's function",
+        ),
         ({"tokenizer": object()}, "the tokenizer is not a fast one"),
     ],
 )
 def test_the_log_says_why_tokens_are_not_kept(rows, caplog, given, said):
-    sources = json.loads(json.dumps(given.pop("sources", [str(rows)])).replace("{rows}", str(rows)).replace("{mine}", "mine.py"))
+    sources = json.loads(
+        json.dumps(given.pop("sources", [str(rows)]))
+        .replace("{rows}", str(rows))
+        .replace("{mine}", "mine.py")
+    )
     tokenizer = given.pop("tokenizer", chat_tokenizer())
     with caplog.at_level(logging.INFO):
-        assert token_cache_of(config_of(rows, sources=sources), tokenizer, "prompts", {}, **given) is None
+        assert (
+            token_cache_of(config_of(rows, sources=sources), tokenizer, "prompts", {}, **given)
+            is None
+        )
     assert "the tokens of prompts are not kept" in caplog.text and said in caplog.text
 
 

@@ -10,12 +10,13 @@ CHATML = (
 )
 WITH_BOS = "{{ bos_token }}" + CHATML
 NO_END = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if "
+    "add_generation_prompt %}assistant: {% endif %}"
 )
 FORGETS = (  # earlier answers lose what stands before </think>, as several reasoning models' templates have it
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and "
+    "loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}{% if "
+    "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 OPENS_OTHERWISE = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
 GENERATION = (

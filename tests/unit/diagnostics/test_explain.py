@@ -40,7 +40,9 @@ def test_the_numbers_are_those_of_the_config_with_their_sources(preset: str) -> 
     shown = {n.key: n for n in found.numbers}
     own = [n for n in found.numbers if not is_default_option(n)]
     assert {n.key: n.value for n in own} == {n.key: value_of(config, n.key) for n in own}
-    given = {f"algorithm.{key}": value for key, value in flat(PRESETS[preset]).items() if value != {}}
+    given = {
+        f"algorithm.{key}": value for key, value in flat(PRESETS[preset]).items() if value != {}
+    }
     from_preset = {n.key: n.value for n in own if n.source.partition(":")[0] == f"preset {preset}"}
     assert from_preset == {key: value for key, value in given.items() if key in shown}
     assert shown["algorithm.preset"].source == "command line"
@@ -60,14 +62,20 @@ def test_what_a_preset_names_is_in_force(preset: str) -> None:
 def test_every_number_stands_in_the_text_with_its_source(preset: str) -> None:
     _, found = explained(f"algorithm={preset}")
     lines = [line.split() for line in to_text(found).splitlines()]
-    assert [n for n in found.numbers if [n.key, *str(n.value).split(), *n.source.split()] not in lines] == []
+    assert [
+        n for n in found.numbers if [n.key, *str(n.value).split(), *n.source.split()] not in lines
+    ] == []
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_number_of_a_part_stands_beside_its_formula(preset: str) -> None:
     _, found = explained(f"algorithm={preset}")
     beside = {n.key for line in found.lines for n in line.numbers}
-    options = {n.key for n in found.numbers if ".options." in n.key or n.key.startswith("algorithm.loss.clip")}
+    options = {
+        n.key
+        for n in found.numbers
+        if ".options." in n.key or n.key.startswith("algorithm.loss.clip")
+    }
     assert options <= beside
     text = to_text(found)
     assert all(f"{symbol_of(n)} = {n.value}" in text for line in found.lines for n in line.numbers)
@@ -78,7 +86,10 @@ def test_the_formulas_are_those_of_the_functions_that_run(preset: str) -> None:
     config, found = explained(f"algorithm={preset}", "algorithm.loss.ratio=token")
     text, latex = to_text(found), to_latex(found)
     algorithm = config.algorithm
-    for table, name in ((ADVANTAGES, algorithm.advantage.name), (POLICY_LOSSES, algorithm.loss.name)):
+    for table, name in (
+        (ADVANTAGES, algorithm.advantage.name),
+        (POLICY_LOSSES, algorithm.loss.name),
+    ):
         assert table.about(name).formula.replace("min(rho_t, ratio_cap)", "rho_t") in text
         assert table.about(name).paper in text
         assert table.about(name).latex in latex
@@ -89,7 +100,9 @@ def test_the_formulas_are_those_of_the_functions_that_run(preset: str) -> None:
     assert latex.count("{") == latex.count("}")
 
 
-@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if "ratio" in POLICY_LOSSES.about(name).reads])
+@pytest.mark.parametrize(
+    "name", [name for name in POLICY_LOSSES if "ratio" in POLICY_LOSSES.about(name).reads]
+)
 @pytest.mark.parametrize("level", ["sequence", "sequence_token"])
 def test_a_loss_is_shown_with_the_ratio_in_force(name: str, level: str) -> None:
     _, found = explained(f"algorithm.loss={{name: {name}, ratio: {level}}}")
@@ -101,13 +114,17 @@ def test_bounds_of_the_ratio_are_shown_once_they_are_set() -> None:
     _, plain = explained("algorithm=grpo")
     assert "ratio_cap" not in to_text(plain) and "dual_clip" not in to_text(plain)
     _, bounded = explained("algorithm=grpo", "algorithm.loss.dual_clip=3")
-    assert "L_t <- min(L_t, -dual_clip A_t) where A_t < 0" in to_text(bounded) and "dual_clip = 3.0" in to_text(bounded)
+    assert "L_t <- min(L_t, -dual_clip A_t) where A_t < 0" in to_text(
+        bounded
+    ) and "dual_clip = 3.0" in to_text(bounded)
     _, capped = explained("algorithm=grpo", "algorithm.loss.ratio_cap=2")
     assert "min(rho_t, ratio_cap)" in to_text(capped) and "ratio_cap = 2.0" in to_text(capped)
 
 
 def test_the_default_of_an_option_is_read_from_the_function(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def late(batch, rewards, *, max_new_tokens, start=3, by=0.5): return rewards\n")
+    (tmp_path / "mine.py").write_text(
+        "def late(batch, rewards, *, max_new_tokens, start=3, by=0.5): return rewards\n"
+    )
     name = f"{tmp_path}/mine.py:late"
     _, found = explained(f"algorithm.shaping=[{{name: '{name}', options: {{by: 0.25}}}}]")
     numbers = {n.key: (n.value, n.source) for n in found.numbers}
@@ -118,12 +135,18 @@ def test_the_default_of_an_option_is_read_from_the_function(tmp_path: Path) -> N
 
 def test_what_stands_beside_a_preset_wins_and_names_its_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("algorithm: {preset: ppo, kl: {coef: 0.5}, advantage: {gae_lambda: 1.0}}\n", encoding="utf-8")
+    file.write_text(
+        "algorithm: {preset: ppo, kl: {coef: 0.5}, advantage: {gae_lambda: 1.0}}\n",
+        encoding="utf-8",
+    )
     _, found = explained("algorithm.advantage.gae_lambda=0.9", files=(file,))
     numbers = {n.key: (n.value, n.source) for n in found.numbers}
     assert numbers["algorithm.kl.coef"] == (0.5, str(file))
     assert numbers["algorithm.advantage.gae_lambda"] == (0.9, "command line")
-    assert numbers["algorithm.advantage.gamma"] == (1.0, "preset ppo: InstructGPT, arXiv 2203.02155, appendix C.4")
+    assert numbers["algorithm.advantage.gamma"] == (
+        1.0,
+        "preset ppo: InstructGPT, arXiv 2203.02155, appendix C.4",
+    )
     assert numbers["algorithm.kl.controller"] == ("fixed", "default")
     assert "algorithm.kl.target" not in numbers
 
@@ -133,7 +156,9 @@ def test_terms_in_the_loss_stand_in_the_objective_of_every_aggregation(aggregati
     _, found = explained(f"algorithm.aggregation={aggregation}", "algorithm.entropy.coef=0.01")
     assert "(L_it + 0.04 kl_t - 0.01 H_t)" in found.objective
     assert r"\big(L_{i,t}+0.04\,k_{i,t}-0.01\,H_{i,t}\big)" in found.latex
-    _, plain = explained(f"algorithm.aggregation={aggregation}", "algorithm.kl.where=none", "algorithm.kl.coef=0")
+    _, plain = explained(
+        f"algorithm.aggregation={aggregation}", "algorithm.kl.where=none", "algorithm.kl.coef=0"
+    )
     assert "kl_t" not in plain.objective + to_text(plain).split("numbers in force")[0]
     assert "L_it" in plain.objective
 
@@ -146,7 +171,10 @@ def test_the_length_limit_is_shown_where_a_formula_reads_it() -> None:
 
 
 def test_shaping_and_filters_are_shown() -> None:
-    _, found = explained("algorithm.shaping=[{name: overlong, options: {buffer: 5}}]", "algorithm.filters=zero_variance")
+    _, found = explained(
+        "algorithm.shaping=[{name: overlong, options: {buffer: 5}}]",
+        "algorithm.filters=zero_variance",
+    )
     named = [(line.part, line.name) for line in found.lines]
     assert ("shaping", "overlong") in named
     assert ("filter", "zero_variance") in named
@@ -161,7 +189,10 @@ def test_shaping_and_filters_are_shown() -> None:
         (["algorithm=grpo"], "Rows with advantage 0 still get gradient"),
         (["algorithm=reinforce++"], "Rows whose advantages are all 0 get no gradient"),
         (["algorithm=ppo"], "The critic is trained on the returns"),
-        (["algorithm=grpo", "algorithm.kl.coef=0"], "No KL term: no reference model is loaded or run."),
+        (
+            ["algorithm=grpo", "algorithm.kl.coef=0"],
+            "No KL term: no reference model is loaded or run.",
+        ),
     ],
 )
 def test_where_gradient_goes_is_said(overrides: list[str], said: str) -> None:
@@ -191,8 +222,13 @@ def test_the_numbers_and_the_first_steps_of_a_critic_are_shown() -> None:
     _, found = explained("algorithm=vapo", "critic.warmup_steps=50")
     numbers = {n.key: (n.value, n.source) for n in found.numbers}
     assert numbers["critic.warmup_steps"] == (50, "command line")
-    assert numbers["algorithm.advantage.options.alpha"] == (0.05, "preset vapo: VAPO, arXiv 2504.05118, section 5.1")
-    assert "In the first 50 steps it is trained alone: the policy does not change." in found.gradient
+    assert numbers["algorithm.advantage.options.alpha"] == (
+        0.05,
+        "preset vapo: VAPO, arXiv 2504.05118, section 5.1",
+    )
+    assert (
+        "In the first 50 steps it is trained alone: the policy does not change." in found.gradient
+    )
     assert "critic.warmup_steps" not in {n.key for n in explained("algorithm=grpo")[1].numbers}
 
 
@@ -202,7 +238,9 @@ def test_what_is_kept_of_a_group_and_which_prompts_come_are_told_with_their_numb
     told = explain(build(RLConfig, {"rollout": {"select": select, "curriculum": curriculum}}), {})
     lines = {line.part: line for line in told.lines}
     assert (lines["selection"].name, lines["prompts"].name) == ("balanced", "easy_to_hard")
-    assert {"rollout.select.options.keep", "rollout.curriculum.options.epochs"} <= {n.key for n in told.numbers}
+    assert {"rollout.select.options.keep", "rollout.curriculum.options.epochs"} <= {
+        n.key for n in told.numbers
+    }
     found = {n.key: n.value for n in told.numbers}
     assert found["rollout.curriculum.options.width"] == 0.2
     assert found["rollout.curriculum.momentum"] == 0.5
@@ -217,10 +255,18 @@ def test_every_preset_says_where_it_is_from() -> None:
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_number_of_a_preset_says_where_it_is_from(preset: str) -> None:
     given = flat(PRESETS[preset])
-    counted = {key for key, value in given.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    counted = {
+        key
+        for key, value in given.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
     assert {key for key in counted if not source_of(preset, key)} == set()
     assert preset in SOURCES or not counted
-    used = {branch for branch in SOURCES.get(preset, {}) if any(f"{key}.".startswith(f"{branch}.") for key in counted)}
+    used = {
+        branch
+        for branch in SOURCES.get(preset, {})
+        if any(f"{key}.".startswith(f"{branch}.") for key in counted)
+    }
     assert set(SOURCES.get(preset, {})) == used
     shown = to_text(explained(f"algorithm={preset}")[1])
     assert all(f"preset {preset}: {source_of(preset, key)}" in shown for key in counted)

@@ -52,7 +52,10 @@ def test_ranks_that_live_are_not_blamed_and_one_that_is_late_is(store):
         other.count_collective("training")
         other.count_collective("drawing")
     late = of_others(one, "training", [0, 1])
-    assert late.startswith(f"rank 1 (process {os.getpid()} on ") and "has not come to where the others wait" in late
+    assert (
+        late.startswith(f"rank 1 (process {os.getpid()} on ")
+        and "has not come to where the others wait" in late
+    )
     assert of_others(other, "training", [0, 1]) == ""
     one.end(None)
     other.end(None)
@@ -88,7 +91,11 @@ def test_a_rank_that_is_silent_for_longer_than_the_limit_ends_the_others(store, 
     wait_for(lambda: len(said) > 1)
     for rank in ranks[:2]:
         rank.end(None)
-    assert all(text.startswith("rank 2 (process ") and "for strategy.timeout_minutes = 0.02 minutes" in text for text in said)
+    assert all(
+        text.startswith("rank 2 (process ")
+        and "for strategy.timeout_minutes = 0.02 minutes" in text
+        for text in said
+    )
 
 
 def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(store, monkeypatch):

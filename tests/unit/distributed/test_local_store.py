@@ -24,7 +24,11 @@ PATIENCE = timedelta(seconds=20)
 
 def listening() -> set[tuple[str, int]]:
     """Addresses and ports that this process listens on."""
-    return {tuple(c.laddr) for c in psutil.Process().net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN}
+    return {
+        tuple(c.laddr)
+        for c in psutil.Process().net_connections(kind="tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
 
 
 def test_a_store_listens_on_loopback_and_is_reached_there() -> None:
@@ -45,24 +49,41 @@ def test_the_launchers_own_store_listens_on_loopback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "loopback"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.1", False), ("node-3", False)]
+    ("address", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("node-3", False),
+    ],
 )
 def test_only_addresses_of_this_machine_are_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) == loopback
 
 
-def test_the_first_rank_opens_its_store_on_loopback_and_gloo_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_opens_its_store_on_loopback_and_gloo_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     free = loopback_store(0, PATIENCE)
     port = free.port
     del free
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     before = listening()
     store, rank, size = process_group._store_at("127.0.0.1", str(port), PATIENCE)
     assert (rank, size) == (0, 2) and store.port == port
-    assert listening() - before <= {("127.0.0.1", port)} and os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert listening() - before <= {("127.0.0.1", port)} and os.environ["GLOO_SOCKET_IFNAME"] in (
+        "lo",
+        "lo0",
+    )
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
@@ -94,11 +115,16 @@ with init_process_group(2.0) as all_ranks:
 
 
 @pytest.mark.slow
-def test_ranks_that_a_launcher_starts_here_and_the_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
+def test_ranks_that_a_launcher_starts_here_and_the_launcher_listen_on_loopback_alone(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     program = str(tmp_path / "program.py")
     launch = (
-        f"from lightrft.distributed.torchrun import run_processes; raise SystemExit(run_processes('x', [{program!r}], 2, 2.0))"
+        "from lightrft.distributed.torchrun import run_processes; raise "
+        f"SystemExit(run_processes('x', [{program!r}], 2, 2.0))"
     )
-    done = subprocess.run([sys.executable, "-c", launch], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", launch], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]

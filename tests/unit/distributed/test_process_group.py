@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightrft.distributed.process_group import SINGLE_PROCESS, init_process_group, run_with_keepalive
+from lightrft.distributed.process_group import (
+    SINGLE_PROCESS,
+    init_process_group,
+    run_with_keepalive,
+)
 from lightrft.utils.errors import LostRankError
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 
@@ -106,7 +110,9 @@ def test_a_rank_alone_waits_for_nobody() -> None:
         run_with_keepalive(SINGLE_PROCESS, lambda sign: 1 // 0)
 
 
-def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lightrft.distributed.process_group.KEEPALIVES", 10**9)
     token = threading.Barrier(2)
 
@@ -152,12 +158,23 @@ def free_port() -> int:
 
 def at(port: int, rank: int) -> dict[str, str]:
     """What a launcher tells one of two ranks."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+    }
 
 
 def ends(program: str, port: int, **more: str) -> list[int]:
     """The exit status of each of two ranks."""
-    both = [subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **at(port, rank), **more}) for rank in range(2)]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], env={**os.environ, **at(port, rank), **more}
+        )
+        for rank in range(2)
+    ]
     return [one.wait(240) for one in both]
 
 
@@ -167,13 +184,17 @@ def test_ranks_that_meet_again_wait_for_those_that_are_still_in_the_last_meeting
 
 
 @pytest.mark.slow
-def test_processes_that_are_started_anew_find_nothing_of_those_before_in_the_store_of_their_launcher() -> None:
+def test_processes_that_are_started_anew_find_nothing_of_those_before_in_the_store_of_their_launcher() -> (
+    None
+):
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     assert ends(BLAMED, store.port, TORCHELASTIC_USE_AGENT_STORE="True") == [2, 2]
     assert ends(MEETINGS, store.port, TORCHELASTIC_USE_AGENT_STORE="True") == [0, 0]
 
 
-def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     port = free_port()
     for name, value in at(port, 0).items():
         monkeypatch.setenv(name, value)

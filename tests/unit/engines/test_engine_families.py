@@ -13,7 +13,12 @@ from transformers import PreTrainedModel
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
-from lightrft.models.decoding.kinds import PLAN_FAMILIES, decodes_by_plan, length_bound, rereads_prefix
+from lightrft.models.decoding.kinds import (
+    PLAN_FAMILIES,
+    decodes_by_plan,
+    length_bound,
+    rereads_prefix,
+)
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny import MEDIA_FAMILIES, tiny_media_model
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -30,7 +35,11 @@ SAMPLING = SamplingConfig(temperature=1.3)
 def model_of(family: str) -> PreTrainedModel:
     """An endless model in float64, or in float32 where the family cannot run in float64."""
     config = family_config(family)
-    longer = {"index_topk": 64} if length_bound(config) is not None and "index_topk" in config.to_dict() else {}
+    longer = (
+        {"index_topk": 64}
+        if length_bound(config) is not None and "index_topk" in config.to_dict()
+        else {}
+    )
     model = family_model(family, dtype=torch.float64, eos_token_id=None, **longer)
     model.set_experts_implementation("eager")  # the grouped kernel knows no float64
     try:
@@ -47,18 +56,27 @@ def engine_of(model: PreTrainedModel, **config: int) -> NativeEngine:
     return NativeEngine(KVDecoder(model), tokenizer, EngineConfig(**config))
 
 
-def requests_of(lengths: tuple[int, ...] = PROMPTS, limits: tuple[int, ...] = (1, 7, 20, 12)) -> list[Request]:
+def requests_of(
+    lengths: tuple[int, ...] = PROMPTS, limits: tuple[int, ...] = (1, 7, 20, 12)
+) -> list[Request]:
     """Two responses to each of some prompts, of lengths that differ."""
     generator, limit = torch.Generator().manual_seed(0), itertools.cycle(limits)
-    prompts = [Prompt(str(i), torch.randint(4, 99, (n,), generator=generator).tolist()) for i, n in enumerate(lengths)]
-    return [Request(p, 100 * i + s, s, next(limit)) for i, p in enumerate(prompts) for s in range(2)]
+    prompts = [
+        Prompt(str(i), torch.randint(4, 99, (n,), generator=generator).tolist())
+        for i, n in enumerate(lengths)
+    ]
+    return [
+        Request(p, 100 * i + s, s, next(limit)) for i, p in enumerate(prompts) for s in range(2)
+    ]
 
 
 def own_logprobs(model: PreTrainedModel, rollout: Rollout) -> Tensor:
     """By one forward of the model as it was made, over prompt and response."""
     ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
+        logits = model(input_ids=ids, use_cache=False).logits[
+            0, len(rollout.prompt.token_ids) - 1 : -1
+        ]
     logprobs = (logits.double() / SAMPLING.temperature).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
 
@@ -78,9 +96,15 @@ def test_sampled_log_probs_are_those_of_the_models_own_forward(family: str) -> N
     assert sorted(len(r) for r in rollouts) == sorted(r.max_new_tokens or 0 for r in requests)
     assert_own(model, rollouts, atol=2e-6 if model.dtype == torch.float64 else 1e-5)
     few = requests[2:5]  # resumed, and among other rows than before
-    begun = {r.seed: r for r in engine.generate([replace(r, pause_after_tokens=5) for r in few], SAMPLING)}
+    begun = {
+        r.seed: r
+        for r in engine.generate([replace(r, pause_after_tokens=5) for r in few], SAMPLING)
+    }
     resumed = {
-        r.seed: r for r in engine.generate([replace(r, partial=begun[r.seed]) for r in few if len(begun[r.seed]) == 5], SAMPLING)
+        r.seed: r
+        for r in engine.generate(
+            [replace(r, partial=begun[r.seed]) for r in few if len(begun[r.seed]) == 5], SAMPLING
+        )
     }
     assert len(resumed) == 2
     for rollout in rollouts:
@@ -91,8 +115,15 @@ def test_sampled_log_probs_are_those_of_the_models_own_forward(family: str) -> N
 
 def test_every_family_that_decodes_by_plan_is_proved_by_a_tiny_model() -> None:
     media = [tiny_media_model(family).config for family in MEDIA_FAMILIES]
-    assert {config.model_type for config in media if not decodes_by_plan(config)} == {"qwen3_5", "qwen3_5_moe"}
-    proved = {kind for config in media for kind in (config.model_type, config.get_text_config(decoder=True).model_type)}
+    assert {config.model_type for config in media if not decodes_by_plan(config)} == {
+        "qwen3_5",
+        "qwen3_5_moe",
+    }
+    proved = {
+        kind
+        for config in media
+        for kind in (config.model_type, config.get_text_config(decoder=True).model_type)
+    }
     assert proved | set(TEXT_FAMILIES) >= PLAN_FAMILIES
 
 
@@ -106,7 +137,9 @@ def test_a_known_family_with_an_unknown_kind_of_layer_decodes_with_its_own_cache
 def calls_of(model: PreTrainedModel) -> list[tuple[int, ...]]:
     """Shapes of the tokens of each call of ``model`` from now on."""
     calls: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
     return calls
 
 
@@ -125,7 +158,9 @@ def test_a_model_without_a_usable_cache_runs_over_the_whole_prefix() -> None:
 
 
 @pytest.mark.parametrize("budget", [25, 32, 50, 1000])
-def test_cached_rows_and_prompts_stay_within_the_budget_and_give_the_same_responses(budget: int) -> None:
+def test_cached_rows_and_prompts_stay_within_the_budget_and_give_the_same_responses(
+    budget: int,
+) -> None:
     model = family_model("bloom", eos_token_id=None)
     most = [0]
 
@@ -148,15 +183,21 @@ def test_cached_rows_and_prompts_stay_within_the_budget_and_give_the_same_respon
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2", "mamba2"])
-def test_a_recurrent_layer_whose_time_step_has_a_floor_gives_the_log_probs_of_training(family: str) -> None:
+def test_a_recurrent_layer_whose_time_step_has_a_floor_gives_the_log_probs_of_training(
+    family: str,
+) -> None:
     floor = {"time_step_limit": (0.3, 0.6)} if family == "mamba2" else {"time_step_min": 0.3}
     model = family_model(family, eos_token_id=None, **floor)
     assert rereads_prefix(model.config)
-    assert_own(model, list(engine_of(model).generate(requests_of((5,), limits=(12,)), SAMPLING)), atol=1e-5)
+    assert_own(
+        model, list(engine_of(model).generate(requests_of((5,), limits=(12,)), SAMPLING)), atol=1e-5
+    )
 
 
 def test_a_cache_that_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrft.models.decoding.cache_decoder.rereads_prefix", lambda config: False)
+    monkeypatch.setattr(
+        "lightrft.models.decoding.cache_decoder.rereads_prefix", lambda config: False
+    )
     model = family_model("qwen4_exp_text", eos_token_id=None)
     with pytest.raises(ModelError, match="not known"):
         list(engine_of(model).generate(requests_of((5,)), SAMPLING))

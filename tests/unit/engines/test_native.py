@@ -54,7 +54,9 @@ def exact_model(family: str = "qwen2", **overrides: object) -> PreTrainedModel:
     return small_model(family, torch.float64, eos_token_id=None, **overrides)
 
 
-def engine_of(model: torch.nn.Module, *, version: int = 0, eos: bool = False, **config: int) -> NativeEngine:
+def engine_of(
+    model: torch.nn.Module, *, version: int = 0, eos: bool = False, **config: int
+) -> NativeEngine:
     tokenizer = tiny_tokenizer()
     if not eos:
         tokenizer.eos_token = None
@@ -63,12 +65,19 @@ def engine_of(model: torch.nn.Module, *, version: int = 0, eos: bool = False, **
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
-    return [Prompt(id=str(i), token_ids=torch.randint(4, 99, (n,), generator=generator).tolist()) for i, n in enumerate(lengths)]
-
-
-def requests_of(prompts: list[Prompt], answers: int = 1, limits: Iterator[int] | None = None) -> list[Request]:
     return [
-        Request(p, seed=1000 * i + j, sample=j, max_new_tokens=None if limits is None else next(limits))
+        Prompt(id=str(i), token_ids=torch.randint(4, 99, (n,), generator=generator).tolist())
+        for i, n in enumerate(lengths)
+    ]
+
+
+def requests_of(
+    prompts: list[Prompt], answers: int = 1, limits: Iterator[int] | None = None
+) -> list[Request]:
+    return [
+        Request(
+            p, seed=1000 * i + j, sample=j, max_new_tokens=None if limits is None else next(limits)
+        )
         for i, p in enumerate(prompts)
         for j in range(answers)
     ]
@@ -85,17 +94,29 @@ def reference_logits(model: PreTrainedModel, rollout: Rollout) -> torch.Tensor:
     """``[T, V]`` of a plain forward over prompt and answer, at the places that predict the answer's tokens."""
     ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
     with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
+        return model(input_ids=ids, use_cache=False).logits[
+            0, len(rollout.prompt.token_ids) - 1 : -1
+        ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_equal_those_of_transformers_generate(family: str) -> None:
     model = endless(family)
     prompts = prompts_of(5, 23, 40, 11)
-    got = by_key(engine_of(model).generate(requests_of(prompts, 2), SamplingConfig(temperature=0, max_new_tokens=45)))
+    got = by_key(
+        engine_of(model).generate(
+            requests_of(prompts, 2), SamplingConfig(temperature=0, max_new_tokens=45)
+        )
+    )
     for prompt in prompts:
         ids = torch.tensor([prompt.token_ids])
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=45, pad_token_id=0)
+        want = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=45,
+            pad_token_id=0,
+        )
         with torch.no_grad():
             logits = model(want).logits[0, ids.shape[1] - 1 : -1].double()
         scored = logits.log_softmax(-1).gather(-1, want[0, ids.shape[1] :, None])[:, 0].tolist()
@@ -112,11 +133,17 @@ def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
     model = exact_model(family)
     limits = itertools.cycle([1, 7, 30])
     requests = requests_of(prompts_of(5, 40, 23), 2, limits)
-    rollouts = list(engine_of(model, max_rows=4).generate(requests, SamplingConfig(temperature=1.3)))
+    rollouts = list(
+        engine_of(model, max_rows=4).generate(requests, SamplingConfig(temperature=1.3))
+    )
     assert sorted(len(r) for r in rollouts) == [1, 1, 7, 7, 30, 30]
     for r in rollouts:
-        want = torch.log_softmax(reference_logits(model, r) / 1.3, -1).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(r.logprobs, dtype=torch.float64), want, atol=1e-9, rtol=STORED)
+        want = torch.log_softmax(reference_logits(model, r) / 1.3, -1).gather(
+            1, torch.tensor(r.token_ids)[:, None]
+        )[:, 0]
+        torch.testing.assert_close(
+            torch.tensor(r.logprobs, dtype=torch.float64), want, atol=1e-9, rtol=STORED
+        )
 
 
 @pytest.mark.usefixtures("exact")
@@ -124,16 +151,28 @@ def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
 def test_a_lone_row_crosses_the_border_of_the_sliding_window_exactly(family: str) -> None:
     model = exact_model(family)
     for length in (10, 15, 16, 17):
-        [r] = engine_of(model).generate(requests_of(prompts_of(length)), SamplingConfig(max_new_tokens=12))
-        want = torch.log_softmax(reference_logits(model, r), -1).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(r.logprobs, dtype=torch.float64), want, atol=1e-9, rtol=STORED)
+        [r] = engine_of(model).generate(
+            requests_of(prompts_of(length)), SamplingConfig(max_new_tokens=12)
+        )
+        want = torch.log_softmax(reference_logits(model, r), -1).gather(
+            1, torch.tensor(r.token_ids)[:, None]
+        )[:, 0]
+        torch.testing.assert_close(
+            torch.tensor(r.logprobs, dtype=torch.float64), want, atol=1e-9, rtol=STORED
+        )
 
 
-def filtered(logits: torch.Tensor, sampling: SamplingConfig, before: list[int], suppressed: set[int]) -> dict[int, float]:
+def filtered(
+    logits: torch.Tensor, sampling: SamplingConfig, before: list[int], suppressed: set[int]
+) -> dict[int, float]:
     """Token to log-probability, by the definitions, in Python floats."""
     x = {i: float(v) for i, v in enumerate(logits.tolist())}
     for token in set(before):
-        x[token] = x[token] * sampling.repetition_penalty if x[token] < 0 else x[token] / sampling.repetition_penalty
+        x[token] = (
+            x[token] * sampling.repetition_penalty
+            if x[token] < 0
+            else x[token] / sampling.repetition_penalty
+        )
     x = {i: v / sampling.temperature for i, v in x.items() if i not in suppressed}
     ranked = sorted(x, key=lambda i: -x[i])[: sampling.top_k or None]
     total = math.fsum(math.exp(x[i]) for i in ranked)
@@ -153,7 +192,9 @@ def test_log_probs_are_those_of_the_filtered_distribution_that_was_drawn_from() 
         temperature=0.9, top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2, max_new_tokens=25, min_new_tokens=9,
         stop_token_ids=tuple(range(4, 30)),
     )  # fmt: skip
-    rollouts = list(engine_of(model, max_rows=3).generate(requests_of(prompts_of(6, 31), 4), sampling))
+    rollouts = list(
+        engine_of(model, max_rows=3).generate(requests_of(prompts_of(6, 31), 4), sampling)
+    )
     assert any(r.finish_reason == "stop" for r in rollouts)
     for r in rollouts:
         assert len(r) > 9 or r.finish_reason == "length"
@@ -186,7 +227,9 @@ def test_an_answer_depends_on_its_request_alone() -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"max_num_seqs": 3}, {"max_cache_tokens": 130}])
-def test_each_distinct_prompt_and_each_drawn_token_goes_through_the_model_once(config: dict[str, int]) -> None:
+def test_each_distinct_prompt_and_each_drawn_token_goes_through_the_model_once(
+    config: dict[str, int],
+) -> None:
     model = endless()
     prompts = prompts_of(9, 30, 17)
     prompts.append(Prompt(id="same tokens", token_ids=list(prompts[1].token_ids)))
@@ -231,9 +274,15 @@ def test_the_budget_is_never_exceeded_and_is_put_to_use() -> None:
 
 def test_a_request_that_can_never_fit_is_refused_before_anything_is_drawn() -> None:
     engine = engine_of(endless(), token_budget=30)
-    with pytest.raises(ResourceError, match=r"engine\.token_budget = 30 .* 21 prompt tokens \+ max_new_tokens 10 = 31"):
+    with pytest.raises(
+        ResourceError,
+        match=r"engine\.token_budget = 30 .* 21 prompt tokens \+ max_new_tokens 10 = 31",
+    ):
         engine.generate(requests_of(prompts_of(5, 21)), SamplingConfig(max_new_tokens=10))
-    assert len(list(engine.generate(requests_of(prompts_of(20)), SamplingConfig(max_new_tokens=10)))) == 1
+    assert (
+        len(list(engine.generate(requests_of(prompts_of(20)), SamplingConfig(max_new_tokens=10))))
+        == 1
+    )
 
 
 def test_stop_tokens_and_the_end_tokens_of_model_and_tokenizer_end_an_answer() -> None:
@@ -244,7 +293,11 @@ def test_stop_tokens_and_the_end_tokens_of_model_and_tokenizer_end_an_answer() -
     stop = tokens[10]
     where = tokens.index(stop)
 
-    ended = by_key(engine_of(model).generate(requests, SamplingConfig(max_new_tokens=60, stop_token_ids=(stop,))))["0", 0]
+    ended = by_key(
+        engine_of(model).generate(
+            requests, SamplingConfig(max_new_tokens=60, stop_token_ids=(stop,))
+        )
+    )["0", 0]
     model.generation_config.eos_token_id = [1, stop]
     listed = by_key(engine_of(model).generate(requests, SamplingConfig(max_new_tokens=60)))["0", 0]
     model.generation_config.eos_token_id = None
@@ -264,7 +317,9 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_is_cut_from_its_text() 
     assert len(text) > 30
     stop = text[20:24]
     where = text.index(stop)
-    got = by_key(engine.generate(requests, SamplingConfig(max_new_tokens=60, stop=("not there", stop))))
+    got = by_key(
+        engine.generate(requests, SamplingConfig(max_new_tokens=60, stop=("not there", stop)))
+    )
     rollout = got["0", 2]
     assert rollout.text == text[:where]
     assert rollout.finish_reason == "stop"
@@ -278,7 +333,9 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_is_cut_from_its_text() 
 def test_no_stop_before_the_least_number_of_tokens() -> None:
     engine = engine_of(endless())
     half = tuple(range(4, 50))
-    sampling = SamplingConfig(max_new_tokens=40, min_new_tokens=12, stop_token_ids=half, stop=("a", "b", "c"))
+    sampling = SamplingConfig(
+        max_new_tokens=40, min_new_tokens=12, stop_token_ids=half, stop=("a", "b", "c")
+    )
     rollouts = list(engine.generate(requests_of(prompts_of(9), 20), sampling))
     assert {r.finish_reason for r in rollouts} == {"stop"}
     assert min(len(r) for r in rollouts) == 12
@@ -298,7 +355,9 @@ def test_weights_are_shared_and_a_change_in_place_shows_in_the_next_answers() ->
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     second = engine.load_weights([], version=6)
-    assert [name for name in first if first[name] != second[name]] == ["model.layers.0.mlp.up_proj.weight"]
+    assert [name for name in first if first[name] != second[name]] == [
+        "model.layers.0.mlp.up_proj.weight"
+    ]
     after = by_key(engine.generate(requests, SamplingConfig(max_new_tokens=20)))
     fresh = by_key(engine_of(model).generate(requests, SamplingConfig(max_new_tokens=20)))
     for key, rollout in after.items():
@@ -337,7 +396,13 @@ def test_an_adapted_model_runs_with_its_adapters() -> None:
     prompt = prompts_of(12)[0]
     sampling = SamplingConfig(temperature=0, max_new_tokens=20)
     ids = torch.tensor([prompt.token_ids])
-    want = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    want = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=20,
+        pad_token_id=0,
+    )
     [got] = engine_of(model).generate([Request(prompt, 0)], sampling)
     assert got.token_ids == want[0, 12:].tolist()
     with model.disable_adapter():
@@ -352,7 +417,9 @@ def test_the_policy_is_itself_again_whenever_the_caller_has_control() -> None:
     modes = [m.training for m in model.modules()]
     before = model.config._attn_implementation
     assert before != interface.NAME
-    for _ in engine_of(model).generate(requests_of(prompts_of(9, 4), 2, iter([2, 5, 5, 9])), SamplingConfig()):
+    for _ in engine_of(model).generate(
+        requests_of(prompts_of(9, 4), 2, iter([2, 5, 5, 9])), SamplingConfig()
+    ):
         assert [m.training for m in model.modules()] == modes
         assert model.config._attn_implementation == before
         assert torch.is_grad_enabled()
@@ -364,7 +431,9 @@ def test_dropping_an_iterator_early_leaves_the_engine_usable_and_frees_its_cache
     requests = requests_of(prompts_of(9, 4), 3)
     sampling = SamplingConfig(max_new_tokens=10)
     want = by_key(engine.generate(requests, sampling))
-    answers = engine.generate(requests_of(prompts_of(9, 4), 3, itertools.cycle([3, 8, 20])), SamplingConfig())
+    answers = engine.generate(
+        requests_of(prompts_of(9, 4), 3, itertools.cycle([3, 8, 20])), SamplingConfig()
+    )
     next(answers)
     answers.close()
     gc.collect()
@@ -411,7 +480,11 @@ def test_diverged_weights_are_an_error_that_says_so() -> None:
         model.model.norm.weight.fill_(float("nan"))
     for temperature in (0.0, 1.0):
         with pytest.raises(ModelError, match="not numbers"):
-            list(engine_of(model).generate(requests_of(prompts_of(3)), SamplingConfig(temperature=temperature)))
+            list(
+                engine_of(model).generate(
+                    requests_of(prompts_of(3)), SamplingConfig(temperature=temperature)
+                )
+            )
 
 
 def test_no_requests_give_no_answers_and_touch_nothing() -> None:
@@ -434,36 +507,64 @@ def test_a_sleeping_engine_refuses_to_draw_until_woken() -> None:
     with pytest.raises(RuntimeError, match="wake"):
         next(answers)
     engine.wake()
-    assert len(list(engine.generate(requests_of(prompts_of(9)), SamplingConfig(max_new_tokens=3)))) == 1
+    assert (
+        len(list(engine.generate(requests_of(prompts_of(9)), SamplingConfig(max_new_tokens=3))))
+        == 1
+    )
 
 
 def test_a_bfloat16_policy_draws_with_float32_log_probs() -> None:
     model = endless("gemma2", dtype=torch.bfloat16)
     [r] = engine_of(model).generate(requests_of(prompts_of(30)), SamplingConfig(max_new_tokens=20))
-    want = torch.log_softmax(reference_logits(model, r).float(), -1).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
+    want = torch.log_softmax(reference_logits(model, r).float(), -1).gather(
+        1, torch.tensor(r.token_ids)[:, None]
+    )[:, 0]
     torch.testing.assert_close(torch.tensor(r.logprobs), want, atol=0.1, rtol=0)
 
 
-def test_many_prompts_are_prefilled_in_parts_and_released_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_prompts_are_prefilled_in_parts_and_released_in_any_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lightrft.models.decoding.kv_decoder.PREFILL_TOKENS", 50)
     model = endless("gemma3")
     generator = torch.Generator().manual_seed(5)
     prompts = prompts_of(*torch.randint(1, 45, (9,), generator=generator).tolist())
     limits = [int(x) for x in torch.randint(1, 40, (27,), generator=generator)]
     sampling = SamplingConfig(temperature=0)
-    got = by_key(engine_of(model, max_rows=5).generate(requests_of(prompts, 3, iter(limits)), sampling))
+    got = by_key(
+        engine_of(model, max_rows=5).generate(requests_of(prompts, 3, iter(limits)), sampling)
+    )
     for i, prompt in enumerate(prompts):
         ids = torch.tensor([prompt.token_ids])
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, pad_token_id=0)[0]
+        want = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=40,
+            pad_token_id=0,
+        )[0]
         for j in range(3):
-            assert got[str(i), j].token_ids == want[len(prompt.token_ids) :].tolist()[: limits[3 * i + j]]
+            assert (
+                got[str(i), j].token_ids
+                == want[len(prompt.token_ids) :].tolist()[: limits[3 * i + j]]
+            )
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_a_greedy_request_among_sampled_ones_is_answered_as_at_temperature_0(penalty: float) -> None:
+def test_a_greedy_request_among_sampled_ones_is_answered_as_at_temperature_0(
+    penalty: float,
+) -> None:
     model = endless()
-    shared = {"max_new_tokens": 20, "repetition_penalty": penalty, "stop_token_ids": (7,), "min_new_tokens": 20}
-    sampling, greedy = SamplingConfig(temperature=1.3, top_p=0.9, **shared), SamplingConfig(temperature=0, **shared)
+    shared = {
+        "max_new_tokens": 20,
+        "repetition_penalty": penalty,
+        "stop_token_ids": (7,),
+        "min_new_tokens": 20,
+    }
+    sampling, greedy = (
+        SamplingConfig(temperature=1.3, top_p=0.9, **shared),
+        SamplingConfig(temperature=0, **shared),
+    )
     requests = requests_of(prompts_of(9, 14), 3)
     want = by_key(engine_of(model).generate(requests, greedy))
     drawn = by_key(engine_of(model).generate(requests, sampling))
@@ -495,7 +596,9 @@ def test_when_stopped_every_request_that_is_not_finished_comes_out_as_it_is() ->
 def test_being_stopped_is_seen_between_tokens() -> None:
     engine = engine_of(endless())
     asked = itertools.count()
-    [cut] = engine.generate(requests_of(prompts_of(9)), SamplingConfig(max_new_tokens=50), lambda: next(asked) >= 8)
+    [cut] = engine.generate(
+        requests_of(prompts_of(9)), SamplingConfig(max_new_tokens=50), lambda: next(asked) >= 8
+    )
     assert cut.finish_reason == "abort"
     assert 0 < len(cut) <= 8
 
@@ -503,7 +606,9 @@ def test_being_stopped_is_seen_between_tokens() -> None:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(family: str, penalty: float) -> None:
+def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(
+    family: str, penalty: float
+) -> None:
     model = exact_model(family)
     requests = requests_of(prompts_of(5, 23), 3, itertools.cycle([29, 12, 7]))
     sampling = SamplingConfig(temperature=1.2, repetition_penalty=penalty, min_new_tokens=3)
@@ -511,10 +616,18 @@ def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(fami
     waiting, found = requests, {}
     for round_ in range(1, 20):
         engine = engine_of(model, version=round_, max_rows=4, token_budget=130)
-        drawn = by_key(engine.generate([replace(r, pause_after_tokens=r.num_generated + 5) for r in waiting], sampling))
+        drawn = by_key(
+            engine.generate(
+                [replace(r, pause_after_tokens=r.num_generated + 5) for r in waiting], sampling
+            )
+        )
         found |= {key: r for key, r in drawn.items() if r.finish_reason != "abort"}
         assert all(len(r) == 5 * round_ for r in drawn.values() if r.finish_reason == "abort")
-        waiting = [replace(r, partial=drawn[r.prompt.id, r.sample]) for r in waiting if (r.prompt.id, r.sample) not in found]
+        waiting = [
+            replace(r, partial=drawn[r.prompt.id, r.sample])
+            for r in waiting
+            if (r.prompt.id, r.sample) not in found
+        ]
         if not waiting:
             break
     assert found.keys() == whole.keys()
@@ -536,7 +649,9 @@ def test_what_goes_on_is_drawn_by_the_weights_of_now() -> None:
     [begun] = engine_of(first).generate([replace(request, pause_after_tokens=5)], SamplingConfig())
     [whole] = engine_of(second).generate([replace(request, partial=begun)], SamplingConfig())
     assert whole.token_ids[:5] == begun.token_ids and whole.logprobs[:5] == begun.logprobs
-    want = torch.log_softmax(reference_logits(second, whole), -1).gather(1, torch.tensor(whole.token_ids)[:, None])[:, 0]
+    want = torch.log_softmax(reference_logits(second, whole), -1).gather(
+        1, torch.tensor(whole.token_ids)[:, None]
+    )[:, 0]
     found = torch.tensor(whole.logprobs[5:], dtype=torch.float64)
     torch.testing.assert_close(found, want[5:], atol=1e-9, rtol=STORED)
 
@@ -552,13 +667,21 @@ def test_stop_strings_and_ends_are_seen_over_a_pause() -> None:
     if len(whole) > 8:
         assert begun.finish_reason == "abort"
         [begun] = engine_of(model).generate([replace(request, partial=begun)], sampling)
-    assert (begun.token_ids, begun.text, begun.finish_reason) == (whole.token_ids, whole.text, "stop")
+    assert (begun.token_ids, begun.text, begun.finish_reason) == (
+        whole.token_ids,
+        whole.text,
+        "stop",
+    )
 
 
 def test_what_was_begun_and_not_reached_before_a_stop_comes_back_as_it_was() -> None:
     model = endless()
     requests = requests_of(prompts_of(9, 12), 1, iter([20, 20]))
-    begun = by_key(engine_of(model).generate([replace(r, pause_after_tokens=4) for r in requests], SamplingConfig()))
+    begun = by_key(
+        engine_of(model).generate(
+            [replace(r, pause_after_tokens=4) for r in requests], SamplingConfig()
+        )
+    )
     going_on = [replace(r, partial=begun[r.prompt.id, r.sample]) for r in requests]
     again = by_key(engine_of(model).generate(going_on, SamplingConfig(), lambda: True))
     assert again == begun
@@ -571,12 +694,19 @@ def test_an_answer_that_is_as_long_as_it_may_be_cannot_go_on() -> None:
         engine_of(endless()).generate([replace(request, partial=whole)], SamplingConfig())
 
 
-def test_an_engine_apart_draws_by_the_weights_that_it_was_given_and_leaves_the_policy_alone() -> None:
+def test_an_engine_apart_draws_by_the_weights_that_it_was_given_and_leaves_the_policy_alone() -> (
+    None
+):
     policy, other = endless("qwen2", seed=1), endless("qwen2", seed=2)
     before = {n: p.clone() for n, p in policy.named_parameters()}
     requests = requests_of(prompts_of(9, 4), 2, itertools.cycle([12]))
-    apart = NativeEngine(KVDecoder(policy).apart(), engine_of(policy).tokenizer, EngineConfig(), shared=False)
-    wanted = {key: r.token_ids for key, r in by_key(engine_of(other).generate(requests, SamplingConfig())).items()}
+    apart = NativeEngine(
+        KVDecoder(policy).apart(), engine_of(policy).tokenizer, EngineConfig(), shared=False
+    )
+    wanted = {
+        key: r.token_ids
+        for key, r in by_key(engine_of(other).generate(requests, SamplingConfig())).items()
+    }
     weights = {n: p.detach().clone() for n, p in other.named_parameters()}
     assert apart.load_weights(weights.items(), 3) == engine_of(other).load_weights([], 3)
     found = by_key(apart.generate(requests, SamplingConfig()))

@@ -17,7 +17,11 @@ def oracle(logits: list[float], sampling: SamplingConfig, seen: set[int]) -> lis
     """Probabilities by the definitions, one row at a time, in plain Python floats."""
     x = [float(v) for v in logits]
     for token in seen:
-        x[token] = x[token] * sampling.repetition_penalty if x[token] < 0 else x[token] / sampling.repetition_penalty
+        x[token] = (
+            x[token] * sampling.repetition_penalty
+            if x[token] < 0
+            else x[token] / sampling.repetition_penalty
+        )
     x = [v / sampling.temperature for v in x]
     keep = set(range(len(x)))
     if sampling.top_k:
@@ -55,15 +59,22 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", CONFIGS, ids=lambda c: str(c.model_dump(exclude_defaults=True)))
+@pytest.mark.parametrize(
+    "sampling", CONFIGS, ids=lambda c: str(c.model_dump(exclude_defaults=True))
+)
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 17, 100, 1025])
-def test_every_filter_gives_the_distribution_of_its_definition(sampling: SamplingConfig, vocabulary: int) -> None:
+def test_every_filter_gives_the_distribution_of_its_definition(
+    sampling: SamplingConfig, vocabulary: int
+) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(4, vocabulary, generator=generator) * 2
     seen = torch.rand(4, vocabulary, generator=generator) < 0.3
     got = draws.process(logits, sampling, seen if sampling.repetition_penalty != 1 else None)
     marked = seen if sampling.repetition_penalty != 1 else torch.zeros_like(seen)
-    want = [oracle(row.tolist(), sampling, set(torch.nonzero(s)[:, 0].tolist())) for row, s in zip(logits, marked)]
+    want = [
+        oracle(row.tolist(), sampling, set(torch.nonzero(s)[:, 0].tolist()))
+        for row, s in zip(logits, marked)
+    ]
     want = torch.tensor(want, dtype=torch.float64)
     assert torch.equal(torch.isinf(got), want == 0)
     bound = rounding(vocabulary)
@@ -71,7 +82,9 @@ def test_every_filter_gives_the_distribution_of_its_definition(sampling: Samplin
 
     u = torch.rand(4, generator=generator, dtype=torch.float64)
     tokens, logprobs = draws.sample_tokens(got, u)
-    torch.testing.assert_close(logprobs.double(), want.gather(1, tokens[:, None])[:, 0].log(), atol=bound, rtol=bound)
+    torch.testing.assert_close(
+        logprobs.double(), want.gather(1, tokens[:, None])[:, 0].log(), atol=bound, rtol=bound
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,7 +115,9 @@ def test_masses_at_both_ends_are_reached_exactly() -> None:
     logits = torch.full((2, 300), -torch.inf)
     logits[:, 7] = 0.0
     logits[:, 290] = 0.0
-    tokens, logprobs = draws.sample_tokens(logits, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64))
+    tokens, logprobs = draws.sample_tokens(
+        logits, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
+    )
     assert tokens.tolist() == [7, 290]
     assert logprobs.tolist() == pytest.approx([-math.log(2)] * 2)
 
@@ -111,7 +126,9 @@ def test_samples_over_many_seeds_follow_the_softmax() -> None:
     count, vocabulary = 40_000, 40
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
     for step in (0, 5):
-        u = torch.from_numpy(draws.uniforms(draws.seed_keys(list(range(count))), np.full(count, step)))
+        u = torch.from_numpy(
+            draws.uniforms(draws.seed_keys(list(range(count))), np.full(count, step))
+        )
         tokens, _ = draws.sample_tokens(logits.expand(count, -1), u)
         seen = torch.bincount(tokens, minlength=vocabulary).double()
         expected = torch.softmax(logits.double(), -1)[0] * count
@@ -130,13 +147,17 @@ def test_uniform_numbers_depend_on_seed_and_step_only_and_are_even() -> None:
     assert stream.min() >= 0
     assert stream.max() < 1
     counts = np.bincount((stream * 64).astype(int), minlength=64)
-    assert ((counts - 100_000 / 64) ** 2 / (100_000 / 64)).sum() < 103.4  # 63 degrees of freedom, once in a thousand
+    assert (
+        (counts - 100_000 / 64) ** 2 / (100_000 / 64)
+    ).sum() < 103.4  # 63 degrees of freedom, once in a thousand
     assert abs(np.corrcoef(stream[:-1], stream[1:])[0, 1]) < 0.01
     neighbour = draws.uniforms(np.repeat(draws.seed_keys([12]), 100_000), np.arange(100_000))
     assert abs(np.corrcoef(stream, neighbour)[0, 1]) < 0.01
 
 
-def test_greedy_takes_the_largest_with_its_log_prob_at_temperature_1_and_keeps_nan_visible() -> None:
+def test_greedy_takes_the_largest_with_its_log_prob_at_temperature_1_and_keeps_nan_visible() -> (
+    None
+):
     tokens, logprobs = draws.greedy(torch.tensor([[1.0, 3.0, 2.0], [float("nan"), 0.0, 0.0]]))
     assert tokens[0] == 1
     assert logprobs[0].item() == pytest.approx(-math.log(1 + math.exp(-1) + math.exp(-2)))

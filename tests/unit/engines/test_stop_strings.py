@@ -15,10 +15,20 @@ def byte_level() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False)
-    backend.train_from_iterator(["so the answer is </answer>\n\n here, é é 猫 <answer> the end."] * 5, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=alphabet,
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(
+        ["so the answer is </answer>\n\n here, é é 猫 <answer> the end."] * 5, trainer
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", bos_token="<s>", clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        eos_token="</s>",
+        bos_token="<s>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -26,15 +36,21 @@ TOKENIZER = byte_level()
 BYTES = [i for i in range(len(TOKENIZER)) if len(TOKENIZER.convert_ids_to_tokens(i)) == 1]
 PIECES = st.one_of(
     st.sampled_from(range(2, len(TOKENIZER))).map(lambda i: [i]),
-    st.sampled_from(["</answer>", "the end.", "猫", "é ", "\n\n", "</ans", "the", "a", ">", "\n"]).map(TOKENIZER.encode),
-    st.sampled_from(["猫", "é", "</answer>"]).map(lambda s: [TOKENIZER.convert_tokens_to_ids(c) for c in byte_letters(s)]),
+    st.sampled_from(
+        ["</answer>", "the end.", "猫", "é ", "\n\n", "</ans", "the", "a", ">", "\n"]
+    ).map(TOKENIZER.encode),
+    st.sampled_from(["猫", "é", "</answer>"]).map(
+        lambda s: [TOKENIZER.convert_tokens_to_ids(c) for c in byte_letters(s)]
+    ),
     st.just([0]),
 )
 
 
 def byte_letters(text: str) -> str:
     """The byte-level alphabet's letter of each byte."""
-    [(word, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    [(word, _)] = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    ).pre_tokenize_str(text)
     return word
 
 
@@ -50,10 +66,18 @@ def scan(tokens: list[int], stop: tuple[str, ...]) -> tuple[int, str] | None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(PIECES, min_size=1, max_size=25).map(lambda parts: [t for part in parts for t in part]),
-    st.lists(st.sampled_from(["</answer>", "the end.", "猫", "é ", "\n\n", "a", "s>\n"]), min_size=1, max_size=3).map(tuple),
+    st.lists(PIECES, min_size=1, max_size=25).map(
+        lambda parts: [t for part in parts for t in part]
+    ),
+    st.lists(
+        st.sampled_from(["</answer>", "the end.", "猫", "é ", "\n\n", "a", "s>\n"]),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
 )
-def test_the_first_stop_is_found_at_its_last_token_wherever_tokens_are_cut(tokens: list[int], stop: tuple[str, ...]) -> None:
+def test_the_first_stop_is_found_at_its_last_token_wherever_tokens_are_cut(
+    tokens: list[int], stop: tuple[str, ...]
+) -> None:
     stops = StopStrings(TOKENIZER, stop)
     got = None
     for n in range(1, len(tokens) + 1):

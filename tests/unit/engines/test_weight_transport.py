@@ -69,7 +69,10 @@ def test_what_was_not_finished_is_forgotten_when_the_sender_leaves() -> None:
     shelf = Shelf()
     inbox = WeightBuffer(shelf.load)
     slots = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
-    first, *_ = ((slots[slot][: used(layout)].numpy().copy(), layout) for slot, layout in fill([("a", torch.ones(8))], slots))
+    first, *_ = (
+        (slots[slot][: used(layout)].numpy().copy(), layout)
+        for slot, layout in fill([("a", torch.ones(8))], slots)
+    )
     inbox.put(*first)
     inbox.leave()
     for slot, layout in fill([("a", torch.arange(8.0))], slots):

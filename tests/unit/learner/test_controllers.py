@@ -28,10 +28,17 @@ def controls_of(**tree: object) -> Controllers:
 
 @pytest.mark.parametrize(
     ("controller", "coefs"),
-    [("linear", [0.3, 0.2, 0.1, 0.1, 0.1]), ("cosine", [0.4 - 0.15 * (1 - math.cos(math.pi / 3)), None, 0.1, 0.1, 0.1])],
+    [
+        ("linear", [0.3, 0.2, 0.1, 0.1, 0.1]),
+        ("cosine", [0.4 - 0.15 * (1 - math.cos(math.pi / 3)), None, 0.1, 0.1, 0.1]),
+    ],
 )
-def test_a_scheduled_coefficient_goes_from_coef_to_final_and_stays(controller: str, coefs: list[float | None]) -> None:
-    config = KLConfig.model_validate({"where": "loss", "coef": 0.4, "controller": controller, "final": 0.1, "steps": 3})
+def test_a_scheduled_coefficient_goes_from_coef_to_final_and_stays(
+    controller: str, coefs: list[float | None]
+) -> None:
+    config = KLConfig.model_validate(
+        {"where": "loss", "coef": 0.4, "controller": controller, "final": 0.1, "steps": 3}
+    )
     found = KLController.of(config)
     assert found.coef == 0.4
     for expected in coefs:
@@ -41,7 +48,9 @@ def test_a_scheduled_coefficient_goes_from_coef_to_final_and_stays(controller: s
 
 
 def test_a_cosine_is_half_way_in_the_middle() -> None:
-    found = KLController.of(KLConfig(where="loss", coef=1.0, controller="cosine", final=0.0, steps=4))
+    found = KLController.of(
+        KLConfig(where="loss", coef=1.0, controller="cosine", final=0.0, steps=4)
+    )
     coefs = []
     for _ in range(4):
         found.advance()
@@ -63,7 +72,9 @@ def test_a_fixed_coefficient_stays() -> None:
     assert controls.kl.coef == 0.3
 
 
-@pytest.mark.parametrize(("entropy", "next_coef", "in_force"), [(0.1, 0.015, 0.01), (0.2, 0.01, 0.01), (0.3, 0.005, 0.0)])
+@pytest.mark.parametrize(
+    ("entropy", "next_coef", "in_force"), [(0.1, 0.015, 0.01), (0.2, 0.01, 0.01), (0.3, 0.005, 0.0)]
+)
 def test_the_entropy_coefficient_rises_below_the_target_and_falls_above_where_it_does_not_act(
     entropy: float, next_coef: float, in_force: float
 ) -> None:
@@ -103,7 +114,9 @@ def test_the_mean_entropy_is_over_the_tokens_that_were_sampled() -> None:
 
 
 def test_a_step_reports_what_was_in_force_and_moves_it() -> None:
-    controls = controls_of(entropy={"coef": 0.01, "target": 0.6, "rate": 0.002}, kl={"where": "loss", "coef": 0.3})
+    controls = controls_of(
+        entropy={"coef": 0.01, "target": 0.6, "rate": 0.002}, kl={"where": "loss", "coef": 0.3}
+    )
     metrics = controls.update_from_batch(batch_with(0.5)).compute()
     assert metrics["policy/entropy_coef"] == 0.01
     assert metrics["policy/kl_coef"] == 0.3
@@ -112,7 +125,8 @@ def test_a_step_reports_what_was_in_force_and_moves_it() -> None:
 
 def test_what_a_frozen_policy_does_moves_no_coefficient() -> None:
     controls = controls_of(
-        entropy={"coef": 0.01, "target": 0.6}, kl={"where": "loss", "coef": 0.3, "controller": "adaptive", "horizon": 100}
+        entropy={"coef": 0.01, "target": 0.6},
+        kl={"where": "loss", "coef": 0.3, "controller": "adaptive", "horizon": 100},
     )
     logprobs = torch.zeros(3)
     batch = batch_with(0.5).replace(old_logprobs=logprobs, ref_logprobs=logprobs)

@@ -39,14 +39,26 @@ def roles_of() -> Roles:
     strategy = SingleStrategy(StrategyConfig(device="cpu"))
     actor = Actor(tiny_model("qwen2", seed=3, dtype=torch.float64)).eval()
     critic = Critic(tiny_model("qwen2", seed=4, dtype=torch.float64)).eval()
-    policy, value = (TrainableModel(m, strategy.prepare(m, OptimizerConfig(lr=1e-2), 10)) for m in (actor, critic))
+    policy, value = (
+        TrainableModel(m, strategy.prepare(m, OptimizerConfig(lr=1e-2), 10))
+        for m in (actor, critic)
+    )
     return Roles(strategy, policy, Unused(), Unused(), None, critic=value)  # type: ignore[arg-type]
 
 
-def step(roles: Roles, config: RLConfig, controls: Controllers, batch: Batch, number: int = 0) -> Batch:
+def step(
+    roles: Roles, config: RLConfig, controls: Controllers, batch: Batch, number: int = 0
+) -> Batch:
     batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    batch = with_advantages(with_values(batch, roles, config, controls), config, controls, Requirements.of(config.algorithm))
-    update(roles, batch, update_settings(config, Requirements.of(config.algorithm)), controls, number)
+    batch = with_advantages(
+        with_values(batch, roles, config, controls),
+        config,
+        controls,
+        Requirements.of(config.algorithm),
+    )
+    update(
+        roles, batch, update_settings(config, Requirements.of(config.algorithm)), controls, number
+    )
     controls.update_from_batch(batch)
     return batch
 
@@ -63,13 +75,20 @@ def test_in_the_first_steps_the_critic_learns_alone() -> None:
     for number in range(3):
         before = weights(roles.policy), weights(roles.critic)
         step(roles, config, controls, batch_of(seed=number), number)
-        moved.append([not torch.equal(a, b) for a, b in zip(before, (weights(roles.policy), weights(roles.critic)), strict=True)])
+        moved.append(
+            [
+                not torch.equal(a, b)
+                for a, b in zip(before, (weights(roles.policy), weights(roles.critic)), strict=True)
+            ]
+        )
     assert moved == [[False, True], [False, True], [True, True]]
 
 
 def test_the_policys_schedule_begins_when_its_steps_do(tmp_path: Path) -> None:
     tiny_model("qwen2").save_pretrained(tmp_path)
-    config = config_of(model={"path": str(tmp_path)}, critic={"warmup_steps": 3}, strategy={"device": "cpu"})
+    config = config_of(
+        model={"path": str(tmp_path)}, critic={"warmup_steps": 3}, strategy={"device": "cpu"}
+    )
     roles = local_roles(config, None, 10)
     try:
         assert roles.critic is not None

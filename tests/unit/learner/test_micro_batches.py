@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.algorithms.contracts.cases import dense
-from lightrft.learner.micro_batches import SLACK, balance_across_ranks, local_micro_batches, micro_batches, mini_batches
+from lightrft.learner.micro_batches import (
+    SLACK,
+    balance_across_ranks,
+    local_micro_batches,
+    micro_batches,
+    mini_batches,
+)
 from lightrft.types import Batch, Segments
 
 
@@ -42,7 +48,9 @@ def batch_of(rows: list[tuple[int, int]], prompt_length: int = 3) -> Batch:
     """One response for each ``(group, length)``; prompt p has ``prompt_length + p`` tokens."""
     prompt_of = dense([group for group, _ in rows])
     prompts = [[0] * (prompt_length + p) for p in range(max(prompt_of) + 1)]
-    return Batch(Segments.of(prompts), Segments.of([[0] * n for _, n in rows]), torch.tensor(prompt_of))
+    return Batch(
+        Segments.of(prompts), Segments.of([[0] * n for _, n in rows]), torch.tensor(prompt_of)
+    )
 
 
 def cost(batch: Batch, index: torch.Tensor, layout: str) -> int:
@@ -56,7 +64,9 @@ def cost(batch: Batch, index: torch.Tensor, layout: str) -> int:
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 80), st.sampled_from(LAYOUTS))
-def test_micro_batches_hold_every_row_once_within_the_budget(rows: list[tuple[int, int]], budget: int, layout: str) -> None:
+def test_micro_batches_hold_every_row_once_within_the_budget(
+    rows: list[tuple[int, int]], budget: int, layout: str
+) -> None:
     batch = batch_of(rows)
     parts = micro_batches(batch, budget, layout)
     assert sorted(i for part in parts for i in part.tolist()) == list(range(len(batch)))
@@ -77,10 +87,16 @@ def test_groups_that_fit_stay_whole(rows: list[tuple[int, int]], budget: int, la
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 80), st.sampled_from(LAYOUTS))
-def test_no_two_micro_batches_would_fit_in_one(rows: list[tuple[int, int]], budget: int, layout: str) -> None:
+def test_no_two_micro_batches_would_fit_in_one(
+    rows: list[tuple[int, int]], budget: int, layout: str
+) -> None:
     batch = batch_of(rows)
     parts = micro_batches(batch, budget, layout)
-    whole = [part for part in parts if all(len(part) >= int((batch.prompt_of == p).sum()) for p in batch.prompt_of[part])]
+    whole = [
+        part
+        for part in parts
+        if all(len(part) >= int((batch.prompt_of == p).sum()) for p in batch.prompt_of[part])
+    ]
     for a in range(len(whole)):
         for b in range(a):
             assert cost(batch, torch.cat([whole[a], whole[b]]), layout) > budget
@@ -109,7 +125,12 @@ def test_a_row_over_the_budget_goes_alone() -> None:
 
 
 def test_an_empty_batch_has_no_micro_batches() -> None:
-    assert micro_batches(batch_of([(0, 1)]).select(torch.zeros(0, dtype=torch.long)), 10, "prefix_shared") == []
+    assert (
+        micro_batches(
+            batch_of([(0, 1)]).select(torch.zeros(0, dtype=torch.long)), 10, "prefix_shared"
+        )
+        == []
+    )
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -118,7 +139,9 @@ def seeded(seed: int) -> torch.Generator:
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 8), st.integers(0, 99))
-def test_mini_batches_hold_every_row_once_and_are_nearly_equal(rows: list[tuple[int, int]], count: int, seed: int) -> None:
+def test_mini_batches_hold_every_row_once_and_are_nearly_equal(
+    rows: list[tuple[int, int]], count: int, seed: int
+) -> None:
     batch = batch_of(rows)
     parts = mini_batches(batch, count, seeded(seed))
     assert sorted(i for part in parts for i in part.tolist()) == list(range(len(batch)))
@@ -146,17 +169,27 @@ def test_over_all_ranks_every_row_occurs_once_in_as_many_micro_batches_on_each(
     batch = batch_of(rows)
     parts = [local_micro_batches(batch, budget, layout, Rank(rank, size)) for rank in range(size)]
     assert len({len(part) for part in parts}) == 1
-    assert sorted(i for part in parts for index in part for i in index.tolist()) == list(range(len(batch)))
+    assert sorted(i for part in parts for index in part for i in index.tolist()) == list(
+        range(len(batch))
+    )
     for index in (index for part in parts for index in part if len(index) > 1):
         assert cost(batch, index, layout) <= budget
 
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 5))
-def test_a_rank_has_more_than_its_due_by_no_more_than_one_answer(rows: list[tuple[int, int]], size: int) -> None:
+def test_a_rank_has_more_than_its_due_by_no_more_than_one_answer(
+    rows: list[tuple[int, int]], size: int
+) -> None:
     batch = batch_of(rows)
-    loads = [cost(batch, index, "packed") if len(index) else 0 for index in balance_across_ranks(batch, "packed", size)]
-    due, one = sum(loads) / size, max(cost(batch, torch.tensor([i]), "packed") for i in range(len(batch)))
+    loads = [
+        cost(batch, index, "packed") if len(index) else 0
+        for index in balance_across_ranks(batch, "packed", size)
+    ]
+    due, one = (
+        sum(loads) / size,
+        max(cost(batch, torch.tensor([i]), "packed") for i in range(len(batch))),
+    )
     assert max(loads) <= max(SLACK * due, due + one)
 
 

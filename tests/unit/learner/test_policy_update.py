@@ -18,7 +18,11 @@ from lightrft.models.actor import TokenScores
 from lightrft.types import Batch
 from tests.numbers.strategies import batch_of, plain_case
 
-SHAPE = [[True, True], [True, False], [True, True, True]]  # seven tokens, the fourth of them not sampled
+SHAPE = [
+    [True, True],
+    [True, False],
+    [True, True, True],
+]  # seven tokens, the fourth of them not sampled
 OLD = math.log(0.25)
 
 
@@ -30,14 +34,24 @@ def batch_for(algorithm: AlgorithmConfig, advantage: float = 0.0, **columns: Any
     """Old probabilities of a quarter, one advantage for every token."""
     batch = batch_of(plain_case(SHAPE, [0, 0, 1])).replace(ref_logprobs=None)
     old = torch.full((7,), OLD, dtype=torch.float64)
-    fixed = {"old_logprobs": old, "behavior_logprobs": old, "advantages": torch.full((7,), advantage, dtype=torch.float64)}
-    return with_loss_weights(batch.replace(**{**fixed, **columns}), algorithm, RLConfig().sampling.max_new_tokens)
+    fixed = {
+        "old_logprobs": old,
+        "behavior_logprobs": old,
+        "advantages": torch.full((7,), advantage, dtype=torch.float64),
+    }
+    return with_loss_weights(
+        batch.replace(**{**fixed, **columns}), algorithm, RLConfig().sampling.max_new_tokens
+    )
 
 
-def slopes(algorithm: AlgorithmConfig, batch: Batch, ratio: float = 1.0, objective: Objective | None = None) -> list[float]:
+def slopes(
+    algorithm: AlgorithmConfig, batch: Batch, ratio: float = 1.0, objective: Objective | None = None
+) -> list[float]:
     """d loss / d log-prob of each token, the policy's ratio to the old one being ``ratio`` everywhere."""
     logprobs = torch.full((7,), OLD + math.log(ratio), dtype=torch.float64, requires_grad=True)
-    objective = objective or Objective(algorithm, Requirements.of(algorithm), algorithm.kl.coef, 0.0)
+    objective = objective or Objective(
+        algorithm, Requirements.of(algorithm), algorithm.kl.coef, 0.0
+    )
     loss, _ = objective(batch, TokenScores(logprobs))
     (found,) = torch.autograd.grad(loss, logprobs)
     return found.tolist()
@@ -51,7 +65,9 @@ def test_the_likelihood_of_positive_answers_is_a_mean_over_their_tokens() -> Non
 
 def test_the_outcome_counts_and_not_what_shaping_made_of_it() -> None:
     algorithm = algorithm_of(positive_nll={"coef": 1.0})
-    batch = batch_for(algorithm, outcomes=torch.tensor([1.0, 0.0, 0.0]), rewards=torch.tensor([0.0, 5.0, 5.0]))
+    batch = batch_for(
+        algorithm, outcomes=torch.tensor([1.0, 0.0, 0.0]), rewards=torch.tensor([0.0, 5.0, 5.0])
+    )
     assert batch.positive_weights is not None
     assert batch.positive_weights.tolist() == [0.5, 0.5, 0, 0, 0, 0, 0]
 
@@ -80,7 +96,9 @@ def test_positive_answers_are_run_though_their_advantage_is_zero() -> None:
         ({"coef": 0.6}, 1.0, 0.0),
     ],
 )
-def test_the_drift_pulls_back_to_the_old_policy(drift: dict[str, Any], ratio: float, slope: float) -> None:
+def test_the_drift_pulls_back_to_the_old_policy(
+    drift: dict[str, Any], ratio: float, slope: float
+) -> None:
     algorithm = algorithm_of(policy_drift=drift)
     expected = [0.1 * slope] * 7
     expected[3] = 0.0
@@ -95,16 +113,22 @@ def test_a_drift_reaches_rows_without_advantage_once_there_is_an_old_policy() ->
 
 
 @pytest.mark.parametrize(("estimator", "reached"), [("k1", [0, 1, 2]), ("k2", []), ("k3", [])])
-def test_a_drift_leaves_no_row_out_whose_gradient_it_has(estimator: str, reached: list[int]) -> None:
+def test_a_drift_leaves_no_row_out_whose_gradient_it_has(
+    estimator: str, reached: list[int]
+) -> None:
     algorithm = algorithm_of(policy_drift={"coef": 0.6, "estimator": estimator})
     batch = batch_for(algorithm, old_logprobs=None)
-    assert Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == reached
+    assert (
+        Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == reached
+    )
     assert (slopes(algorithm, batch) != [0.0] * 7) == bool(reached)
 
 
 def test_rows_that_a_gate_leaves_out_are_not_run() -> None:
     algorithm = algorithm_of()
-    batch = batch_for(algorithm, advantage=1.0).replace(token_mask=torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]))
+    batch = batch_for(algorithm, advantage=1.0).replace(
+        token_mask=torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    )
     assert Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == [1]
     assert slopes(algorithm, batch) == pytest.approx([0, 0, -1 / 6, 0, 0, 0, 0])
 
@@ -112,10 +136,18 @@ def test_rows_that_a_gate_leaves_out_are_not_run() -> None:
 @pytest.mark.parametrize(
     ("estimator", "weighted_by_ratio", "slope"),
     # ratio 2, reference 1/2 of the policy: d = ln 2; r k, derivative r (k + k')
-    [("k3", False, 0.5), ("k3", True, 2 * (0.5 - 1 + math.log(2) + 0.5)), ("k1", True, 2 * (math.log(2) + 1))],
+    [
+        ("k3", False, 0.5),
+        ("k3", True, 2 * (0.5 - 1 + math.log(2) + 0.5)),
+        ("k1", True, 2 * (math.log(2) + 1)),
+    ],
 )
-def test_the_kl_is_weighted_by_the_ratio_and_its_gradient(estimator: str, weighted_by_ratio: bool, slope: float) -> None:
-    algorithm = algorithm_of(kl={"where": "loss", "estimator": estimator, "coef": 0.6, "weighted": weighted_by_ratio})
+def test_the_kl_is_weighted_by_the_ratio_and_its_gradient(
+    estimator: str, weighted_by_ratio: bool, slope: float
+) -> None:
+    algorithm = algorithm_of(
+        kl={"where": "loss", "estimator": estimator, "coef": 0.6, "weighted": weighted_by_ratio}
+    )
     batch = batch_for(algorithm, ref_logprobs=torch.full((7,), OLD, dtype=torch.float64))
     expected = [0.1 * slope] * 7
     expected[3] = 0.0
@@ -124,7 +156,9 @@ def test_the_kl_is_weighted_by_the_ratio_and_its_gradient(estimator: str, weight
 
 def old_of(proximal: str, **columns: Any) -> Tensor:
     algorithm = algorithm_of(old_logprobs=proximal)
-    batch = batch_for(algorithm, old_logprobs=None, versions=torch.tensor([3, 3, 2, 2, 0, 0, 0]), **columns)
+    batch = batch_for(
+        algorithm, old_logprobs=None, versions=torch.tensor([3, 3, 2, 2, 0, 0, 0]), **columns
+    )
     return old_logprobs(batch, torch.full((7,), OLD + 4, requires_grad=True), proximal, 3)
 
 
@@ -142,7 +176,9 @@ def test_the_interpolated_policy_is_weighed_against_the_sampler() -> None:
     batch = batch_for(algorithm, advantage=1.0, old_logprobs=None, versions=versions)
     expected = [-3.0 / 6] * 7
     expected[3] = 0.0
-    found = slopes(algorithm, batch, 3.0, Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0, version=3))
+    found = slopes(
+        algorithm, batch, 3.0, Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0, version=3)
+    )
     assert found == pytest.approx(expected)
 
 

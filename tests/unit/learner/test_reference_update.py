@@ -18,19 +18,27 @@ STRATEGY = SingleStrategy(StrategyConfig(device="cpu"))
 
 
 def actor(seed: int, dtype: torch.dtype = torch.float32, **sizes: int) -> Actor:
-    return Actor(tiny_model("qwen2", seed=seed, dtype=dtype, **{"hidden_size": 16, "intermediate_size": 16, **sizes}))
+    return Actor(
+        tiny_model(
+            "qwen2", seed=seed, dtype=dtype, **{"hidden_size": 16, "intermediate_size": 16, **sizes}
+        )
+    )
 
 
 def follower(seed: int, policy: Actor, **kl: float) -> MovingReference:
     config = KLConfig.model_validate({"where": "loss", "coef": 0.1, "refresh_every": 1, **kl})
-    return MovingReference.of(actor(seed, policy.base.dtype).requires_grad_(False), shapes_of(policy), STRATEGY, config)
+    return MovingReference.of(
+        actor(seed, policy.base.dtype).requires_grad_(False), shapes_of(policy), STRATEGY, config
+    )
 
 
 def test_a_hard_copy_is_the_policy_bit_for_bit_and_no_second_name_of_it() -> None:
     policy = actor(1)
     reference = follower(2, policy)
     reference.update_from(policy.named_parameters(), 0.0)
-    for (name, a), (_, b) in zip(reference.model.named_parameters(), policy.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        reference.model.named_parameters(), policy.named_parameters(), strict=True
+    ):
         assert a.equal(b), name
         assert a.data_ptr() != b.data_ptr()
 
@@ -55,13 +63,18 @@ def test_a_moving_average_of_half_precision_weights_does_not_stand_still() -> No
         reference.update_from(policy.named_parameters(), 0.999)
     weight = "model.lm_head.weight"
     moved = dict(reference.model.named_parameters())[weight].float()
-    expected = 0.999**500 * start[weight] + (1 - 0.999**500) * dict(policy.named_parameters())[weight].float()
+    expected = (
+        0.999**500 * start[weight]
+        + (1 - 0.999**500) * dict(policy.named_parameters())[weight].float()
+    )
     torch.testing.assert_close(moved, expected, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decay", [0.0, 0.9])
-def test_its_state_is_empty_until_it_moves_and_then_brings_another_to_the_same_bits(dtype: torch.dtype, decay: float) -> None:
+def test_its_state_is_empty_until_it_moves_and_then_brings_another_to_the_same_bits(
+    dtype: torch.dtype, decay: float
+) -> None:
     policy = actor(1, dtype)
     reference = follower(2, policy, refresh_decay=decay)
     assert reference.state_dict() == {}
@@ -71,9 +84,13 @@ def test_its_state_is_empty_until_it_moves_and_then_brings_another_to_the_same_b
     other.load_state_dict(saved)
     for one in (reference, other):
         one.update_from(actor(4, dtype).named_parameters(), decay)
-    for (name, a), (_, b) in zip(reference.model.named_parameters(), other.model.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        reference.model.named_parameters(), other.model.named_parameters(), strict=True
+    ):
         assert a.equal(b), name
-    assert {k: v.tolist() for k, v in reference.state_dict().items()} == {k: v.tolist() for k, v in other.state_dict().items()}
+    assert {k: v.tolist() for k, v in reference.state_dict().items()} == {
+        k: v.tolist() for k, v in other.state_dict().items()
+    }
 
 
 def test_a_reference_of_another_shape_is_refused_with_the_way_out() -> None:

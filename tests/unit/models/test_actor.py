@@ -76,7 +76,10 @@ def test_export_adds_adapters_into_the_weights_and_leaves_memory_alone(tmp_path,
     again = Actor.load(ModelConfig(path=str(tmp_path / "adapters")))
     assert again.has_adapters
     assert torch.equal(again.score(batch).logprobs, expected)
-    assert actor.merge().keys() == load_model(ModelConfig(path=str(tmp_path / "base"))).state_dict().keys()
+    assert (
+        actor.merge().keys()
+        == load_model(ModelConfig(path=str(tmp_path / "base"))).state_dict().keys()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,7 +89,10 @@ def test_every_family_exports_what_it_loads(tmp_path, family):
     assert actor.check_layout(batch) == ""
     assert actor.layout == "prefix_shared"
     save_model(actor, tiny_tokenizer(), tmp_path / "again")
-    assert torch.equal(Actor.load(ModelConfig(path=str(tmp_path / "again"))).score(batch).logprobs, actor.score(batch).logprobs)
+    assert torch.equal(
+        Actor.load(ModelConfig(path=str(tmp_path / "again"))).score(batch).logprobs,
+        actor.score(batch).logprobs,
+    )
 
 
 def test_lora_targets_that_name_nothing_are_an_error(tmp_path):
@@ -120,12 +126,36 @@ def test_the_layout_check_falls_back_where_a_plan_is_ignored(monkeypatch):
 
 
 def test_the_layout_check_falls_back_to_padded_for_recurrent_layers():
-    kinds = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32, "head_dim": 16}
-    widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 4}
-    more = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 100}
+    kinds = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 32,
+        "head_dim": 16,
+    }
+    widths = {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_experts": 4,
+    }
+    more = {
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "vocab_size": 100,
+    }
     torch.manual_seed(0)
-    actor = Actor(AutoModelForCausalLM.from_config(Qwen3NextConfig(**kinds, **widths, **sizes, **more, initializer_range=0.2)))
+    actor = Actor(
+        AutoModelForCausalLM.from_config(
+            Qwen3NextConfig(**kinds, **widths, **sizes, **more, initializer_range=0.2)
+        )
+    )
     assert actor.layout == "padded"
     actor.layout = "prefix_shared"
     reason = actor.check_layout(hard_batch())
@@ -170,7 +200,10 @@ def test_values_are_read_before_each_token_and_after_the_last():
 @pytest.mark.parametrize("layout", ["prefix_shared", "packed", "padded"])
 def test_the_value_head_is_seeded_trained_and_saved(tmp_path, layout):
     path = folder(tmp_path / "base")
-    critic, other = Critic.load(ModelConfig(path=path, layout=layout), seed=1), Critic.load(ModelConfig(path=path), seed=2)
+    critic, other = (
+        Critic.load(ModelConfig(path=path, layout=layout), seed=1),
+        Critic.load(ModelConfig(path=path), seed=2),
+    )
     assert not torch.equal(critic.value_head.weight, other.value_head.weight)
     assert critic.value_head.weight.std() < 3 / 65
     assert critic.value_head.bias is None
@@ -197,7 +230,9 @@ def test_temperature_and_entropy_are_those_of_the_tempered_softmax():
 def logits_made(actor):
     """Elements of each array that the head gives."""
     made = []
-    actor.base.get_output_embeddings().register_forward_hook(lambda module, given, out: made.append(out.numel()))
+    actor.base.get_output_embeddings().register_forward_hook(
+        lambda module, given, out: made.append(out.numel())
+    )
     return made
 
 
@@ -207,8 +242,13 @@ def test_the_layout_check_makes_no_more_logits_than_the_bound_allows(family):
     vocabulary, config = 40_000, ModelConfig(logits_mb=1)
     actor = Actor(small_model(family, vocab_size=vocabulary), config)
     made = logits_made(actor)
-    prompts, answers = Segments.of([[5] * 300, [6] * 40]), Segments.of([[7] * 50, [8] * 90, [9] * 3])
-    batch = Batch(prompts, answers, torch.tensor([0, 0, 1]), sampled=torch.ones(143, dtype=torch.bool))
+    prompts, answers = (
+        Segments.of([[5] * 300, [6] * 40]),
+        Segments.of([[7] * 50, [8] * 90, [9] * 3]),
+    )
+    batch = Batch(
+        prompts, answers, torch.tensor([0, 0, 1]), sampled=torch.ones(143, dtype=torch.bool)
+    )
     assert actor.check_layout(batch) == ""
     assert made and max(made) <= 2**20 / 4
     assert max(made) == 6 * vocabulary

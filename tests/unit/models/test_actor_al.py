@@ -24,7 +24,10 @@ class Example:
 
     def __init__(self, rig):
         self.rig, self.prompts = rig, mixed_prompts(rig)
-        assert [len(p.media.get("feature_lengths", [])) and len(p.media["feature_lengths"].values) for p in self.prompts] == [
+        assert [
+            len(p.media.get("feature_lengths", [])) and len(p.media["feature_lengths"].values)
+            for p in self.prompts
+        ] == [
             0,
             1,
             2,
@@ -39,7 +42,9 @@ class Example:
     @property
     def whole(self):
         """``[clips, mels, window]`` as the family's processor in transformers gives them: own frames, then silence."""
-        return pad_sequence([c.t() for c in self.clips] + [torch.zeros(100, 16)], batch_first=True)[:-1].transpose(1, 2)
+        return pad_sequence([c.t() for c in self.clips] + [torch.zeros(100, 16)], batch_first=True)[
+            :-1
+        ].transpose(1, 2)
 
     @property
     def mask(self):
@@ -50,12 +55,18 @@ class Example:
 
     def packed(self):
         mask = [i + 1 for i, row in enumerate(self.rows) for _ in row]
-        return torch.tensor([[t for row in self.rows for t in row]]), torch.tensor([mask]), [len(row) for row in self.rows]
+        return (
+            torch.tensor([[t for row in self.rows for t in row]]),
+            torch.tensor([mask]),
+            [len(row) for row in self.rows],
+        )
 
 
 def _rectangle(rows, side):
     ids, mask = (
-        pad_sequence([torch.tensor(r) for r in each], batch_first=True, padding_value=PAD, padding_side=side)
+        pad_sequence(
+            [torch.tensor(r) for r in each], batch_first=True, padding_value=PAD, padding_side=side
+        )
         for each in (rows, [[1] * len(r) for r in rows])
     )
     return ids, mask
@@ -77,7 +88,9 @@ def of_rows(actor, example, **media):
     found = {"left": torch.cat([row[4 - len(a) :] for row, a in zip(columns, ANSWERS)])}
     ids, mask, lengths = example.packed()
     actor.packing_samples = True
-    found["packed"] = actor(ids, [len(a) for a in ANSWERS], mask, packed_seq_lens=lengths, **media)[0]
+    found["packed"] = actor(ids, [len(a) for a in ANSWERS], mask, packed_seq_lens=lengths, **media)[
+        0
+    ]
     actor.packing_samples = False
     return found
 
@@ -92,7 +105,9 @@ def test_padded_and_packed_rows_give_the_logprobs_and_gradients_of_the_trainers_
             logprobs = expected if way == "own" else of_rows(actor, example, **media)[way]
             assert (logprobs - expected).abs().max() < 1e-9 * expected.abs().max(), way
             (logprobs * weights(len(logprobs), torch.float64)).sum().backward()
-            grads.append({name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None})
+            grads.append(
+                {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
+            )
     assert any("audio_tower" in name for name in grads[0])
     assert all(gap(some, grads[0]) < 1e-9 for some in grads[1:])
 
@@ -100,10 +115,14 @@ def test_padded_and_packed_rows_give_the_logprobs_and_gradients_of_the_trainers_
 def test_without_a_mask_all_frames_that_are_given_count(example):
     actor = actor_of(example)
     own = [clip[:, :n] for clip, n in zip(example.clips, example.frames)]
-    filled = pad_sequence([c.t() for c in own] + [torch.zeros(100, 16)], batch_first=True)[:-1].transpose(1, 2)
+    filled = pad_sequence([c.t() for c in own] + [torch.zeros(100, 16)], batch_first=True)[
+        :-1
+    ].transpose(1, 2)
     with torch.no_grad():
         for way, found in of_rows(actor, example, audio_values=own).items():
-            expected = of_rows(actor, example, audio_values=filled, feature_attention_mask=example.mask)[way]
+            expected = of_rows(
+                actor, example, audio_values=filled, feature_attention_mask=example.mask
+            )[way]
             assert torch.allclose(found, expected, atol=1e-12)
 
 
@@ -111,7 +130,10 @@ def test_of_filled_up_clips_as_many_frames_count_as_there_are_placeholders_for(e
     """Four frames make a feature."""
     actor = actor_of(example)
     token = actor.model.config.audio_token_index
-    runs = [[len(run) for run in "".join("a" if t == token else " " for t in p.token_ids).split()] for p in example.prompts]
+    runs = [
+        [len(run) for run in "".join("a" if t == token else " " for t in p.token_ids).split()]
+        for p in example.prompts
+    ]
     counts = torch.tensor([4 * n for each in runs for n in each])
     mask = (torch.arange(100) < counts[:, None]).long()
     with torch.no_grad():
@@ -126,7 +148,8 @@ def test_clips_beyond_the_towers_window_are_cut(example):
     with torch.no_grad():
         given = {"feature_attention_mask": example.mask}
         assert torch.equal(
-            actor(ids, 4, mask, audio_values=longer, **given), actor(ids, 4, mask, audio_values=example.whole, **given)
+            actor(ids, 4, mask, audio_values=longer, **given),
+            actor(ids, 4, mask, audio_values=example.whole, **given),
         )
 
 
@@ -147,7 +170,9 @@ def test_a_batch_without_placeholders_is_text_alone(example):
     ids = torch.tensor([[10, 11, 12, 13, EOS]])
     with torch.no_grad():
         assert torch.equal(actor(ids, 2, audio_values=example.whole), actor(ids, 2))
-    found = actor.generate(ids[:, :4], audio_values=example.whole, do_sample=False, max_new_tokens=3)
+    found = actor.generate(
+        ids[:, :4], audio_values=example.whole, do_sample=False, max_new_tokens=3
+    )
     assert torch.equal(found[0], actor.generate(ids[:, :4], do_sample=False, max_new_tokens=3)[0])
 
 
@@ -155,17 +180,31 @@ def test_text_alone_gives_the_numbers_of_the_text_actor(example):
     """The language model of an audio-language model, taken out of it."""
     actor = actor_of(example, torch.float32)
     text = actor.model.config.get_text_config().to_dict()
-    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "vocab_size", "rms_norm_eps")
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "vocab_size",
+        "rms_norm_eps",
+    )
     alone = small_model("qwen2", **{name: text[name] for name in sizes}, tie_word_embeddings=False)
-    state = {name.replace("language_model.", ""): value for name, value in actor.model.state_dict().items()}
-    alone.load_state_dict({n: v for n, v in state.items() if "audio_tower" not in n and "projector" not in n})
+    state = {
+        name.replace("language_model.", ""): value
+        for name, value in actor.model.state_dict().items()
+    }
+    alone.load_state_dict(
+        {n: v for n, v in state.items() if "audio_tower" not in n and "projector" not in n}
+    )
     ids, mask = _rectangle([list(range(10, 22)), [30, 31, 32]], "left")
     found = []
     with torch.no_grad():
         for policy in (ActorLanguage(alone), actor, ActorAL(alone), ActorLanguage(actor.model)):
             rows = policy(ids, 2, mask)
             policy.packing_samples = True
-            packed = policy(ids[:1], [3, 4], torch.tensor([[1] * 5 + [2] * 7]), packed_seq_lens=[5, 7])
+            packed = policy(
+                ids[:1], [3, 4], torch.tensor([[1] * 5 + [2] * 7]), packed_seq_lens=[5, 7]
+            )
             found.append(torch.cat([rows.flatten(), packed[0]]))
     bound = float32_bound(alone) * found[0].abs().max()
     assert all((some - found[0]).abs().max() < bound for some in found)
@@ -187,7 +226,11 @@ def test_greedy_answers_of_a_padded_batch_are_those_of_each_row_alone(example):
             "feature_attention_mask": example.mask[seen : seen + count],
         }
         alone = actor.model.generate(
-            input_ids=torch.tensor([p.token_ids]), use_cache=False, min_new_tokens=1, **(own if count else {}), **limits
+            input_ids=torch.tensor([p.token_ids]),
+            use_cache=False,
+            min_new_tokens=1,
+            **(own if count else {}),
+            **limits,
         )[0, len(p.token_ids) :].tolist()
         seen += count
         cut = len(alone) == 6 and alone[-1] != EOS
@@ -203,21 +246,39 @@ def test_greedy_answers_of_a_padded_batch_are_those_of_each_row_alone(example):
 
 def test_what_a_loop_keeps_of_its_inputs_builds_a_call(example):
     assert ActorAL.modality is ActorModality.AUDIO_LANGUAGE
-    candidates = {"audio_values": example.whole, "image_grid_thw": torch.ones(1, 3), "pixel_values": torch.zeros(1), "x": 1}
-    kept = {name: value for name, value in candidates.items() if name in get_supported_parameters(ActorAL.modality)}
+    candidates = {
+        "audio_values": example.whole,
+        "image_grid_thw": torch.ones(1, 3),
+        "pixel_values": torch.zeros(1),
+        "x": 1,
+    }
+    kept = {
+        name: value
+        for name, value in candidates.items()
+        if name in get_supported_parameters(ActorAL.modality)
+    }
     assert set(kept) == {"audio_values", "image_grid_thw"}
     actor, (ids, mask) = actor_of(example, torch.float32), example.left()
     with torch.no_grad():
-        assert torch.equal(actor(ids, 3, mask, **kept), actor(ids, 3, mask, audio_values=example.whole))
+        assert torch.equal(
+            actor(ids, 3, mask, **kept), actor(ids, 3, mask, audio_values=example.whole)
+        )
     assert actor.generate(ids, attention_mask=mask, max_new_tokens=2, **kept)[0].shape[0] == 3
 
 
 def test_sound_by_another_name_is_used_and_pictures_are_refused(example):
     actor, (ids, mask) = actor_of(example, torch.float32), example.left()
-    given = {"attention_mask": mask, "feature_attention_mask": example.mask, "do_sample": False, "max_new_tokens": 4}
+    given = {
+        "attention_mask": mask,
+        "feature_attention_mask": example.mask,
+        "do_sample": False,
+        "max_new_tokens": 4,
+    }
     heard = actor.generate(ids, audio_values=example.whole, **given)[0]
     assert torch.equal(actor.generate(ids, input_features=example.whole, **given)[0], heard)
-    assert not torch.equal(actor.generate(ids, input_features=example.whole.flip(1) * 3, **given)[0], heard)
+    assert not torch.equal(
+        actor.generate(ids, input_features=example.whole.flip(1) * 3, **given)[0], heard
+    )
     with pytest.raises(ModelError, match="two names"):
         actor.generate(ids, input_features=example.whole, audio_values=example.whole, **given)
     for name in ("pixel_values", "pixel_values_videos", "video_grid_thw"):

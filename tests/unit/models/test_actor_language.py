@@ -51,7 +51,9 @@ def test_a_path_and_a_module_give_the_logprobs_of_the_actions(path, which):
 def test_packed_rows_give_what_separate_rows_give(tmp_path, which, family):
     model = small_model(family)
     save_model(model, tiny_tokenizer(), tmp_path)
-    actor = ActorLanguage(str(tmp_path) if which == "path" else model, bf16=False, packing_samples=True)
+    actor = ActorLanguage(
+        str(tmp_path) if which == "path" else model, bf16=False, packing_samples=True
+    )
     first, second = torch.tensor([10, 11, 12, 13, EOS]), torch.tensor([20, 21, 22])
     packed, mask = torch.cat([first, second])[None], torch.tensor([[1] * 5 + [2] * 3])
     logprobs = actor(packed, num_actions=[2, 1], attention_mask=mask, packed_seq_lens=[5, 3])
@@ -64,7 +66,11 @@ def test_packed_rows_give_what_separate_rows_give(tmp_path, which, family):
 def test_packed_rows_without_lengths_are_an_error():
     actor = ActorLanguage(small_model("qwen2"), packing_samples=True)
     with pytest.raises(ValueError, match="packed_seq_lens"):
-        actor(torch.tensor([[10, 11]]), num_actions=[1], attention_mask=torch.ones(1, 2, dtype=torch.long))
+        actor(
+            torch.tensor([[10, 11]]),
+            num_actions=[1],
+            attention_mask=torch.ones(1, 2, dtype=torch.long),
+        )
 
 
 def test_nothing_to_return_is_an_error():
@@ -80,7 +86,9 @@ def test_entropy_comes_with_the_output_when_asked_for():
     assert torch.allclose(output.action_entropy, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": False}, {"top_k": 5, "top_p": 0.9, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": False}, {"top_k": 5, "top_p": 0.9, "temperature": 0.7}]
+)
 def test_generate_yields_rows_and_masks(path, options):
     actor = ActorLanguage(path, bf16=False)
     ids, mask = rows()
@@ -107,7 +115,9 @@ def test_unknown_keywords_are_rejected(path):
 
 @pytest.mark.parametrize("which", ["path", "module"])
 def test_lora_acts_on_a_path_and_on_a_module(path, which, capsys):
-    actor = ActorLanguage(path if which == "path" else small_model("qwen2"), bf16=False, lora_rank=4, lora_alpha=8)
+    actor = ActorLanguage(
+        path if which == "path" else small_model("qwen2"), bf16=False, lora_rank=4, lora_alpha=8
+    )
     trainable = [name for name, p in actor.named_parameters() if p.requires_grad]
     assert trainable
     assert all("lora_" in name for name in trainable)
@@ -124,8 +134,13 @@ def test_what_is_printed_without_adapters_counts_everything(capsys):
     assert "trainable%: 100.0000" in capsys.readouterr().out
     critic = CriticLanguage(small_model("qwen2"), lora_rank=4)
     critic.print_trainable_parameters()
-    counts = [sum(p.numel() for p in critic.parameters() if p.requires_grad or every) for every in (False, True)]
-    assert capsys.readouterr().out.startswith(f"trainable params: {counts[0]:,} || all params: {counts[1]:,} || trainable%: ")
+    counts = [
+        sum(p.numel() for p in critic.parameters() if p.requires_grad or every)
+        for every in (False, True)
+    ]
+    assert capsys.readouterr().out.startswith(
+        f"trainable params: {counts[0]:,} || all params: {counts[1]:,} || trainable%: "
+    )
     assert 0 < counts[0] < counts[1]
 
 
@@ -177,13 +192,19 @@ def test_any_module_with_the_forward_of_a_language_model_is_scored():
     ids, mask = rows()
     logprobs, output = actor(ids, num_actions=3, attention_mask=mask, return_output=True)
     alone = [model(row[None])["logits"][0].log_softmax(-1) for row in (ids[0], ids[1, 2:])]
-    expected = torch.stack([a[:-1].gather(1, r[1:, None])[-3:, 0] for a, r in zip(alone, (ids[0], ids[1, 2:]))])
+    expected = torch.stack(
+        [a[:-1].gather(1, r[1:, None])[-3:, 0] for a, r in zip(alone, (ids[0], ids[1, 2:]))]
+    )
     assert torch.allclose(logprobs, expected, atol=1e-6)
-    assert torch.allclose(output.action_entropy[0], -(alone[0].exp() * alone[0]).sum(-1)[-4:-1], atol=1e-6)
+    assert torch.allclose(
+        output.action_entropy[0], -(alone[0].exp() * alone[0]).sum(-1)[-4:-1], atol=1e-6
+    )
     assert output.logits.shape == (2, 7, 100)
     logprobs.sum().backward()
     assert model.embed.weight.grad.abs().sum() > 0
-    assert torch.allclose(ActorLanguage(Unmasked())(ids[:1], num_actions=3)[0], expected[0], atol=1e-6)
+    assert torch.allclose(
+        ActorLanguage(Unmasked())(ids[:1], num_actions=3)[0], expected[0], atol=1e-6
+    )
     with pytest.raises(ModelError, match="attention_mask"):
         ActorLanguage(Unmasked())(ids, num_actions=3, attention_mask=mask)
 
@@ -191,7 +212,9 @@ def test_any_module_with_the_forward_of_a_language_model_is_scored():
 def test_any_module_with_the_forward_of_a_language_model_generates():
     actor, (ids, mask) = ActorLanguage(Causal()), rows()
     limits = {"eos_token_id": EOS, "pad_token_id": PAD, "max_new_tokens": 5}
-    sequences, attention, actions = actor.generate(ids[:, :6], attention_mask=mask[:, :6], do_sample=False, **limits)
+    sequences, attention, actions = actor.generate(
+        ids[:, :6], attention_mask=mask[:, :6], do_sample=False, **limits
+    )
     seen = ids[1, 2:6]
     for _ in range(5):
         seen = torch.cat([seen, actor.model(seen[None])["logits"][0, -1].argmax()[None]])
@@ -212,7 +235,9 @@ def test_a_response_of_a_module_ends_with_its_end_token():
         model.head.bias[EOS] = 100.0
     actor = ActorLanguage(model)
     limits = {"eos_token_id": EOS, "pad_token_id": PAD, "max_new_tokens": 5}
-    assert actor.generate(rows()[0][:1, :6], **limits)[0].shape[1] == 8  # one token, since min_new_tokens is 1, and the end
+    assert (
+        actor.generate(rows()[0][:1, :6], **limits)[0].shape[1] == 8
+    )  # one token, since min_new_tokens is 1, and the end
     assert actor.generate(rows()[0][:1, :6], min_new_tokens=0, **limits)[0].shape[1] == 7
 
 
@@ -242,7 +267,9 @@ def test_the_text_actor_takes_no_pictures_and_says_so(path):
     actor = ActorLanguage(path, bf16=False)
     given = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": EOS, "pad_token_id": PAD}
     plainly = actor.generate(rows()[0][:1], **given)[0]
-    assert torch.equal(actor.generate(rows()[0][:1], pixel_values=None, image_grid_thw=None, **given)[0], plainly)
+    assert torch.equal(
+        actor.generate(rows()[0][:1], pixel_values=None, image_grid_thw=None, **given)[0], plainly
+    )
     for name in ("pixel_values", "image_grid_thw"):
         with pytest.raises(ModelError, match=f"{name}: ActorLanguage reads text alone"):
             actor.generate(rows()[0], **{name: torch.ones(1, 3)}, **given)
@@ -261,15 +288,38 @@ def test_the_critic_gives_values_of_the_states_before_actions(path, normalize):
     assert torch.allclose(values[1], expected, atol=1e-5)
     assert everything.shape == (2, 7)
     packed = CriticLanguage(small_model("qwen2"), packing_samples=True)
-    flat = packed(ids[:1], num_actions=[2, 1], attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2]]), packed_seq_lens=[4, 3])
+    flat = packed(
+        ids[:1],
+        num_actions=[2, 1],
+        attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2]]),
+        packed_seq_lens=[4, 3],
+    )
     assert flat.shape == (1, 3)
 
 
 def test_processed_sequences_follow_the_documented_rules():
     sequences = torch.tensor(
         [
-            [PAD, 10, EOS, 11, 12, EOS, PAD, PAD],  # stopped: an end token inside the prompt stays attended
-            [10, 11, 12, 13, 14, 15, 16, 17],  # cut by the limit: its last token becomes the end token
+            [
+                PAD,
+                10,
+                EOS,
+                11,
+                12,
+                EOS,
+                PAD,
+                PAD,
+            ],  # stopped: an end token inside the prompt stays attended
+            [
+                10,
+                11,
+                12,
+                13,
+                14,
+                15,
+                16,
+                17,
+            ],  # cut by the limit: its last token becomes the end token
             [PAD, PAD, 10, 11, EOS, EOS, EOS, EOS],  # stopped at once
         ]
     )
@@ -287,7 +337,10 @@ def test_processed_sequences_follow_the_documented_rules():
 
 def test_positions_restart_with_each_packed_sample():
     mask = torch.tensor([[1, 1, 1, 2, 2, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 0]])
-    assert utils.reset_position_ids(mask).tolist() == [[0, 1, 2, 0, 1, 0, 0, 0], [0, 0, 1, 2, 3, 4, 5, 0]]
+    assert utils.reset_position_ids(mask).tolist() == [
+        [0, 1, 2, 0, 1, 0, 0, 0],
+        [0, 0, 1, 2, 3, 4, 5, 0],
+    ]
 
 
 def test_kl_estimates_follow_their_formulas_and_the_mask():
@@ -303,20 +356,40 @@ def test_kl_estimates_follow_their_formulas_and_the_mask():
 
 def test_the_reward_lands_on_the_last_action():
     kl, mask = torch.full((3, 4), 2.0), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
-    found = utils.compute_reward(torch.tensor([1.0, 20.0, 5.0]), 0.1, kl, mask, reward_clip_range=(-10, 10))
-    assert torch.allclose(found, torch.tensor([[-0.2, 0.8, 0, 0], [-0.2, -0.2, -0.2, 9.8], [0, 0, 0, 0]]))
-    assert torch.equal(utils.compute_reward(torch.ones(3), -1.0, kl, mask).sum(1), torch.tensor([1.0, 1.0, 0.0]))
-    pieces = utils.compute_reward(torch.tensor([1.0, 2.0]), 0.5, [torch.ones(2), torch.ones(1)], num_actions=[2, 1])
+    found = utils.compute_reward(
+        torch.tensor([1.0, 20.0, 5.0]), 0.1, kl, mask, reward_clip_range=(-10, 10)
+    )
+    assert torch.allclose(
+        found, torch.tensor([[-0.2, 0.8, 0, 0], [-0.2, -0.2, -0.2, 9.8], [0, 0, 0, 0]])
+    )
+    assert torch.equal(
+        utils.compute_reward(torch.ones(3), -1.0, kl, mask).sum(1), torch.tensor([1.0, 1.0, 0.0])
+    )
+    pieces = utils.compute_reward(
+        torch.tensor([1.0, 2.0]), 0.5, [torch.ones(2), torch.ones(1)], num_actions=[2, 1]
+    )
     assert [p.tolist() for p in pieces] == [[-0.5, 0.5], [1.5]]
 
 
 def test_the_high_entropy_mask_keeps_the_top_share_of_each_row():
     entropy = torch.tensor([[0.1, 0.9, 0.5, 0.7], [3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]])
-    assert utils.create_high_entropy_mask(entropy, mask, 0.5).tolist() == [[0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]]
-    assert utils.create_high_entropy_mask(entropy, mask, 0.01).tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    assert utils.create_high_entropy_mask(entropy, mask, 0.5).tolist() == [
+        [0, 1, 0, 1],
+        [0, 0, 1, 0],
+        [0, 0, 0, 0],
+    ]
+    assert utils.create_high_entropy_mask(entropy, mask, 0.01).tolist() == [
+        [0, 1, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 0, 0],
+    ]
     assert utils.create_high_entropy_mask(entropy, mask, 0.0).tolist() == mask.tolist()
-    assert utils.create_high_entropy_mask(entropy, None, 0.5).tolist() == [[0, 1, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+    assert utils.create_high_entropy_mask(entropy, None, 0.5).tolist() == [
+        [0, 1, 0, 1],
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+    ]
     assert utils.create_high_entropy_mask(entropy, None, 1.0).tolist() == torch.ones(3, 4).tolist()
 
 
@@ -330,7 +403,10 @@ def test_masked_means_and_unpacking():
     x, mask = torch.tensor([[1.0, 3.0], [torch.nan, 5.0]]), torch.tensor([[1, 1], [0, 0]])
     assert utils.masked_mean(x, mask).item() == 2.0
     assert utils.masked_mean(x, mask, 1).tolist() == [2.0, 0.0]
-    assert [p.tolist() for p in utils.unpacking_samples(torch.arange(5)[None], [2, 3])] == [[0, 1], [2, 3, 4]]
+    assert [p.tolist() for p in utils.unpacking_samples(torch.arange(5)[None], [2, 3])] == [
+        [0, 1],
+        [2, 3, 4],
+    ]
     with pytest.raises(ValueError, match="add up to 4"):
         utils.unpacking_samples(torch.arange(5), [2, 2])
 
@@ -348,5 +424,8 @@ def test_modalities_name_their_inputs():
 
 def test_every_public_name_exists_and_importing_the_package_loads_no_torch():
     assert all(getattr(models, name) is not None for name in models.__all__)
-    code = "import sys, lightrft.models; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, lightrft.models; sys.exit('torch' in sys.modules or 'transformers' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -35,9 +35,15 @@ def weighted(actor: Any, batch: Batch, index: torch.Tensor, model: Any) -> torch
 def work(rank: int, folder: str) -> None:
     """Two steps of each family on this process's share, wrapped by torch's own data parallelism."""
     torch.set_num_threads(1)
-    rigs = {family: rig(family, Path(folder) / str(rank), torch.float64) for family in MEDIA_FAMILIES}
+    rigs = {
+        family: rig(family, Path(folder) / str(rank), torch.float64) for family in MEDIA_FAMILIES
+    }
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     found: dict[str, Any] = {}
     for family, r in rigs.items():
@@ -46,9 +52,13 @@ def work(rank: int, folder: str) -> None:
         for _ in range(2):  # what the first step left out would be missed in the second
             r.actor.zero_grad()
             with Float64():
-                loss = 2 * weighted(r.actor, batch, shares(batch)[rank], model)  # gradients are averaged over the two
+                loss = 2 * weighted(
+                    r.actor, batch, shares(batch)[rank], model
+                )  # gradients are averaged over the two
                 loss.backward()
-        found[family] = {name: p.grad for name, p in r.actor.named_parameters() if p.grad is not None}
+        found[family] = {
+            name: p.grad for name, p in r.actor.named_parameters() if p.grad is not None
+        }
     torch.save(found, f"{folder}/found_{rank}.pt")
     dist.destroy_process_group()
 
@@ -61,7 +71,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", MEDIA_FAMILIES)
-def test_two_processes_of_which_one_has_no_media_get_the_gradient_of_the_joined_batch(family, found, tmp_path):
+def test_two_processes_of_which_one_has_no_media_get_the_gradient_of_the_joined_batch(
+    family, found, tmp_path
+):
     r = rig(family, tmp_path, torch.float64)
     batch = mixed_batch(mixed_prompts(r))
     with Float64():
@@ -77,7 +89,9 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Rig, Batch]:
     return r, batch.select(shares(batch)[1])
 
 
-def test_a_tower_that_runs_for_nothing_changes_no_number_and_gives_its_parameters_gradients_of_zero(made):
+def test_a_tower_that_runs_for_nothing_changes_no_number_and_gives_its_parameters_gradients_of_zero(
+    made,
+):
     r, text = made
     expected, grads = gradients(r.actor, text)
     r.actor.run_towers = True
@@ -86,7 +100,9 @@ def test_a_tower_that_runs_for_nothing_changes_no_number_and_gives_its_parameter
     of = r.actor.part_of
     assert {of(name) for name in grads} == {"language"}
     assert set(more) == {name for name, p in r.actor.named_parameters() if p.requires_grad}
-    assert all(grad.equal(grads[name]) if name in grads else not grad.any() for name, grad in more.items())
+    assert all(
+        grad.equal(grads[name]) if name in grads else not grad.any() for name, grad in more.items()
+    )
 
 
 def test_a_batch_with_one_kind_of_media_runs_the_towers_of_the_others_too(made):
@@ -108,5 +124,9 @@ def test_towers_of_one_process_rest_while_there_is_nothing_to_read(made):
 
 
 def test_every_tower_of_every_family_has_a_blank():
-    readers = {name: family.reader for name, family in FAMILIES.items() if family.reader is not None}
-    assert {name for name, reader in readers.items() for tower in reader.towers if tower.blank is None} == set()
+    readers = {
+        name: family.reader for name, family in FAMILIES.items() if family.reader is not None
+    }
+    assert {
+        name for name, reader in readers.items() for tower in reader.towers if tower.blank is None
+    } == set()

@@ -25,7 +25,9 @@ REFUSED = [family for family in TEXT_FAMILIES if FAMILIES[family].refused]
 
 
 @pytest.mark.parametrize("family", KNOWN)
-def test_a_family_loads_scores_in_three_layouts_and_learns_as_its_own_forward_says(family, tmp_path):
+def test_a_family_loads_scores_in_three_layouts_and_learns_as_its_own_forward_says(
+    family, tmp_path
+):
     """What it samples is proved in ``tests/unit/engines/test_engine_families.py``."""
     proof = prove(family, tmp_path, sampling=False)
     assert (proof.verdict, proof.reason) == ("right", "")
@@ -37,7 +39,11 @@ def test_the_proof_of_a_family_includes_what_it_samples(family, tmp_path, monkey
     proof = prove(family, tmp_path / "right")
     assert (proof.verdict, proof.reason) == ("right", "")
     assert proof.decoding
-    monkeypatch.setattr(NativeEngine, "generate", lambda engine, requests, sampling: [_unlikely(r) for r in requests])
+    monkeypatch.setattr(
+        NativeEngine,
+        "generate",
+        lambda engine, requests, sampling: [_unlikely(r) for r in requests],
+    )
     proof = prove(family, tmp_path / "wrong")
     assert proof.verdict == "wrong"
     assert "log-probs of sampled tokens differ" in proof.reason
@@ -73,25 +79,36 @@ def test_the_committed_result_names_every_family_with_the_verdict_of_its_row():
 def test_a_family_without_a_row_is_refused_with_the_setting_that_allows_it(tmp_path):
     unproved_model().save_pretrained(tmp_path)
     for load in (load_model, meta_model):
-        with pytest.raises(ModelError, match=r"'trocr' is not known.*model\.unproved_family=allow.*Known families: .*qwen3"):
+        with pytest.raises(
+            ModelError,
+            match=r"'trocr' is not known.*model\.unproved_family=allow.*Known families: .*qwen3",
+        ):
             load(ModelConfig(path=str(tmp_path)))
     actor = Actor.load(ModelConfig(path=str(tmp_path), unproved_family="allow"))
     assert actor.check_layout(ragged_batch([9, 4], [5, 6, 7], [0, 0, 1])) == ""
     assert actor.layout == "padded"
 
 
-@pytest.mark.parametrize("family", ["llama4", "llava", "paligemma", "mistral3", "idefics3", "glm4v", "aya_vision"])
+@pytest.mark.parametrize(
+    "family", ["llama4", "llava", "paligemma", "mistral3", "idefics3", "glm4v", "aya_vision"]
+)
 @pytest.mark.parametrize("allowed", ["refuse", "allow"])
-def test_an_unknown_family_with_parts_besides_text_is_refused_and_never_loaded_in_part(family, allowed, tmp_path):
+def test_an_unknown_family_with_parts_besides_text_is_refused_and_never_loaded_in_part(
+    family, allowed, tmp_path
+):
     AutoConfig.for_model(family).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=rf"'{family}' is not known.*would be left out.*qwen2_5_vl") as error:
+    with pytest.raises(
+        ModelError, match=rf"'{family}' is not known.*would be left out.*qwen2_5_vl"
+    ) as error:
         load_model(ModelConfig(path=str(tmp_path), unproved_family=allowed))
     assert "weights" not in str(error.value)
 
 
 def test_an_attention_that_the_class_lacks_is_blamed_instead_of_the_weights(tmp_path):
     family_model("mamba").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"model\.attention = 'flex_attention'.*no model can be made") as error:
+    with pytest.raises(
+        ModelError, match=r"model\.attention = 'flex_attention'.*no model can be made"
+    ) as error:
         load_model(ModelConfig(path=str(tmp_path), attention="flex_attention"))
     assert "weights" not in str(error.value)
 
@@ -105,16 +122,24 @@ def test_weights_that_are_damaged_are_blamed_themselves(tmp_path):
 
 def test_a_head_that_cuts_its_logits_is_refused_when_the_model_is_loaded(tmp_path):
     family_model("inkling_text", unpadded_vocab_size=90).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"'inkling_text' cannot be scored: its head gives .* its own forward 90"):
+    with pytest.raises(
+        ModelError, match=r"'inkling_text' cannot be scored: its head gives .* its own forward 90"
+    ):
         Actor.load(ModelConfig(path=str(tmp_path)))
 
 
-@pytest.mark.parametrize("family", ["granite", "cohere2_moe", "falcon_h1", "minicpm3", "recurrent_gemma", "hyperclovax"])
-def test_a_scale_that_no_row_names_is_refused_when_the_model_is_loaded(family, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "family", ["granite", "cohere2_moe", "falcon_h1", "minicpm3", "recurrent_gemma", "hyperclovax"]
+)
+def test_a_scale_that_no_row_names_is_refused_when_the_model_is_loaded(
+    family, tmp_path, monkeypatch
+):
     family_model(family).save_pretrained(tmp_path)
     Actor.load(ModelConfig(path=str(tmp_path)))
     monkeypatch.setattr("lightrft.models.actor.head_transform", lambda config, row: (None, None))
-    with pytest.raises(ModelError, match=rf"'{family}' cannot be scored: its own logits differ from its head's"):
+    with pytest.raises(
+        ModelError, match=rf"'{family}' cannot be scored: its own logits differ from its head's"
+    ):
         Actor.load(ModelConfig(path=str(tmp_path)))
 
 
@@ -128,18 +153,24 @@ def test_the_layout_check_sees_beyond_the_window_when_the_first_batch_is_shorter
     assert actor.layout == "padded"
 
 
-def test_the_long_rows_of_the_layout_check_reach_beyond_the_window_and_no_further_than_the_run(monkeypatch):
+def test_the_long_rows_of_the_layout_check_reach_beyond_the_window_and_no_further_than_the_run(
+    monkeypatch,
+):
     actor = Actor(family_model("mistral"))
     seen = []
     own = Actor.own_logprobs
-    monkeypatch.setattr(Actor, "own_logprobs", lambda self, rows, at=None: seen.append(rows) or own(self, rows, at))
+    monkeypatch.setattr(
+        Actor, "own_logprobs", lambda self, rows, at=None: seen.append(rows) or own(self, rows, at)
+    )
     batch = ragged_batch([2], [3, 2], [0, 0])
     lengths = {}
     for longest in (None, 40, 5):
         seen.clear()
         actor.longest_row = longest
         assert actor.check_layout(batch) == ""
-        lengths[longest] = [int((rows.prompts.lengths[rows.prompt_of] + rows.lengths).max()) for rows in seen]
+        lengths[longest] = [
+            int((rows.prompts.lengths[rows.prompt_of] + rows.lengths).max()) for rows in seen
+        ]
     assert lengths == {None: [5, WINDOW + 64], 40: [5, 40], 5: [5]}
 
 

@@ -20,7 +20,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from lightrft.models import monkey_patch
 from lightrft.models.attention.segment_plan import SegmentPlan
 from lightrft.models.monkey_patch import apply, hf_generate_patch
-from lightrft.models.monkey_patch.apply import apply_monkey_patch_to_llama, apply_monkey_patch_to_qwen2
+from lightrft.models.monkey_patch.apply import (
+    apply_monkey_patch_to_llama,
+    apply_monkey_patch_to_qwen2,
+)
 from lightrft.models.monkey_patch.hf_generate_patch import apply_monkey_patch_to_generation_mixin
 from lightrft.utils.errors import ModelError
 from tests import warm
@@ -38,7 +41,11 @@ def unpatched() -> Iterator[None]:
 
 def test_importing_the_package_patches_nothing() -> None:
     def methods() -> tuple[Any, ...]:
-        return GenerationMixin._get_stopping_criteria, LlamaAttention.forward, Qwen2Attention.forward
+        return (
+            GenerationMixin._get_stopping_criteria,
+            LlamaAttention.forward,
+            Qwen2Attention.forward,
+        )
 
     before = methods()
     for module in (hf_generate_patch, apply, monkey_patch):
@@ -48,11 +55,15 @@ def test_importing_the_package_patches_nothing() -> None:
 
 
 @pytest.mark.usefixtures("unpatched")
-def test_generation_runs_to_the_limit_with_a_warning_until_the_patch_is_removed(caplog: pytest.LogCaptureFixture) -> None:
+def test_generation_runs_to_the_limit_with_a_warning_until_the_patch_is_removed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = small_model("llama")
     ids = torch.tensor([[10, 11, 12]])
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    eos = int(model.generate(ids, eos_token_id=None, **options)[0, 4])  # the second token that greedy generation gives
+    eos = int(
+        model.generate(ids, eos_token_id=None, **options)[0, 4]
+    )  # the second token that greedy generation gives
     assert model.generate(ids, eos_token_id=eos, **options).shape[1] <= 5
     with caplog.at_level(logging.WARNING):
         apply_monkey_patch_to_generation_mixin()
@@ -68,7 +79,9 @@ def test_generation_runs_to_the_limit_with_a_warning_until_the_patch_is_removed(
 
 @pytest.mark.usefixtures("unpatched")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_computes_as_without_the_patch(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_rank_computes_as_without_the_patch(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, ids = small_model(family), torch.arange(10, 26).view(2, 8)
     before = model(ids).logits
     with caplog.at_level(logging.WARNING):
@@ -89,14 +102,18 @@ def expected(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logits.append(model(input_ids=row[None], **options).logits)
     whole = torch.cat(logits)
     whole.square().sum().backward()
-    return whole.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return whole.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def work(rank: int, folder: str) -> None:
     """Each family on this rank's half of the rows."""
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     apply_monkey_patch_to_llama()
     apply_monkey_patch_to_qwen2()
     own = slice(4 * rank, 4 * rank + 4)
@@ -110,7 +127,10 @@ def work(rank: int, folder: str) -> None:
         for p in model.parameters():
             if p.grad is not None:
                 dist.all_reduce(p.grad)
-        found[family] = logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found[family] = (
+            logits.detach(),
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        )
         with pytest.raises(ModelError, match="use_cache=False"):
             model(ids, position_ids=PACKED[:, own], use_cache=True)
     torch.save(found, f"{folder}/found_{rank}.pt")
@@ -118,7 +138,9 @@ def work(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_with_half_of_each_row_give_the_logits_and_gradients_of_one_process(tmp_path: Path) -> None:
+def test_two_ranks_with_half_of_each_row_give_the_logits_and_gradients_of_one_process(
+    tmp_path: Path,
+) -> None:
     warm.spawn(work, tmp_path)
     ranks = [torch.load(tmp_path / f"found_{rank}.pt", weights_only=True) for rank in (0, 1)]
     for family in FAMILIES:

@@ -39,7 +39,10 @@ def gather(parts):
         collected.append(metrics)
     rng = random.Random(len(parts))
     while len(collected) > 1:
-        a, b = collected.pop(rng.randrange(len(collected))), collected.pop(rng.randrange(len(collected)))
+        a, b = (
+            collected.pop(rng.randrange(len(collected))),
+            collected.pop(rng.randrange(len(collected))),
+        )
         a.merge(b)
         collected.append(a)
     return collected[0].compute()
@@ -131,7 +134,9 @@ def test_tensors_are_read_once_and_only_on_compute(monkeypatch):
     real = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or real(self))
     for name in ("item", "__float__", "__bool__"):
-        monkeypatch.setattr(torch.Tensor, name, lambda self: pytest.fail("a metric waited for the device"))
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self: pytest.fail("a metric waited for the device")
+        )
     metrics = Metrics()
     for i in range(5):
         metrics.add("kl", Mean.of(torch.full((3,), float(i), requires_grad=True)))

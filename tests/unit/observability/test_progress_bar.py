@@ -35,7 +35,11 @@ def test_the_loss_is_shown_under_the_name_that_any_verb_gives_it(metric):
 
 
 def test_every_evaluation_is_shown_and_its_value_stays():
-    rows = [{"step": 1, "tokens_per_second": 1234.4}, {"step": 2, "eval/accuracy": 0.625}, {"step": 10, "response/length": 7.6}]
+    rows = [
+        {"step": 1, "tokens_per_second": 1234.4},
+        {"step": 2, "eval/accuracy": 0.625},
+        {"step": 10, "response/length": 7.6},
+    ]
     lines, _ = run(rows, seconds=0.1)
     assert "eval 62.5%" in lines[1]
     assert "eval 62.5% · length 8 · tok/s 1,234" in lines[2]

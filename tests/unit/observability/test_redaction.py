@@ -24,14 +24,23 @@ def config(**environment: str) -> RLConfig:
     terms = [
         {
             "function": "a.py:judge",
-            "options": {"api_key": environment.get("HF_TOKEN", "hush-6"), "key": "answer", "max_tokens": 5},
+            "options": {
+                "api_key": environment.get("HF_TOKEN", "hush-6"),
+                "key": "answer",
+                "max_tokens": 5,
+            },
         }
     ]
-    per_source = {"a": [{"function": "b.py:judge", "options": {"headers": {"Authorization": "hush-7"}}}]}
+    per_source = {
+        "a": [{"function": "b.py:judge", "options": {"headers": {"Authorization": "hush-7"}}}]
+    }
     tree: dict[str, Any] = {
         "launch": {"kind": "ray", "ray": {"environment": {**SECRETS, **OPEN, **environment}}},
         "reward": {"terms": terms, "per_source": per_source},
-        "data": {"sources": ["https://me:hush-8@example.org/rows.jsonl"], "special_tokens": "control"},
+        "data": {
+            "sources": ["https://me:hush-8@example.org/rows.jsonl"],
+            "special_tokens": "control",
+        },
     }
     return build(RLConfig, tree)
 
@@ -41,15 +50,25 @@ def test_secrets_are_redacted_and_everything_else_stays() -> None:
     assert "hush" not in str(tree)
     environment = tree["launch"]["ray"]["environment"]
     assert environment == {**dict.fromkeys(SECRETS, MARK), **OPEN}
-    assert tree["reward"]["terms"][0]["options"] == {"api_key": MARK, "key": "answer", "max_tokens": 5}
+    assert tree["reward"]["terms"][0]["options"] == {
+        "api_key": MARK,
+        "key": "answer",
+        "max_tokens": 5,
+    }
     assert tree["data"]["sources"][0]["path"] == f"https://{MARK}@example.org/rows.jsonl"
     plain = build(RLConfig, {"launch": {"kind": "ray", "ray": {"environment": OPEN}}})
     assert redacted(plain) == plain.model_dump(mode="json")
 
 
-def test_nothing_in_a_run_folder_holds_a_secret_and_only_its_user_reads_the_settings(tmp_path: Path) -> None:
-    for step, secret in enumerate(("hush-1", "hush-other")):  # the same command with a new token resumes
-        with RunDirectory.open(tmp_path / "run", config(HF_TOKEN=secret), resume="auto", overwrite=False) as folder:
+def test_nothing_in_a_run_folder_holds_a_secret_and_only_its_user_reads_the_settings(
+    tmp_path: Path,
+) -> None:
+    for step, secret in enumerate(
+        ("hush-1", "hush-other")
+    ):  # the same command with a new token resumes
+        with RunDirectory.open(
+            tmp_path / "run", config(HF_TOKEN=secret), resume="auto", overwrite=False
+        ) as folder:
             assert folder.fresh == (secret == "hush-1")
             folder.log({"step": step, "phase": "rl"})
             folder.write_summary({"steps": 1})
@@ -58,16 +77,36 @@ def test_nothing_in_a_run_folder_holds_a_secret_and_only_its_user_reads_the_sett
     assert [file for file in files if b"hush" in file.read_bytes()] == []
     for name in ("config.yaml", "summary.json"):
         assert stat.S_IMODE((tmp_path / "run" / name).stat().st_mode) == 0o600
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["changed"]["launch.ray.environment.HF_TOKEN"] == MARK
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["changed"][
+            "launch.ray.environment.HF_TOKEN"
+        ]
+        == MARK
+    )
 
 
-def test_a_file_in_which_secrets_were_redacted_is_refused_until_they_are_given_again(tmp_path: Path) -> None:
+def test_a_file_in_which_secrets_were_redacted_is_refused_until_they_are_given_again(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        tree_to_yaml(redacted(build(RLConfig, {"launch": {"kind": "ray", "ray": {"environment": {"HF_TOKEN": "x"}}}})))
+        tree_to_yaml(
+            redacted(
+                build(
+                    RLConfig, {"launch": {"kind": "ray", "ray": {"environment": {"HF_TOKEN": "x"}}}}
+                )
+            )
+        )
     )
-    with pytest.raises(ConfigError, match=r"^launch\.ray\.environment\.HF_TOKEN: the secret was left out"):
-        RunDirectory.open(tmp_path / "run", load_settings(RLConfig, [file]).settings, resume="auto", overwrite=False)
+    with pytest.raises(
+        ConfigError, match=r"^launch\.ray\.environment\.HF_TOKEN: the secret was left out"
+    ):
+        RunDirectory.open(
+            tmp_path / "run",
+            load_settings(RLConfig, [file]).settings,
+            resume="auto",
+            overwrite=False,
+        )
     check_complete(load_settings(RLConfig, [file], ["launch.ray.environment.HF_TOKEN=y"]).settings)
 
 

@@ -14,7 +14,14 @@ from lightrft.utils.errors import ResourceError
 
 
 def rollouts(step, count=3):
-    prompt = Prompt(id=f"p{step}", token_ids=[1, 2], text="2+3=", label="5", data_source="sums", columns={"level": 1})
+    prompt = Prompt(
+        id=f"p{step}",
+        token_ids=[1, 2],
+        text="2+3=",
+        label="5",
+        data_source="sums",
+        columns={"level": 1},
+    )
     return [
         Rollout(
             prompt=prompt,
@@ -44,7 +51,11 @@ def test_a_row_holds_everything_exactly(tmp_path):
     row = read(tmp_path / "a.jsonl")[1]
     assert row["prompt"]["text"] == "2+3="
     assert row["prompt"]["columns"] == {"level": 1}
-    assert (row["token_ids"], row["sampled"], row["versions"]) == ([5, 6, 7], [True, True, False], [3, 3, 4])
+    assert (row["token_ids"], row["sampled"], row["versions"]) == (
+        [5, 6, 7],
+        [True, True, False],
+        [3, 3, 4],
+    )
     assert row["logprobs"] == [-0.1, -1e-300, 0.0]
     assert row["seed"] == 2**62 + 1
     assert row["reward"] == 0.1 + 0.2
@@ -66,7 +77,9 @@ def test_everything_is_there_after_close(tmp_path):
     for step in range(20):
         writer.write(tmp_path / f"{step}.jsonl", rollouts(step), {})
     writer.close()
-    assert [read(tmp_path / f"{s}.jsonl")[0]["prompt"]["id"] for s in range(20)] == [f"p{s}" for s in range(20)]
+    assert [read(tmp_path / f"{s}.jsonl")[0]["prompt"]["id"] for s in range(20)] == [
+        f"p{s}" for s in range(20)
+    ]
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
@@ -151,15 +164,23 @@ def pictured(step, name="ab12.png", data=b"\x89PNG"):
     return some
 
 
-def test_what_is_attached_is_written_once_by_name_and_lines_hold_the_name_and_no_bytes(tmp_path, monkeypatch):
+def test_what_is_attached_is_written_once_by_name_and_lines_hold_the_name_and_no_bytes(
+    tmp_path, monkeypatch
+):
     written = []
-    monkeypatch.setattr(rollout_writer, "write_atomic", lambda path, data: (written.append(path.name), write_atomic(path, data)))
+    monkeypatch.setattr(
+        rollout_writer,
+        "write_atomic",
+        lambda path, data: (written.append(path.name), write_atomic(path, data)),
+    )
     folder = tmp_path / "rollouts"
     folder.mkdir()
     writer = RolloutWriter(folder)
     for step in (1, 2):
         some = pictured(step)
-        writer.write(folder / f"{step}.jsonl", some, {}, [a for r in some for a in r.prompt.attachments])
+        writer.write(
+            folder / f"{step}.jsonl", some, {}, [a for r in some for a in r.prompt.attachments]
+        )
     writer.close()
     assert written == ["ab12.png"]
     assert [p.name for p in (tmp_path / "media").iterdir()] == ["ab12.png"]

@@ -23,7 +23,9 @@ class Config(Settings):
 
 
 def enter(path, config=None, **options):
-    return RunDirectory.open(path, config or Config(), **{"resume": "auto", "overwrite": False, **options})
+    return RunDirectory.open(
+        path, config or Config(), **{"resume": "auto", "overwrite": False, **options}
+    )
 
 
 def leave_a_row(path, config=None, **options):
@@ -67,7 +69,9 @@ def test_another_config_is_refused_and_the_differing_keys_are_listed(tmp_path):
 
 def test_settings_that_may_differ_may_differ(tmp_path):
     leave_a_row(tmp_path / "a")
-    enter(tmp_path / "a", Config(steps=11, optimizer=Inner(lr=1)), ignore=("steps", "optimizer")).close()
+    enter(
+        tmp_path / "a", Config(steps=11, optimizer=Inner(lr=1)), ignore=("steps", "optimizer")
+    ).close()
     assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["steps"] == 11
 
 
@@ -78,7 +82,9 @@ def test_a_run_that_failed_before_its_first_step_may_be_mended(tmp_path):
     assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["steps"] == 11
 
 
-@pytest.mark.parametrize("left", ["checkpoints/step_000001", "rollouts/eval_000000.jsonl", "summary.json"])
+@pytest.mark.parametrize(
+    "left", ["checkpoints/step_000001", "rollouts/eval_000000.jsonl", "summary.json"]
+)
 def test_a_run_that_has_left_anything_has_begun(tmp_path, left):
     enter(tmp_path / "a").close()
     (tmp_path / "a" / left).parent.mkdir(exist_ok=True)
@@ -133,12 +139,19 @@ def test_a_file_in_the_way_is_a_clear_error(tmp_path):
 
 def test_a_folder_in_use_by_another_process_is_refused(tmp_path):
     code = (
-        "import sys, pathlib\nfrom lightrft.observability.run_directory import RunDirectory\nfrom lightrft.config.base import Settings\n"
-        "RunDirectory.open(pathlib.Path(sys.argv[1]), Settings(), resume='auto', overwrite=True)\n"
+        "import sys, pathlib\nfrom lightrft.observability.run_directory import "
+        "RunDirectory\nfrom lightrft.config.base import Settings\n"
+        "RunDirectory.open(pathlib.Path(sys.argv[1]), Settings(), resume='auto', "
+        "overwrite=True)\n"
     )
     with enter(tmp_path / "a") as folder:
         folder.log({"step": 1})
-        out = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True, check=False)
+        out = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "a")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert "in use by process" in out.stderr
         assert rows(tmp_path / "a") == [{"step": 1}]
 
@@ -153,8 +166,18 @@ def test_rewinding_leaves_each_step_once(tmp_path):
         for step in (5, 6, 7):
             folder.log({"step": step, "loss": -float(step)})
             folder.write_rollouts(step, [])
-    assert [(r["step"], r["loss"]) for r in rows(tmp_path / "a")] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, -5), (6, -6), (7, -7)]
-    assert [p.name for p in sorted((tmp_path / "a/rollouts").iterdir())] == [f"step_{s:06d}.jsonl" for s in range(1, 8)]
+    assert [(r["step"], r["loss"]) for r in rows(tmp_path / "a")] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 4),
+        (5, -5),
+        (6, -6),
+        (7, -7),
+    ]
+    assert [p.name for p in sorted((tmp_path / "a/rollouts").iterdir())] == [
+        f"step_{s:06d}.jsonl" for s in range(1, 8)
+    ]
 
 
 def two_phases(path):
@@ -167,7 +190,8 @@ def two_phases(path):
 
 
 @pytest.mark.parametrize(
-    ("step", "phase", "sft", "rl"), [(2, "rl", [1, 2, 3], [1, 2]), (0, "rl", [1, 2, 3], []), (2, "sft", [1, 2], [])]
+    ("step", "phase", "sft", "rl"),
+    [(2, "rl", [1, 2, 3], [1, 2]), (0, "rl", [1, 2, 3], []), (2, "sft", [1, 2], [])],
 )
 def test_rewinding_a_phase_cuts_that_phase_and_later_ones(tmp_path, step, phase, sft, rl):
     two_phases(tmp_path / "a")
@@ -237,13 +261,18 @@ def test_the_log_is_the_packages_and_ends_with_the_run(tmp_path):
 def test_the_summary_says_which_settings_were_changed(tmp_path):
     with enter(tmp_path / "a", Config(optimizer=Inner(lr=0.5))) as folder:
         folder.write_summary({"seconds": 3})
-    assert json.loads((tmp_path / "a/summary.json").read_text()) == {"seconds": 3, "changed": {"optimizer.lr": 0.5}}
+    assert json.loads((tmp_path / "a/summary.json").read_text()) == {
+        "seconds": 3,
+        "changed": {"optimizer.lr": 0.5},
+    }
 
 
 def test_an_error_in_the_run_is_not_hidden_by_one_while_closing(tmp_path, monkeypatch):
     folder = enter(tmp_path / "a")
     with pytest.raises(ZeroDivisionError) as error, folder:
-        monkeypatch.setattr(folder._writer, "flush", lambda: (_ for _ in ()).throw(ResourceError("disk")))
+        monkeypatch.setattr(
+            folder._writer, "flush", lambda: (_ for _ in ()).throw(ResourceError("disk"))
+        )
         raise ZeroDivisionError
     assert any("disk" in note for note in error.value.__notes__)
     enter(tmp_path / "a").close()  # and the folder is free again

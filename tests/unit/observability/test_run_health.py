@@ -44,14 +44,19 @@ def test_equal_rewards_matter_only_to_algorithms_that_compare_the_responses_of_a
 
 def test_the_most_common_cause_of_a_failure_is_told() -> None:
     health = Health()
-    health.blame("rollout/frac_reward_failed", Counter({"raised KeyError: 'x'": 3, "deadline 10 s": 1}))
+    health.blame(
+        "rollout/frac_reward_failed", Counter({"raised KeyError: 'x'": 3, "deadline 10 s": 1})
+    )
     assert "raised KeyError: 'x'" in said(health, rollout__frac_reward_failed=0.25)[0]
 
 
 def test_steps_in_a_row_with_reward_0_are_counted_and_one_other_reward_ends_the_row() -> None:
     health = Health()
     zero, some = {"reward/min": 0.0, "reward/max": 0.0}, {"reward/min": 0.0, "reward/max": 1.0}
-    counts = [health.count(row)["rollout/steps_reward_zero"] for row in (zero, zero, some, zero, zero, zero)]
+    counts = [
+        health.count(row)["rollout/steps_reward_zero"]
+        for row in (zero, zero, some, zero, zero, zero)
+    ]
     assert counts == [1, 2, 0, 1, 2, 3]
     assert health.count({"eval/accuracy": 0.5}) == {}
 
@@ -82,7 +87,9 @@ TRAINED = {
         ({"policy/optimizer_steps": 0.0, "critic/optimizer_steps": 2.0}, False),
     ],
 )
-def test_a_step_is_trained_when_a_gradient_came_from_a_response_or_from_other_data(over, untrained) -> None:
+def test_a_step_is_trained_when_a_gradient_came_from_a_response_or_from_other_data(
+    over, untrained
+) -> None:
     assert is_not_trained({**TRAINED, **over}) is untrained
 
 

@@ -57,7 +57,11 @@ def test_a_device_is_waited_for_where_one_is_in_use(monkeypatch, in_use):
     waits = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: SimpleNamespace(synchronize=lambda: waits.append(1)))
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_stream",
+        lambda: SimpleNamespace(synchronize=lambda: waits.append(1)),
+    )
     with Timers(queued_is_done)("update"):
         pass
     assert len(waits) == in_use

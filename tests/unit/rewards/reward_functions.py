@@ -118,9 +118,19 @@ def counted(rollout):
 
 def columns(rollout):
     p = rollout.prompt
-    assert (p.id, p.label, p.reference, p.data_source, p.text) == ("p0", "gold", "why", "here", "Q?")
+    assert (p.id, p.label, p.reference, p.data_source, p.text) == (
+        "p0",
+        "gold",
+        "why",
+        "here",
+        "Q?",
+    )
     assert rollout.finish_reason == "stop" and rollout.token_ids == [5, 6] and len(rollout) == 2
-    assert rollout.sampled == [True, False] and rollout.logprobs == [-0.5, 0.0] and rollout.versions == [1, 1]
+    assert (
+        rollout.sampled == [True, False]
+        and rollout.logprobs == [-0.5, 0.0]
+        and rollout.versions == [1, 1]
+    )
     return float(p.columns["bonus"])
 
 
@@ -136,7 +146,11 @@ def waits_for_a_file(rollout):
 
 
 def loaded(rollout):
-    assert "torch" not in sys.modules and "transformers" not in sys.modules and "pydantic" not in sys.modules
+    assert (
+        "torch" not in sys.modules
+        and "transformers" not in sys.modules
+        and "pydantic" not in sys.modules
+    )
     assert len(WARM) == 1 and WARM[0] == os.getpid()
     return float(os.getpid())
 

@@ -34,8 +34,13 @@ def test_the_example_grades_as_its_yaml_says(monkeypatch):
     assert text is not None
     block = text[text.index("    reward:") : text.index("What a reward function may rely on")]
     config = RewardConfig.model_validate(yaml.safe_load(textwrap.dedent(block))["reward"])
-    prompt = Prompt("c", [1], r"Reach 24. <answer>8 * 3</answer>", label=24, columns={"numbers": [3, 8, 4, 2]})
-    rollouts = [Rollout(prompt, [1], [True], [0.0], [0], "stop", i, i, text) for i, text in enumerate(ANSWERS)]
+    prompt = Prompt(
+        "c", [1], r"Reach 24. <answer>8 * 3</answer>", label=24, columns={"numbers": [3, 8, 4, 2]}
+    )
+    rollouts = [
+        Rollout(prompt, [1], [True], [0.0], [0], "stop", i, i, text)
+        for i, text in enumerate(ANSWERS)
+    ]
     with Scorer(config) as scorer:
         for rollout in rollouts:
             scorer.submit(rollout)
@@ -43,4 +48,9 @@ def test_the_example_grades_as_its_yaml_says(monkeypatch):
     for rollout in rollouts:
         reward, legal, solved = ANSWERS[rollout.text]
         assert (rollout.failed, rollout.reward) == ("", pytest.approx(reward)), rollout.text
-        assert rollout.terms == {"reward": reward, "reward/legal": legal, "reward/solved": solved, "length": 0.0}
+        assert rollout.terms == {
+            "reward": reward,
+            "reward/legal": legal,
+            "reward/solved": solved,
+            "length": 0.0,
+        }

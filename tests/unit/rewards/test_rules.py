@@ -16,8 +16,18 @@ from lightrft.types import Prompt, Rollout
 
 
 def answer(text, label=None, reference=None, tokens=3):
-    prompt = PromptView("p0", [1], r"Put your answer in \boxed{42} <answer>42</answer> #### 42", label, reference, "", {})
-    return RolloutView(prompt, [7] * tokens, [True] * tokens, [0.0] * tokens, [0] * tokens, "stop", 0, 0, text)
+    prompt = PromptView(
+        "p0",
+        [1],
+        r"Put your answer in \boxed{42} <answer>42</answer> #### 42",
+        label,
+        reference,
+        "",
+        {},
+    )
+    return RolloutView(
+        prompt, [7] * tokens, [True] * tokens, [0.0] * tokens, [0] * tokens, "stop", 0, 0, text
+    )
 
 
 def grade(name, text, label=None, **options):
@@ -26,11 +36,27 @@ def grade(name, text, label=None, **options):
 
 def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scoring_fills():
     names = lambda kind: {f.name for f in dataclasses.fields(kind)}  # noqa: E731
-    assert names(RolloutView) == names(Rollout) - {"reward", "baseline", "terms", "weights", "failed"}
+    assert names(RolloutView) == names(Rollout) - {
+        "reward",
+        "baseline",
+        "terms",
+        "weights",
+        "failed",
+    }
     assert names(PromptView) == names(Prompt) - {"media", "attachments"}
     prompt = Prompt("a", [1], "b", "c", "d", "e", {"f": 1})
     seen = view_of(Rollout(prompt, [2], [True], [-1.0], [3], "stop", 4, 5, "g"))
-    assert seen == RolloutView(PromptView("a", [1], "b", "c", "d", "e", {"f": 1}), [2], [True], [-1.0], [3], "stop", 4, 5, "g")
+    assert seen == RolloutView(
+        PromptView("a", [1], "b", "c", "d", "e", {"f": 1}),
+        [2],
+        [True],
+        [-1.0],
+        [3],
+        "stop",
+        4,
+        5,
+        "g",
+    )
 
 
 RIGHT = [
@@ -100,7 +126,10 @@ RIGHT = [
     ("3000000", r"\boxed{3 million}"),
     ("1500", r"\boxed{1.5 \times 10^{3}}"),
     ("9^{9^{9}}", r"\boxed{9^{9^{9}}}"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}"),
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}",
+    ),
     ("Janet sells 9 <<16-3-4=9>>9 eggs.\n#### 18", r"\boxed{18}"),
     (r"We find that $x = \boxed{7}$.", "#### 7"),
     (r"\frac{\frac{1}{2}}{3}", r"\boxed{\frac{1}{6}}"),
@@ -169,7 +198,10 @@ def test_math_rejects(label, text):
     assert grade("math", text, label) in (0.0, {"reward": 0.0, "ungraded": 1.0})
 
 
-@pytest.mark.parametrize("label", [None, "", "  ", "???", float("nan"), True, ["1"], "####", r"\boxed{}", "not a thing, at all!"])
+@pytest.mark.parametrize(
+    "label",
+    [None, "", "  ", "???", float("nan"), True, ["1"], "####", r"\boxed{}", "not a thing, at all!"],
+)
 def test_math_never_rewards_a_label_that_it_cannot_read(label):
     for text in (str(label), rf"\boxed{{{label}}}", "5"):
         with pytest.raises(ValueError, match="label"):
@@ -181,7 +213,10 @@ def test_math_takes_the_reference_when_there_is_no_label():
 
 
 def test_the_last_number_counts_only_when_asked_for():
-    assert (grade("math", "It is $72.", "72"), grade("math", "It is $72.", "72", last_number=True)) == (0.0, 1.0)
+    assert (
+        grade("math", "It is $72.", "72"),
+        grade("math", "It is $72.", "72", last_number=True),
+    ) == (0.0, 1.0)
     text = "She had 20 and gave 2 away, which leaves her with 1,018 in the end"
     assert grade("math", text, "1018") == 0.0
     assert grade("math", text, "1018", last_number=True) == 1.0
@@ -308,14 +343,19 @@ def test_a_pattern_must_match_the_whole_answer_and_be_one():
 
 
 def test_the_length_penalty_falls_in_a_straight_line_over_its_buffer():
-    rewards = [REWARDS["length"](answer("", tokens=n), limit=10, buffer=4) for n in (0, 6, 7, 8, 10, 12)]
+    rewards = [
+        REWARDS["length"](answer("", tokens=n), limit=10, buffer=4) for n in (0, 6, 7, 8, 10, 12)
+    ]
     assert rewards == [0, 0, -0.25, -0.5, -1, -1]
     with pytest.raises(ValueError, match="buffer 0"):
         REWARDS["length"](answer(""), limit=10, buffer=0)
 
 
 def test_the_length_target_costs_the_distance_beyond_its_tolerance():
-    rewards = [REWARDS["length_target"](answer("", tokens=n), target=10, tolerance=2) for n in (0, 5, 8, 10, 12, 13, 40)]
+    rewards = [
+        REWARDS["length_target"](answer("", tokens=n), target=10, tolerance=2)
+        for n in (0, 5, 8, 10, 12, 13, 40)
+    ]
     assert rewards == pytest.approx([-0.8, -0.3, 0, 0, 0, -0.1, -1])
     with pytest.raises(ValueError, match="target 0"):
         REWARDS["length_target"](answer(""), target=0)

@@ -33,10 +33,14 @@ def rollout(text="1", **prompt):
 
 def config(*functions, **settings):
     terms = [
-        {"function": f"{FUNCTIONS}:{f}"} if isinstance(f, str) else {**f, "function": f"{FUNCTIONS}:{f['function']}"}
+        {"function": f"{FUNCTIONS}:{f}"}
+        if isinstance(f, str)
+        else {**f, "function": f"{FUNCTIONS}:{f['function']}"}
         for f in functions
     ]
-    return RewardConfig.model_validate({"terms": terms, "timeout": 30, "memory_mb": 256, **settings})
+    return RewardConfig.model_validate(
+        {"terms": terms, "timeout": 30, "memory_mb": 256, **settings}
+    )
 
 
 def score(texts, *functions, **settings):
@@ -63,7 +67,11 @@ def score(texts, *functions, **settings):
         ("exit", "ended its process with status 3 (plain)", "died"),
         ("sys.exit", "raised SystemExit: 4 (plain)", "raised"),
         ("segv", "ended its process by signal 11 (plain)", "died"),
-        ("sigkill", "killed from outside, as when the machine runs out of memory (plain)", "memory"),
+        (
+            "sigkill",
+            "killed from outside, as when the machine runs out of memory (plain)",
+            "memory",
+        ),
         ("hang up", "cut its worker off (plain)", "died"),
         ("nan", "returned nan (plain)", "value"),
         ("inf", "returned inf (plain)", "value"),
@@ -75,7 +83,9 @@ def score(texts, *functions, **settings):
     ],
 )
 def test_a_call_that_fails_in_any_way_fails_its_own_sample_only(text, failed, kind):
-    rollouts, scorer = score(["1", "2", text, "3", "4"], "plain", deadline=2 if kind == "deadline" else 30)
+    rollouts, scorer = score(
+        ["1", "2", text, "3", "4"], "plain", deadline=2 if kind == "deadline" else 30
+    )
     assert [r.reward for r in rollouts] == [1, 2, None, 3, 4]
     assert [r.failed for r in rollouts] == ["", "", failed, "", ""]
     assert rollouts[2].terms == {} and rollouts[1].terms == {"plain": 2.0}
@@ -102,7 +112,9 @@ def test_what_a_function_prints_forks_or_reads_disturbs_nothing():
 @pytest.mark.parametrize("function", ["batched", "batched_async", "asynchronous"])
 @pytest.mark.parametrize("guilty", ["raise", "nan", "loop", "memory", "exit"])
 def test_one_guilty_rollout_does_not_fail_those_that_share_its_call(function, guilty):
-    rollouts, _ = score(["1", "2", guilty, "3"] * 2, function, deadline=2 if guilty == "loop" else 30)
+    rollouts, _ = score(
+        ["1", "2", guilty, "3"] * 2, function, deadline=2 if guilty == "loop" else 30
+    )
     assert [r.reward for r in rollouts] == [1, 2, None, 3] * 2
     assert all(r.failed for r in rollouts[2::4])
 
@@ -142,14 +154,26 @@ def test_the_reward_is_the_weighted_sum_of_terms_and_each_is_kept_unweighted():
     ]
     (scored,), _ = score(["3"], *terms)
     assert scored.reward == pytest.approx(2 * 3 + 0.5 * 30 + 0.5)
-    assert scored.terms == {"plain": 3, "style": 30, "style/a": 10, "style/b": 20, "counted": 0.5, "counted/steps": 7}
+    assert scored.terms == {
+        "plain": 3,
+        "style": 30,
+        "style/a": 10,
+        "style/b": 20,
+        "counted": 0.5,
+        "counted/steps": 7,
+    }
     assert scored.weights == {"plain": 2, "style": 0.5, "counted": 1}
     assert scored.reward == sum(w * scored.terms[k] for k, w in scored.weights.items())
 
 
 def test_a_rollout_with_one_failed_term_has_no_reward():
     (bad, good), scorer = score(["nan", "1"], "plain", "terms")
-    assert (bad.reward, bad.terms, bad.weights, bad.failed) == (None, {}, {}, "returned nan (plain)")
+    assert (bad.reward, bad.terms, bad.weights, bad.failed) == (
+        None,
+        {},
+        {},
+        "returned nan (plain)",
+    )
     assert good.reward == 4
     assert sum(scorer.counts.values()) == 2
 
@@ -165,7 +189,9 @@ def test_each_data_source_has_its_own_terms():
 
 
 def test_a_data_source_without_terms_is_an_error_that_names_it():
-    with Scorer(RewardConfig.model_validate({"per_source": {"algebra": f"{FUNCTIONS}:plain"}})) as scorer:
+    with Scorer(
+        RewardConfig.model_validate({"per_source": {"algebra": f"{FUNCTIONS}:plain"}})
+    ) as scorer:
         scorer.check_sources(["algebra"])
         with pytest.raises(RewardError, match=r"'poetry'.*'algebra'"):
             scorer.check_sources(["algebra", "poetry"])
@@ -192,7 +218,10 @@ def test_a_rollout_that_cannot_be_sent_fails_alone():
 
 
 def test_a_rollout_too_large_for_a_worker_fails_alone():
-    rollouts = [rollout(str(i), columns={"blob": bytes(80 * 2**20) if i == 2 else bytes(3 * 2**20)}) for i in range(8)]
+    rollouts = [
+        rollout(str(i), columns={"blob": bytes(80 * 2**20) if i == 2 else bytes(3 * 2**20)})
+        for i in range(8)
+    ]
     with Scorer(config("batched", memory_mb=64)) as scorer:
         for r in rollouts:
             scorer.submit(r)
@@ -249,7 +278,10 @@ def test_the_time_in_functions_and_the_time_before_them_are_measured():
 def test_every_rollout_comes_back_once_whatever_happens_to_the_workers():
     dice = random.Random(7)
     choices = ["raise", "exit", "nan", "memory", "loop", "print", "segv", "fork"]
-    texts = [dice.choice(choices) if dice.random() < 0.12 else str(dice.randrange(100)) for _ in range(120)]
+    texts = [
+        dice.choice(choices) if dice.random() < 0.12 else str(dice.randrange(100))
+        for _ in range(120)
+    ]
     rollouts, scorer = score(texts, "plain", "asynchronous", "batched", workers=2, deadline=3)
     for text, r in zip(texts, rollouts):
         good = text.isdigit() or text in ("print", "fork")
@@ -288,7 +320,9 @@ def test_what_a_function_started_ends_with_its_worker():
     assert gone(int(started.reward))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help that this tests exists on Linux only")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's help that this tests exists on Linux only"
+)
 def test_workers_do_not_outlive_a_killed_parent():
     program = textwrap.dedent(f"""
         import sys, time
@@ -337,7 +371,10 @@ def test_a_stray_line_on_the_workers_socket_fails_its_own_sample_only(what):
     rollouts, scorer = score(["1", STRAY[what], "2"], "writes_to_its_socket", deadline=20)
     assert [r.reward for r in rollouts] == [1, None, 2]
     assert rollouts[1].failed.startswith("ended its worker: its socket brought")
-    assert dict(scorer.counts) == {"scored": 2, "garbled": 1}  # restarts: none where the scorer is closed at once
+    assert dict(scorer.counts) == {
+        "scored": 2,
+        "garbled": 1,
+    }  # restarts: none where the scorer is closed at once
 
 
 def test_an_error_of_the_scorer_itself_ends_the_run_and_does_not_hang_it(monkeypatch):
@@ -354,7 +391,9 @@ def test_asyncio_is_loaded_for_rewards_that_wait_only(tmp_path):
     waits = "async def waits(rollout):\n    return plain(rollout)\n"
     file.write_text(plain + waits)
     for names, loaded in ((["plain"], 0.0), (["plain", "waits"], 2.0)):
-        settings = RewardConfig.model_validate({"terms": [f"{file}:{name}" for name in names], "timeout": 30})
+        settings = RewardConfig.model_validate(
+            {"terms": [f"{file}:{name}" for name in names], "timeout": 30}
+        )
         asked = rollout()
         with Scorer(settings) as scorer:
             scorer.submit(asked)
@@ -372,7 +411,9 @@ def gone(pid, seconds=60):
     return True
 
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to a subreaper")
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux gives orphans to a subreaper"
+)
 
 
 @linux_only
@@ -418,13 +459,21 @@ def test_a_fork_bomb_fails_its_own_sample_and_leaves_nothing(monkeypatch):
         list(scorer.results(wait=True))
     assert bomb.failed and scorer.counts["scored"] == 0
     assert set(psutil.Process().children(recursive=True)) <= before
-    assert not [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("LIGHTRFT_TEST") == "1"]
+    assert not [
+        p
+        for p in psutil.process_iter(["environ"])
+        if (p.info["environ"] or {}).get("LIGHTRFT_TEST") == "1"
+    ]
 
 
 @linux_only
 def test_more_descendants_than_a_bound_are_counted_also_in_other_sessions():
-    program = "import os, time; [os.fork() for _ in range(2)]; print('up', flush=True); time.sleep(100)"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True) as parent:
+    program = (
+        "import os, time; [os.fork() for _ in range(2)]; print('up', flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
+    ) as parent:
         assert parent.stdout is not None
         for _ in range(4):
             parent.stdout.readline()
@@ -433,10 +482,14 @@ def test_more_descendants_than_a_bound_are_counted_also_in_other_sessions():
 
 
 @pytest.mark.parametrize("text", ["python", "c", "1"])
-def test_a_call_beyond_its_cpu_time_is_wrong_and_counted_also_where_python_does_not_get_to_run(text):
+def test_a_call_beyond_its_cpu_time_is_wrong_and_counted_also_where_python_does_not_get_to_run(
+    text,
+):
     (scored,), scorer = score([text], "budgeted", deadline=100)
     assert (scored.failed, scorer.counts["scored"]) == ("", 1)
-    assert scored.terms == ({"budgeted": 1.0} if text == "1" else {"budgeted": 0.0, "budgeted/ungraded": 1.0})
+    assert scored.terms == (
+        {"budgeted": 1.0} if text == "1" else {"budgeted": 0.0, "budgeted/ungraded": 1.0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -468,10 +521,16 @@ def test_no_terms_and_terms_of_one_name_are_errors():
         Scorer(RewardConfig.model_validate({"terms": ["math", "math"]}))
 
 
-@pytest.mark.parametrize(("in_the_worker", "said"), [("import no_such_thing", "no_such_thing"), ("os._exit(5)", "cannot run")])
+@pytest.mark.parametrize(
+    ("in_the_worker", "said"),
+    [("import no_such_thing", "no_such_thing"), ("os._exit(5)", "cannot run")],
+)
 def test_a_file_that_only_the_worker_cannot_import_stops_the_run(tmp_path, in_the_worker, said):
     file = tmp_path / "mine.py"
-    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    {in_the_worker}\ndef reward(rollout): return 1.0\n")
+    file.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    {in_the_worker}\ndef reward(rollout): "
+        "return 1.0\n"
+    )
     settings = RewardConfig.model_validate({"terms": [f"{file}:reward"]})
     with Scorer(settings) as scorer, pytest.raises(RewardError, match=said):
         scorer.submit(rollout())
@@ -485,17 +544,25 @@ def test_a_pattern_that_backtracks_for_ever_costs_its_deadline():
         for r in rollouts:
             scorer.submit(r)
         list(scorer.results(wait=True))
-    assert [r.reward for r in rollouts] == [None, 1.0] and rollouts[0].failed == "deadline 2 s (format)"
+    assert [r.reward for r in rollouts] == [None, 1.0] and rollouts[
+        0
+    ].failed == "deadline 2 s (format)"
 
 
 def test_built_in_rules_grade_in_a_worker():
-    graded = [rollout(r"\boxed{\frac{x^2-1}{x-1}}", label="x+1"), rollout("#### 5", label="5"), rollout("#### 5", label="???")]
+    graded = [
+        rollout(r"\boxed{\frac{x^2-1}{x-1}}", label="x+1"),
+        rollout("#### 5", label="5"),
+        rollout("#### 5", label="???"),
+    ]
     with Scorer(RewardConfig.model_validate({"terms": ["math"]})) as scorer:
         for r in graded:
             scorer.submit(r)
         list(scorer.results(wait=True))
     assert [r.reward for r in graded] == [1.0, 1.0, None]
-    assert graded[2].failed.startswith("raised ValueError: label '???' cannot be read as mathematics")
+    assert graded[2].failed.startswith(
+        "raised ValueError: label '???' cannot be read as mathematics"
+    )
 
 
 HARD = [
@@ -518,8 +585,12 @@ def test_answers_that_cannot_be_graded_are_wrong_and_counted_and_the_next_one_is
         for r in rollouts:
             scorer.submit(r)
         list(scorer.results(wait=True))
-    assert [r.reward for r in rollouts] == [0.0] * len(HARD) + [1.0] and not any(r.failed for r in rollouts)
-    assert sum("math/ungraded" in r.terms for r in rollouts) >= len(HARD) - 3, "a few are just wrong: bounds are enough to tell"
+    assert [r.reward for r in rollouts] == [0.0] * len(HARD) + [1.0] and not any(
+        r.failed for r in rollouts
+    )
+    assert sum("math/ungraded" in r.terms for r in rollouts) >= len(HARD) - 3, (
+        "a few are just wrong: bounds are enough to tell"
+    )
     assert scorer.seconds["busy"] < 500  # 17 s of a processor; each would take a deadline of 100 s
 
 
@@ -538,9 +609,12 @@ def test_cheap_rewards_run_by_the_thousand():
     assert scorer.seconds["busy"] < 30  # 0.3 s; a process for each would take minutes
 
 
-def test_a_relative_file_name_holds_even_after_the_program_changes_its_folder(tmp_path, monkeypatch):
+def test_a_relative_file_name_holds_even_after_the_program_changes_its_folder(
+    tmp_path, monkeypatch
+):
     (tmp_path / "mine.py").write_text(
-        "import os\ndef reward(rollout):\n    if rollout.text == 'exit': os._exit(1)\n    return 2.0\n"
+        "import os\ndef reward(rollout):\n    if rollout.text == 'exit': os._exit(1)\n    return "
+        "2.0\n"
     )
     monkeypatch.chdir(tmp_path)
     rollouts = [rollout("exit"), rollout()]

@@ -114,7 +114,9 @@ def line_of(text: str) -> int:
         ("too_few", "returned 3 values for 10 rollouts", "def too_few(rollouts):"),
     ],
 )
-def test_a_reward_that_cannot_score_is_refused_with_its_own_file_and_line(file, name, said, line) -> None:
+def test_a_reward_that_cannot_score_is_refused_with_its_own_file_and_line(
+    file, name, said, line
+) -> None:
     called = calls_of(file)
     called.unlink(missing_ok=True)
     with pytest.raises(RewardError) as raised:
@@ -123,7 +125,9 @@ def test_a_reward_that_cannot_score_is_refused_with_its_own_file_and_line(file, 
     assert f'File "{file}", line {line_of(line)}' in str(raised.value)
     assert "lightrft/trainer" not in str(raised.value)
     if name.startswith("hangs"):
-        assert called.read_text() == "call\n", "a hanging reward costs one deadline, not one for each row"
+        assert called.read_text() == "call\n", (
+            "a hanging reward costs one deadline, not one for each row"
+        )
 
 
 def test_a_reward_that_ends_its_process_is_refused(file) -> None:
@@ -149,7 +153,9 @@ def test_a_slow_reward_is_tried_for_one_deadline_at_most(file) -> None:
     called = calls_of(file)
     called.unlink(missing_ok=True)
     check_rewards(RewardConfig(terms=[f"{file}:slow"], timeout=0.5), PROMPTS, TOKENIZER)
-    assert 1 <= len(called.read_text().splitlines()) <= 2, "the second of ten calls ends after the deadline"
+    assert 1 <= len(called.read_text().splitlines()) <= 2, (
+        "the second of ten calls ends after the deadline"
+    )
 
 
 def test_what_a_reward_has_started_ends_with_its_trial(file) -> None:
@@ -159,8 +165,13 @@ def test_what_a_reward_has_started_ends_with_its_trial(file) -> None:
 
 
 def test_each_term_is_tried_on_rows_of_its_own_source(file) -> None:
-    prompts = [Prompt("a", [1], "1+1=", label="2", data_source="sums"), Prompt("b", [1], "?", data_source="chat")]
-    config = RewardConfig(terms=[f"{file}:awaited"], per_source={"sums": ["math"], "chat": [f"{file}:raises"]})
+    prompts = [
+        Prompt("a", [1], "1+1=", label="2", data_source="sums"),
+        Prompt("b", [1], "?", data_source="chat"),
+    ]
+    config = RewardConfig(
+        terms=[f"{file}:awaited"], per_source={"sums": ["math"], "chat": [f"{file}:raises"]}
+    )
     with pytest.raises(RewardError, match="1 of 1 made-up"):
         check_rewards(config, prompts, TOKENIZER)
 
@@ -173,11 +184,18 @@ def test_a_label_that_a_built_in_reward_cannot_read_is_told() -> None:
 def test_rows_are_taken_evenly_and_responses_are_own_answers_nothing_and_wrong_ones() -> None:
     assert spread(25) == [0, 2, 5, 7, 10, 12, 15, 17, 20, 22]
     assert spread(3) == [0, 1, 2] and spread(0) == []
-    assert [r.text for r in made_up(PROMPTS[:4], TOKENIZER)] == ["1", "", "I think that the answer is \\boxed{-17}.", "4"]
+    assert [r.text for r in made_up(PROMPTS[:4], TOKENIZER)] == [
+        "1",
+        "",
+        "I think that the answer is \\boxed{-17}.",
+        "4",
+    ]
 
 
 def test_a_trial_loads_asyncio_for_rewards_that_wait_only(tmp_path: Path) -> None:
     file = tmp_path / "loaded.py"
     file.write_text("import sys\ndef plain(rollout):\n    return float('asyncio' in sys.modules)\n")
-    ((_, outcomes),) = tried(RewardConfig.model_validate({"terms": [f"{file}:plain"]}), made_up(PROMPTS[:1], TOKENIZER))
+    ((_, outcomes),) = tried(
+        RewardConfig.model_validate({"terms": [f"{file}:plain"]}), made_up(PROMPTS[:1], TOKENIZER)
+    )
     assert {value for outcome in outcomes for value in outcome.values} == {0.0}

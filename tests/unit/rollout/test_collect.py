@@ -23,7 +23,13 @@ from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.engines.base import never_stop
 from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import GREEDY, CollectedRollouts, FilterResult, rollout_metrics, tokens_of
+from lightrft.rollout.accounting import (
+    GREEDY,
+    CollectedRollouts,
+    FilterResult,
+    rollout_metrics,
+    tokens_of,
+)
 from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import collect_rollouts
 from lightrft.rollout.generation import GroupQuota, generate_and_score, requests_for
@@ -49,7 +55,10 @@ class FakeEngine:
         self.longest, self.raises, self.calls = longest, raises, 0
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never_stop
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool] = never_stop,
     ) -> Iterator[Rollout]:
         self.calls += 1
         rows = [(r, random.Random(r.seed).randint(0, self.longest)) for r in requests]
@@ -58,7 +67,11 @@ class FakeEngine:
             if step == self.raises:
                 raise ZeroDivisionError("the engine broke")
             if stopped():
-                left = [(r, r.num_generated + max(0, step - 1)) for r, length in rows if length >= r.num_generated + step]
+                left = [
+                    (r, r.num_generated + max(0, step - 1))
+                    for r, length in rows
+                    if length >= r.num_generated + step
+                ]
                 self.tokens += sum(tokens - r.num_generated for r, tokens in left)
                 yield from (answer(r, tokens, "abort") for r, tokens in left)
                 return
@@ -67,15 +80,31 @@ class FakeEngine:
                 for r, length in rows
                 if r.num_generated + step in (length, r.pause_after_tokens)
             ]
-            rows = [(r, length) for r, length in rows if r.num_generated + step not in (length, r.pause_after_tokens)]
+            rows = [
+                (r, length)
+                for r, length in rows
+                if r.num_generated + step not in (length, r.pause_after_tokens)
+            ]
             self.tokens += sum(tokens - r.num_generated for r, tokens, _ in out)
-            yield from (answer(r, tokens, "stop" if tokens == length else "abort") for r, tokens, length in out)
+            yield from (
+                answer(r, tokens, "stop" if tokens == length else "abort")
+                for r, tokens, length in out
+            )
 
 
 def answer(request: Request, length: int, reason: Any) -> Rollout:
     column = [request.seed % 97 + t for t in range(length)]
     ones = [True] * length
-    return Rollout(request.prompt, column, ones, [-1.0] * length, [0] * length, reason, request.seed, request.sample)
+    return Rollout(
+        request.prompt,
+        column,
+        ones,
+        [-1.0] * length,
+        [0] * length,
+        reason,
+        request.seed,
+        request.sample,
+    )
 
 
 @dataclass
@@ -126,7 +155,10 @@ class Prompts:
 
 
 def config_of(**over: Any) -> RLConfig:
-    tree = {"rollout": {"prompts_per_step": 3, "group_size": 4}, "algorithm": {"preset": None, "advantage": {"name": "grpo"}}}
+    tree = {
+        "rollout": {"prompts_per_step": 3, "group_size": 4},
+        "algorithm": {"preset": None, "advantage": {"name": "grpo"}},
+    }
     return build(RLConfig, deep_merge(tree, over))
 
 
@@ -165,13 +197,32 @@ def of_all_ranks(work: Callable[[Threads], Any], count: int, minutes: float = 1 
     """What ``work`` gives on each of so many ranks."""
     meeting, told = threading.Barrier(count), [None] * count
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: work(Threads(rank, meeting, told, minutes)), range(count)))
+        return list(
+            pool.map(lambda rank: work(Threads(rank, meeting, told, minutes)), range(count))
+        )
 
 
-def run(config: RLConfig, scorer: FakeScorer, engine: FakeEngine | None = None, step: int = 0, **more: Any) -> CollectedRollouts:
-    roles = Roles(SimpleNamespace(ranks=more.pop("ranks", SINGLE_PROCESS)), None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
+def run(
+    config: RLConfig,
+    scorer: FakeScorer,
+    engine: FakeEngine | None = None,
+    step: int = 0,
+    **more: Any,
+) -> CollectedRollouts:
+    roles = Roles(
+        SimpleNamespace(ranks=more.pop("ranks", SINGLE_PROCESS)),
+        None,
+        engine or FakeEngine(),
+        scorer,
+        None,
+    )  # type: ignore[arg-type]
     return collect_rollouts(
-        roles, collect_settings(config, Requirements.of(config.algorithm)), step, more.pop("prompts", Prompts()), Timers(), **more
+        roles,
+        collect_settings(config, Requirements.of(config.algorithm)),
+        step,
+        more.pop("prompts", Prompts()),
+        Timers(),
+        **more,
     )
 
 
@@ -240,7 +291,13 @@ def test_every_token_is_trained_filtered_failed_or_carried_over(
 ) -> None:
     config = config_of(
         run={"seed": seed},
-        rollout={"group_size": samples, "select": select, "oversample": oversample, "carry_over": carry, "max_rounds": 3},
+        rollout={
+            "group_size": samples,
+            "select": select,
+            "oversample": oversample,
+            "carry_over": carry,
+            "max_rounds": 3,
+        },
         algorithm={"filters": filters, "advantage": {"name": "remax" if greedy else "grpo"}},
     )
     scorer, carried, whole = FakeScorer(rewards, fails, late), [], Counter()
@@ -251,20 +308,33 @@ def test_every_token_is_trained_filtered_failed_or_carried_over(
             return
         assert conserves(got)
         assert len(got.groups) <= 3
-        assert all(r.reward is not None and not r.failed and r.finish_reason == "stop" for g in got.groups for r in g)
-        assert all(r.sample != GREEDY and (r.baseline is not None) is greedy for g in got.groups for r in g)
+        assert all(
+            r.reward is not None and not r.failed and r.finish_reason == "stop"
+            for g in got.groups
+            for r in g
+        )
+        assert all(
+            r.sample != GREEDY and (r.baseline is not None) is greedy for g in got.groups for r in g
+        )
         assert got.rounds == 3 or len(got.groups) == 3
-        assert sum(got.dropped.values()) + len(got.groups) + len(got.carried) >= 3 * (got.rounds > 0)
+        assert sum(got.dropped.values()) + len(got.groups) + len(got.carried) >= 3 * (
+            got.rounds > 0
+        )
         assert bool(got.carried) <= (carry and oversample > 1)
         whole.update(got.tokens)
         carried = got.carried
-    assert whole["sampled"] == whole["trained"] + whole["filtered"] + whole["failed"] + sum(map(tokens_of, carried))
+    assert whole["sampled"] == whole["trained"] + whole["filtered"] + whole["failed"] + sum(
+        map(tokens_of, carried)
+    )
     assert not scorer._held
 
 
 @pytest.mark.parametrize("late", [0, 5, 100])
 def test_what_is_used_does_not_depend_on_how_fast_scoring_is(late: int) -> None:
-    over = {"rollout": {"oversample": 2.0, "carry_over": True}, "algorithm": {"filters": ["zero_variance"]}}
+    over = {
+        "rollout": {"oversample": 2.0, "carry_over": True},
+        "algorithm": {"filters": ["zero_variance"]},
+    }
     fast, slow = (run(config_of(**over), FakeScorer(late=n)) for n in (0, late))
     assert seeds_of(fast.groups) == seeds_of(slow.groups)
     assert seeds_of(fast.carried) == seeds_of(slow.carried)
@@ -299,7 +369,9 @@ def test_drawing_ends_as_soon_as_enough_groups_have_passed() -> None:
     metrics = rollout_metrics(got).compute()
     assert metrics["rollout/num_aborted"] == sum(r.finish_reason == "abort" for r in got.rollouts)
     assert metrics["rollout/filtered/aborted"] == got.filtered["aborted"]
-    assert metrics["rollout/dropped_share"] == pytest.approx(1 - got.tokens["trained"] / got.tokens["sampled"])
+    assert metrics["rollout/dropped_share"] == pytest.approx(
+        1 - got.tokens["trained"] / got.tokens["sampled"]
+    )
 
 
 def test_after_an_early_stop_nothing_of_the_step_comes_back_in_the_next() -> None:
@@ -350,20 +422,36 @@ def test_groups_that_are_left_over_come_first_in_the_next_step() -> None:
     assert (prompts.asked, second.rounds, second.rollouts, second.carried) == ([], 0, [], [])
 
 
-def test_groups_that_are_carried_over_are_counted_where_they_are_drawn_and_where_they_are_used() -> None:
-    config = config_of(rollout={"oversample": 3.0, "carry_over": True, "select": {"name": "top_k", "options": {"keep": 2}}})
-    one = next(got for seed in range(50) if len((got := run(config, FakeScorer(), step=seed)).carried) in (1, 2))
+def test_groups_that_are_carried_over_are_counted_where_they_are_drawn_and_where_they_are_used() -> (
+    None
+):
+    config = config_of(
+        rollout={
+            "oversample": 3.0,
+            "carry_over": True,
+            "select": {"name": "top_k", "options": {"keep": 2}},
+        }
+    )
+    one = next(
+        got
+        for seed in range(50)
+        if len((got := run(config, FakeScorer(), step=seed)).carried) in (1, 2)
+    )
     two = run(config, FakeScorer(), step=99, prompts=Prompts(one.carried))
     assert conserves(one)
     assert conserves(two)
     assert one.tokens["carried_out"] == two.tokens["carried_in"] == sum(map(tokens_of, one.carried))
-    values = rollout_metrics(one).compute() | {"in": rollout_metrics(two).compute()["rollout/carried_in"]}
+    values = rollout_metrics(one).compute() | {
+        "in": rollout_metrics(two).compute()["rollout/carried_in"]
+    }
     assert values["rollout/carried_out"] == values["in"] == one.tokens["carried_out"]
     assert "rollout/carried_in" not in rollout_metrics(run(config_of(), FakeScorer())).compute()
 
 
 def test_the_greedy_answer_of_a_prompt_is_the_baseline_of_its_answers() -> None:
-    got = run(config_of(algorithm={"advantage": {"name": "remax"}}), FakeScorer(rewards=(0.0, 0.5, 1.0)))
+    got = run(
+        config_of(algorithm={"advantage": {"name": "remax"}}), FakeScorer(rewards=(0.0, 0.5, 1.0))
+    )
     greedy = {r.prompt.id: r for r in got.rollouts if r.sample == GREEDY}
     assert len(greedy) == len(got.groups) == 3
     for group in got.groups:
@@ -374,15 +462,23 @@ def test_the_greedy_answer_of_a_prompt_is_the_baseline_of_its_answers() -> None:
     assert batch.baselines.tolist() == [r.baseline for group in got.groups for r in group]
     assert got.filtered == Counter(baseline=tokens_of(list(greedy.values())))
     metrics = rollout_metrics(got).compute()
-    assert metrics["rollout/baseline"] == pytest.approx(sum(r.reward or 0 for r in greedy.values()) / 3)
-    assert metrics["reward/mean"] == pytest.approx(sum(r.reward or 0 for g in got.groups for r in g) / 12)
+    assert metrics["rollout/baseline"] == pytest.approx(
+        sum(r.reward or 0 for r in greedy.values()) / 3
+    )
+    assert metrics["reward/mean"] == pytest.approx(
+        sum(r.reward or 0 for g in got.groups for r in g) / 12
+    )
 
 
 def test_without_a_need_for_it_no_greedy_answer_is_drawn() -> None:
     got = run(config_of(), FakeScorer())
     assert all(r.sample >= 0 and r.baseline is None for r in got.rollouts)
     assert collate(got.groups).baselines is None
-    assert [r.greedy for r in requests_for([Prompt("p", [1])], 2, 0, greedy=True)[0]] == [True, False, False]
+    assert [r.greedy for r in requests_for([Prompt("p", [1])], 2, 0, greedy=True)[0]] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_group_whose_baseline_was_not_scored_is_dropped_and_counted() -> None:
@@ -400,7 +496,10 @@ def test_a_group_whose_baseline_was_not_scored_is_dropped_and_counted() -> None:
 
 
 def test_a_selection_leaves_the_others_out_of_training_and_counts_them() -> None:
-    got = run(config_of(rollout={"select": {"name": "top_k", "options": {"keep": 2}}}), FakeScorer(rewards=(0, 1, 2, 3)))
+    got = run(
+        config_of(rollout={"select": {"name": "top_k", "options": {"keep": 2}}}),
+        FakeScorer(rewards=(0, 1, 2, 3)),
+    )
     for group in got.groups:
         everyone = [r for r in got.rollouts if r.prompt.id == group[0].prompt.id]
         assert sorted(r.reward or 0 for r in group) == sorted(r.reward or 0 for r in everyone)[-2:]
@@ -420,7 +519,11 @@ def test_a_group_of_which_too_little_is_selected_is_dropped() -> None:
 def test_the_rounds_of_a_step_are_bounded() -> None:
     prompts = Prompts()
     filters = ["zero_variance"]
-    got = run(config_of(rollout={"max_rounds": 4}, algorithm={"filters": filters}), FakeScorer((1.0,)), prompts=prompts)
+    got = run(
+        config_of(rollout={"max_rounds": 4}, algorithm={"filters": filters}),
+        FakeScorer((1.0,)),
+        prompts=prompts,
+    )
     assert prompts.asked == [3, 3, 3, 3]
     assert got.rounds == 4
     assert rollout_metrics(got).compute()["rollout/dropped_share"] == 1.0
@@ -435,7 +538,9 @@ def test_each_group_is_judged_once() -> None:
 
     requests = requests_for(Prompts().draw(5), 2, 0)
     quota = GroupQuota(2, judge)
-    groups = generate_and_score(FakeEngine(), FakeScorer(late=3), requests, SamplingConfig(), Timers(), quota=quota)
+    groups = generate_and_score(
+        FakeEngine(), FakeScorer(late=3), requests, SamplingConfig(), Timers(), quota=quota
+    )
     for index, group in enumerate(groups):
         quota.of(index, group)
     assert sorted(judged) == [f"p{i}" for i in range(5)]
@@ -457,9 +562,20 @@ def test_seeds_depend_on_all_of_their_parts() -> None:
     late=st.integers(0, 5),
 )
 def test_answers_that_go_on_in_the_next_step_are_counted_once_and_none_is_lost(
-    oversample: float, step_tokens: int | None, carry: bool, fails: int, filters: list[str], late: int
+    oversample: float,
+    step_tokens: int | None,
+    carry: bool,
+    fails: int,
+    filters: list[str],
+    late: int,
 ) -> None:
-    over = {"oversample": oversample, "max_tokens_per_step": step_tokens, "partial": True, "carry_over": carry, "max_rounds": 3}
+    over = {
+        "oversample": oversample,
+        "max_tokens_per_step": step_tokens,
+        "partial": True,
+        "carry_over": carry,
+        "max_rounds": 3,
+    }
     config = config_of(rollout=over, algorithm={"filters": filters})
     scorer, source = FakeScorer((0.0, 1.0), fails, late), Prompts()
     prompts: set[str] = set()
@@ -473,7 +589,10 @@ def test_answers_that_go_on_in_the_next_step_are_counted_once_and_none_is_lost(
         after = sum(map(tokens_of, [*source.partial, *source.carried]))
         tokens = got.tokens
         assert tokens["sampled"] == engine.total
-        assert before + tokens["sampled"] == tokens["trained"] + tokens["filtered"] + tokens["failed"] + after
+        assert (
+            before + tokens["sampled"]
+            == tokens["trained"] + tokens["filtered"] + tokens["failed"] + after
+        )
         assert (
             tokens["sampled"] + tokens["carried_in"]
             == tokens["trained"] + tokens["filtered"] + tokens["failed"] + tokens["carried_out"]
@@ -481,7 +600,9 @@ def test_answers_that_go_on_in_the_next_step_are_counted_once_and_none_is_lost(
         assert "aborted" not in got.dropped
         assert len(got.groups) <= 3
         for group in got.groups:
-            assert len({r.prompt.id for r in group}) == 1 and all(r.finish_reason == "stop" for r in group)
+            assert len({r.prompt.id for r in group}) == 1 and all(
+                r.finish_reason == "stop" for r in group
+            )
             assert group[0].prompt.id not in prompts
             prompts.add(group[0].prompt.id)
             assert all(len(r) == random.Random(r.seed).randint(0, 6) for r in group)
@@ -493,15 +614,24 @@ class OfAll(FakeEngine):
 
 
 @pytest.mark.parametrize("oversample", [1.0, 2.0])
-def test_an_engine_of_all_ranks_is_asked_by_the_first_and_all_of_them_get_what_one_process_would(oversample: float) -> None:
-    config = config_of(rollout={"oversample": oversample, "max_rounds": 5}, algorithm={"filters": [{"name": "zero_variance"}]})
+def test_an_engine_of_all_ranks_is_asked_by_the_first_and_all_of_them_get_what_one_process_would(
+    oversample: float,
+) -> None:
+    config = config_of(
+        rollout={"oversample": oversample, "max_rounds": 5},
+        algorithm={"filters": [{"name": "zero_variance"}]},
+    )
     engines, scorers = [OfAll() for _ in range(3)], [FakeScorer() for _ in range(3)]
     got = of_all_ranks(lambda r: run(config, scorers[r.rank], engines[r.rank], ranks=r), 3)
     alone = run(config, FakeScorer())
     for found in got:
-        assert [[r.seed for r in group] for group in found.groups] == [[r.seed for r in group] for group in alone.groups]
+        assert [[r.seed for r in group] for group in found.groups] == [
+            [r.seed for r in group] for group in alone.groups
+        ]
         assert found.tokens == alone.tokens and conserves(found)
-    assert engines[0].calls and not (engines[1].calls or engines[2].calls or scorers[1].seen or scorers[2].seen)
+    assert engines[0].calls and not (
+        engines[1].calls or engines[2].calls or scorers[1].seen or scorers[2].seen
+    )
 
 
 class Counting(FakeEngine):
@@ -529,10 +659,15 @@ def test_what_is_begun_goes_on_before_new_prompts_are_drawn() -> None:
     [
         ({"partial": True}, "rollout.partial = True changes nothing"),
         ({"max_tokens_per_step": 4}, "needs rollout.partial"),
-        ({"partial": True, "max_tokens_per_step": 4096}, "rollout.max_tokens_per_step = 4096 changes nothing"),
+        (
+            {"partial": True, "max_tokens_per_step": 4096},
+            "rollout.max_tokens_per_step = 4096 changes nothing",
+        ),
     ],
 )
-def test_settings_of_partial_answers_that_would_do_nothing_are_refused(over: dict[str, Any], said: str) -> None:
+def test_settings_of_partial_answers_that_would_do_nothing_are_refused(
+    over: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         check_rollout(config_of(rollout=over))
 

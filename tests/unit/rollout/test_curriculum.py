@@ -18,12 +18,17 @@ from lightrft.utils.state_io import load_state, save_state
 IDS = [f"p{i}" for i in range(10)]
 
 
-def curriculum(name: str = "priority", seed: int = 3, ids: list[str] = IDS, **more: Any) -> Curriculum:
+def curriculum(
+    name: str = "priority", seed: int = 3, ids: list[str] = IDS, **more: Any
+) -> Curriculum:
     return Curriculum(CurriculumConfig(name=name, **more), ids, seed)
 
 
 def answers(place: int, *rewards: float) -> list[Rollout]:
-    return [Rollout(Prompt(f"p{place}", [1]), [2], [True], [-1.0], [0], "stop", i, i, reward=r) for i, r in enumerate(rewards)]
+    return [
+        Rollout(Prompt(f"p{place}", [1]), [2], [True], [-1.0], [0], "stop", i, i, reward=r)
+        for i, r in enumerate(rewards)
+    ]
 
 
 def test_priority_weighs_by_what_can_be_learned_and_never_forgets() -> None:
@@ -38,10 +43,15 @@ def test_failures_weigh_by_how_often_a_prompt_fails() -> None:
 
 def test_the_mark_of_easy_to_hard_moves_with_the_epochs() -> None:
     rates = np.array([0.8, 0.5, 0.2, np.nan])
-    best = [int(np.argmax(CURRICULA["easy_to_hard"](rates[:3], epoch, epochs=4.0))) for epoch in (0.0, 2.0, 4.0, 9.0)]
+    best = [
+        int(np.argmax(CURRICULA["easy_to_hard"](rates[:3], epoch, epochs=4.0)))
+        for epoch in (0.0, 2.0, 4.0, 9.0)
+    ]
     assert best == [0, 1, 2, 2]
     middle = CURRICULA["easy_to_hard"](rates, 2.0, epochs=4.0, width=0.3, floor=0.5)
-    np.testing.assert_allclose(middle, [1.5 - (1 - np.exp(-0.5)), 1.5, 1.5 - (1 - np.exp(-0.5)), 1.5], atol=1e-12)
+    np.testing.assert_allclose(
+        middle, [1.5 - (1 - np.exp(-0.5)), 1.5, 1.5 - (1 - np.exp(-0.5)), 1.5], atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", list(CURRICULA))
@@ -66,7 +76,9 @@ def test_weights_are_finite_and_not_negative_and_go_by_prompt(name: str) -> None
         ("easy_to_hard", {"epochs": 1.0, "width": -1.0}, "options.width is -1.0"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(name: str, options: dict[str, float], said: str) -> None:
+def test_options_that_mean_nothing_are_refused(
+    name: str, options: dict[str, float], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         CURRICULA[name](np.array([0.5]), 0.0, **options)
 
@@ -106,7 +118,9 @@ def test_a_curriculum_that_was_saved_goes_on_bit_for_bit(tmp_path: Path) -> None
         drawn = []
         for step in range(first, last):
             places = drawing.next(3) + drawing.next(1)
-            drawing.observe([answers(p, *(float((p * step + i) % 3 == 0) for i in range(3))) for p in places])
+            drawing.observe(
+                [answers(p, *(float((p * step + i) % 3 == 0) for i in range(3))) for p in places]
+            )
             drawn.append(places)
         return drawn
 

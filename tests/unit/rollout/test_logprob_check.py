@@ -33,11 +33,21 @@ from lightrft.utils.errors import ModelError
 SAMPLINGS = [
     SamplingConfig(max_new_tokens=20),
     SamplingConfig(max_new_tokens=20, temperature=0.0, repetition_penalty=1.3),
-    SamplingConfig(max_new_tokens=20, temperature=1.4, top_p=0.8, top_k=30, min_p=0.01, repetition_penalty=1.2, min_new_tokens=3),
+    SamplingConfig(
+        max_new_tokens=20,
+        temperature=1.4,
+        top_p=0.8,
+        top_k=30,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        min_new_tokens=3,
+    ),
 ]
 
 
-def actor_of(family: str = "qwen2", dtype: torch.dtype = torch.float32, layout: Any = "prefix_shared") -> Actor:
+def actor_of(
+    family: str = "qwen2", dtype: torch.dtype = torch.float32, layout: Any = "prefix_shared"
+) -> Actor:
     model = family_model(family, dtype=dtype, eos_token_id=None)
     return Actor(model, ModelConfig(layout=layout, attention=model.config._attn_implementation))
 
@@ -52,7 +62,10 @@ def engine_of(actor: Actor, by_plan: bool | None = None, **options: Any) -> Nati
 
 def requests_of(count: int = 6) -> list[Request]:
     generator = torch.Generator().manual_seed(0)
-    prompts = [Prompt(str(i), torch.randint(4, 99, (3 + 4 * i,), generator=generator).tolist()) for i in range(count)]
+    prompts = [
+        Prompt(str(i), torch.randint(4, 99, (3 + 4 * i,), generator=generator).tolist())
+        for i in range(count)
+    ]
     return [Request(prompt, seed=i) for i, prompt in enumerate(prompts)]
 
 
@@ -60,13 +73,22 @@ def sampled(actor: Actor, sampling: SamplingConfig, **options: Any) -> list[Roll
     return list(engine_of(actor, **options).generate(requests_of(), sampling))
 
 
-def refuse(actor: Actor, rollouts: list[Rollout], sampling: SamplingConfig, unequal: str = "") -> None:
-    refuse_gap(actor, compare_logprobs(actor, batch_of(rollouts), sampling, None), sampling, lambda: unequal)
+def refuse(
+    actor: Actor, rollouts: list[Rollout], sampling: SamplingConfig, unequal: str = ""
+) -> None:
+    refuse_gap(
+        actor,
+        compare_logprobs(actor, batch_of(rollouts), sampling, None),
+        sampling,
+        lambda: unequal,
+    )
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_rounding_explains_is_accepted_under_every_kind_of_sampling(sampling: SamplingConfig, dtype: torch.dtype) -> None:
+def test_what_rounding_explains_is_accepted_under_every_kind_of_sampling(
+    sampling: SamplingConfig, dtype: torch.dtype
+) -> None:
     actor = actor_of(dtype=dtype)
     rollouts = sampled(actor, sampling)
     refuse(actor, rollouts, sampling)
@@ -86,13 +108,31 @@ def test_a_family_whose_decoding_is_wrong_is_named(family: str, sampling: Sampli
 @pytest.mark.parametrize(
     ("sampled_by", "said", "cause"),
     [
-        (SamplingConfig(max_new_tokens=20), SamplingConfig(temperature=0.7), "sampled at temperature 1, and"),
-        (SamplingConfig(max_new_tokens=20), SamplingConfig(top_k=3), "sampled without the filters, and"),
-        (SamplingConfig(max_new_tokens=20), SamplingConfig(top_p=0.5, temperature=0.6), "temperature 1 without the filters"),
-        (SamplingConfig(max_new_tokens=20, temperature=1.0), SamplingConfig(temperature=2.0), "sampled at temperature 1, and"),
+        (
+            SamplingConfig(max_new_tokens=20),
+            SamplingConfig(temperature=0.7),
+            "sampled at temperature 1, and",
+        ),
+        (
+            SamplingConfig(max_new_tokens=20),
+            SamplingConfig(top_k=3),
+            "sampled without the filters, and",
+        ),
+        (
+            SamplingConfig(max_new_tokens=20),
+            SamplingConfig(top_p=0.5, temperature=0.6),
+            "temperature 1 without the filters",
+        ),
+        (
+            SamplingConfig(max_new_tokens=20, temperature=1.0),
+            SamplingConfig(temperature=2.0),
+            "sampled at temperature 1, and",
+        ),
     ],
 )
-def test_another_temperature_and_other_filters_are_named(sampled_by: SamplingConfig, said: SamplingConfig, cause: str) -> None:
+def test_another_temperature_and_other_filters_are_named(
+    sampled_by: SamplingConfig, said: SamplingConfig, cause: str
+) -> None:
     actor = actor_of()
     with pytest.raises(ModelError, match=cause):
         refuse(actor, sampled(actor, sampled_by), said)
@@ -109,10 +149,15 @@ def test_weights_that_were_not_transferred_are_named() -> None:
         apart.decoder.load(before.items())
         actor.model.get_parameter("model.norm.weight").mul_(1.5)
     assert unequal_weight(held, actor.model.named_parameters()) == "model.norm.weight"
-    with pytest.raises(ModelError, match=r"version 3 were not transferred: the engine holds another 'model\.norm\.weight'"):
+    with pytest.raises(
+        ModelError,
+        match=r"version 3 were not transferred: the engine holds another 'model\.norm\.weight'",
+    ):
         refuse_weights(held, dict(actor.model.named_parameters()), 3)
     sampling = SAMPLINGS[0]
-    with pytest.raises(ModelError, match=r"Cause: weights were not transferred, the engine holds another 'x'"):
+    with pytest.raises(
+        ModelError, match=r"Cause: weights were not transferred, the engine holds another 'x'"
+    ):
         refuse(actor, list(apart.generate(requests_of(), sampling)), sampling, "x")
 
 
@@ -154,7 +199,14 @@ def test_a_shared_engine_is_compared_once_and_one_with_its_own_weights_on_every_
 def test_tokens_of_another_policy_version_are_left_out_and_no_token_leaves_the_check_due() -> None:
     actor, sampling = actor_of(), SAMPLINGS[0]
     rollouts = sampled(actor, sampling)
-    stale = [replace(r, logprobs=[x - 1 for x in r.logprobs[:9]] + r.logprobs[9:], versions=[0] * 9 + [1] * 11) for r in rollouts]
+    stale = [
+        replace(
+            r,
+            logprobs=[x - 1 for x in r.logprobs[:9]] + r.logprobs[9:],
+            versions=[0] * 9 + [1] * 11,
+        )
+        for r in rollouts
+    ]
     roles = roles_of(actor, engine_of(actor))
     check_batch(roles, batch_of(stale), sampling, EngineConfig(), 2)
     assert not roles.logprobs_checked

@@ -61,11 +61,22 @@ class Stream(Prompts):
 
 
 def prefetched(
-    rank: Threads, stream: Stream, config: Any, batches: int = 1, stopped: Callable[[], bool] = lambda: False
+    rank: Threads,
+    stream: Stream,
+    config: Any,
+    batches: int = 1,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[CollectedRollouts]:
     """The batches that ``rank`` collects from parts that are all queued at once."""
     roles = Roles(SimpleNamespace(ranks=SINGLE_PROCESS), None, LoadedEngine(), FakeScorer(), None)  # type: ignore[arg-type]
-    prefetcher = RankPrefetcher(roles, collect_settings(config, Requirements.of(config.algorithm)), stream, rank, stopped, False)  # type: ignore[arg-type]
+    prefetcher = RankPrefetcher(
+        roles,
+        collect_settings(config, Requirements.of(config.algorithm)),
+        stream,
+        rank,
+        stopped,
+        False,
+    )  # type: ignore[arg-type]
     jobs = [prefetcher.submit(batch, 0, {}, None) for batch in range(batches)]
     try:
         return [prefetcher.collect(job, batch)[0] for batch, job in enumerate(jobs)]
@@ -77,21 +88,34 @@ def prefetched(
 
 
 @pytest.mark.parametrize("oversample", [1.0, 2.0])
-def test_prefetched_parts_make_the_batch_that_the_ranks_would_collect_together(oversample: float) -> None:
-    over = {"rollout": {"max_rounds": 1, "oversample": oversample}, "algorithm": {"filters": ["zero_variance"]}}
+def test_prefetched_parts_make_the_batch_that_the_ranks_would_collect_together(
+    oversample: float,
+) -> None:
+    over = {
+        "rollout": {"max_rounds": 1, "oversample": oversample},
+        "algorithm": {"filters": ["zero_variance"]},
+    }
     config = config_of(**over)
 
     def together(rank: Threads) -> list[CollectedRollouts]:
         roles = Roles(SimpleNamespace(ranks=rank), None, LoadedEngine(), FakeScorer(), None)  # type: ignore[arg-type]
         source = Prompts()
         return [
-            collect_rollouts(roles, collect_settings(config, Requirements.of(config.algorithm)), step, source, Timers())
+            collect_rollouts(
+                roles,
+                collect_settings(config, Requirements.of(config.algorithm)),
+                step,
+                source,
+                Timers(),
+            )
             for step in range(3)
         ]
 
     expected = of_all_ranks(together, 2)[0]
     for found in of_all_ranks(lambda rank: prefetched(rank, Stream(), config, batches=3), 2):
-        assert [seeds_of(batch.groups) for batch in found] == [seeds_of(batch.groups) for batch in expected]
+        assert [seeds_of(batch.groups) for batch in found] == [
+            seeds_of(batch.groups) for batch in expected
+        ]
         assert [batch.tokens for batch in found] == [batch.tokens for batch in expected]
         assert [batch.rounds for batch in found] == [1, 1, 1]
         assert [batch.dropped["unreadable"] for batch in found] == [1, 0, 0]
@@ -106,14 +130,19 @@ def test_a_rank_that_cannot_read_its_prompts_ends_the_batch_on_all_ranks() -> No
         return f"{type(caught.value).__name__}: {caught.value}"
 
     found = of_all_ranks(of_rank, 2, minutes=1 / 6)
-    assert found == ["RankError: rank 1: OSError: a row cannot be read", "OSError: a row cannot be read"]
+    assert found == [
+        "RankError: rank 1: OSError: a row cannot be read",
+        "OSError: a row cannot be read",
+    ]
 
 
 def test_a_rank_that_is_asked_to_stop_stops_all_ranks_at_the_same_batch() -> None:
     def of_rank(rank: Threads) -> None:
         stream = Stream()
         with pytest.raises(GenerationInterrupted):
-            prefetched(rank, stream, config_of(rollout={"max_rounds": 1}), stopped=lambda: rank.rank == 0)
+            prefetched(
+                rank, stream, config_of(rollout={"max_rounds": 1}), stopped=lambda: rank.rank == 0
+            )
         assert stream.asked == []
 
     of_all_ranks(of_rank, 2, minutes=1 / 6)

@@ -41,7 +41,10 @@ def test_a_batch_comes_back_equal_with_types_media_and_empty_rows(tmp_path) -> N
     for axis in ("token", "sample"):
         assert found.columns(axis).keys() == batch.columns(axis).keys()
         for name, column in batch.columns(axis).items():
-            assert found.columns(axis)[name].equal(column) and found.columns(axis)[name].dtype == column.dtype
+            assert (
+                found.columns(axis)[name].equal(column)
+                and found.columns(axis)[name].dtype == column.dtype
+            )
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["one.pt"]
 
 
@@ -60,17 +63,35 @@ def test_something_that_is_no_batch_is_refused(tmp_path) -> None:
 def test_what_was_collected_comes_back_from_json_with_groups_that_share_their_prompt() -> None:
     prompts = [Prompt("a", [1], columns={"kept": object()}), Prompt("b", [2])]
     rollouts = [
-        Rollout(p, [3 + i], [True], [-0.1 - i], [i], "stop", 10 * i, sample=i, text="x", reward=1 / 3, terms={"t": 0.1})
+        Rollout(
+            p,
+            [3 + i],
+            [True],
+            [-0.1 - i],
+            [i],
+            "stop",
+            10 * i,
+            sample=i,
+            text="x",
+            reward=1 / 3,
+            terms={"t": 0.1},
+        )
         for p in prompts
         for i in range(2)
     ]
     failed = replace(rollouts[3], failed="no score", reward=None)
     everything = [*rollouts[:3], failed]
     collected = CollectedRollouts(
-        [everything[:2], everything[2:3]], everything, Counter(sampled=4, trained=3), Counter(), rounds=2
+        [everything[:2], everything[2:3]],
+        everything,
+        Counter(sampled=4, trained=3),
+        Counter(),
+        rounds=2,
     )
     plain = json.loads(json.dumps(pack_collected(collected)))
-    found = unpack_collected(plain, lambda ids: [next(p for p in prompts if p.id == i) for i in ids])
+    found = unpack_collected(
+        plain, lambda ids: [next(p for p in prompts if p.id == i) for i in ids]
+    )
     assert found == collected
     assert found.groups[0][0] is found.rollouts[0] and found.rollouts[0].prompt is prompts[0]
     assert isinstance(found.tokens, Counter) and found.tokens["absent"] == 0

@@ -36,11 +36,17 @@ def rows(tmp_path: Path) -> str:
     """Twelve rows with a picture each."""
     for k in range(12):
         picture(tmp_path / f"{k}.png", 8 + k, 12, seed=k)
-    return written(tmp_path, [{"id": str(k), "prompt": f"{k}", "image": f"{k}.png"} for k in range(12)])
+    return written(
+        tmp_path, [{"id": str(k), "prompt": f"{k}", "image": f"{k}.png"} for k in range(12)]
+    )
 
 
-def stream(eye: Rig, rows: str, *, curriculum: CurriculumConfig | None = None, **settings: Any) -> PromptStream:
-    return PromptStream.of(config_of(rows, **settings), eye.tokenizer, 3, curriculum, processor=eye.processor)
+def stream(
+    eye: Rig, rows: str, *, curriculum: CurriculumConfig | None = None, **settings: Any
+) -> PromptStream:
+    return PromptStream.of(
+        config_of(rows, **settings), eye.tokenizer, 3, curriculum, processor=eye.processor
+    )
 
 
 def ids(prompts: list[Prompt]) -> list[str]:
@@ -68,7 +74,9 @@ def test_what_was_begun_is_let_go_when_a_run_ends(eye: Rig, rows: str) -> None:
     drawing.draw(4)
     begun = list(drawing.dataset._fetcher._begun.values())
     drawing.close()
-    assert drawing.dataset._fetcher._begun == {} and all(f.cancelled() or f.running() or f.done() for f in begun)
+    assert drawing.dataset._fetcher._begun == {} and all(
+        f.cancelled() or f.running() or f.done() for f in begun
+    )
     assert ids(drawing.draw(4)) == ids(stream(eye, rows).draw(8))[4:]
 
 
@@ -97,11 +105,15 @@ def test_prompts_whose_files_are_gone_are_passed_over_and_counted(eye: Rig, rows
     assert ids(twin.draw(4)) == found[4:]
 
 
-def test_a_file_that_is_gone_is_an_error_that_names_it_where_rows_must_be_good(eye: Rig, rows: str) -> None:
+def test_a_file_that_is_gone_is_an_error_that_names_it_where_rows_must_be_good(
+    eye: Rig, rows: str
+) -> None:
     drawing = stream(eye, rows)
     for path in Path(rows).parent.glob("*.png"):
         path.unlink()
-    with pytest.raises(MalformedRow, match=r"line \d+, column 'image': '\d+\.png': there is no file"):
+    with pytest.raises(
+        MalformedRow, match=r"line \d+, column 'image': '\d+\.png': there is no file"
+    ):
         drawing.draw(2)
 
 
@@ -109,7 +121,10 @@ def test_data_that_is_wholly_gone_ends_in_an_error(eye: Rig, rows: str) -> None:
     drawing = stream(eye, rows, malformed="skip")
     for path in Path(rows).parent.glob("*.png"):
         path.unlink()
-    with pytest.raises(DataError, match=r"1[2-9] rows in a row cannot be read any more; the last: .*there is no file"):
+    with pytest.raises(
+        DataError,
+        match=r"1[2-9] rows in a row cannot be read any more; the last: .*there is no file",
+    ):
         drawing.draw(5)
 
 
@@ -118,7 +133,9 @@ def test_a_curriculum_draws_prompts_with_media_too(eye: Rig, rows: str) -> None:
     assert all(p.media for p in drawing.draw(5))
 
 
-def test_the_data_sources_of_all_prompts_are_known_without_decoding_any(eye: Rig, rows: str) -> None:
+def test_the_data_sources_of_all_prompts_are_known_without_decoding_any(
+    eye: Rig, rows: str
+) -> None:
     drawing = stream(eye, rows)
     for path in Path(rows).parent.glob("*.png"):
         path.unlink()
@@ -129,7 +146,9 @@ def test_held_out_prompts_have_media_while_they_are_asked_and_not_before_or_afte
     eye: Rig, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightrft.datasets.sampler.PART", 2)
-    found = load_eval_prompts(config_of(rows, malformed="skip"), eye.tokenizer, 0, 5, processor=eye.processor)
+    found = load_eval_prompts(
+        config_of(rows, malformed="skip"), eye.tokenizer, 0, 5, processor=eye.processor
+    )
     assert len(found) == 5 and not any(p.media for p in found)
     for _ in range(2):
         asked = []
@@ -141,7 +160,9 @@ def test_held_out_prompts_have_media_while_they_are_asked_and_not_before_or_afte
 
 
 def test_a_held_out_picture_that_is_gone_is_passed_over_and_counted(eye: Rig, rows: str) -> None:
-    found = load_eval_prompts(config_of(rows, malformed="skip"), eye.tokenizer, 0, None, processor=eye.processor)
+    found = load_eval_prompts(
+        config_of(rows, malformed="skip"), eye.tokenizer, 0, None, processor=eye.processor
+    )
     for path in sorted(Path(rows).parent.glob("*.png"))[:2]:
         path.unlink()
     evaluated = evaluate(FakeEngine(), FakeScorer(), found, EvalConfig(), 0)  # type: ignore[arg-type]
@@ -153,11 +174,15 @@ def test_held_out_prompts_that_some_rank_cannot_read_are_asked_by_none_and_count
     eye: Rig, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightrft.datasets.sampler.PART", 5)
-    folders = [Path(shutil.copytree(Path(rows).parent, tmp_path / f"rank {rank}")) for rank in range(2)]
+    folders = [
+        Path(shutil.copytree(Path(rows).parent, tmp_path / f"rank {rank}")) for rank in range(2)
+    ]
 
     def found(folder: Path, ranks: ProcessGroup, malformed: str) -> Evaluation:
         source = str(folder / Path(rows).name)
-        prompts = load_eval_prompts(config_of(source, malformed=malformed), eye.tokenizer, 0, None, processor=eye.processor)
+        prompts = load_eval_prompts(
+            config_of(source, malformed=malformed), eye.tokenizer, 0, None, processor=eye.processor
+        )
         assert len(prompts) == 12
         ranks.gather(None)  # all have measured theirs
         for k in {folders[0]: (1, 8), folders[1]: (2, 8)}[folder]:
@@ -166,7 +191,11 @@ def test_held_out_prompts_that_some_rank_cannot_read_are_asked_by_none_and_count
 
     both = of_all_ranks(lambda ranks: found(folders[ranks.rank], ranks, "skip"), 2)
     for each in both:
-        assert {group[0].prompt.id for group in each.groups} == {str(k) for k in range(12)} - {"1", "2", "8"}
+        assert {group[0].prompt.id for group in each.groups} == {str(k) for k in range(12)} - {
+            "1",
+            "2",
+            "8",
+        }
         assert each.metrics.compute()["eval/media_errors"] == 3
     assert both[0].metrics.compute() == both[1].metrics.compute()
 
@@ -177,14 +206,21 @@ def test_held_out_prompts_asked_in_parts_are_asked_with_the_seeds_of_all_at_once
     found = load_eval_prompts(config_of(rows), eye.tokenizer, 0, 7, processor=eye.processor)
 
     def seeds() -> list[int]:
-        return [r.seed for first, part in in_parts(found) for g in requests_for(part, 2, 3, "eval", first=first) for r in g]
+        return [
+            r.seed
+            for first, part in in_parts(found)
+            for g in requests_for(part, 2, 3, "eval", first=first)
+            for r in g
+        ]
 
     at_once = seeds()
     monkeypatch.setattr("lightrft.datasets.sampler.PART", 3)
     assert seeds() == at_once and len(set(at_once)) == 14
 
 
-def test_a_process_ends_at_once_while_prompts_are_being_decoded(eye: Rig, rows: str, tmp_path: Path) -> None:
+def test_a_process_ends_at_once_while_prompts_are_being_decoded(
+    eye: Rig, rows: str, tmp_path: Path
+) -> None:
     script = tmp_path / "draws.py"
     script.write_text(
         f"""

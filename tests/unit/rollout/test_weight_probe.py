@@ -25,15 +25,23 @@ def own_engine(actor: Actor) -> NativeEngine:
     return NativeEngine(shared.decoder.apart(), shared.tokenizer, EngineConfig(), shared=False)
 
 
-def groups_of(engine: NativeEngine, sampling: SamplingConfig, samples: int = RESPONSES + 1) -> list[list[Rollout]]:
+def groups_of(
+    engine: NativeEngine, sampling: SamplingConfig, samples: int = RESPONSES + 1
+) -> list[list[Rollout]]:
     """Responses to ``PROMPTS + 1`` prompts."""
-    asked = [Request(r.prompt, seed=9 * i + s, sample=s) for i, r in enumerate(requests_of(PROMPTS + 1)) for s in range(samples)]
+    asked = [
+        Request(r.prompt, seed=9 * i + s, sample=s)
+        for i, r in enumerate(requests_of(PROMPTS + 1))
+        for s in range(samples)
+    ]
     drawn = {r.seed: r for r in engine.generate(asked, sampling)}
     return [[drawn[9 * i + s] for s in range(samples)] for i in range(PROMPTS + 1)]
 
 
 def roles_of(actor: Actor) -> Any:
-    return SimpleNamespace(actor=actor, strategy=SimpleNamespace(gathered=lambda model: nullcontext()))
+    return SimpleNamespace(
+        actor=actor, strategy=SimpleNamespace(gathered=lambda model: nullcontext())
+    )
 
 
 def updated(actor: Actor, engine: NativeEngine, by: float = 0.02) -> None:
@@ -47,7 +55,9 @@ def updated(actor: Actor, engine: NativeEngine, by: float = 0.02) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_with_the_new_weights_is_accepted_under_every_kind_of_sampling(sampling: SamplingConfig, dtype: torch.dtype):
+def test_an_engine_with_the_new_weights_is_accepted_under_every_kind_of_sampling(
+    sampling: SamplingConfig, dtype: torch.dtype
+):
     actor = actor_of(dtype=dtype)
     engine = own_engine(actor)
     groups = groups_of(engine, sampling)
@@ -58,7 +68,9 @@ def test_an_engine_with_the_new_weights_is_accepted_under_every_kind_of_sampling
     probe.expect(roles_of(actor))
     found = probe.compared()
     assert found is not None and len(found.tokens) > len(probe.responses)
-    assert (found.gap(probe.sampling) > 0) == (sampling.temperature > 0)  # two ways to compute the same
+    assert (found.gap(probe.sampling) > 0) == (
+        sampling.temperature > 0
+    )  # two ways to compute the same
     probe.refuse(roles_of(actor))
 
 
@@ -71,12 +83,19 @@ def test_an_engine_that_still_has_the_old_weights_is_named_and_one_with_others_t
     assert probe is not None
     probe.expect(roles_of(actor))
     probe.ask(stuck)
-    with pytest.raises(ModelError, match=r"after the update to version 1 .* the engine gives the log-probs of older ones"):
+    with pytest.raises(
+        ModelError,
+        match=r"after the update to version 1 .* the engine gives the log-probs of older ones",
+    ):
         probe.refuse(roles_of(actor))
     weight = actor.model.get_parameter("model.norm.weight")
-    engine.load_weights([("model.norm.weight", weight.detach() * torch.linspace(0.5, 2, len(weight)))], 1)
+    engine.load_weights(
+        [("model.norm.weight", weight.detach() * torch.linspace(0.5, 2, len(weight)))], 1
+    )
     probe.ask(engine)
-    with pytest.raises(ModelError, match="computes with weights that differ from its fingerprint, or decodes"):
+    with pytest.raises(
+        ModelError, match="computes with weights that differ from its fingerprint, or decodes"
+    ):
         probe.refuse(roles_of(actor))
 
 

@@ -21,7 +21,12 @@ from torch.multiprocessing.spawn import start_processes
 
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, init_process_group, shard_for_rank
+from lightrft.distributed.process_group import (
+    SINGLE_PROCESS,
+    ProcessGroup,
+    init_process_group,
+    shard_for_rank,
+)
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.strategy import activation_offload
@@ -46,7 +51,12 @@ CELLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
     "kept whole": ("untied", {}, {"reshard_after_forward": False}, Actor),
     "offload": ("untied", {}, {"cpu_offload": True}, Actor),
     "activations": ("untied", {}, {"offload_activations": True}, Actor),
-    "activations of layers": ("untied", {"gradient_checkpointing": True}, {"offload_activations": True}, Actor),
+    "activations of layers": (
+        "untied",
+        {"gradient_checkpointing": True},
+        {"offload_activations": True},
+        Actor,
+    ),
     "sleep": ("untied", {}, {"offload_during_generation": True}, Actor),
 }
 TEAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
@@ -96,7 +106,9 @@ def held(model: Any) -> int:
 
 def unsharded_gradients(model: Any) -> int:
     """Numbers of gradients that are held whole."""
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = [
+        m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)
+    ]
     params = [p for g in groups if g is not None for p in g.fsdp_params]
     whole = [p.unsharded_accumulated_grad for p in params]
     whole += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
@@ -115,7 +127,13 @@ def train(strategy: SingleStrategy, config: ModelConfig, kind: type) -> dict[str
         model = kind.load(config, device=device)
     state = strategy.prepare(model, OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-3), 4)
     start = {name: tensor.detach().clone() for name, tensor in strategy.full_parameters(state)}
-    found: dict[str, Any] = {"norms": [], "losses": [], "after forward": [], "whole gradients": [], "held": held(model)}
+    found: dict[str, Any] = {
+        "norms": [],
+        "losses": [],
+        "after forward": [],
+        "whole gradients": [],
+        "held": held(model),
+    }
     whole, rows = batch(), shard_for_rank(list(range(ROWS)), strategy.data_parallel_group)
     frozen = Actor.load(ModelConfig(path=config.path))
     strategy.place(frozen.requires_grad_(False))
@@ -133,19 +151,31 @@ def train(strategy: SingleStrategy, config: ModelConfig, kind: type) -> dict[str
         with strategy.offloaded([state], [frozen]), strategy.gathered(model), torch.no_grad():
             found["drawn"] = float(loss_of(model.eval(), whole))
     found["master"] = sorted({str(m.dtype) for m in state.inner.masters.values()})
-    found["masters apart"] = sum(m is not p for m, p in zip(state.inner.masters.values(), state.inner.parameters.values()))
+    found["masters apart"] = sum(
+        m is not p for m, p in zip(state.inner.masters.values(), state.inner.parameters.values())
+    )
     found["homes"] = sorted({str(p.device) for p in model.parameters()})
-    found["weights"] = {name: tensor.detach().clone() for name, tensor in strategy.full_parameters(state)}
+    found["weights"] = {
+        name: tensor.detach().clone() for name, tensor in strategy.full_parameters(state)
+    }
     found["moved"] = {name: tensor - start[name] for name, tensor in found["weights"].items()}
     found["state"] = sum(local(t) for t in states(state))
     folder = Path(config.path).parent / f"saved-{strategy.ranks.size}"
     found["whole at once"] = saved(strategy, state, folder)
     strategy.load(state, folder)
     again = dict(strategy.full_parameters(state))
-    found["restored"] = all(torch.equal(again[name], tensor) for name, tensor in found["weights"].items())
+    found["restored"] = all(
+        torch.equal(again[name], tensor) for name, tensor in found["weights"].items()
+    )
     strategy._bring([state], [], torch.device("meta"))  # from there nothing comes back
-    masters = (m for m, p in zip(state.inner.masters.values(), state.inner.parameters.values()) if m is not p)
-    found["asleep"] = sorted({(str(t.device), str(shard(t).device)) for t in (*masters, *states(state))})
+    masters = (
+        m
+        for m, p in zip(state.inner.masters.values(), state.inner.parameters.values())
+        if m is not p
+    )
+    found["asleep"] = sorted(
+        {(str(t.device), str(shard(t).device)) for t in (*masters, *states(state))}
+    )
     return found
 
 
@@ -171,8 +201,13 @@ def elsewhere(ranks: ProcessGroup) -> dict[str, Any]:
     strategy = Fsdp2Strategy(StrategyConfig(device="cpu"), ranks)
     whole = torch.arange(14.0).view(7, 2)
     mesh = DeviceMesh("meta", list(range(ranks.size)))
-    offloaded = torch.empty_like(distribute_tensor(whole.to("meta"), mesh, [Shard(0)], src_data_rank=None), device="cpu")
-    made = {"like": strategy.shard_like(whole, offloaded), "moved": moved(offloaded, torch.device("cpu"))}
+    offloaded = torch.empty_like(
+        distribute_tensor(whole.to("meta"), mesh, [Shard(0)], src_data_rank=None), device="cpu"
+    )
+    made = {
+        "like": strategy.shard_like(whole, offloaded),
+        "moved": moved(offloaded, torch.device("cpu")),
+    }
     found = {name: [str(tensor.device), str(shard(tensor).device)] for name, tensor in made.items()}
     held = shard(made["like"])
     return {
@@ -196,7 +231,9 @@ def cell(name: str, folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
 
     activation_offload.to_host = counted
     try:
-        found = train(Fsdp2Strategy(made, ranks) if ranks.size > 1 else SingleStrategy(made), config, kind)
+        found = train(
+            Fsdp2Strategy(made, ranks) if ranks.size > 1 else SingleStrategy(made), config, kind
+        )
     finally:
         activation_offload.to_host = to_host
     return {**found, "copied": sum(copies)}
@@ -213,7 +250,9 @@ def reads(folder: Path, ranks: ProcessGroup) -> str:
     return ""
 
 
-def families(folder: Path, ranks: ProcessGroup, only: tuple[str, ...] = (), **teams: int) -> dict[str, str]:
+def families(
+    folder: Path, ranks: ProcessGroup, only: tuple[str, ...] = (), **teams: int
+) -> dict[str, str]:
     """By model folder, what of a model that was read by shards is not what loading it gives."""
     strategy = Fsdp2Strategy(StrategyConfig(device="cpu", **teams), ranks)
     odd: dict[str, str] = {}
@@ -227,7 +266,9 @@ def families(folder: Path, ranks: ProcessGroup, only: tuple[str, ...] = (), **te
             strategy.place(actor.requires_grad_(False))
             expected = Actor.load(config)
             for kind in ("named_parameters", "named_buffers"):
-                for (name, tensor), (other, wanted) in zip(getattr(actor, kind)(), getattr(expected, kind)(), strict=True):
+                for (name, tensor), (other, wanted) in zip(
+                    getattr(actor, kind)(), getattr(expected, kind)(), strict=True
+                ):
                     full = strategy.gather(tensor.detach())
                     if name != other or full.dtype != wanted.dtype or not torch.equal(full, wanted):
                         odd.setdefault(path.name, f"{name} {full.dtype} {wanted.dtype}")
@@ -250,13 +291,17 @@ def peak_of_loading(folder: Path, strategy: SingleStrategy) -> int:
     with strategy.loading() as device:
         actor = Actor.load(ModelConfig(path=str(folder)), device=device)
     strategy.place(actor)
-    for parameter in actor.parameters():  # what a file is only mapped to is there once it is looked at
+    for (
+        parameter
+    ) in actor.parameters():  # what a file is only mapped to is there once it is looked at
         getattr(parameter, "to_local", lambda p=parameter: p)().detach().sum()
     return _resident("VmHWM") - before
 
 
 def _resident(which: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(which))
+    line = next(
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(which)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -266,11 +311,18 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with init_process_group(2.0) as ranks:
         if (folder / "large").is_dir():
-            peak = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu"), ranks))
-            team = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu", tensor_parallel=2), ranks))
+            peak = peak_of_loading(
+                folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu"), ranks)
+            )
+            team = peak_of_loading(
+                folder / "large",
+                Fsdp2Strategy(StrategyConfig(device="cpu", tensor_parallel=2), ranks),
+            )
             torch.save({"peak": peak, "team": team}, folder / f"found-{size}-{rank}.pt")
             return
-        found: dict[str, Any] = {name: cell(name, folder, ranks) for name in (CELLS if size == 2 else OF_FOUR)}
+        found: dict[str, Any] = {
+            name: cell(name, folder, ranks) for name in (CELLS if size == 2 else OF_FOUR)
+        }
         if size == 2:
             found["families"] = families(folder / "families", ranks)
             found["lacking"] = reads(folder, ranks)
@@ -294,7 +346,11 @@ def main(folder: Path, sizes: list[int]) -> None:
     torch.save({name: cell(name, folder, SINGLE_PROCESS) for name in ONE}, folder / "found-1.pt")
 
 
-ONE = [name for name, (_, _, strategy, _) in CELLS.items() if not strategy] + ["activations", "sleep", *TEAMS]
+ONE = [name for name, (_, _, strategy, _) in CELLS.items() if not strategy] + [
+    "activations",
+    "sleep",
+    *TEAMS,
+]
 """Cells that one process has too; the others are held against the one without settings of the strategy."""
 
 if __name__ == "__main__":

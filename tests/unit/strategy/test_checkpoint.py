@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.strategy import checkpoint, manifest
-from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, read_manifest, save_state, verify
+from lightrft.strategy.checkpoint import (
+    CheckpointStore,
+    DiskFullError,
+    load_state,
+    read_manifest,
+    save_state,
+    verify,
+)
 from lightrft.utils.errors import CheckpointError, DamagedError, ResourceError
 
 
@@ -80,7 +87,9 @@ def test_what_others_put_there_is_never_touched(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "precious").write_text(name)
     (tmp_path / "step_000002").mkdir()
-    (tmp_path / "step_000002/manifest.json").write_text('{"step": 2, "files": {}}')  # of another program
+    (tmp_path / "step_000002/manifest.json").write_text(
+        '{"step": 2, "files": {}}'
+    )  # of another program
     (tmp_path / "step_000003").symlink_to(tmp_path / "my model")
     before = names(tmp_path)
     store = CheckpointStore(tmp_path, keep=1)
@@ -88,11 +97,16 @@ def test_what_others_put_there_is_never_touched(tmp_path):
         write(store, step)
     store.discard_after(3)
     assert names(tmp_path) == before
-    assert all((tmp_path / n / "precious").exists() for n in ("step_000001", "step_notes", ".writing_step_000009", "my model"))
+    assert all(
+        (tmp_path / n / "precious").exists()
+        for n in ("step_000001", "step_notes", ".writing_step_000009", "my model")
+    )
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a file", "a link"])
-def test_what_has_the_name_of_a_checkpoint_is_moved_aside_and_the_save_succeeds(tmp_path, caplog, kind):
+def test_what_has_the_name_of_a_checkpoint_is_moved_aside_and_the_save_succeeds(
+    tmp_path, caplog, kind
+):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/precious").write_text("x")
     place = tmp_path / "step_000001"
@@ -134,7 +148,9 @@ def test_truncation_and_damage_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"weights\.bin has 40 bytes, 100 were saved"):
         verify(store.latest())
     file.write_bytes(b"\xff" + good[1:])
-    with pytest.raises(CheckpointError, match=r"weights\.bin has the right size but not the content"):
+    with pytest.raises(
+        CheckpointError, match=r"weights\.bin has the right size but not the content"
+    ):
         verify(store.latest())
     file.unlink()
     with pytest.raises(CheckpointError, match=r"weights\.bin is missing"):
@@ -169,7 +185,9 @@ def truncate_weights(folder):
 
 
 @pytest.mark.parametrize("damage", [break_manifest, remove_manifest, truncate_weights])
-def test_damaged_checkpoints_are_moved_aside_and_the_newest_intact_one_is_found(tmp_path, caplog, damage):
+def test_damaged_checkpoints_are_moved_aside_and_the_newest_intact_one_is_found(
+    tmp_path, caplog, damage
+):
     store = CheckpointStore(tmp_path, keep=9)
     for step in (1, 2, 3, 4):
         write(store, step)
@@ -177,7 +195,12 @@ def test_damaged_checkpoints_are_moved_aside_and_the_newest_intact_one_is_found(
         damage(tmp_path / f"step_00000{step}")
     path, manifest = store.newest_intact()
     assert (path, manifest.step) == (tmp_path / "step_000002", 2)
-    assert names(tmp_path) == ["damaged_step_000003", "damaged_step_000004", "step_000001", "step_000002"]
+    assert names(tmp_path) == [
+        "damaged_step_000003",
+        "damaged_step_000004",
+        "step_000001",
+        "step_000002",
+    ]
     assert caplog.text.count("It is moved to") == 2 and "the run resumes from step 2" in caplog.text
     write(store, 4)  # the name is free again
     assert verify(store.latest()).step == 4
@@ -199,7 +222,10 @@ def test_where_no_checkpoint_is_intact_nothing_is_moved_and_the_error_says_the_w
     for step in (1, 2):
         write(store, step)
         truncate_weights(tmp_path / f"step_00000{step}")
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* is intact.*run\.overwrite=true.*step_000002 is damaged"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint .* is intact.*run\.overwrite=true.*step_000002 is damaged",
+    ):
         store.newest_intact()
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
@@ -213,7 +239,9 @@ def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(tmp_path):
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
-@pytest.mark.parametrize(("field", "value"), [("step", 7), ("metrics", {"loss": 0.0}), ("about", {}), ("files", {})])
+@pytest.mark.parametrize(
+    ("field", "value"), [("step", 7), ("metrics", {"loss": 0.0}), ("about", {}), ("files", {})]
+)
 def test_a_manifest_that_was_changed_is_damaged(tmp_path, field, value):
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 3, about={"model": "a"})
@@ -255,7 +283,9 @@ def two_checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     store = CheckpointStore(folder, keep=2, best="loss")
     for step in (1, 2):
-        with store.writing(step, {"phase": "rl", "policy parameters": "0" * 16}, metric=0.25) as path:
+        with store.writing(
+            step, {"phase": "rl", "policy parameters": "0" * 16}, metric=0.25
+        ) as path:
             (path / "policy").mkdir()
             save_state(path / "policy/state", {"w": torch.arange(7.0) * step})
             save_state(path / "trainer", {**TREE, "step": step})
@@ -265,7 +295,9 @@ def two_checkpoints(tmp_path_factory):
 @settings(max_examples=150)
 @given(st.data())
 def test_whatever_happens_to_a_byte_of_a_checkpoint_no_other_state_is_loaded(two_checkpoints, data):
-    name = data.draw(st.sampled_from(sorted(n for n in two_checkpoints if n.parts[0] == "step_000002")))
+    name = data.draw(
+        st.sampled_from(sorted(n for n in two_checkpoints if n.parts[0] == "step_000002"))
+    )
     good = two_checkpoints[name]
     at = data.draw(st.integers(0, len(good) - 1))
     kind = data.draw(st.sampled_from(["flip", "truncate", "zeros", "insert", "remove"]))
@@ -288,7 +320,10 @@ def test_whatever_happens_to_a_byte_of_a_checkpoint_no_other_state_is_loaded(two
         assert name.name == "manifest.json" or bad == good
     assert (state["step"], manifest.metrics) == (manifest.step, {"loss": 0.25})
     assert weights["w"].equal(torch.arange(7.0) * manifest.step)
-    assert state["moments"][0].equal(TREE["moments"][0]) and (state[7], state["seed"]) == (TREE[7], TREE["seed"])
+    assert state["moments"][0].equal(TREE["moments"][0]) and (state[7], state["seed"]) == (
+        TREE[7],
+        TREE["seed"],
+    )
 
 
 def test_a_metric_improves_on_every_checkpoint_or_not(tmp_path):
@@ -314,7 +349,9 @@ def small_disk(tmp_path):
     """A real file system of one MiB, where this user may mount one; else ``None``."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    )
     yield folder if mounted.returncode == 0 else None
     if mounted.returncode == 0:
         subprocess.run(["umount", "--lazy", folder], check=True)
@@ -339,7 +376,10 @@ def test_a_full_disk_costs_that_checkpoint_only(small_disk, writer):
         pytest.skip("mounting a small disk takes root; the next test covers the rest")
     store = CheckpointStore(small_disk / "checkpoints", keep=2)
     write(store, 1, size=200_000)
-    with pytest.raises(DiskFullError, match=r"needs about .* are free; 1 earlier") as error, store.writing(2) as path:
+    with (
+        pytest.raises(DiskFullError, match=r"needs about .* are free; 1 earlier") as error,
+        store.writing(2) as path,
+    ):
         writer(path)
     assert isinstance(error.value, ResourceError)
     assert 500_000 < error.value.free < 2**20
@@ -398,7 +438,9 @@ def test_a_kill_at_any_moment_leaves_the_latest_checkpoint_right(tmp_path):
     rng = random.Random(0)
     done = 0
     for _ in range(8):
-        with subprocess.Popen([sys.executable, "-c", CHILD, tmp_path, str(done)], stdout=subprocess.PIPE) as child:
+        with subprocess.Popen(
+            [sys.executable, "-c", CHILD, tmp_path, str(done)], stdout=subprocess.PIPE
+        ) as child:
             first = child.stdout.readline()
             time.sleep(rng.uniform(0, 0.08))
             child.kill()

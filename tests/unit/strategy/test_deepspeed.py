@@ -29,7 +29,10 @@ STAGES = (1, 2, 3)
 
 def needs_deepspeed(test: Any) -> Any:
     """Mark ``test`` as one that starts processes with the package."""
-    absent = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+    absent = pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="the package deepspeed is not installed",
+    )
     return pytest.mark.slow(pytest.mark.deepspeed(absent(test)))
 
 
@@ -125,11 +128,17 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_pat
         assert "strategy.deepspeed = " in first["wrong"] and "no_such" in first["wrong"]
         assert first["held"] == (0 if stage == 3 else 50)
         assert first["apart"] == 0, "float32 shards of stage 3 are their own masters"
-        assert set(first["limits"]) == {60.0}, "ranks wait for one another in DeepSpeed's groups as long as anywhere"
-        assert first["collected"] == [50, 9], "gradients are collected by as much as the model has, or as is asked for"
+        assert set(first["limits"]) == {60.0}, (
+            "ranks wait for one another in DeepSpeed's groups as long as anywhere"
+        )
+        assert first["collected"] == [50, 9], (
+            "gradients are collected by as much as the model has, or as is asked for"
+        )
         assert [first["norms"][0], first["norms"][2]] == pytest.approx(norms, rel=rounding(50))
         for found, parameter in zip(first["weights"], own.parameters(), strict=True):
-            assert found == pytest.approx(parameter.flatten().tolist(), rel=rounding(50), abs=rounding(50))
+            assert found == pytest.approx(
+                parameter.flatten().tolist(), rel=rounding(50), abs=rounding(50)
+            )
 
 
 HALF = """
@@ -161,7 +170,9 @@ def cell(stage):
 
 
 @needs_deepspeed
-def test_bfloat16_weights_have_float32_masters_and_sums_of_gradients_as_on_one_process(tmp_path: Path) -> None:
+def test_bfloat16_weights_have_float32_masters_and_sums_of_gradients_as_on_one_process(
+    tmp_path: Path,
+) -> None:
     for stage, (first, second) in zip(STAGES, on_two_ranks(HALF, tmp_path), strict=True):
         assert first["kinds"] == ["torch.bfloat16"]
         assert first["norms"] == second["norms"] == pytest.approx(first["one"], rel=1e-5)
@@ -170,7 +181,9 @@ def test_bfloat16_weights_have_float32_masters_and_sums_of_gradients_as_on_one_p
         for key, tensor in states[1].items():
             torch.testing.assert_close(states[0][key], tensor, rtol=1e-5, atol=1e-7)
             if key.startswith("weights/"):
-                assert tensor.dtype == torch.float32 and not torch.equal(tensor, tensor.bfloat16().float())
+                assert tensor.dtype == torch.float32 and not torch.equal(
+                    tensor, tensor.bfloat16().float()
+                )
 
 
 LOADING = """
@@ -243,21 +256,39 @@ def cell(stage):
 
 
 @needs_deepspeed
-def test_in_stage_3_no_rank_holds_more_of_a_model_than_its_shard_also_while_it_is_read(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 36, "intermediate_size": 83, "num_hidden_layers": 3, "vocab_size": 61}  # odd: shards end within rows
+def test_in_stage_3_no_rank_holds_more_of_a_model_than_its_shard_also_while_it_is_read(
+    tmp_path: Path,
+) -> None:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 83,
+        "num_hidden_layers": 3,
+        "vocab_size": 61,
+    }  # odd: shards end within rows
     model = tiny_model("qwen2", num_attention_heads=2, **sizes)
     for name in ("model", "pickled"):
         model.save_pretrained(tmp_path / name)
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
     (tmp_path / "pickled" / "model.safetensors").unlink()
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "experts")
-    large = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "vocab_size": 8000}
-    tiny_model("qwen2", num_attention_heads=8, **large).save_pretrained(tmp_path / "large", max_shard_size="80MB")
+    large = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 3,
+        "vocab_size": 8000,
+    }
+    tiny_model("qwen2", num_attention_heads=8, **large).save_pretrained(
+        tmp_path / "large", max_shard_size="80MB"
+    )
     weights = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
     assert weights > 150e6
-    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    largest = max(
+        sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()
+    )
     for stage, ranks in zip(STAGES, on_two_ranks(LOADING, tmp_path), strict=True):
-        assert sum(found["growth"] for found in ranks) < 1.15 * weights + 50e6, "one copy on all ranks together"
+        assert sum(found["growth"] for found in ranks) < 1.15 * weights + 50e6, (
+            "one copy on all ranks together"
+        )
         for found in ranks:
             assert stage < 3 or "no_such" in found["wrong"]
             for name, of in found["models"].items():
@@ -297,7 +328,9 @@ def cell(stage):
 
 
 @needs_deepspeed
-def test_a_second_copy_of_the_shards_near_by_is_passed_on_and_changes_no_number(tmp_path: Path) -> None:
+def test_a_second_copy_of_the_shards_near_by_is_passed_on_and_changes_no_number(
+    tmp_path: Path,
+) -> None:
     tiny_model("qwen2").save_pretrained(tmp_path / "model")
     *_, ranks = on_two_ranks(HIERARCHY, tmp_path)
     for found in ranks:
@@ -308,13 +341,18 @@ def test_a_second_copy_of_the_shards_near_by_is_passed_on_and_changes_no_number(
 def test_quantised_messages_are_refused_on_a_cpu() -> None:
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         tree = {"zero_optimization": {name: True}}
-        with pytest.raises(ConfigError, match=rf"zero_optimization.{name} = True: .* leave it out on a CPU"):
+        with pytest.raises(
+            ConfigError, match=rf"zero_optimization.{name} = True: .* leave it out on a CPU"
+        ):
             DeepSpeedStrategy(StrategyConfig(kind="deepspeed", device="cpu", deepspeed=tree), TWO)
 
 
 def test_without_the_package_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"strategy.kind = 'deepspeed' needs .*pip install 'lightrft\[deepspeed\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"strategy.kind = 'deepspeed' needs .*pip install 'lightrft\[deepspeed\]'",
+    ):
         DeepSpeedStrategy(StrategyConfig(kind="deepspeed", device="cpu"), TWO)
 
 
@@ -324,13 +362,22 @@ def test_shards_on_a_disk_are_refused() -> None:
         DeepSpeedStrategy(StrategyConfig(kind="deepspeed", device="cpu", deepspeed=tree), TWO)
 
 
-@pytest.mark.parametrize("tree", [{"bf16": {"enabled": True}}, {"gradient_clipping": 1.0}, {"zero_optimization": {"stage": 1}}])
+@pytest.mark.parametrize(
+    "tree",
+    [{"bf16": {"enabled": True}}, {"gradient_clipping": 1.0}, {"zero_optimization": {"stage": 1}}],
+)
 def test_what_has_a_setting_here_is_refused_in_that_of_deepspeed(tree: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"strategy.deepspeed.{next(iter(tree))}"):
         DeepSpeedStrategy(StrategyConfig(kind="deepspeed", device="cpu", deepspeed=tree), TWO)
 
 
-@pytest.mark.parametrize("tree", [{"zero_stage": 3}, {"deepspeed": {"steps_per_print": 1}}, {"kind": "fsdp2", "zero_stage": 1}])
+@pytest.mark.parametrize(
+    "tree",
+    [{"zero_stage": 3}, {"deepspeed": {"steps_per_print": 1}}, {"kind": "fsdp2", "zero_stage": 1}],
+)
 def test_settings_of_deepspeed_are_refused_with_another_strategy(tree: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match=r"changes nothing with kind (auto|fsdp2); set strategy.kind=deepspeed"):
+    with pytest.raises(
+        ValidationError,
+        match=r"changes nothing with kind (auto|fsdp2); set strategy.kind=deepspeed",
+    ):
         StrategyConfig(**tree)  # type: ignore[arg-type]

@@ -25,11 +25,16 @@ HEADS = {"num_key_value_heads": 2}
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """By number of ranks and rank, what each cell gives."""
     folder = tmp_path_factory.mktemp("fsdp2")
-    for name, options in {"untied": {"tie_word_embeddings": False}, "tied": {"tie_word_embeddings": True}}.items():
+    for name, options in {
+        "untied": {"tie_word_embeddings": False},
+        "tied": {"tie_word_embeddings": True},
+    }.items():
         save_model(tiny_model("qwen2", **options, **HEADS), tiny_tokenizer(), folder / name)
     save_model(tiny_model("qwen3_moe", **HEADS), tiny_tokenizer(), folder / "experts")
     for family in ("qwen2", "qwen3_moe", "gemma2", "gemma3"):
-        tiny_model(family, seed=1, **HEADS).save_pretrained(folder / "families" / family, max_shard_size="60KB")
+        tiny_model(family, seed=1, **HEADS).save_pretrained(
+            folder / "families" / family, max_shard_size="60KB"
+        )
     for family in ("qwen2_5_vl", "qwen2_audio"):
         save_tiny_media(family, folder / "families" / family, **HEADS)
     odd = tiny_model("qwen2", **HEADS)
@@ -47,8 +52,13 @@ def run(folder: Path) -> dict[Any, Any]:
     command = [sys.executable, "-m", "tests.unit.strategy.fsdp2_work", str(folder), "2", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    files = {(size, rank): folder / f"found-{size}-{rank}.pt" for size in (2, 4) for rank in range(size)}
-    return {key: torch.load(file, weights_only=True) for key, file in {**files, 1: folder / "found-1.pt"}.items()}
+    files = {
+        (size, rank): folder / f"found-{size}-{rank}.pt" for size in (2, 4) for rank in range(size)
+    }
+    return {
+        key: torch.load(file, weights_only=True)
+        for key, file in {**files, 1: folder / "found-1.pt"}.items()
+    }
 
 
 def cells(found: dict[Any, Any], *names: str) -> list[tuple[str, dict[str, Any]]]:
@@ -60,12 +70,17 @@ def cells(found: dict[Any, Any], *names: str) -> list[tuple[str, dict[str, Any]]
 
 def one(found: dict[Any, Any], name: str) -> dict[str, Any]:
     """What one process gives."""
-    return found[1][name if name in found[1] else "tied bfloat16" if name == "all at once" else "float32"]
+    return found[1][
+        name if name in found[1] else "tied bfloat16" if name == "all at once" else "float32"
+    ]
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """How far two moves of weights are apart, as a share of the move."""
-    gap = sum(float((found[name].double() - move.double()).square().sum()) for name, move in expected.items())
+    gap = sum(
+        float((found[name].double() - move.double()).square().sum())
+        for name, move in expected.items()
+    )
     return (gap / sum(float(move.double().square().sum()) for move in expected.values())) ** 0.5
 
 
@@ -78,7 +93,9 @@ def test_every_cell_gives_the_losses_gradients_and_weights_of_one_process(found)
         assert cell["norms"] == pytest.approx(expected["norms"], rel=near), name
         assert cell["drawn"] == pytest.approx(expected["drawn"], rel=2 * near), name
         assert list(cell["weights"]) == list(expected["weights"])
-        assert {k: t.dtype for k, t in cell["weights"].items()} == {k: t.dtype for k, t in expected["weights"].items()}
+        assert {k: t.dtype for k, t in cell["weights"].items()} == {
+            k: t.dtype for k, t in expected["weights"].items()
+        }
         assert distance(cell["moved"], expected["moved"]) < (0.05 if half else 1e-4), name
 
 
@@ -103,12 +120,18 @@ def test_half_precision_is_computed_with_one_float32_copy_of_the_weights(found):
 
 
 def test_reshard_says_what_lies_here_between_the_passes(found):
-    blocks = {name: cell["after forward"][0] for name, cell in cells(found, "float32", "kept whole", "kept on two")}
+    blocks = {
+        name: cell["after forward"][0]
+        for name, cell in cells(found, "float32", "kept whole", "kept on two")
+    }
     assert blocks["kept whole"] == 2 * blocks["float32"] == 2 * blocks["kept on two"]
 
 
 def test_activations_go_to_the_host_and_of_recomputed_layers_only_their_inputs(found):
-    copied = {name: cell["copied"] for name, cell in cells(found, "float32", "activations", "activations of layers")}
+    copied = {
+        name: cell["copied"]
+        for name, cell in cells(found, "float32", "activations", "activations of layers")
+    }
     assert copied["activations"] > 5 * copied["activations of layers"] > 0
     assert copied["float32"] == 0 < found[1]["activations"]["copied"]
 
@@ -122,14 +145,24 @@ def test_of_what_a_checkpoint_holds_one_tensor_at_a_time_is_whole_on_a_device(fo
 
 
 def test_masters_and_moments_that_sleep_leave_the_device_with_their_shards(found):
-    assert dict(cells(found, "team of a bfloat16 critic"))["team of a bfloat16 critic"]["masters apart"] > 0
+    assert (
+        dict(cells(found, "team of a bfloat16 critic"))["team of a bfloat16 critic"][
+            "masters apart"
+        ]
+        > 0
+    )
     assert all(cell["asleep"] == [("meta", "meta")] for _, cell in cells(found))
 
 
 def test_what_is_laid_out_like_an_offloaded_shard_lies_where_that_lies(found):
     whole = torch.arange(14.0).view(7, 2)
     for rank, held in enumerate(whole.split(4)):
-        on_host = {"like": ["cpu", "cpu"], "moved": ["cpu", "cpu"], "kind": "torch.bfloat16", "held": held.tolist()}
+        on_host = {
+            "like": ["cpu", "cpu"],
+            "moved": ["cpu", "cpu"],
+            "kind": "torch.bfloat16",
+            "held": held.tolist(),
+        }
         assert found[2, rank]["elsewhere"] == on_host
 
 
@@ -139,15 +172,26 @@ def test_what_each_rank_has_read_is_what_loading_gives_in_every_family(found):
 
 def test_a_weight_that_the_files_lack_is_named_on_every_rank(found):
     for rank in (0, 1):
-        assert "1 weights are missing or misshapen, e.g. model.layers.1.mlp.up_proj.weight" in found[2, rank]["lacking"]
+        assert (
+            "1 weights are missing or misshapen, e.g. model.layers.1.mlp.up_proj.weight"
+            in found[2, rank]["lacking"]
+        )
 
 
 def test_groups_of_ranks_that_do_not_come_out_even_are_refused(found):
-    assert "strategy.hsdp_shard_size = 3 does not divide the 4 processes of this run" in found[4, 3]["refused"]
+    assert (
+        "strategy.hsdp_shard_size = 3 does not divide the 4 processes of this run"
+        in found[4, 3]["refused"]
+    )
 
 
 def test_loading_holds_one_copy_of_the_weights_on_all_ranks_together(tmp_path):
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 5, "vocab_size": 8000}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 5,
+        "vocab_size": 8000,
+    }
     model = tiny_model("qwen2", num_attention_heads=8, **sizes)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     assert weights > 250e6
@@ -158,4 +202,7 @@ def test_loading_holds_one_copy_of_the_weights_on_all_ranks_together(tmp_path):
         peaks = [found[ranks, rank]["peak"] for rank in range(ranks)]
         assert max(peaks) < 1.15 * weights / ranks + 25e6, peaks
         assert sum(peaks) < 1.15 * weights + ranks * 25e6, peaks
-        assert max(found[ranks, rank]["team"] for rank in range(ranks)) < (0.8 if ranks == 2 else 0.5) * weights
+        assert (
+            max(found[ranks, rank]["team"] for rank in range(ranks))
+            < (0.8 if ranks == 2 else 0.5) * weights
+        )

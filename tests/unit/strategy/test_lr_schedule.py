@@ -22,8 +22,12 @@ from lightrft.strategy.lr_schedule import lr_factor
         ("linear", 99, 0.0, 0.0, [k / 100 for k in range(1, 7)]),
     ],
 )
-def test_the_share_at_every_step(schedule: str, steps: int, ratio: float, floor: float, expected: list[float]) -> None:
-    config = OptimizerConfig(schedule=schedule, warmup_steps=steps, warmup_ratio=ratio, min_lr_ratio=floor)  # type: ignore[arg-type]
+def test_the_share_at_every_step(
+    schedule: str, steps: int, ratio: float, floor: float, expected: list[float]
+) -> None:
+    config = OptimizerConfig(
+        schedule=schedule, warmup_steps=steps, warmup_ratio=ratio, min_lr_ratio=floor
+    )  # type: ignore[arg-type]
     assert [lr_factor(k, 6, config) for k in range(6)] == pytest.approx(expected, abs=1e-12)
 
 
@@ -33,8 +37,13 @@ def test_the_floor_is_reached_at_the_end_and_kept(schedule: str) -> None:
     assert [lr_factor(k, 40, config) for k in (40, 41, 400)] == pytest.approx([0.25] * 3)
 
 
-@pytest.mark.parametrize(("share", "total", "steps"), [(0.07, 100, 7), (0.29, 100, 29), (0.1, 30, 3), (0.1, 31, 4), (0.0, 9, 0)])
-def test_a_share_is_rounded_up_to_whole_steps_and_counted_exactly(share: float, total: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("share", "total", "steps"),
+    [(0.07, 100, 7), (0.29, 100, 29), (0.1, 30, 3), (0.1, 31, 4), (0.0, 9, 0)],
+)
+def test_a_share_is_rounded_up_to_whole_steps_and_counted_exactly(
+    share: float, total: int, steps: int
+) -> None:
     config = OptimizerConfig(schedule="constant", warmup_ratio=share)
     assert sum(lr_factor(k, total, config) < 1 for k in range(total)) == steps
 
@@ -47,5 +56,7 @@ def test_no_step_is_wasted_at_a_rate_of_zero(schedule: str) -> None:
 
 
 def test_a_number_and_a_share_of_warm_up_steps_are_refused_together() -> None:
-    with pytest.raises(ValueError, match=r"warmup_steps = 3 and warmup_ratio = 0\.1 set the same thing"):
+    with pytest.raises(
+        ValueError, match=r"warmup_steps = 3 and warmup_ratio = 0\.1 set the same thing"
+    ):
         OptimizerConfig(warmup_steps=3, warmup_ratio=0.1)

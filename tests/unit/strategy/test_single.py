@@ -18,15 +18,21 @@ from lightrft.utils.errors import CheckpointError
 from tests.model_helpers import rounding
 
 
-def make(dtype: torch.dtype = torch.float32, width: int = 8, **config: object) -> tuple[SingleStrategy, TrainState]:
+def make(
+    dtype: torch.dtype = torch.float32, width: int = 8, **config: object
+) -> tuple[SingleStrategy, TrainState]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 1)).to(dtype)
+    model = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 1)).to(
+        dtype
+    )
     strategy = SingleStrategy(StrategyConfig(device="cpu"))
     return strategy, strategy.prepare(model, OptimizerConfig(**config), 100)  # type: ignore[arg-type]
 
 
 def loss_of(state: TrainState, seed: int) -> torch.Tensor:
-    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)).to(next(state.model.parameters()).dtype)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)).to(
+        next(state.model.parameters()).dtype
+    )
     return state.model(x).square().mean()
 
 
@@ -53,7 +59,9 @@ def test_without_master_weights_such_steps_are_lost() -> None:
         loss_of(state, seed).backward()
         plain.step()
         plain.zero_grad()
-    weights = [(p, b) for p, b in zip(state.model.parameters(), before, strict=True) if p.dim() == 2]
+    weights = [
+        (p, b) for p, b in zip(state.model.parameters(), before, strict=True) if p.dim() == 2
+    ]
     assert all(torch.equal(p, b) for p, b in weights)
 
 
@@ -67,24 +75,38 @@ def test_bfloat16_gradients_of_micro_batches_add_up_in_float32() -> None:
     for seed in range(64):
         _, fresh = make(torch.bfloat16)
         (loss_of(fresh, seed) / 64).backward()
-        singles.append({n: p.grad.double() for n, p in fresh.model.named_parameters() if p.grad is not None})
+        singles.append(
+            {n: p.grad.double() for n, p in fresh.model.named_parameters() if p.grad is not None}
+        )
     for name, grad in found.items():
         assert grad is not None
-        torch.testing.assert_close(grad.double(), sum(s[name] for s in singles), rtol=rounding(64), atol=1e-9)
+        torch.testing.assert_close(
+            grad.double(), sum(s[name] for s in singles), rtol=rounding(64), atol=1e-9
+        )
 
 
 def test_the_gradient_norm_is_global_and_reported_before_clipping() -> None:
     strategy, state = make(max_grad_norm=1e-3)
     strategy.backward(state, loss_of(state, 0) * 100, last=True)
-    expected = torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None]).norm()
+    expected = torch.cat(
+        [p.grad.flatten() for p in state.model.parameters() if p.grad is not None]
+    ).norm()
     clipped: list[float] = []
     step = state.optimizer.step
     state.optimizer.step = lambda *a: (  # type: ignore[method-assign, assignment]
-        clipped.append(float(torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None]).norm())),
+        clipped.append(
+            float(
+                torch.cat(
+                    [p.grad.flatten() for p in state.model.parameters() if p.grad is not None]
+                ).norm()
+            )
+        ),
         step(*a),
     )[1]
     info = strategy.step(state)
-    assert info.grad_norm == pytest.approx(float(expected), rel=rounding(sum(p.numel() for p in state.model.parameters())))
+    assert info.grad_norm == pytest.approx(
+        float(expected), rel=rounding(sum(p.numel() for p in state.model.parameters()))
+    )
     assert clipped[0] == pytest.approx(1e-3, rel=1e-4)
 
 
@@ -105,7 +127,10 @@ def test_weight_decay_leaves_vectors_alone() -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     strategy.step(state)
-    assert all(torch.equal(p, b) for p, b in zip([p for p in state.model.parameters() if p.dim() == 1], vectors, strict=True))
+    assert all(
+        torch.equal(p, b)
+        for p, b in zip([p for p in state.model.parameters() if p.dim() == 1], vectors, strict=True)
+    )
     assert state.optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
@@ -156,16 +181,24 @@ def test_what_only_training_needs_sleeps_on_the_host_while_answers_are_drawn(mon
     frozen = nn.Linear(2, 2)
     monkeypatch.setattr(single, "HOST", torch.device("meta"))
     with pytest.raises(NotImplementedError, match="meta"), strategy.offloaded([state], [frozen]):
-        held = [moments[key] for moments in state.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        held = [
+            moments[key]
+            for moments in state.optimizer.state.values()
+            for key in ("exp_avg", "exp_avg_sq")
+        ]
         assert held and all(tensor.is_meta for tensor in (*held, *frozen.parameters()))
-        assert not any(parameter.is_meta for parameter in state.model.parameters())  # answers are drawn with them
+        assert not any(
+            parameter.is_meta for parameter in state.model.parameters()
+        )  # answers are drawn with them
 
 
 def test_masters_of_half_precision_weights_sleep_too(monkeypatch) -> None:
     strategy, state = make(torch.bfloat16)
     take(strategy, state, 0)
     there: list[str] = []
-    monkeypatch.setattr(single, "moved", lambda tensor, device: [there.append(device.type), tensor][1])
+    monkeypatch.setattr(
+        single, "moved", lambda tensor, device: [there.append(device.type), tensor][1]
+    )
     monkeypatch.setattr(single, "HOST", torch.device("meta"))
     asleep = SingleStrategy(StrategyConfig(device="cpu", offload_during_generation=True))
     with asleep.offloaded([state], []):
@@ -213,8 +246,14 @@ def test_activations_on_the_host_give_the_same_gradients(recomputed: bool) -> No
     ],
 )
 def test_a_setting_of_another_strategy_is_refused(setting: str, kind: str) -> None:
-    value = {"hsdp_shard_size": 2, "reshard_after_forward": False, "offload_during_generation": True, "zero_stage": 3}[setting]
+    value = {
+        "hsdp_shard_size": 2,
+        "reshard_after_forward": False,
+        "offload_during_generation": True,
+        "zero_stage": 3,
+    }[setting]
     with pytest.raises(
-        ValidationError, match=rf"strategy\.{setting} = {value} changes nothing with kind {kind}; set strategy\.kind="
+        ValidationError,
+        match=rf"strategy\.{setting} = {value} changes nothing with kind {kind}; set strategy\.kind=",
     ):
         StrategyConfig(kind=kind, **{setting: value})

@@ -12,7 +12,9 @@ def weights(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def test_the_largest_block_counts_what_is_trained_of_it_and_of_a_model_without_trained_blocks_all_that_is() -> None:
+def test_the_largest_block_counts_what_is_trained_of_it_and_of_a_model_without_trained_blocks_all_that_is() -> (
+    None
+):
     model = tiny_model("qwen2", num_hidden_layers=3, vocab_size=60)
     first, second, third = outermost_blocks(model)
     assert largest_block(model) == weights(first) == weights(third)

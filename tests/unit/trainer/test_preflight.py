@@ -11,7 +11,15 @@ from lightrft.config.rollout import EvalConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.rollout.evaluation import evaluate
 from lightrft.trainer.check_config import check
-from lightrft.trainer.preflight import BARE, EVAL_METRICS, NAMESPACES, check_best, check_enough, check_evaluation, check_learning
+from lightrft.trainer.preflight import (
+    BARE,
+    EVAL_METRICS,
+    NAMESPACES,
+    check_best,
+    check_enough,
+    check_evaluation,
+    check_learning,
+)
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 
@@ -21,23 +29,47 @@ HELD = {"data": {"sources": ["test.jsonl"]}}
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({"sampling": {"temperature": 0}}, "sampling.temperature = 0: all responses of a group are the same"),
+        (
+            {"sampling": {"temperature": 0}},
+            "sampling.temperature = 0: all responses of a group are the same",
+        ),
         ({"sampling": {"top_k": 1}}, "sampling.top_k = 1"),
         ({"sampling": {"min_p": 1.0}}, "sampling.min_p = 1"),
-        ({"reward": {"terms": [{"function": "math", "weight": 0}]}}, "reward.terms: every weight is 0"),
-        ({"reward": {"per_source": {"a": [{"function": "math", "weight": 0}]}}}, "reward.per_source.a: every weight is 0"),
+        (
+            {"reward": {"terms": [{"function": "math", "weight": 0}]}},
+            "reward.terms: every weight is 0",
+        ),
+        (
+            {"reward": {"per_source": {"a": [{"function": "math", "weight": 0}]}}},
+            "reward.per_source.a: every weight is 0",
+        ),
         ({"eval": {"every": 5}}, "eval.every = 5 changes nothing: eval.data.sources is empty"),
         ({"eval": {"stop_at": 0.9}}, "eval.stop_at = 0.9 changes nothing"),
         ({"eval": {"limit": 9}}, "eval.limit = 9 changes nothing"),
         ({"eval": {"samples": 4}}, "eval.samples = 4 changes nothing"),
         ({"eval": {**HELD, "stop_at": 0.9}}, "eval.stop_at = 0.9 needs eval.every"),
-        ({"eval": {**HELD, "every": 1}, "checkpoint": {"best": "eval/acc"}}, "did you mean eval/accuracy?"),
-        ({"eval": {**HELD, "every": 1}, "checkpoint": {"best": "-eval/nonsense"}}, "an evaluation reports eval/accuracy"),
-        ({"eval": {**HELD, "every": 1}, "checkpoint": {"best": "eval/pass"}}, "eval.samples above 1"),
+        (
+            {"eval": {**HELD, "every": 1}, "checkpoint": {"best": "eval/acc"}},
+            "did you mean eval/accuracy?",
+        ),
+        (
+            {"eval": {**HELD, "every": 1}, "checkpoint": {"best": "-eval/nonsense"}},
+            "an evaluation reports eval/accuracy",
+        ),
+        (
+            {"eval": {**HELD, "every": 1}, "checkpoint": {"best": "eval/pass"}},
+            "eval.samples above 1",
+        ),
         ({"eval": HELD, "checkpoint": {"best": "eval/accuracy"}}, "needs eval.every"),
-        ({"checkpoint": {"best": "eval/accuracy"}}, "is never measured: eval.data.sources is empty"),
+        (
+            {"checkpoint": {"best": "eval/accuracy"}},
+            "is never measured: eval.data.sources is empty",
+        ),
         ({"checkpoint": {"best": "accuracy"}}, "checkpoint.best = 'accuracy' is not a metric"),
-        ({"checkpoint": {"best": "evl/accuracy"}}, "checkpoint.best = 'evl/accuracy' is not a metric"),
+        (
+            {"checkpoint": {"best": "evl/accuracy"}},
+            "checkpoint.best = 'evl/accuracy' is not a metric",
+        ),
     ],
 )
 def test_a_setting_that_teaches_nothing_is_refused(tree, said) -> None:
@@ -100,7 +132,16 @@ class Echo:
 
     def generate(self, requests, sampling, stopped=None):
         for request in requests:
-            yield Rollout(request.prompt, [1], [True], [0.0], [0], "stop", seed=request.seed, sample=request.sample)
+            yield Rollout(
+                request.prompt,
+                [1],
+                [True],
+                [0.0],
+                [0],
+                "stop",
+                seed=request.seed,
+                sample=request.sample,
+            )
 
     def submit(self, rollout):
         rollout.reward = 1.0
@@ -113,7 +154,13 @@ class Echo:
 
 def test_the_names_of_an_evaluations_metrics_are_known() -> None:
     echo: Any = Echo()
-    found = evaluate(echo, echo, [Prompt("a", [1], data_source="x"), Prompt("b", [1])], EvalConfig(samples=2), seed=0)
+    found = evaluate(
+        echo,
+        echo,
+        [Prompt("a", [1], data_source="x"), Prompt("b", [1])],
+        EvalConfig(samples=2),
+        seed=0,
+    )
     assert {name.rpartition("/")[2] for name in found.metrics} == set(EVAL_METRICS)
 
 

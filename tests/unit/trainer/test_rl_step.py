@@ -24,7 +24,13 @@ from lightrft.observability.timers import Timers
 from lightrft.roles import FrozenModel, Roles, TrainableModel
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.rl_step import learn, update_settings, with_advantages, with_policy, with_reference
+from lightrft.trainer.rl_step import (
+    learn,
+    update_settings,
+    with_advantages,
+    with_policy,
+    with_reference,
+)
 from lightrft.types import Batch, Prompt, Rollout, Segments
 from tests.model_helpers import gap
 
@@ -47,7 +53,11 @@ def batch_of(groups: int = 3, samples: int = 4, seed: int = 0) -> Batch:
 
 
 def config_of(**over: Any) -> RLConfig:
-    tree = {"algorithm": {"preset": "grpo", "kl": {"coef": 0.0}}, "sampling": {"max_new_tokens": 8}, "optimizer": {"lr": 1e-2}}
+    tree = {
+        "algorithm": {"preset": "grpo", "kl": {"coef": 0.0}},
+        "sampling": {"max_new_tokens": 8},
+        "optimizer": {"lr": 1e-2},
+    }
     return build(RLConfig, deep_merge(tree, over))
 
 
@@ -62,19 +72,29 @@ class Unused:
 
 def roles_of(config: RLConfig, dtype: torch.dtype = torch.float32) -> Roles:
     strategy = SingleStrategy(StrategyConfig(device="cpu"))
-    actor = Actor(tiny_model("qwen2", seed=3, dtype=dtype), ModelConfig(layout=config.model.layout)).eval()
+    actor = Actor(
+        tiny_model("qwen2", seed=3, dtype=dtype), ModelConfig(layout=config.model.layout)
+    ).eval()
     frozen = Actor(tiny_model("qwen2", seed=4, dtype=dtype)).eval()
     state = strategy.prepare(actor, OptimizerConfig(lr=config.optimizer.lr), 10)
-    teacher = FrozenModel(Actor(tiny_model("llama", seed=5, dtype=dtype)).eval().requires_grad_(False))
+    teacher = FrozenModel(
+        Actor(tiny_model("llama", seed=5, dtype=dtype)).eval().requires_grad_(False)
+    )
     policy = TrainableModel(actor, state)
     return Roles(strategy, policy, Unused(), Unused(), None, reference=frozen, teacher=teacher)  # type: ignore[arg-type]
 
 
 def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor]:
     requirements = Requirements.of(config.algorithm)
-    batch = with_reference(with_policy(batch, roles, config, requirements), roles, config, requirements)
+    batch = with_reference(
+        with_policy(batch, roles, config, requirements), roles, config, requirements
+    )
     batch = with_teacher(
-        batch, roles, config.algorithm.distill, config.train.max_tokens_per_micro_batch, config.sampling.temperature
+        batch,
+        roles,
+        config.algorithm.distill,
+        config.train.max_tokens_per_micro_batch,
+        config.sampling.temperature,
     )
     batch = with_advantages(batch, config, Controllers.of(config.algorithm), requirements)
     update(roles, batch, update_settings(config, requirements), Controllers.of(config.algorithm), 0)
@@ -91,17 +111,32 @@ def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor
         ({"algorithm": {"kl": {"where": "loss", "coef": 0.1}}}, False),
     ],
 )
-def test_old_logprobs_are_computed_only_where_a_later_update_or_a_reward_reads_them(over: dict[str, Any], computed: bool) -> None:
+def test_old_logprobs_are_computed_only_where_a_later_update_or_a_reward_reads_them(
+    over: dict[str, Any], computed: bool
+) -> None:
     config = config_of(**over)
     assert (
-        with_policy(batch_of(), roles_of(config), config, Requirements.of(config.algorithm)).old_logprobs is not None
+        with_policy(
+            batch_of(), roles_of(config), config, Requirements.of(config.algorithm)
+        ).old_logprobs
+        is not None
     ) is computed
 
 
 def test_the_reference_runs_only_where_a_kl_term_reads_it() -> None:
     without, with_kl = config_of(), config_of(algorithm={"kl": {"coef": 0.1}})
-    assert with_reference(batch_of(), roles_of(without), without, Requirements.of(without.algorithm)).ref_logprobs is None
-    assert with_reference(batch_of(), roles_of(with_kl), with_kl, Requirements.of(with_kl.algorithm)).ref_logprobs is not None
+    assert (
+        with_reference(
+            batch_of(), roles_of(without), without, Requirements.of(without.algorithm)
+        ).ref_logprobs
+        is None
+    )
+    assert (
+        with_reference(
+            batch_of(), roles_of(with_kl), with_kl, Requirements.of(with_kl.algorithm)
+        ).ref_logprobs
+        is not None
+    )
 
 
 @pytest.mark.usefixtures("exact")
@@ -125,7 +160,9 @@ def test_rows_without_any_loss_term_are_not_run_and_change_nothing() -> None:
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum", "constant", "prompt"])
 @pytest.mark.parametrize("layout", ["prefix_shared", "packed", "padded"])
 def test_neither_micro_batches_nor_layouts_change_a_step(aggregation: str, layout: str) -> None:
-    over = {"algorithm": {"aggregation": aggregation, "kl": {"coef": 0.1}, "entropy": {"coef": 0.01}}}
+    over = {
+        "algorithm": {"aggregation": aggregation, "kl": {"coef": 0.1}, "entropy": {"coef": 0.01}}
+    }
     whole = config_of(**over)
     pieces = config_of(**over, train={"max_tokens_per_micro_batch": 16}, model={"layout": layout})
     batch = batch_of()
@@ -149,7 +186,11 @@ def near_policy(batch: Batch, config: RLConfig) -> Batch:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("preset", [preset for preset in sorted(PRESETS) if runs_alone(preset)])
 def test_no_micro_batch_changes_a_step_of_a_preset(preset: str) -> None:
-    tree = {"algorithm": preset, "sampling": {"max_new_tokens": 8}, "train": {"num_mini_batches": 2}}
+    tree = {
+        "algorithm": preset,
+        "sampling": {"max_new_tokens": 8},
+        "train": {"num_mini_batches": 2},
+    }
     whole = build(RLConfig, tree)
     pieces = build(RLConfig, deep_merge(tree, {"train": {"max_tokens_per_micro_batch": 16}}))
     batch = near_policy(batch_of(groups=4), whole)
@@ -158,13 +199,17 @@ def test_no_micro_batch_changes_a_step_of_a_preset(preset: str) -> None:
     assert gap(other, one) < 1e-9
 
 
-def gradients(config: RLConfig, batch: Batch, roles: Roles | None = None) -> dict[str, torch.Tensor]:
+def gradients(
+    config: RLConfig, batch: Batch, roles: Roles | None = None
+) -> dict[str, torch.Tensor]:
     """The gradient, in float64, that the optimizer gets for ``batch``."""
     roles = roles or roles_of(config, torch.float64)
     found: dict[str, torch.Tensor] = {}
 
     def keep(state: Any) -> Any:
-        found.update({n: p.grad.clone() for n, p in roles.actor.named_parameters() if p.grad is not None})
+        found.update(
+            {n: p.grad.clone() for n, p in roles.actor.named_parameters() if p.grad is not None}
+        )
         return SingleStrategy.step(roles.strategy, state)  # type: ignore[arg-type]
 
     roles.strategy.step = keep  # type: ignore[method-assign]
@@ -175,7 +220,10 @@ def gradients(config: RLConfig, batch: Batch, roles: Roles | None = None) -> dic
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("kind", ["sampled", "jsd"])
 def test_neither_micro_batches_nor_layouts_change_what_is_learned_from_a_teacher(kind: str) -> None:
-    over = {"algorithm": {"preset": "opd", "distill": {"kind": kind}}, "train": {"max_tokens_per_micro_batch": 16}}
+    over = {
+        "algorithm": {"preset": "opd", "distill": {"kind": kind}},
+        "train": {"max_tokens_per_micro_batch": 16},
+    }
     whole = config_of(**{**over, "train": {}})
     one = gradients(whole, batch_of())
     for layout in ("prefix_shared", "padded"):
@@ -209,13 +257,17 @@ class Told(Unused):
         list(weights)
 
 
-def spoil_first_of_group(batch: Batch, rewards: torch.Tensor, *, max_new_tokens: int) -> torch.Tensor:
+def spoil_first_of_group(
+    batch: Batch, rewards: torch.Tensor, *, max_new_tokens: int
+) -> torch.Tensor:
     """NaN for the first response to each prompt."""
     return torch.where(batch.sample == 0, torch.nan, rewards)
 
 
 @pytest.mark.parametrize(("samples", "trained"), [(3, 4), (1, 0)])
-def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_the_others(samples: int, trained: int) -> None:
+def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_the_others(
+    samples: int, trained: int
+) -> None:
     off = {"check_logprobs": False}  # the log-probs of this test are made up
     config = config_of(algorithm={"shaping": [f"{__name__}:spoil_first_of_group"]}, engine=off)
     roles = roles_of(config)
@@ -223,11 +275,29 @@ def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_th
     got = CollectedRollouts()
     for p in range(2):
         group = [
-            Rollout(Prompt(str(p), [5, 6 + p]), [7 + i], [True], [-1.0], [0], "stop", i, i, reward=float(i))
+            Rollout(
+                Prompt(str(p), [5, 6 + p]),
+                [7 + i],
+                [True],
+                [-1.0],
+                [0],
+                "stop",
+                i,
+                i,
+                reward=float(i),
+            )
             for i in range(samples)
         ]
         got.add_group(group, FilterResult(group))
-    result = learn(roles, config, Requirements.of(config.algorithm), 0, Controllers.of(config.algorithm), got, Timers())
+    result = learn(
+        roles,
+        config,
+        Requirements.of(config.algorithm),
+        0,
+        Controllers.of(config.algorithm),
+        got,
+        Timers(),
+    )
     metrics = result.metrics.compute()
     assert metrics["rollout/failed_answers"] == 2
     assert (metrics["rollout/tokens_trained"], metrics["rollout/tokens_failed"]) == (trained, 2)

@@ -35,7 +35,9 @@ class Late:
         return [value, ("", False)]
 
 
-def test_a_rank_that_is_asked_to_stop_while_others_are_heard_goes_on_as_they_do_and_stops_with_them_the_next_time() -> None:
+def test_a_rank_that_is_asked_to_stop_while_others_are_heard_goes_on_as_they_do_and_stops_with_them_the_next_time() -> (
+    None
+):
     ranks = Late()
     ranks.session = RunSession(None, None, CheckpointConfig(), "rl", NullObserver(), ranks=ranks)  # type: ignore[arg-type]
     assert [ranks.session.stopping(), ranks.session.stopping()] == [False, True]
@@ -55,19 +57,32 @@ class Clock:
 
 
 def saves(
-    ranks: Any, path: Path, asked: CheckpointConfig, times: list[float], clock: Clock, values: list[Any]
+    ranks: Any,
+    path: Path,
+    asked: CheckpointConfig,
+    times: list[float],
+    clock: Clock,
+    values: list[Any],
 ) -> tuple[Any, ...]:
     """The steps that a run saves whose steps end at ``times``, and the session."""
     path.mkdir(exist_ok=True)
     clock.set(100.0 * ranks.rank)
     folder = ReadOnlyRunDirectory(path, fresh=True, checkpoint=None)
     session = RunSession(
-        folder, CheckpointStore(path / "checkpoints", 9, asked.best), asked, "rl", NullObserver(), StopFlag(), ranks=ranks
+        folder,
+        CheckpointStore(path / "checkpoints", 9, asked.best),
+        asked,
+        "rl",
+        NullObserver(),
+        StopFlag(),
+        ranks=ranks,
     )
     saved = []
     for step, now in enumerate(times, 1):
         clock.set(now)
-        session.save_if_due(step, False, SimpleNamespace(device=torch.device("cpu")), {}, dict, values[step - 1])
+        session.save_if_due(
+            step, False, SimpleNamespace(device=torch.device("cpu")), {}, dict, values[step - 1]
+        )
         saved += [step] if session.saved_step == step else []
     return saved, session
 
@@ -83,7 +98,9 @@ def test_a_checkpoint_is_saved_every_ten_minutes_unless_told_otherwise(clock, tm
     times = [60.0 * n for n in (4, 9, 11, 15, 20, 22)]
     found = [
         saves(SINGLE_PROCESS, tmp_path / str(k), asked, times, clock, [{}] * 6)
-        for k, asked in enumerate([CheckpointConfig(), CheckpointConfig(every_minutes=0), CheckpointConfig(every=4)])
+        for k, asked in enumerate(
+            [CheckpointConfig(), CheckpointConfig(every_minutes=0), CheckpointConfig(every=4)]
+        )
     ]
     assert [saved for saved, _ in found] == [[3, 6], [], [3, 4]]
     assert [session.at_risk for _, session in found] == [(660.0, 3), (1320.0, 6), (660.0, 3)]
@@ -98,12 +115,23 @@ def test_ranks_whose_clocks_differ_save_the_same_steps(clock, tmp_path) -> None:
 
 
 def test_a_step_that_is_better_than_all_checkpoints_is_saved(clock, tmp_path) -> None:
-    values = [{"loss": 3.0}, {}, {"loss": 2.0}, {"loss": 2.5}, {"loss": float("nan")}, {"loss": 1.0}]
-    saved, _ = saves(SINGLE_PROCESS, tmp_path, CheckpointConfig(best="-loss"), [1.0] * 6, clock, values)
+    values = [
+        {"loss": 3.0},
+        {},
+        {"loss": 2.0},
+        {"loss": 2.5},
+        {"loss": float("nan")},
+        {"loss": 1.0},
+    ]
+    saved, _ = saves(
+        SINGLE_PROCESS, tmp_path, CheckpointConfig(best="-loss"), [1.0] * 6, clock, values
+    )
     assert saved == [1, 3, 6]
 
 
-def test_a_disk_that_stays_full_is_not_tried_again_at_every_step(clock, tmp_path, monkeypatch) -> None:
+def test_a_disk_that_stays_full_is_not_tried_again_at_every_step(
+    clock, tmp_path, monkeypatch
+) -> None:
     tried: list[float] = []
 
     def full(*_: Any) -> None:
@@ -111,7 +139,14 @@ def test_a_disk_that_stays_full_is_not_tried_again_at_every_step(clock, tmp_path
         raise DiskFullError("full")
 
     monkeypatch.setattr(RunSession, "save", full)
-    _, session = saves(SINGLE_PROCESS, tmp_path, CheckpointConfig(), [60.0 * n for n in range(1, 25)], clock, [{}] * 24)
+    _, session = saves(
+        SINGLE_PROCESS,
+        tmp_path,
+        CheckpointConfig(),
+        [60.0 * n for n in range(1, 25)],
+        clock,
+        [{}] * 24,
+    )
     assert tried == [600.0, 1200.0]
     assert session.at_risk == (1440.0, 24)
 
@@ -119,10 +154,14 @@ def test_a_disk_that_stays_full_is_not_tried_again_at_every_step(clock, tmp_path
 def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says_that_it_is_at_work(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("lightrft.distributed.process_group.KEEPALIVES", 1e9)  # a sign whenever one may be given
+    monkeypatch.setattr(
+        "lightrft.distributed.process_group.KEEPALIVES", 1e9
+    )  # a sign whenever one may be given
     monkeypatch.setattr("lightrft.strategy.manifest.PART", 16)
     said: list[list[bool]] = [[], []]
-    path = RunDirectory.open(tmp_path / "run", CheckpointConfig(), resume="auto", overwrite=False).path
+    path = RunDirectory.open(
+        tmp_path / "run", CheckpointConfig(), resume="auto", overwrite=False
+    ).path
 
     class Counted(Threads):
         def gather(self, value: Any) -> list[Any]:
@@ -135,7 +174,15 @@ def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says
         counted = Counted(ranks.rank, ranks.meeting, ranks.told, 4.0)
         folder = ReadOnlyRunDirectory(path, fresh=False, checkpoint=None)
         store = CheckpointStore(path / "checkpoints", 1)
-        session = RunSession(folder, store, CheckpointConfig(), "rl", NullObserver(), SimpleNamespace(), ranks=counted)  # type: ignore[arg-type]
+        session = RunSession(
+            folder,
+            store,
+            CheckpointConfig(),
+            "rl",
+            NullObserver(),
+            SimpleNamespace(),
+            ranks=counted,
+        )  # type: ignore[arg-type]
         strategy: Any = SimpleNamespace(device=torch.device("cpu"))
         session.save(3, strategy, {}, {"much": "x" * 4096}, {})
         said[ranks.rank].append(True)

@@ -35,7 +35,11 @@ def test_an_error_inside_puts_the_number_back() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("operations", "device"), [(WORTH_SHARING, CPU), (0.0, torch.device("cuda"))])
-def test_large_steps_and_other_devices_keep_all_threads(operations: float, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("operations", "device"), [(WORTH_SHARING, CPU), (0.0, torch.device("cuda"))]
+)
+def test_large_steps_and_other_devices_keep_all_threads(
+    operations: float, device: torch.device
+) -> None:
     with threads_for(operations, device):
         assert torch.get_num_threads() == 2

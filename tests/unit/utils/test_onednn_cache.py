@@ -31,7 +31,9 @@ print(json.dumps(private() - before))
 """
 
 
-def test_the_environment_of_a_process_is_set_unless_it_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_process_is_set_unless_it_says_how_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in CACHES:
         monkeypatch.setenv(name, "7")  # put back at the end
         monkeypatch.delenv(name)
@@ -49,12 +51,21 @@ def test_only_kinds_of_numbers_that_are_compiled_count(monkeypatch: pytest.Monke
     assert products_bytes(torch.bfloat16) == 0.0
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="the system does not say what memory is used for")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").is_file(),
+    reason="the system does not say what memory is used for",
+)
 def test_336_shapes_take_no_more_than_the_products_that_are_kept() -> None:
     """Unbounded, they take 0.67 MiB each, 225 in all, where the CPU has such products; nothing where it has none."""
     kept = {name: value for name, value in os.environ.items() if name not in CACHES}
-    back = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
+    back = {
+        "MALLOC_MMAP_THRESHOLD_": "262144",
+        "MALLOC_TRIM_THRESHOLD_": "262144",
+        "OMP_NUM_THREADS": "1",
+    }
     path = str(Path(onednn_cache.__file__).resolve().parents[2])
     words = [sys.executable, "-c", GROWTH]
-    said = subprocess.run(words, env={**kept, **back, "PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        words, env={**kept, **back, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    ).stdout
     assert json.loads(said) < 1.5 * KEPT * BYTES

@@ -54,7 +54,8 @@ def test_an_unknown_name_is_met_with_the_nearest_and_all(table: Registry) -> Non
     with pytest.raises(ConfigError) as caught:
         table["duoble"]
     assert str(caught.value) == (
-        "unknown shape 'duoble'; did you mean 'double'? Known: double, halve; or package.module:function"
+        "unknown shape 'duoble'; did you mean 'double'? Known: double, halve; or "
+        "package.module:function"
     )
     with pytest.raises(ConfigError, match=r"^unknown shape 'zzz'\. Known: double, halve"):
         table["zzz"]
@@ -62,7 +63,9 @@ def test_an_unknown_name_is_met_with_the_nearest_and_all(table: Registry) -> Non
 
 def test_a_function_of_a_module_is_found_and_described_by_its_docstring(table: Registry) -> None:
     assert table["posixpath:join"]("a", "b") == "a/b"
-    assert table.about("posixpath:join").formula.startswith("posixpath:join: Join two or more pathname components")
+    assert table.about("posixpath:join").formula.startswith(
+        "posixpath:join: Join two or more pathname components"
+    )
     assert "posixpath:join" not in table
 
 
@@ -74,7 +77,9 @@ def test_a_function_of_a_file_is_found_whatever_the_folder(table: Registry, tmp_
 
 
 @pytest.mark.parametrize("docstring", ["", '    """"""\n', '    """   """\n'])
-def test_a_function_without_a_docstring_is_described_by_its_name(table: Registry, tmp_path: Path, docstring: str) -> None:
+def test_a_function_without_a_docstring_is_described_by_its_name(
+    table: Registry, tmp_path: Path, docstring: str
+) -> None:
     file = write(tmp_path / "mute.py", f"def f(x):\n{docstring}    return x\n")
     assert table.about(f"{file}:f").formula == f"{file}:f: no docstring"
 
@@ -111,8 +116,12 @@ def test_a_name_that_a_file_does_not_have_is_met_with_the_nearest(tmp_path: Path
         resolve(f"{file}:tripel")
 
 
-@pytest.mark.parametrize("body", ["raise RuntimeError('boom')", "1 / 0", "def f(:", "import no_such_package_at_all"])
-def test_code_that_fails_on_import_is_the_users_to_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+@pytest.mark.parametrize(
+    "body", ["raise RuntimeError('boom')", "1 / 0", "def f(:", "import no_such_package_at_all"]
+)
+def test_code_that_fails_on_import_is_the_users_to_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
     file = write(tmp_path / "broken_on_import.py", f"{body}\n")
     with pytest.raises(ConfigError, match="broken_on_import"):
         resolve(f"{file}:f")
@@ -133,9 +142,13 @@ def test_a_file_without_a_function_is_answered_with_its_functions(tmp_path):
     file = tmp_path / "rw.py"
     with pytest.raises(ConfigError, match=r"rw\.py:function \(and there is no file"):
         Registry("reward")[str(file)]
-    file.write_text("import torch_that_is_not_there\n\ndef _helper(): ...\n\ndef score(r): ...\n\nasync def judge(r): ...\n")
+    file.write_text(
+        "import torch_that_is_not_there\n\ndef _helper(): ...\n\ndef score(r): ...\n\nasync def "
+        "judge(r): ...\n"
+    )
     with pytest.raises(
-        ConfigError, match=r"is a file, of which a function must be named: write .*rw\.py:score or .*rw\.py:judge$"
+        ConfigError,
+        match=r"is a file, of which a function must be named: write .*rw\.py:score or .*rw\.py:judge$",
     ):
         Registry("reward")[str(file)]
     file.write_text("def (")

@@ -77,7 +77,9 @@ def test_every_rank_takes_up_the_state_of_the_device_that_the_first_drew_on(monk
     # A device without an index is that which the process has taken for itself, here its first.
     of = {torch.device("cuda"): advanced, 0: advanced, torch.device("cuda:0"): advanced}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: of.get(device, fresh))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state, device)))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: given.append((state, device))
+    )
     saved = capture_rng(torch.device("cuda"))
     if old:  # as states of all devices that the first rank saw
         saved["cuda"] = [advanced, fresh]
@@ -101,9 +103,16 @@ def test_the_seeds_and_orders_of_runs_are_those_of_earlier_versions():
     """A resumed run goes on with the data and the responses of the version that began it."""
     assert derive_seed(5, 2, 0, 1, 3) == SEED
     assert [list(numpy_generator(5, stream, 1).permutation(6)) for stream in RandomStream] == ORDERS
-    assert torch.randperm(6, generator=torch_generator(derive_seed(5, "mini-batches", 2, 0))).tolist() == PERMUTATION
+    assert (
+        torch.randperm(6, generator=torch_generator(derive_seed(5, "mini-batches", 2, 0))).tolist()
+        == PERMUTATION
+    )
 
 
 def test_each_use_and_index_of_a_generator_has_its_own_numbers():
-    drawn = {numpy_generator(5, stream, *index).random() for stream in RandomStream for index in ((1,), (2,), (1, 2))}
+    drawn = {
+        numpy_generator(5, stream, *index).random()
+        for stream in RandomStream
+        for index in ((1,), (2,), (1, 2))
+    }
     assert len(drawn) == 3 * len(RandomStream)

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from lightrft.utils.errors import CheckpointError
 from lightrft.utils.state_io import load_state, save_state
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @st.composite
@@ -22,16 +31,24 @@ def tensors(draw):
         raw = bytearray(b & 1 for b in raw)
     if not size:
         return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)  # any bits: nan payloads and denormals too
+    tensor = torch.frombuffer(raw, dtype=dtype).reshape(
+        shape
+    )  # any bits: nan payloads and denormals too
     return tensor.t() if tensor.dim() == 2 and draw(st.booleans()) else tensor
 
 
-keys = st.one_of(st.text(max_size=5), st.integers(), st.sampled_from(["$tensor", "$dict", "a.b", ""]))
-leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), tensors())
+keys = st.one_of(
+    st.text(max_size=5), st.integers(), st.sampled_from(["$tensor", "$dict", "a.b", ""])
+)
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), tensors()
+)
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), st.dictionaries(keys, inner, max_size=3)
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
     ),
     max_leaves=12,
 )
@@ -41,14 +58,23 @@ def same(a, b):
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        bits = a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+        bits = (
+            a.contiguous().reshape(-1).view(torch.uint8),
+            b.contiguous().reshape(-1).view(torch.uint8),
+        )
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(type(x) is type(y) for x, y in zip(a, b)) and all(same(a[k], b[k]) for k in a)
+        return (
+            list(a) == list(b)
+            and all(type(x) is type(y) for x, y in zip(a, b))
+            and all(same(a[k], b[k]) for k in a)
+        )
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float):
-        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        return (math.isnan(a) and math.isnan(b)) or (
+            a == b and math.copysign(1, a) == math.copysign(1, b)
+        )
     return a == b
 
 
@@ -124,7 +150,9 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
 
 def test_a_state_of_an_earlier_version_is_refused_with_the_reason(tmp_path):
     (tmp_path / "s.json").write_text('{"tensors": false, "tree": {}}')
-    with pytest.raises(CheckpointError, match=r"s\.pt .* only s\.json, of an earlier version of lightrft"):
+    with pytest.raises(
+        CheckpointError, match=r"s\.pt .* only s\.json, of an earlier version of lightrft"
+    ):
         load_state(tmp_path / "s")
 
 

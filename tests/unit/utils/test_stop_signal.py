@@ -60,7 +60,9 @@ def test_a_loop_in_a_real_process_finishes_its_step_and_leaves():
         "        if stop: break\n"
         "print('left after', stop.reason, flush=True)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout.readline() == "ready\n"
         child.terminate()
         out, err = child.communicate(timeout=600)

@@ -63,7 +63,9 @@ def answer(prompt, text, correct):
 
 
 def make_run(path, text="2+3", config=None):
-    with RunDirectory.open(path, config or Config(optimizer=Inner(lr=0.5)), resume="auto", overwrite=False) as folder:
+    with RunDirectory.open(
+        path, config or Config(optimizer=Inner(lr=0.5)), resume="auto", overwrite=False
+    ) as folder:
         for step in range(1, 31):
             folder.log({"phase": "sft", "step": step, "loss": 2.0 / step})
         for step in range(1, 61):
@@ -116,9 +118,25 @@ def page_of(path):
 
 def test_the_report_tells_the_whole_run(tmp_path):
     text = page_of(make_run(tmp_path / "demo")).text
-    for part in ("41.2%", "96.8%", "+55.6 points", "3 min 42 s", "60", "after 30 supervised", "9,000", "1,500"):
+    for part in (
+        "41.2%",
+        "96.8%",
+        "+55.6 points",
+        "3 min 42 s",
+        "60",
+        "after 30 supervised",
+        "9,000",
+        "1,500",
+    ):
         assert part in text
-    for title in ("Reward", "Held-out accuracy", "Response length", "KL to the reference", "Entropy", "Where the time goes"):
+    for title in (
+        "Reward",
+        "Held-out accuracy",
+        "Response length",
+        "KL to the reference",
+        "Entropy",
+        "Where the time goes",
+    ):
         assert title in text
     assert "generate 60%" in text
     assert "6,000 tokens sampled every one accounted for" in text
@@ -151,7 +169,9 @@ def test_hostile_text_stays_text(tmp_path):
     assert len(page.all("script")) == 1
     assert not page.all("img")
     assert not [a for _, a in page.tags for name in a if name.startswith("on")]
-    assert page.text.count(HOSTILE) == 5 + 10 + 3 + 1  # prompts, answers, commands and the settings (changed and all: quoted)
+    assert (
+        page.text.count(HOSTILE) == 5 + 10 + 3 + 1
+    )  # prompts, answers, commands and the settings (changed and all: quoted)
 
 
 def test_lost_tokens_are_said(tmp_path):
@@ -182,11 +202,24 @@ def test_a_run_that_has_little_is_shown_all_the_same(tmp_path, row):
 def test_without_samples_the_sampled_answers_are_shown(tmp_path):
     with RunDirectory.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
         for step in (1, 2):
-            prompts = [Prompt(id=f"{step}.{i}", token_ids=[1], text=f"ask {step}.{i}", label=5) for i in range(2)]
+            prompts = [
+                Prompt(id=f"{step}.{i}", token_ids=[1], text=f"ask {step}.{i}", label=5)
+                for i in range(2)
+            ]
             folder.write_rollouts(
                 step,
                 [
-                    Rollout(p, [1], [True], [-0.5], [0], "stop", 0, text=f"say {p.id}", reward=0.25 * step)
+                    Rollout(
+                        p,
+                        [1],
+                        [True],
+                        [-0.5],
+                        [0],
+                        "stop",
+                        0,
+                        text=f"say {p.id}",
+                        reward=0.25 * step,
+                    )
                     for p in prompts
                     for _ in "ab"
                 ],
@@ -207,7 +240,12 @@ def test_what_is_not_a_run_is_refused(tmp_path):
 
 
 def test_durations_read_well():
-    assert [duration(s) for s in (1.25, 42, 222, 7500)] == ["1.2 s", "42 s", "3 min 42 s", "2 h 5 min"]
+    assert [duration(s) for s in (1.25, 42, 222, 7500)] == [
+        "1.2 s",
+        "42 s",
+        "3 min 42 s",
+        "2 h 5 min",
+    ]
 
 
 def write_media(folder):
@@ -228,22 +266,39 @@ def run_with_media(path, text="7", names=None):
     with RunDirectory.open(path, Config(), resume="auto", overwrite=False) as folder:
         names = names or write_media(path / "media")
         rows = [
-            {"prompt": "Which digit?", "label": "7", "attachments": [names[i % len(names)]], "correct": False} for i in range(12)
+            {
+                "prompt": "Which digit?",
+                "label": "7",
+                "attachments": [names[i % len(names)]],
+                "correct": False,
+            }
+            for i in range(12)
         ]
         folder.write_samples(
-            [{**row, "text": "3"} for row in rows], [{**row, "text": text, "correct": i % 4 > 0} for i, row in enumerate(rows)]
+            [{**row, "text": "3"} for row in rows],
+            [{**row, "text": text, "correct": i % 4 > 0} for i, row in enumerate(rows)],
         )
     return path
 
 
-def test_short_answers_about_pictures_and_clips_stand_beside_them_and_wrong_ones_are_marked(tmp_path):
+def test_short_answers_about_pictures_and_clips_stand_beside_them_and_wrong_ones_are_marked(
+    tmp_path,
+):
     page = page_of(run_with_media(tmp_path / "a"))
     assert page.text.count("Which digit?") == 1
-    assert "Of these 12 prompts of the eval set, 0 had a right response before, 9 after." in page.text
-    assert len([1 for attrs in page.all("li") if attrs.get("class") == "card wrong"]) == page.text.count("✗ 7") == 3
+    assert (
+        "Of these 12 prompts of the eval set, 0 had a right response before, 9 after." in page.text
+    )
+    assert (
+        len([1 for attrs in page.all("li") if attrs.get("class") == "card wrong"])
+        == page.text.count("✗ 7")
+        == 3
+    )
     assert page.text.count("✓ 7") == 9
     assert [bool(i.get("class")) for i in page.all("img")] == [True, False] * 4
-    assert all(i["src"].startswith("data:image/") and i["alt"] == "expected 7" for i in page.all("img"))
+    assert all(
+        i["src"].startswith("data:image/") and i["alt"] == "expected 7" for i in page.all("img")
+    )
     assert len(page.all("audio")) == 4
     assert all(a["src"].startswith("data:audio/wav;base64,") for a in page.all("audio"))
 
@@ -257,7 +312,11 @@ def test_long_answers_about_a_picture_are_shown_in_full_beside_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("gone.png", "gone.png is missing"), ("a.svg", "a.svg cannot be shown"), ("../media/tiny.png", "cannot be shown")],
+    [
+        ("gone.png", "gone.png is missing"),
+        ("a.svg", "a.svg cannot be shown"),
+        ("../media/tiny.png", "cannot be shown"),
+    ],
 )
 def test_a_file_that_cannot_be_shown_is_named(tmp_path, name, said):
     page = page_of(run_with_media(tmp_path / "a", names=[name]))
@@ -275,7 +334,9 @@ def luminance(color):
 def test_colours_stand_out_enough(scheme):
     """WCAG 2.2: text at least 4.5 to 1 (success criterion 1.4.3), lines and bars 3 to 1 (1.4.11)."""
     css = files("lightrft.viewer").joinpath("report.css").read_text(encoding="utf-8")
-    palette = dict(re.findall(r"--([\w-]+): (#\w{6});", css.split("prefers-color-scheme: dark")[scheme]))
+    palette = dict(
+        re.findall(r"--([\w-]+): (#\w{6});", css.split("prefers-color-scheme: dark")[scheme])
+    )
 
     def contrast(a, b):
         low, high = sorted([luminance(palette[a]), luminance(palette[b])])
@@ -288,19 +349,32 @@ def test_colours_stand_out_enough(scheme):
         assert contrast(f"s{i}", "card") >= 3
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 def browse(page, profile, width=1280):
     """The page's document after its script ran in a real browser, and what the browser's console said."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+    ]
     command += [
         "--disable-component-update",
         "--allow-file-access-from-files",
         "--enable-logging=stderr",
         f"--user-data-dir={profile}",
     ]
-    command += [f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    command += [
+        f"--window-size={width},900",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        page.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -321,7 +395,9 @@ def test_a_real_browser_shows_it_without_a_complaint_at_any_width(tmp_path):
         )
     )
     dom, console = browse(tmp_path / "frames.html", tmp_path / "profile")
-    assert console == []  # an outside request or a script that is not ours would be refused aloud by the page's own policy
+    assert (
+        console == []
+    )  # an outside request or a script that is not ours would be refused aloud by the page's own policy
     titles = re.findall(r'title="(ran[^"]*)"', dom)
     assert len(titles) == 3
     for title, width in zip(titles, (320, 375, 1280)):
@@ -366,7 +442,10 @@ def test_the_browser_would_have_complained(tmp_path):
     report = write_report(make_run(tmp_path / "demo"))
     html = report.read_text(encoding="utf-8")
     report.write_text(
-        html.replace("</main>", "<img src='https://example.invalid/x.png'><script>document.title='owned'</script></main>")
+        html.replace(
+            "</main>",
+            "<img src='https://example.invalid/x.png'><script>document.title='owned'</script></main>",
+        )
     )
     dom, console = browse(report, tmp_path / "profile")
     assert len(console) >= 2
@@ -394,7 +473,11 @@ def with_groups(folder, steps=3, groups=2):
                         reward=reward,
                     )
                 )
-        run.write_rollouts(step, rollouts, advantages=[[4 * r.reward - 1, 99.0, 4 * r.reward - 3] for r in rollouts])
+        run.write_rollouts(
+            step,
+            rollouts,
+            advantages=[[4 * r.reward - 1, 99.0, 4 * r.reward - 3] for r in rollouts],
+        )
         run.log({"step": step, "phase": "rl", "reward/mean": 0.5})
     run.close()
     return folder
@@ -406,7 +489,10 @@ def test_the_groups_of_a_step_are_shown_with_rewards_and_advantages_of_what_was_
     first, *_, last = read_steps(with_groups(tmp_path / "a"))
     assert (first.step, last.step, first.count) == (1, 3, 2)
     responses = first.groups[0].responses
-    assert [(r.reward, r.advantage, r.tokens, r.ended) for r in responses] == [(0.0, -2.0, 3, "stop"), (1.0, 2.0, 3, "stop")]
+    assert [(r.reward, r.advantage, r.tokens, r.ended) for r in responses] == [
+        (0.0, -2.0, 3, "stop"),
+        (1.0, 2.0, 3, "stop"),
+    ]
     page = write_report(tmp_path / "a").read_text()
     assert "Groups and advantages" in page and "Step 2" in page
     assert '<td class="bad">−2</td>' in page or '<td class="bad">-2</td>' in page
@@ -434,7 +520,11 @@ def test_a_run_without_rollouts_has_no_groups_and_a_file_that_holds_none_is_name
 def test_a_tile_and_the_curve_of_the_same_metric_give_the_same_number(tmp_path):
     with RunDirectory.open(tmp_path / "run", Config(), resume="auto", overwrite=False) as folder:
         for step in range(1, 41):
-            row = {"tokens_per_second": 1000.0 + 10 * step, "reward/mean": step / 100, "response/length": 100.0 + step}
+            row = {
+                "tokens_per_second": 1000.0 + 10 * step,
+                "reward/mean": step / 100,
+                "response/length": 100.0 + step,
+            }
             folder.log({"phase": "rl", "step": step, **row})
     html = write_report(tmp_path / "run").read_text(encoding="utf-8")
     for label, title, value in (
@@ -446,10 +536,18 @@ def test_a_tile_and_the_curve_of_the_same_metric_give_the_same_number(tmp_path):
         assert f'<span class="now">{value}</span><h3>{title}</h3>' in html
 
 
-@pytest.mark.parametrize(("step", "label"), [(0, "Held-out accuracy, before training"), (9, "Held-out accuracy")])
+@pytest.mark.parametrize(
+    ("step", "label"), [(0, "Held-out accuracy, before training"), (9, "Held-out accuracy")]
+)
 def test_a_single_evaluation_is_not_shown_as_before_and_after(tmp_path, step, label):
     with RunDirectory.open(tmp_path / "run", Config(), resume="auto", overwrite=False) as folder:
         folder.log({"phase": "rl", "step": step, "eval/accuracy": 0.024})
-        folder.write_summary({"heldout_before" if step == 0 else "heldout_after": 0.024, "steps": step, "seconds": 1.0})
+        folder.write_summary(
+            {
+                "heldout_before" if step == 0 else "heldout_after": 0.024,
+                "steps": step,
+                "seconds": 1.0,
+            }
+        )
     html = write_report(tmp_path / "run").read_text(encoding="utf-8")
     assert f'<p class="label">{label}</p>' in html and 'class="from"' not in html and "2.4%" in html

@@ -75,7 +75,11 @@ def parse(svg):
     return ET.fromstring(svg)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5000), numbers), min_size=1, max_size=50, unique_by=lambda p: p[0]))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5000), numbers), min_size=1, max_size=50, unique_by=lambda p: p[0]
+    )
+)
 def test_every_point_lies_inside_the_plot(points):
     root = parse(line_plot("Reward", [Series("reward", sorted(points), dots=True)]))
     for circle in root.iter("circle"):
@@ -84,16 +88,25 @@ def test_every_point_lies_inside_the_plot(points):
 
 
 def test_higher_values_are_higher_and_hover_says_them():
-    root = parse(line_plot("Reward", [Series("reward", [(1, 0.0), (2, 1.0)]), Series("base", [(1, 0.5), (2, 0.5)], 1)]))
+    root = parse(
+        line_plot(
+            "Reward",
+            [Series("reward", [(1, 0.0), (2, 1.0)]), Series("base", [(1, 0.5), (2, 0.5)], 1)],
+        )
+    )
     first, second = root.findall("g[@class='at']")
     assert first.find("title").text == "step 1\nreward: 0\nbase: 0.5"
-    assert float(second.findall("circle")[0].get("cy")) < float(first.findall("circle")[0].get("cy"))
+    assert float(second.findall("circle")[0].get("cy")) < float(
+        first.findall("circle")[0].get("cy")
+    )
     assert "reward: 0 at step 1, 1 at step 2" in root.get("aria-label")
 
 
 def test_bars_add_up_to_the_whole_step():
     root = parse(stacked_bars("Time", [1, 2], {"generate": [1.0, 2.0], "update": [3.0, 2.0]}))
-    heights = [sum(float(r.get("height")) for r in bar.findall("rect")) for bar in root.findall("g")]
+    heights = [
+        sum(float(r.get("height")) for r in bar.findall("rect")) for bar in root.findall("g")
+    ]
     assert math.isclose(heights[0], heights[1], abs_tol=0.05)
     assert root.find("g/title").text == "step 1\nupdate: 3 s\ngenerate: 1 s"
 
@@ -105,7 +118,9 @@ def test_many_bars_are_averaged():
 
 
 def test_shares_fill_the_bar():
-    widths = re.findall(r'width="([\d.]+)"', share_bar("Tokens", {"a": 30.0, "b": 10.0}, ["f0", "f1"]))
+    widths = re.findall(
+        r'width="([\d.]+)"', share_bar("Tokens", {"a": 30.0, "b": 10.0}, ["f0", "f1"])
+    )
     assert [float(w) for w in widths] == [750.0, 250.0]
 
 

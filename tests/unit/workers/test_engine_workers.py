@@ -22,12 +22,23 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfi
 from lightrft.distributed.worker_api import WorkerLost
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.native import NativeEngine, checksum
-from lightrft.engines.weight_transport import Layout, Way, WeightBuffer, WeightTransport, build_transport
+from lightrft.engines.weight_transport import (
+    Layout,
+    Way,
+    WeightBuffer,
+    WeightTransport,
+    build_transport,
+)
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
-from lightrft.workers.engine_workers import EngineWorker, EngineWorkerGroup, engine_worker, split_requests
+from lightrft.workers.engine_workers import (
+    EngineWorker,
+    EngineWorkerGroup,
+    engine_worker,
+    split_requests,
+)
 from lightrft.workers.weight_sync import WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
@@ -60,12 +71,16 @@ def two(folder: Path) -> Iterator[list[ProcessWorker]]:
 
 def worker_of(folder: Path, name: str) -> ProcessWorker:
     strategy = StrategyConfig(device="cpu")
-    return ProcessWorker(name, partial(engine_worker, ModelConfig(path=str(folder)), CONFIG, strategy, 1))
+    return ProcessWorker(
+        name, partial(engine_worker, ModelConfig(path=str(folder)), CONFIG, strategy, 1)
+    )
 
 
 def other_weights(folder: Path, seed: int = 9) -> dict[str, Tensor]:
     """Those of a model of the same shape."""
-    return dict(tiny_model("qwen2", seed=seed, eos_token_id=None, dtype=torch.float64).named_parameters())
+    return dict(
+        tiny_model("qwen2", seed=seed, eos_token_id=None, dtype=torch.float64).named_parameters()
+    )
 
 
 def local_engine(folder: Path, weights: dict[str, Tensor], version: int) -> NativeEngine:
@@ -73,7 +88,9 @@ def local_engine(folder: Path, weights: dict[str, Tensor], version: int) -> Nati
     from lightrft.models.loading.from_pretrained import load_tokenizer
 
     config = ModelConfig(path=str(folder))
-    engine = NativeEngine(KVDecoder(Actor.load(config).model), load_tokenizer(config), CONFIG, shared=False)
+    engine = NativeEngine(
+        KVDecoder(Actor.load(config).model), load_tokenizer(config), CONFIG, shared=False
+    )
     engine.load_weights(weights.items(), version)
     return engine
 
@@ -81,17 +98,24 @@ def local_engine(folder: Path, weights: dict[str, Tensor], version: int) -> Nati
 def requests_of(prompts: int = 5, samples: int = 4) -> list[Request]:
     made = [Prompt(f"p{i}", [5 + i, 7, 9 + 2 * i, 30]) for i in range(prompts)]
     return [
-        Request(p, 1000 * i + s, s, max_new_tokens=6 + (5 * i + 3 * s) % 18) for i, p in enumerate(made) for s in range(samples)
+        Request(p, 1000 * i + s, s, max_new_tokens=6 + (5 * i + 3 * s) % 18)
+        for i, p in enumerate(made)
+        for s in range(samples)
     ]
 
 
 def told(rollouts: list[Rollout]) -> dict[int, tuple[object, ...]]:
     assert len({r.seed for r in rollouts}) == len(rollouts)
-    return {r.seed: (r.token_ids, r.versions, r.finish_reason, r.sample, r.text, id(r.prompt)) for r in rollouts}
+    return {
+        r.seed: (r.token_ids, r.versions, r.finish_reason, r.sample, r.text, id(r.prompt))
+        for r in rollouts
+    }
 
 
 def answers(
-    engine: EngineWorkerGroup | NativeEngine, requests: list[Request], stopped: Callable[[], bool] = never_stop
+    engine: EngineWorkerGroup | NativeEngine,
+    requests: list[Request],
+    stopped: Callable[[], bool] = never_stop,
 ) -> list[Rollout]:
     return list(engine.generate(requests, SAMPLING, stopped))
 
@@ -100,7 +124,9 @@ def hand(way: Way = "message", **more: object) -> WeightSyncConfig:
     return WeightSyncConfig(way=way, bucket=20_000, **more)  # type: ignore[arg-type]
 
 
-def test_two_engines_draw_what_one_draws_with_the_weights_that_they_were_given(folder: Path, two: list[ProcessWorker]) -> None:
+def test_two_engines_draw_what_one_draws_with_the_weights_that_they_were_given(
+    folder: Path, two: list[ProcessWorker]
+) -> None:
     weights, requests = other_weights(folder), requests_of()
     engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand())
     found = engines.load_weights(weights.items(), 7)
@@ -127,11 +153,17 @@ def test_an_answer_that_was_begun_goes_on_and_one_that_is_stopped_comes_back_as_
     cut = [r for r in part if r.finish_reason == "abort"]
     assert cut and all(whole[r.seed][: len(r)] == r.token_ids for r in part)
     asked = {r.seed: r for r in requests}
-    rest = [Request(r.prompt, r.seed, r.sample, asked[r.seed].max_new_tokens, partial=r) for r in cut]
-    assert {r.seed: r.token_ids for r in answers(engines, rest)} == {r.seed: whole[r.seed] for r in cut}
+    rest = [
+        Request(r.prompt, r.seed, r.sample, asked[r.seed].max_new_tokens, partial=r) for r in cut
+    ]
+    assert {r.seed: r.token_ids for r in answers(engines, rest)} == {
+        r.seed: whole[r.seed] for r in cut
+    }
 
 
-def test_a_job_that_nobody_waits_for_any_more_is_forgotten(folder: Path, two: list[ProcessWorker]) -> None:
+def test_a_job_that_nobody_waits_for_any_more_is_forgotten(
+    folder: Path, two: list[ProcessWorker]
+) -> None:
     engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand())
     drawing = engines.generate(requests_of(), SAMPLING)
     next(drawing)
@@ -139,7 +171,9 @@ def test_a_job_that_nobody_waits_for_any_more_is_forgotten(folder: Path, two: li
     assert len(answers(engines, requests_of(2))) == 8
 
 
-def test_a_request_that_no_engine_can_hold_is_refused_before_anything_is_drawn(two: list[ProcessWorker]) -> None:
+def test_a_request_that_no_engine_can_hold_is_refused_before_anything_is_drawn(
+    two: list[ProcessWorker],
+) -> None:
     engines = EngineWorkerGroup(two, EngineConfig(max_cache_tokens=20), LIMITS, hand())
     with pytest.raises(ResourceError, match=r"engine\.token_budget"):
         engines.generate(requests_of(), SAMPLING)
@@ -158,7 +192,9 @@ def test_weights_arrive_bit_for_bit_by_each_way_and_only_trained_ones_travel_aga
 ) -> None:
     for worker in two:
         worker.restart()  # as from disk
-    first = dict(tiny_model("qwen2", seed=3, eos_token_id=None, dtype=torch.float64).named_parameters())
+    first = dict(
+        tiny_model("qwen2", seed=3, eos_token_id=None, dtype=torch.float64).named_parameters()
+    )
     trained = frozenset(name for name in first if "layers.1" in name)
     engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand(way, trained=trained))
     for version in (1, 2):
@@ -176,8 +212,12 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
 ) -> None:
     for worker in two:
         worker.restart()
-    weights = dict(tiny_model("qwen2", seed=3, eos_token_id=None, dtype=torch.float64).named_parameters())
-    trained, odd = (next(n for n in weights if part in n) for part in ("q_proj.weight", "norm.weight"))
+    weights = dict(
+        tiny_model("qwen2", seed=3, eos_token_id=None, dtype=torch.float64).named_parameters()
+    )
+    trained, odd = (
+        next(n for n in weights if part in n) for part in ("q_proj.weight", "norm.weight")
+    )
     weights[odd] = torch.full_like(weights[odd], 2.0)
     engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand(trained=frozenset([trained])))
     first = engines.load_weights(weights.items(), 1)
@@ -202,7 +242,9 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
 
 
 @pytest.mark.parametrize("way", ["message", "broadcast"])
-def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(way: Way, folder: Path) -> None:
+def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(
+    way: Way, folder: Path
+) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
     weights, requests = other_weights(folder), requests_of(30, 4)
     engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
@@ -217,18 +259,24 @@ def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(way:
         engines.crew.settle()
         assert workers[0].starts == 2 and engines.take_counts()["restarts"] == 1
         newer = other_weights(folder, seed=11)
-        assert engines.load_weights(newer.items(), 5) == {name: checksum(tensor) for name, tensor in newer.items()}
+        assert engines.load_weights(newer.items(), 5) == {
+            name: checksum(tensor) for name, tensor in newer.items()
+        }
         workers[1].signal(signal.SIGKILL)  # while nobody looks
         time.sleep(0.2)
         engines.load_weights(weights.items(), 6)
-        assert told(answers(engines, requests[:8])) == told(answers(local_engine(folder, weights, 6), requests[:8]))
+        assert told(answers(engines, requests[:8])) == told(
+            answers(local_engine(folder, weights, 6), requests[:8])
+        )
         assert engines.take_counts() == {"restarts": 1, "weights_resent": 0}
     finally:
         engines.close()
 
 
 @pytest.mark.parametrize("way", ["message", "shared", "broadcast"])
-def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(way: Way, folder: Path) -> None:
+def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(
+    way: Way, folder: Path
+) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
     engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
     weights = other_weights(folder)
@@ -241,7 +289,9 @@ def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(w
 
     try:
         engines.load_weights(weights.items(), 1)
-        assert engines.load_weights(dying(), 2) == {name: checksum(tensor) for name, tensor in weights.items()}
+        assert engines.load_weights(dying(), 2) == {
+            name: checksum(tensor) for name, tensor in weights.items()
+        }
         assert engines.take_counts() == {"restarts": 1, "weights_resent": 1}
         assert {v for r in answers(engines, requests_of()) for v in r.versions} == {2}
     finally:
@@ -285,7 +335,9 @@ class SmallHost(EngineWorker):
         return self.fingerprint()
 
 
-def test_engines_that_fall_silent_in_a_hand_over_are_waited_for_once_and_started_anew_side_by_side() -> None:
+def test_engines_that_fall_silent_in_a_hand_over_are_waited_for_once_and_started_anew_side_by_side() -> (
+    None
+):
     meet = threading.Barrier(2)
     workers = [Stalling(f"engine {i}", meet) for i in range(2)]
     engines = EngineWorkerGroup(workers, CONFIG, FaultPolicy(restarts=1, call_timeout=0.5), hand())
@@ -293,9 +345,15 @@ def test_engines_that_fall_silent_in_a_hand_over_are_waited_for_once_and_started
         assert engines.load_weights([("w", torch.ones(3))], 1) == {"w": checksum(torch.ones(3))}
     finally:
         engines.close()
-    assert [w.told for w in workers] == [[["fingerprint", "weights", "weights", "ping"], ["weights", "settle"]]] * 2
+    assert [w.told for w in workers] == [
+        [["fingerprint", "weights", "weights", "ping"], ["weights", "settle"]]
+    ] * 2
     assert engines.take_counts() == {"restarts": 2, "weights_resent": 1}
-    assert [FaultPolicy(call_timeout=silence).grace for silence in (900.0, 30.0, 5.0)] == [180.0, 10.0, 5.0]
+    assert [FaultPolicy(call_timeout=silence).grace for silence in (900.0, 30.0, 5.0)] == [
+        180.0,
+        10.0,
+        5.0,
+    ]
 
 
 def test_an_engine_that_ends_while_a_group_forms_is_not_waited_for() -> None:
@@ -324,7 +382,9 @@ def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_wei
 
     monkeypatch.setattr(crew, "each", slow)
     try:
-        assert engines.load_weights(weights.items(), 1) == {name: checksum(tensor) for name, tensor in weights.items()}
+        assert engines.load_weights(weights.items(), 1) == {
+            name: checksum(tensor) for name, tensor in weights.items()
+        }
         assert engines.take_counts()["restarts"] == 1
     finally:
         engines.close()
@@ -332,7 +392,9 @@ def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_wei
 
 def test_an_engine_that_falls_silent_is_taken_for_lost(folder: Path) -> None:
     worker = worker_of(folder, "engine 0")
-    engines = EngineWorkerGroup([worker], CONFIG, FaultPolicy(restarts=2, call_timeout=60.0), hand())
+    engines = EngineWorkerGroup(
+        [worker], CONFIG, FaultPolicy(restarts=2, call_timeout=60.0), hand()
+    )
     try:
         engines.load_weights(other_weights(folder).items(), 1)
         requests = requests_of()
@@ -359,7 +421,9 @@ def test_an_engine_that_dies_again_and_again_ends_the_run_with_a_reason(folder: 
     hunter = threading.Thread(target=hunt)
     hunter.start()
     try:
-        with pytest.raises(WorkerError, match=r"engine 0 was lost again after launch\.ray\.restarts = 2"):
+        with pytest.raises(
+            WorkerError, match=r"engine 0 was lost again after launch\.ray\.restarts = 2"
+        ):
             answers(engines, requests_of())
     finally:
         done.set()
@@ -381,18 +445,24 @@ class Fatal:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_request_that_ends_one_engine_after_another_ends_the_run_though_they_answer_in_between(count: int) -> None:
+def test_a_request_that_ends_one_engine_after_another_ends_the_run_though_they_answer_in_between(
+    count: int,
+) -> None:
     workers = [ProcessWorker(f"engine {i}", Fatal) for i in range(count)]
     engines = EngineWorkerGroup(workers, CONFIG, FaultPolicy(restarts=1, call_timeout=60.0), hand())
     try:
         said = r"3 engines were lost .* the same 1 responses, e\.g\. to prompt 'p0' .*launch\.ray\.restarts = 1"
         with pytest.raises(WorkerError, match=said):
-            answers(engines, requests_of(1, 1), lambda: sum(worker.starts for worker in workers) > 8)
+            answers(
+                engines, requests_of(1, 1), lambda: sum(worker.starts for worker in workers) > 8
+            )
     finally:
         engines.close()
 
 
-def test_all_ranks_put_weights_together_and_the_first_hands_them_over(folder: Path, two: list[ProcessWorker]) -> None:
+def test_all_ranks_put_weights_together_and_the_first_hands_them_over(
+    folder: Path, two: list[ProcessWorker]
+) -> None:
     weights = other_weights(folder)
 
     def hand_over(ranks: Threads, sent: dict[str, Tensor]) -> object:
@@ -410,13 +480,19 @@ def test_all_ranks_put_weights_together_and_the_first_hands_them_over(folder: Pa
     told_to = of_all_ranks(lambda ranks: hand_over(ranks, weights), 2)
     assert told_to == [{name: checksum(tensor) for name, tensor in weights.items()}] * 2
     name = next(iter(weights))
-    first, second = of_all_ranks(lambda ranks: hand_over(ranks, {**weights, name: torch.zeros(3)}), 2)
+    first, second = of_all_ranks(
+        lambda ranks: hand_over(ranks, {**weights, name: torch.zeros(3)}), 2
+    )
     assert "do not fit" in str(first) and "rank 0: ModelError" in str(second)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "pause"), [("shared", 1.0), ("broadcast", 1.0), ("broadcast", None)])
-def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(folder: Path, way: Way, pause: float | None) -> None:
+@pytest.mark.parametrize(
+    ("way", "pause"), [("shared", 1.0), ("broadcast", 1.0), ("broadcast", None)]
+)
+def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(
+    folder: Path, way: Way, pause: float | None
+) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
     engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
     weights = other_weights(folder)
@@ -433,7 +509,9 @@ def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(folde
         engines.crew.each("ping")
         engines.crew.limits = FaultPolicy(restarts=2, call_timeout=20.0)
         began = time.monotonic()
-        assert engines.load_weights(stopping(), 2) == {name: checksum(tensor) for name, tensor in weights.items()}
+        assert engines.load_weights(stopping(), 2) == {
+            name: checksum(tensor) for name, tensor in weights.items()
+        }
         assert time.monotonic() - began < 300
         lost = int(pause is None)
         assert engines.take_counts() == {"restarts": lost, "weights_resent": lost}

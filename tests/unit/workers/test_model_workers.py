@@ -46,10 +46,15 @@ def config_of(folder: Path, **over: Any) -> RLConfig:
     return build(RLConfig, deep_merge(tree, over))
 
 
-def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_worker_dies(folder: Path) -> None:
+def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_worker_dies(
+    folder: Path,
+) -> None:
     config = config_of(folder)
     model, roles = ModelConfig(path=str(folder)), roles_of(config)
-    workers = [ProcessWorker(f"reference {i}", partial(frozen_model_worker, model, CPU, 1)) for i in range(2)]
+    workers = [
+        ProcessWorker(f"reference {i}", partial(frozen_model_worker, model, CPU, 1))
+        for i in range(2)
+    ]
     remote = RemoteReference(workers, LIMITS)
     batch = batch_of(groups=12)
     expected = compute_logprobs(
@@ -61,11 +66,25 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
     )
     try:
         assert torch.equal(
-            compute_logprobs(remote, batch, roles, config.train.max_tokens_per_micro_batch, config.sampling.temperature), expected
+            compute_logprobs(
+                remote,
+                batch,
+                roles,
+                config.train.max_tokens_per_micro_batch,
+                config.sampling.temperature,
+            ),
+            expected,
         )
         workers[0].signal(signal.SIGKILL)
         assert torch.equal(
-            compute_logprobs(remote, batch, roles, config.train.max_tokens_per_micro_batch, config.sampling.temperature), expected
+            compute_logprobs(
+                remote,
+                batch,
+                roles,
+                config.train.max_tokens_per_micro_batch,
+                config.sampling.temperature,
+            ),
+            expected,
         )
         assert remote.take_counts() == {"restarts": 1}
         empty = batch.select(torch.zeros(0, dtype=torch.long))
@@ -82,16 +101,22 @@ def test_whole_distributions_of_a_teacher_in_a_worker_are_bit_for_bit_those_of_o
     width = tiny_model("qwen2").config.vocab_size + padded
     tiny_model("gemma2", seed=9, hidden_size=24, vocab_size=width).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
-    config = config_of(tmp_path, algorithm={"preset": "opd", "distill": {"kind": "jsd", "beta": 0.3}})
+    config = config_of(
+        tmp_path, algorithm={"preset": "opd", "distill": {"kind": "jsd", "beta": 0.3}}
+    )
     worker = ProcessWorker("teacher", partial(frozen_model_worker, model, CPU, 1))
     remote = RemoteTeacher([worker], LIMITS, torch.device("cpu"))
     roles, batch = roles_of(config), batch_of()
-    states = torch.randn(batch.tokens, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    states = torch.randn(
+        batch.tokens, 16, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     head = torch.nn.Linear(16, width - padded)
 
     def of(teacher: Any) -> tuple[torch.Tensor, ...]:
         roles.teacher = teacher
-        target = distillation_targets(roles, config.algorithm.distill, config.sampling.temperature)(batch)
+        target = distillation_targets(roles, config.algorithm.distill, config.sampling.temperature)(
+            batch
+        )
         assert target is not None
         found = token_divergence(states, head, target, chunk_mb=0.01)
         return found, *torch.autograd.grad(found.sum(), [states, head.weight])

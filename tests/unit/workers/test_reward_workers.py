@@ -34,17 +34,32 @@ def length(rollout, seconds=0.0):
 
 def config_of(folder: Path, seconds: float = 0.0) -> RewardConfig:
     (folder / "mine.py").write_text(REWARD)
-    term = {"function": f"{folder / 'mine.py'}:length", "options": {"seconds": seconds}, "weight": 0.5}
+    term = {
+        "function": f"{folder / 'mine.py'}:length",
+        "options": {"seconds": seconds},
+        "weight": 0.5,
+    }
     return build(RewardConfig, {"per_source": {"known": [term]}, "workers": 1, "timeout": 20.0})
 
 
 def rollouts_of(count: int, first: int = 0) -> list[Rollout]:
     media = {"picture": Ragged(torch.zeros(3, 4), torch.tensor([3]))}
     prompts = [
-        Prompt(f"p{i}", [1], label=i, data_source="known", media=media, attachments=(Attachment("a", b"x"),)) for i in range(3)
+        Prompt(
+            f"p{i}",
+            [1],
+            label=i,
+            data_source="known",
+            media=media,
+            attachments=(Attachment("a", b"x"),),
+        )
+        for i in range(3)
     ]
     texts = ["x" * (i % 7) if i % 5 else "bad" for i in range(first, first + count)]
-    return [Rollout(prompts[i % 3], [1], [True], [0.0], [0], "stop", first + i, text=text) for i, text in enumerate(texts)]
+    return [
+        Rollout(prompts[i % 3], [1], [True], [0.0], [0], "stop", first + i, text=text)
+        for i, text in enumerate(texts)
+    ]
 
 
 def told(rollouts: list[Rollout]) -> list[tuple[object, ...]]:
@@ -53,13 +68,18 @@ def told(rollouts: list[Rollout]) -> list[tuple[object, ...]]:
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[list[ProcessWorker]]:
-    made = [ProcessWorker(f"scorer {i}", partial(reward_scorer_worker, config_of(tmp_path, 0.01))) for i in range(2)]
+    made = [
+        ProcessWorker(f"scorer {i}", partial(reward_scorer_worker, config_of(tmp_path, 0.01)))
+        for i in range(2)
+    ]
     yield made
     for worker in made:
         worker.close()
 
 
-def test_two_workers_score_as_one_process_does_and_failures_are_told(workers: list[ProcessWorker], tmp_path: Path) -> None:
+def test_two_workers_score_as_one_process_does_and_failures_are_told(
+    workers: list[ProcessWorker], tmp_path: Path
+) -> None:
     prompts = rollouts_of(0)
     given, expected = rollouts_of(40), rollouts_of(40)
     for a, b in zip(given, expected, strict=True):
@@ -95,7 +115,9 @@ def test_a_source_without_terms_is_refused(workers: list[ProcessWorker]) -> None
         scorer.check_sources(["known", "other"])
 
 
-def test_what_a_killed_worker_had_not_scored_is_scored_elsewhere_and_nothing_comes_twice(workers: list[ProcessWorker]) -> None:
+def test_what_a_killed_worker_had_not_scored_is_scored_elsewhere_and_nothing_comes_twice(
+    workers: list[ProcessWorker],
+) -> None:
     scorer, given = RewardWorkerGroup(workers, LIMITS), rollouts_of(60)
     for rollout in given:
         scorer.submit(rollout)
@@ -105,12 +127,17 @@ def test_what_a_killed_worker_had_not_scored_is_scored_elsewhere_and_nothing_com
         if len(got) == 10:
             workers[0].signal(signal.SIGKILL)
     assert sorted(map(id, got)) == sorted(map(id, given))
-    assert all(r.reward == 0.5 * len(r.text) for r in got if not r.failed) and sum(bool(r.failed) for r in got) == 12
+    assert (
+        all(r.reward == 0.5 * len(r.text) for r in got if not r.failed)
+        and sum(bool(r.failed) for r in got) == 12
+    )
     scorer.crew.settle()
     assert workers[0].starts == 2 and scorer.take_counts() == {"restarts": 1}
 
 
-def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(workers: list[ProcessWorker]) -> None:
+def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(
+    workers: list[ProcessWorker],
+) -> None:
     scorer = RewardWorkerGroup(workers, LIMITS)
     scorer.check_sources(["known"])
     for worker in workers:
@@ -124,7 +151,9 @@ def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(workers
     assert time.monotonic() - began < 300 and scorer.take_counts()["restarts"] >= 1
 
 
-def test_a_rollout_that_takes_its_workers_with_it_comes_back_as_failed(workers: list[ProcessWorker]) -> None:
+def test_a_rollout_that_takes_its_workers_with_it_comes_back_as_failed(
+    workers: list[ProcessWorker],
+) -> None:
     scorer = RewardWorkerGroup(workers[:1], LIMITS)
     scorer.check_sources(["known"])
     (rollout,) = rollouts_of(1, first=1)
@@ -136,7 +165,10 @@ def test_a_rollout_that_takes_its_workers_with_it_comes_back_as_failed(workers: 
             time.sleep(0.01)
         scorer.crew.settle()
         list(scorer.results())  # it is given to the new one
-    assert rollout.failed.startswith(f"{TRIES} scoring workers were lost with it") and scorer.pending == 0
+    assert (
+        rollout.failed.startswith(f"{TRIES} scoring workers were lost with it")
+        and scorer.pending == 0
+    )
 
 
 def test_workers_that_cannot_live_end_the_run(workers: list[ProcessWorker]) -> None:

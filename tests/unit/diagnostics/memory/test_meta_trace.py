@@ -51,7 +51,9 @@ def test_watch_counts_what_lives_and_forgets_what_is_freed() -> None:
 
 
 def test_the_largest_micro_batch_has_full_groups_and_stays_within_the_budget() -> None:
-    batch = largest_batch(8, 4, 10, 20, 150, "prefix_shared")  # a group is 10 + 4 x 20 = 90, and 10 + 2 x 20 = 50 still fit
+    batch = largest_batch(
+        8, 4, 10, 20, 150, "prefix_shared"
+    )  # a group is 10 + 4 x 20 = 90, and 10 + 2 x 20 = 50 still fit
     assert batch.prompt_of.tolist() == [0, 0, 0, 0, 1, 1]
     assert largest_batch(8, 4, 10, 20, 150, "packed").prompt_of.tolist() == [0, 0, 0, 0, 1]
     assert len(largest_batch(8, 4, 10, 20, 5, "packed")) == 1
@@ -59,14 +61,18 @@ def test_the_largest_micro_batch_has_full_groups_and_stays_within_the_budget() -
 
 def test_one_more_block_keeps_what_the_formula_says(tmp_path: Path) -> None:
     two, three = (update(actor(saved(tmp_path, layers)), BATCH, 1).peak for layers in (2, 3))
-    tokens = sum(BATCH.lengths.tolist()) + sum(BATCH.prompts.lengths.tolist()) - len(BATCH)  # the last token of each is not run
+    tokens = (
+        sum(BATCH.lengths.tolist()) + sum(BATCH.prompts.lengths.tolist()) - len(BATCH)
+    )  # the last token of each is not run
     by_hand = kept_by_blocks(tokens, 1, 4, hidden=64, queries=64, keys=32, inner=256)
     denominators = tokens * 4 * 4 + 2 * tokens * 4  # of attention by head, and of two norms
     assert three - two == pytest.approx(by_hand + denominators, rel=0.01)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_traced_update_holds_at_most_what_a_real_one_on_the_cpu_does(tmp_path: Path, checkpointing: bool) -> None:
+def test_a_traced_update_holds_at_most_what_a_real_one_on_the_cpu_does(
+    tmp_path: Path, checkpointing: bool
+) -> None:
     config = replace_config(saved(tmp_path, 3), gradient_checkpointing=checkpointing)
     found = update(actor(config), BATCH, 1)
     real = Actor(tiny_model("qwen2", num_hidden_layers=3, **SIZES), config)
@@ -86,9 +92,15 @@ def replace_config(config: ModelConfig, **changes: object) -> ModelConfig:
     return config.model_copy(update=changes)
 
 
-def test_gradients_are_those_of_trained_parameters_in_the_type_of_their_masters(tmp_path: Path) -> None:
+def test_gradients_are_those_of_trained_parameters_in_the_type_of_their_masters(
+    tmp_path: Path,
+) -> None:
     plain = saved(tmp_path)
-    for config in (plain, replace_config(plain, dtype="bfloat16"), replace_config(plain, lora=LoRAConfig(rank=4))):
+    for config in (
+        plain,
+        replace_config(plain, dtype="bfloat16"),
+        replace_config(plain, lora=LoRAConfig(rank=4)),
+    ):
         model = actor(config)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert update(model, BATCH, 2).gradients == 4 * trained
@@ -118,7 +130,11 @@ def test_towers_count_and_their_models_run_without_numbers(tmp_path: Path, famil
     save_tiny_media(family, tmp_path)
     config = ModelConfig(path=str(tmp_path))
     traced, real = actor(config), load_model(config)
-    assert sum(p.numel() for p in traced.base.parameters()) == sum(p.numel() for p in real.parameters())
+    assert sum(p.numel() for p in traced.base.parameters()) == sum(
+        p.numel() for p in real.parameters()
+    )
     assert {p.dtype for p in traced.base.parameters()} == {p.dtype for p in real.parameters()}
-    half = actor(replace_config(config, dtype="bfloat16"))  # experts run on the meta device in this type alone
+    half = actor(
+        replace_config(config, dtype="bfloat16")
+    )  # experts run on the meta device in this type alone
     assert update(half, BATCH, 1).activations > 0

@@ -89,7 +89,10 @@ def assert_as_masked(prompts, answers, spans, window, softcap, last=False):
     mask, positions = visible(prompts, answers, spans, window)
     total = len(positions)
     generator = torch.Generator().manual_seed(total)
-    inputs = [torch.randn(1, h, total, 8, dtype=torch.float64, generator=generator, requires_grad=True) for h in (4, 2, 2)]
+    inputs = [
+        torch.randn(1, h, total, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for h in (4, 2, 2)
+    ]
     weight = torch.randn(1, total, 4, 8, dtype=torch.float64, generator=generator)
     plan = plan_of(prompts, answers, spans, positions)
     if last:
@@ -106,7 +109,9 @@ def assert_as_masked(prompts, answers, spans, window, softcap, last=False):
 
 @settings(max_examples=60, deadline=None)
 @given(rows(), st.sampled_from(WINDOWS), st.sampled_from([None, 2.0]))
-def test_attention_with_spans_is_that_of_the_mask_from_their_definition_forward_and_backward(row, window, softcap):
+def test_attention_with_spans_is_that_of_the_mask_from_their_definition_forward_and_backward(
+    row, window, softcap
+):
     assert_as_masked(*row, window, softcap)
 
 
@@ -117,7 +122,9 @@ def test_the_last_layer_reads_only_the_ends_of_shared_prompts_and_they_are_right
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_tokens_of_a_span_longer_than_the_window_see_all_that_follows_in_it_and_the_window_before_them(window):
+def test_tokens_of_a_span_longer_than_the_window_see_all_that_follows_in_it_and_the_window_before_them(
+    window,
+):
     assert_as_masked([20], [[4, 6]], [(3, 12)], window, None)
     mask, _ = visible([20], [[4, 6]], [(3, 12)], window)
     assert mask[3, 14] and not mask[2, 3] and not mask[15, 16]

@@ -25,7 +25,11 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("llama", {"max_position_embeddings": 24, "rope_parameters": DYNAMIC}, 24),
     ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 24}, 24),
     ("doge", {"keep_window_size": 24}, 24),
-    ("deepseek_v32", {"index_topk": 24, "index_n_heads": 1}, 24),  # one head: many keys score exactly 0
+    (
+        "deepseek_v32",
+        {"index_topk": 24, "index_n_heads": 1},
+        24,
+    ),  # one head: many keys score exactly 0
 ]
 
 
@@ -49,10 +53,15 @@ def test_a_token_s_log_prob_depends_on_those_before_it_within_the_bound_and_not_
 
 
 @pytest.mark.parametrize(("family", "fields", "tokens"), CASES)
-def test_rows_that_could_outgrow_the_bound_are_refused_with_the_reason(family: str, fields: dict[str, Any], tokens: int) -> None:
+def test_rows_that_could_outgrow_the_bound_are_refused_with_the_reason(
+    family: str, fields: dict[str, Any], tokens: int
+) -> None:
     config = family_config(family, **fields)
     check_bound(config, tokens - 8, SamplingConfig(max_new_tokens=8), "sampling", "data")
-    with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens = 9: .* lower sampling\.max_new_tokens to 8 or less"):
+    with pytest.raises(
+        ConfigError,
+        match=r"sampling\.max_new_tokens = 9: .* lower sampling\.max_new_tokens to 8 or less",
+    ):
         check_bound(config, tokens - 8, SamplingConfig(max_new_tokens=9), "sampling", "data")
     with pytest.raises(ConfigError, match=r"lower data\.max_prompt_tokens"):
         check_bound(config, tokens, SamplingConfig(max_new_tokens=9), "sampling", "data")

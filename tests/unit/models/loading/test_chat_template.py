@@ -14,12 +14,15 @@ from lightrft.models.tiny import save_tiny_media
 from lightrft.utils.errors import ModelError
 
 TEXT_ONLY = (  # that of Qwen2-Audio's tokenizer, as published
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ "
+    "'<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% "
+    "endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-OTHER = "{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% else %}[{{ p['type'] }}]"
+OTHER = (
+    "{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] "
+    "}}{% else %}[{{ p['type'] }}]"
+)
 OTHER += "{% endif %}{% endfor %}{% endfor %}"
 
 
@@ -49,7 +52,9 @@ def test_sound_is_asked_about_as_the_familys_own_processor_does(folder, tmp_path
     assert plain.chat_template == TEXT_ONLY
     with caplog.at_level(logging.INFO):
         tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-    assert "the tokenizer's chat template takes no audio: the processor's is used" in caplog.messages
+    assert (
+        "the tokenizer's chat template takes no audio: the processor's is used" in caplog.messages
+    )
     sound, text = {"type": "audio"}, {"type": "text", "text": "who?"}
     talk = [
         {"role": "user", "content": [sound, sound, text]},
@@ -58,17 +63,30 @@ def test_sound_is_asked_about_as_the_familys_own_processor_does(folder, tmp_path
     ]
     own = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), plain)
     expected = own.apply_chat_template(talk, add_generation_prompt=True)
-    assert tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) == expected
+    assert (
+        tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) == expected
+    )
     assert all(f"Audio {k}: <|audio_bos|><|AUDIO|><|audio_eos|>\n" in expected for k in (1, 2, 3))
     alone = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(alone, tokenize=False) == plain.apply_chat_template(alone, tokenize=False)
+    assert tokenizer.apply_chat_template(alone, tokenize=False) == plain.apply_chat_template(
+        alone, tokenize=False
+    )
     tokenizer.save_pretrained(tmp_path / "saved")
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == tokenizer.chat_template
+    assert (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
+        == tokenizer.chat_template
+    )
 
 
-@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["chat_template.json", "processor_config.json", "chat_template.jinja"]
+)
 def test_a_template_in_the_folder_of_the_processor_is_taken(folder, name):
-    text = OTHER if name.endswith(".jinja") else json.dumps({"chat_template": OTHER, "processor_class": "Qwen2AudioProcessor"})
+    text = (
+        OTHER
+        if name.endswith(".jinja")
+        else json.dumps({"chat_template": OTHER, "processor_class": "Qwen2AudioProcessor"})
+    )
     (folder / name).write_text(text)
     assert template_of(folder) == OTHER
 
@@ -76,14 +94,18 @@ def test_a_template_in_the_folder_of_the_processor_is_taken(folder, name):
 def test_one_that_is_set_or_takes_the_models_kinds_stays(folder):
     assert template_of(folder, chat_template=TEXT_ONLY) == TEXT_ONLY
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEXT_ONLY}))
-    assert "Audio {{" in template_of(folder)  # a processor's that takes no sound either is of no use
+    assert "Audio {{" in template_of(
+        folder
+    )  # a processor's that takes no sound either is of no use
     (folder / "chat_template.jinja").write_text(OTHER)
     assert template_of(folder) == OTHER
 
 
 def test_a_model_that_was_given_no_template_is_not_made_to_chat(folder):
     file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
+    file.write_text(
+        json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"})
+    )
     assert template_of(folder) is None
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": OTHER}))
     assert template_of(folder) == OTHER
@@ -91,6 +113,9 @@ def test_a_model_that_was_given_no_template_is_not_made_to_chat(folder):
 
 def test_a_damaged_template_of_a_processor_is_told(folder):
     (folder / "chat_template.json").write_text("{")
-    with pytest.raises(ModelError, match=r"the chat template of its processor cannot be read .*set model\.chat_template"):
+    with pytest.raises(
+        ModelError,
+        match=r"the chat template of its processor cannot be read .*set model\.chat_template",
+    ):
         template_of(folder)
     assert template_of(folder, chat_template=OTHER) == OTHER

@@ -34,7 +34,9 @@ def test_a_missing_folder_is_named(tmp_path):
 
 
 def test_a_hub_name_without_a_hub_says_so():
-    with pytest.raises(ModelError, match="no folder of that name here, and the model hub did not give it"):
+    with pytest.raises(
+        ModelError, match="no folder of that name here, and the model hub did not give it"
+    ):
         load_model(config("someone/some-model"))
 
 
@@ -84,7 +86,9 @@ def test_weights_of_another_width_are_an_error(folder):
         load_model(config(folder))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
 def test_the_dtype_is_the_one_asked_for(folder, name, dtype):
     assert load_model(config(folder, dtype=name)).dtype == dtype
     assert load_model(config(folder, dtype=name), dtype=torch.float64).dtype == torch.float64
@@ -94,7 +98,9 @@ def test_the_dtype_is_the_one_asked_for(folder, name, dtype):
 def test_frozen_prefixes_get_no_gradient(folder, prefix):
     model = load_model(config(folder, freeze=(prefix,)))
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {name for name, _ in model.named_parameters() if name.startswith("model.layers.0.")}
+    assert frozen == {
+        name for name, _ in model.named_parameters() if name.startswith("model.layers.0.")
+    }
 
 
 def test_a_frozen_prefix_that_names_nothing_is_an_error(folder):
@@ -151,7 +157,9 @@ def test_a_pad_that_is_missing_or_the_end_token_is_replaced_with_a_warning(folde
     assert "using <pad> to pad" in caplog.text
 
 
-def test_without_a_free_token_the_end_token_pads_and_a_warning_says_so(tmp_path, caplog, monkeypatch):
+def test_without_a_free_token_the_end_token_pads_and_a_warning_says_so(
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr("lightrft.models.loading.from_pretrained._PADS", ())
     save_model(tiny_model("qwen2"), tiny_tokenizer(), tmp_path)
     tokenizer = tiny_tokenizer()

@@ -26,7 +26,9 @@ def with_memory(model):
     def memory(tensor):
         if not tensor.is_meta:
             return None
-        return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 77, device="cpu")
+        return torch.full_like(
+            tensor, torch.nan if tensor.is_floating_point() else 77, device="cpu"
+        )
 
     exchange(model, memory, buffers=True)
     return model
@@ -89,7 +91,9 @@ def test_tied_embeddings_are_one_weight_and_others_two(tied, tmp_path):
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_are_drawn_as_when_loaded_at_once(dora, tmp_path):
     save_model(tiny_model("qwen2"), tiny_tokenizer(), tmp_path)
-    config = ModelConfig(path=str(tmp_path), lora=LoRAConfig(rank=4, dora=dora), freeze=("model.embed_tokens",))
+    config = ModelConfig(
+        path=str(tmp_path), lora=LoRAConfig(rank=4, dora=dora), freeze=("model.embed_tokens",)
+    )
     check_same(read(config), loaded(config))
 
 
@@ -134,16 +138,29 @@ def test_a_folder_without_safetensors_is_read_as_one_process_would(tmp_path):
 def test_a_weight_that_is_missing_is_named(tmp_path):
     tiny_model("qwen2").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    save_file({k: v for k, v in load_file(file).items() if "layers.1.mlp.up" not in k}, file, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 weights are missing or misshapen, e\.g\. model\.layers\.1\.mlp\.up_proj\.weight"):
+    save_file(
+        {k: v for k, v in load_file(file).items() if "layers.1.mlp.up" not in k},
+        file,
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"1 weights are missing or misshapen, e\.g\. model\.layers\.1\.mlp\.up_proj\.weight",
+    ):
         read(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_weight_of_another_shape_is_named(tmp_path):
     tiny_model("qwen2").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    save_file({k: v[:5].clone() if k == "model.norm.weight" else v for k, v in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"misshapen, e\.g\. model\.norm\.weight, \[5\] where the model has \[64\]"):
+    save_file(
+        {k: v[:5].clone() if k == "model.norm.weight" else v for k, v in load_file(file).items()},
+        file,
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        ModelError, match=r"misshapen, e\.g\. model\.norm\.weight, \[5\] where the model has \[64\]"
+    ):
         read(ModelConfig(path=str(tmp_path)))
 
 
@@ -151,8 +168,14 @@ def test_weights_that_are_tied_and_differ_are_refused(tmp_path):
     tiny_model("qwen2", tie_word_embeddings=True).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file, {"format": "pt"})
-    with pytest.raises(ModelError, match="is tied to another weight, and the files hold different values"):
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
+        file,
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        ModelError, match="is tied to another weight, and the files hold different values"
+    ):
         read(ModelConfig(path=str(tmp_path)))
 
 
@@ -171,5 +194,8 @@ def test_quantised_weights_are_refused(tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match=r"quantised weights cannot be spread over processes; set launch\.processes=1"):
+    with pytest.raises(
+        ModelError,
+        match=r"quantised weights cannot be spread over processes; set launch\.processes=1",
+    ):
         Actor.load(ModelConfig(path=str(tmp_path)), device="meta")

@@ -22,7 +22,9 @@ from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, rounding
 
-WINDOW = rounding(400)  # a frame is the Fourier transform of 400 samples, which the extractor computes in float32
+WINDOW = rounding(
+    400
+)  # a frame is the Fourier transform of 400 samples, which the extractor computes in float32
 
 HEARING = tuple(audio.FAMILIES)
 
@@ -45,7 +47,9 @@ def test_frames_are_those_of_the_feature_extractor_up_to_the_last_that_matters(t
     assert found["feature_lengths"].tolist() == made["attention_mask"].sum(-1).tolist()
     frames = found["input_features"]
     assert len(frames) == min(int(found["feature_lengths"]) + 2, 100)
-    torch.testing.assert_close(frames.T, made["input_features"][0, :, : len(frames)], atol=WINDOW, rtol=0)
+    torch.testing.assert_close(
+        frames.T, made["input_features"][0, :, : len(frames)], atol=WINDOW, rtol=0
+    )
 
 
 @pytest.mark.parametrize("samples", [330, 2500, 7000, 16000])
@@ -56,8 +60,14 @@ def test_the_prompt_is_the_one_that_the_familys_own_processor_writes(tmp_path, s
     text = f"<|audio_bos|>{part.written}<|audio_eos|>who?"
     made = own(text=text, audio=[sound(samples)], sampling_rate=16000, return_tensors="pt")
     extent = Extent((samples,))
-    assert r.tokenizer(text.replace(part.written, part.placeholder_text(extent)))["input_ids"] == made["input_ids"][0].tolist()
-    assert part.count(part.inputs(sound(samples), extent)) == (made["input_ids"] == r.processor.tokens["audio"]).sum()
+    assert (
+        r.tokenizer(text.replace(part.written, part.placeholder_text(extent)))["input_ids"]
+        == made["input_ids"][0].tolist()
+    )
+    assert (
+        part.count(part.inputs(sound(samples), extent))
+        == (made["input_ids"] == r.processor.tokens["audio"]).sum()
+    )
 
 
 def test_features_are_those_of_whole_windows(tmp_path):
@@ -65,34 +75,46 @@ def test_features_are_those_of_whole_windows(tmp_path):
     r = qwen2_audio(tmp_path, torch.float64)
     clips = [sound(n, n) for n in (700, 7000, 16000)]
     own = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), r.tokenizer)
-    made = own(text=["<|AUDIO|>?"] * 3, audio=clips, sampling_rate=16000, return_tensors="pt", padding=True)
+    made = own(
+        text=["<|AUDIO|>?"] * 3, audio=clips, sampling_rate=16000, return_tensors="pt", padding=True
+    )
     part = r.processor.parts["audio"]
     inputs = [part.inputs(c, Extent(c.shape)) for c in clips]
     with Float64(), torch.no_grad():
         expected = r.actor.base.model(**made, use_cache=False).last_hidden_state
         tower = r.actor.family.reader.towers[0]
-        values = tower.features(r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}).values
+        values = tower.features(
+            r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}
+        ).values
         embeddings = r.actor.base.get_input_embeddings()(made["input_ids"])
         embeddings[made["input_ids"] == r.processor.tokens["audio"]] = values
         found = r.actor.base.model.language_model(
             inputs_embeds=embeddings, attention_mask=made["attention_mask"], use_cache=False
         ).last_hidden_state
     real = made["attention_mask"].bool()
-    assert (found - expected)[real].abs().max() < 1e-5 * expected.abs().max()  # the extractor itself computes in float32
+    assert (found - expected)[
+        real
+    ].abs().max() < 1e-5 * expected.abs().max()  # the extractor itself computes in float32
 
 
 def test_the_tower_runs_on_no_more_frames_than_the_longest_clip_has(tmp_path):
     r = qwen2_audio(tmp_path)
     part = r.processor.parts["audio"]
     seen = []
-    r.actor.base.model.audio_tower.conv1.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
+    r.actor.base.model.audio_tower.conv1.register_forward_hook(
+        lambda m, args, out: seen.append(tuple(args[0].shape))
+    )
     inputs = [part.inputs(sound(n), Extent((n,))) for n in (1600, 3200)]
-    r.actor.family.reader.towers[0].features(r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]})
+    r.actor.family.reader.towers[0].features(
+        r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}
+    )
     assert seen == [(2, 16, 22)]
 
 
 @pytest.mark.parametrize("family", HEARING)
-def test_every_text_layer_attends_by_the_plan_and_no_layer_of_the_tower_does(family, tmp_path, monkeypatch):
+def test_every_text_layer_attends_by_the_plan_and_no_layer_of_the_tower_does(
+    family, tmp_path, monkeypatch
+):
     r = rig(family, tmp_path)
     seen = []
 
@@ -107,12 +129,18 @@ def test_every_text_layer_attends_by_the_plan_and_no_layer_of_the_tower_does(fam
 
 def test_a_clip_longer_than_the_window_is_an_error_in_seconds(tmp_path):
     part = qwen2_audio(tmp_path).processor.parts["audio"]
-    for refused in (lambda: part.placeholder_text(Extent((24000,))), lambda: part.inputs(sound(24000), Extent((24000,)))):
+    for refused in (
+        lambda: part.placeholder_text(Extent((24000,))),
+        lambda: part.inputs(sound(24000), Extent((24000,))),
+    ):
         with pytest.raises(ValueError, match=r"1\.5 s .* at most 1 s: cut it into shorter clips"):
             refused()
 
 
-@pytest.mark.parametrize("family, samples", [("qwen2_audio", 0), ("qwen2_audio", 1), ("qwen2_audio", 320), ("voxtral", 0)])
+@pytest.mark.parametrize(
+    "family, samples",
+    [("qwen2_audio", 0), ("qwen2_audio", 1), ("qwen2_audio", 320), ("voxtral", 0)],
+)
 def test_a_clip_without_a_single_feature_is_an_error(tmp_path, family, samples):
     part = rig(family, tmp_path).processor.parts["audio"]
     with pytest.raises(ValueError, match=f"a clip of {samples} samples .* is too short"):
@@ -122,7 +150,9 @@ def test_a_clip_without_a_single_feature_is_an_error(tmp_path, family, samples):
 def test_an_extractor_that_does_not_fit_the_tower_is_an_error(tmp_path):
     save_tiny_media("qwen2_audio", tmp_path, processor={"feature_size": 40})
     config = ModelConfig(path=str(tmp_path))
-    with pytest.raises(ModelError, match=r"\(mel bins, frames\) = \(40, 100\), the audio tower takes \(16, 100\)"):
+    with pytest.raises(
+        ModelError, match=r"\(mel bins, frames\) = \(40, 100\), the audio tower takes \(16, 100\)"
+    ):
         load_processor(config, load_tokenizer(config))
 
 
@@ -136,7 +166,11 @@ def test_sizes_of_tower_and_extractor_can_be_chosen(tmp_path):
     assert part.rate == 8000
     assert part.inputs(sound(8000), Extent((8000,)))["input_features"].shape == (50, 40)
     assert part.placeholder_text(Extent((8000,))) == "<|AUDIO|>" * 12
-    assert r.actor.score(mixed_batch([r.prompt("a", ("audio", (8000,)), "?")])).logprobs.isfinite().all()
+    assert (
+        r.actor.score(mixed_batch([r.prompt("a", ("audio", (8000,)), "?")]))
+        .logprobs.isfinite()
+        .all()
+    )
 
 
 @pytest.mark.parametrize("family", HEARING)
@@ -149,7 +183,10 @@ def test_a_saved_folder_loads_by_transformers_own_classes_and_says_the_same(fami
     config = ModelConfig(path=str(again))
     assert torch.equal(Actor(load_model(config), config).score(batch).logprobs, before)
     extractor = transformers.AutoFeatureExtractor.from_pretrained(again)
-    assert type(extractor) is WhisperFeatureExtractor and extractor.to_dict() == r.processor.parts["audio"].extractor.to_dict()
+    assert (
+        type(extractor) is WhisperFeatureExtractor
+        and extractor.to_dict() == r.processor.parts["audio"].extractor.to_dict()
+    )
     own = getattr(transformers, r.actor.family.loader).from_pretrained(again)
     assert torch.equal(Actor(own).own_logprobs(batch), r.actor.own_logprobs(batch))
 
@@ -168,15 +205,30 @@ def test_a_saved_folder_is_a_processor_of_qwen2_audio(tmp_path):
 def test_windows_of_voxtral_are_those_of_its_own_processor(tmp_path, samples):
     r = rig("voxtral", tmp_path)
     part, value = r.processor.parts["audio"], sound(samples)
-    own = SimpleNamespace(feature_extractor=WhisperFeatureExtractor(feature_size=16, chunk_length=1))
+    own = SimpleNamespace(
+        feature_extractor=WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    )
     made = VoxtralProcessor._retrieve_input_features(  # the rest of it needs mistral-common
-        own, [value], 100, sampling_rate=16000, padding=True, truncation=False, pad_to_multiple_of=16000, return_tensors="pt"
+        own,
+        [value],
+        100,
+        sampling_rate=16000,
+        padding=True,
+        truncation=False,
+        pad_to_multiple_of=16000,
+        return_tensors="pt",
     )
     found = part.inputs(value, Extent(value.shape))
     assert len(found["input_features"]) <= samples / 160 + 4
     tower = r.actor.family.reader.towers[0]
-    torch.testing.assert_close(tower.adapt(r.actor.base, found)["input_features"], made, atol=WINDOW, rtol=0)
-    assert part.count(found) == len(made) * 25 == part.placeholder_text(Extent(value.shape)).count("[AUDIO]")
+    torch.testing.assert_close(
+        tower.adapt(r.actor.base, found)["input_features"], made, atol=WINDOW, rtol=0
+    )
+    assert (
+        part.count(found)
+        == len(made) * 25
+        == part.placeholder_text(Extent(value.shape)).count("[AUDIO]")
+    )
 
 
 def test_windows_of_samples_that_reach_too_far_back_are_an_error_for_voxtral(tmp_path):
@@ -188,7 +240,12 @@ def test_windows_of_samples_that_reach_too_far_back_are_an_error_for_voxtral(tmp
 
 def test_a_clip_of_several_windows_is_heard_in_every_layout(tmp_path):
     r = rig("voxtral", tmp_path, torch.float64)
-    batch = mixed_batch([r.prompt("0", ("audio", (40000,)), "?"), r.prompt("1", ("audio", (3000,)), ("audio", (16001,)))])
+    batch = mixed_batch(
+        [
+            r.prompt("0", ("audio", (40000,)), "?"),
+            r.prompt("1", ("audio", (3000,)), ("audio", (16001,))),
+        ]
+    )
     with Float64(), torch.no_grad():
         expected = r.actor.own_logprobs(batch)
         for layout in ("prefix_shared", "packed", "padded"):
@@ -211,8 +268,12 @@ def test_features_of_omni_are_those_of_its_own_extractors_frames(tmp_path):
             made["input_features"], feature_attention_mask=made["attention_mask"], return_dict=True
         ).last_hidden_state
         tower = r.actor.family.reader.towers[2]
-        found = tower.features(r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}).values
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()  # the extractor itself computes in float32
+        found = tower.features(
+            r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}
+        ).values
+    assert (
+        found - expected
+    ).abs().max() < 1e-5 * expected.abs().max()  # the extractor itself computes in float32
     assert (
         len(found)
         == sum(part.count(i) for i in inputs)
@@ -223,35 +284,55 @@ def test_features_of_omni_are_those_of_its_own_extractors_frames(tmp_path):
 def test_marks_and_placeholders_that_stand_for_nothing_do_not_move_positions_of_omni(tmp_path):
     r = omni(tmp_path)
     vocabulary = r.tokenizer.get_vocab()
-    prompt = r.prompt("0", ("audio", (4000,)), "a", ("image", (16, 24, 3)), "b", ("video", (4, 12, 12, 3)), "c")
+    prompt = r.prompt(
+        "0", ("audio", (4000,)), "a", ("image", (16, 24, 3)), "b", ("video", (4, 12, 12, 3)), "c"
+    )
     media = {name: rows.values for name, rows in prompt.media.items()}
     ids = torch.tensor([prompt.token_ids])
-    types = sum((ids == tower.token_id(r.actor.base.config)) * tower.type_id for tower in r.actor.family.reader.towers)
-    strays = [vocabulary[mark] for mark in ("<|audio_bos|>", "<|vision_bos|>", "<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>")]
+    types = sum(
+        (ids == tower.token_id(r.actor.base.config)) * tower.type_id
+        for tower in r.actor.family.reader.towers
+    )
+    strays = [
+        vocabulary[mark]
+        for mark in ("<|audio_bos|>", "<|vision_bos|>", "<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>")
+    ]
     positions = []
     for last in (strays, [vocabulary["x"]] * len(strays)):
         row = torch.cat([ids, torch.tensor([last])], dim=1)
         kinds = torch.nn.functional.pad(types, (0, len(last)))
-        positions.append(r.actor.family.reader.positions(r.actor.base, row, kinds, torch.ones_like(row), media))
+        positions.append(
+            r.actor.family.reader.positions(r.actor.base, row, kinds, torch.ones_like(row), media)
+        )
     assert torch.equal(*positions)
     assert not torch.equal(positions[0][0], positions[0][1])  # there is height and width in them
 
 
 def test_of_a_folder_that_can_speak_the_part_that_answers_in_text_is_loaded(tmp_path):
     r = omni(tmp_path)
-    whole = transformers.Qwen2_5OmniConfig(thinker_config=r.actor.base.config.to_dict(), enable_audio_output=False)
+    whole = transformers.Qwen2_5OmniConfig(
+        thinker_config=r.actor.base.config.to_dict(), enable_audio_output=False
+    )
     model = transformers.Qwen2_5OmniForConditionalGeneration(whole)
     model.thinker.load_state_dict(r.actor.base.state_dict())
     folder = tmp_path / "whole"
     save_model(model, r.tokenizer, folder, processor=r.processor)
     weights = load_file(folder / "model.safetensors")
     assert all(name.startswith("thinker.") for name in weights)
-    save_file({**weights, "talker.codec_head.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**weights, "talker.codec_head.weight": torch.ones(2, 2)},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     loaded = Actor.load(ModelConfig(path=str(folder)))
     batch = mixed_batch(mixed_prompts(r))
     assert loaded.base.config.model_type == "qwen2_5_omni_thinker"
     assert torch.equal(loaded.score(batch).logprobs, r.actor.score(batch).logprobs)
-    assert load_processor(loaded.config, load_tokenizer(loaded.config)).parts.keys() == {"image", "video", "audio"}
+    assert load_processor(loaded.config, load_tokenizer(loaded.config)).parts.keys() == {
+        "image",
+        "video",
+        "audio",
+    }
 
 
 def test_pictures_and_sound_of_omni_are_set_in_one_file(tmp_path):
@@ -284,16 +365,26 @@ def test_a_processor_can_be_sent_to_another_process(family, tmp_path):
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni_thinker"])
 def test_frames_of_a_filled_up_clip_are_those_that_count(family, told, tmp_path):
     r = rig(family, tmp_path)
-    part, clips = r.processor.parts["audio"], [sound(n, n) for n in (6240, 16000)]  # 39 and 100 frames: 10 and 25 features
+    part, clips = (
+        r.processor.parts["audio"],
+        [sound(n, n) for n in (6240, 16000)],
+    )  # 39 and 100 frames: 10 and 25 features
     extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     made = extractor(clips, sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
     lengths = made["attention_mask"].sum(-1).tolist()
     assert lengths == [39, 100]
     tower = next(t for t in r.actor.family.reader.towers if t.kind == "audio")
-    found = tower.arrange(r.actor.base, list(made["input_features"]), lengths if told else None, [10, 25])
+    found = tower.arrange(
+        r.actor.base, list(made["input_features"]), lengths if told else None, [10, 25]
+    )
     counted = lengths if told else [40, 100]
     assert found["feature_lengths"].tolist() == counted
     if told:
         inputs = [part.inputs(c, Extent(c.shape)) for c in clips]
-        torch.testing.assert_close(found["input_features"], torch.cat([i["input_features"] for i in inputs]), atol=WINDOW, rtol=0)
+        torch.testing.assert_close(
+            found["input_features"],
+            torch.cat([i["input_features"] for i in inputs]),
+            atol=WINDOW,
+            rtol=0,
+        )
     assert len(tower.features(r.actor.base, found).values) == 35

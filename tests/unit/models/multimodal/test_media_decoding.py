@@ -91,7 +91,9 @@ def answers(r, prompts, samples, temperature=0.0, decoder=Careful):
     decoder = decoder(r.actor.base)
     decoder.banned = banned(r)
     engine = NativeEngine(decoder, r.tokenizer, EngineConfig())
-    requests = [Request(p, seed=10 * i + s, sample=s) for i, p in enumerate(prompts) for s in range(samples)]
+    requests = [
+        Request(p, seed=10 * i + s, sample=s) for i, p in enumerate(prompts) for s in range(samples)
+    ]
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=TOKENS)
     return {(x.prompt.id, x.sample): x for x in engine.generate(requests, sampling)}
 
@@ -124,11 +126,17 @@ def test_log_probs_of_drawn_answers_are_those_of_the_models_own_forward(family, 
 def watched(model, prefixes):
     """Shapes of what comes into the first layer of each tower, call by call."""
     calls = []
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    layers = [
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    ]
     for prefix in prefixes:
         first = next((layer for name, layer in layers if name.startswith(prefix)), None)
         if first is not None:
-            first.register_forward_hook(lambda module, args, out: calls.append(tuple(args[0].shape)))
+            first.register_forward_hook(
+                lambda module, args, out: calls.append(tuple(args[0].shape))
+            )
     assert not calls
     return calls
 
@@ -195,7 +203,9 @@ def test_a_placeholder_that_was_sampled_stands_for_nothing_when_its_answer_is_re
     token = r.actor.family.reader.towers[0].token_id(r.actor.base.config)
     engine = NativeEngine(KVDecoder(r.actor.base), r.tokenizer, EngineConfig())
     begun = Rollout(prompt, [token, 40, 41], [True] * 3, [-1.0] * 3, [0] * 3, "abort", 7, 0)
-    (found,) = engine.generate([Request(prompt, 7, partial=begun)], SamplingConfig(max_new_tokens=6))
+    (found,) = engine.generate(
+        [Request(prompt, 7, partial=begun)], SamplingConfig(max_new_tokens=6)
+    )
     batch = Batch(Segments.of_prompts([prompt]), Segments.of([found.token_ids]), torch.tensor([0]))
     with torch.no_grad():
         expected = r.actor.score(batch).logprobs

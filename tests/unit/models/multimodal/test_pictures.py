@@ -33,7 +33,9 @@ PAN = {
 
 
 def picture(height, width):
-    return np.random.default_rng(height * width).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    return (
+        np.random.default_rng(height * width).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    )
 
 
 def part_of(family, folder, **processor):
@@ -45,10 +47,16 @@ def part_of(family, folder, **processor):
 
 def gemma_own(tokenizer):
     """``Gemma3Processor`` over a tokenizer that names the three tokens as the family's does."""
-    for name, text in (("boi", "<start_of_image>"), ("eoi", "<end_of_image>"), ("image", "<image_soft_token>")):
+    for name, text in (
+        ("boi", "<start_of_image>"),
+        ("eoi", "<end_of_image>"),
+        ("image", "<image_soft_token>"),
+    ):
         setattr(tokenizer, f"{name}_token", text)
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(text))
-    return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 24, "width": 24}), tokenizer, image_seq_length=9)
+    return Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": 24, "width": 24}), tokenizer, image_seq_length=9
+    )
 
 
 @pytest.mark.parametrize("crops", [{}, PAN])
@@ -57,22 +65,39 @@ def test_gemma_pictures_and_prompts_are_those_of_the_familys_own_processor(tmp_p
     part, tokenizer = part_of("gemma3", tmp_path, **crops)
     value, extent, text = picture(*size), Extent((*size, 3)), f"see {part.written} now"
     found = part.inputs(value, extent)
-    ids = tokenizer(text.replace(part.written, part.placeholder_text(extent)), add_special_tokens=False)["input_ids"]
-    made = gemma_own(tokenizer)(images=[[Image.fromarray(value)]], text=[text], return_tensors="pt", **crops)
+    ids = tokenizer(
+        text.replace(part.written, part.placeholder_text(extent)), add_special_tokens=False
+    )["input_ids"]
+    made = gemma_own(tokenizer)(
+        images=[[Image.fromarray(value)]], text=[text], return_tensors="pt", **crops
+    )
     assert torch.equal(found["pixel_values"], made["pixel_values"])
     assert ids == made["input_ids"][0].tolist()
     assert part.count(found) == int(made["token_type_ids"].sum()) == 9 * len(found["pixel_values"])
 
 
-def test_gemma_crops_are_off_until_the_folder_turns_them_on_and_null_settings_have_the_familys_values(tmp_path):
+def test_gemma_crops_are_off_until_the_folder_turns_them_on_and_null_settings_have_the_familys_values(
+    tmp_path,
+):
     wide = Extent((300, 900, 3))
-    assert part_of("gemma3", tmp_path / "off")[0].placeholder_text(wide).count("<start_of_image>") == 1
-    assert part_of("gemma3", tmp_path / "on", do_pan_and_scan=True)[0].placeholder_text(wide).count("<start_of_image>") == 4
+    assert (
+        part_of("gemma3", tmp_path / "off")[0].placeholder_text(wide).count("<start_of_image>") == 1
+    )
+    assert (
+        part_of("gemma3", tmp_path / "on", do_pan_and_scan=True)[0]
+        .placeholder_text(wide)
+        .count("<start_of_image>")
+        == 4
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"do_image_splitting": False}, {"size": {"longest_edge": 50}}])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_image_splitting": False}, {"size": {"longest_edge": 50}}]
+)
 @pytest.mark.parametrize("size", SIZES)
-def test_smolvlm_crops_are_those_of_the_familys_own_processor_and_the_text_names_each(tmp_path, size, options):
+def test_smolvlm_crops_are_those_of_the_familys_own_processor_and_the_text_names_each(
+    tmp_path, size, options
+):
     part, _ = part_of("smolvlm", tmp_path, **options)
     settings = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, **options}
     own = SmolVLMImageProcessorPil(**settings)
@@ -83,7 +108,9 @@ def test_smolvlm_crops_are_those_of_the_familys_own_processor_and_the_text_names
     assert bool(made["pixel_attention_mask"].all())
     rows, columns, text = made["rows"][0][0], made["cols"][0][0], part.placeholder_text(extent)
     assert text.count("<image>") == part.count(found) == 4 * (rows * columns + 1)
-    assert [f"<row_{r + 1}_col_{c + 1}>" in text for r in range(rows) for c in range(columns)] == [True] * rows * columns
+    assert [f"<row_{r + 1}_col_{c + 1}>" in text for r in range(rows) for c in range(columns)] == [
+        True
+    ] * rows * columns
 
 
 def test_smolvlm_grids_fit_pictures_of_every_shape(tmp_path):
@@ -94,7 +121,9 @@ def test_smolvlm_grids_fit_pictures_of_every_shape(tmp_path):
         for width in range(1, 60, 4):
             made = own(images=[Image.fromarray(picture(height, width))], return_row_col_info=True)
             crops = len(made["pixel_values"][0])
-            assert part.placeholder_text(Extent((height, width, 3))).count("<image>") == 4 * crops, (height, width)
+            assert (
+                part.placeholder_text(Extent((height, width, 3))).count("<image>") == 4 * crops
+            ), (height, width)
 
 
 def test_smolvlm_writes_rows_of_crops_and_then_the_whole_picture(tmp_path):
@@ -111,7 +140,8 @@ def test_bounds_on_pixels_lower_the_number_of_smolvlm_crops(tmp_path):
     part, _ = part_of("smolvlm", tmp_path, size={"longest_edge": 64})
     square = Extent((50, 50, 3))
     counts = [
-        part.limited(None, most).placeholder_text(square).count("<image>") for most in (None, 64 * 64, 64 * 64 - 1, 900, 256)
+        part.limited(None, most).placeholder_text(square).count("<image>")
+        for most in (None, 64 * 64, 64 * 64 - 1, 900, 256)
     ]
     assert counts == [4 * 17, 4 * 17, 4 * 10, 4 * 1, 4 * 1]
     with pytest.raises(ModelError, match="max_pixels = 255"):
@@ -123,7 +153,9 @@ def test_bounds_on_pixels_lower_the_number_of_smolvlm_crops(tmp_path):
 def test_bounds_that_a_fixed_size_breaks_are_an_error(tmp_path):
     part, _ = part_of("gemma3", tmp_path)
     assert part.limited(576, 576) is part
-    with pytest.raises(ModelError, match="min_pixels = 577: this model reads pictures of 576 pixels"):
+    with pytest.raises(
+        ModelError, match="min_pixels = 577: this model reads pictures of 576 pixels"
+    ):
         part.limited(577, None)
     with pytest.raises(ModelError, match="max_pixels = 575"):
         part.limited(None, 575)
@@ -139,8 +171,12 @@ def test_a_saved_processor_reads_pictures_as_before(tmp_path, family):
     again = load_processor(config, tokenizer).parts["image"]
     value, extent = picture(20, 30), Extent((20, 30, 3))
     assert again.placeholder_text(extent) == part.placeholder_text(extent)
-    assert torch.equal(again.inputs(value, extent)["pixel_values"], part.inputs(value, extent)["pixel_values"])
-    assert json.loads((tmp_path / "second" / "preprocessor_config.json").read_text())["image_processor_type"]
+    assert torch.equal(
+        again.inputs(value, extent)["pixel_values"], part.inputs(value, extent)["pixel_values"]
+    )
+    assert json.loads((tmp_path / "second" / "preprocessor_config.json").read_text())[
+        "image_processor_type"
+    ]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "smolvlm"])
@@ -148,10 +184,17 @@ def test_rectangles_filled_up_on_the_left_give_the_log_probs_of_plain_rows(tmp_p
     r = rig(family, tmp_path, torch.float64)
     prompts = mixed_prompts(r)
     answers = torch.randint(4, 90, (len(prompts), 4), generator=torch.Generator().manual_seed(0))
-    batch = Batch(Segments.of_prompts(prompts), Segments.of(answers.tolist()), torch.arange(len(prompts)))
+    batch = Batch(
+        Segments.of_prompts(prompts), Segments.of(answers.tolist()), torch.arange(len(prompts))
+    )
     width = max(len(p.token_ids) for p in prompts)
-    ids = torch.cat([torch.tensor([[0] * (width - len(p.token_ids)) + p.token_ids for p in prompts]), answers], 1)
-    mask = torch.tensor([[0] * (width - len(p.token_ids)) + [1] * (len(p.token_ids) + 4) for p in prompts])
+    ids = torch.cat(
+        [torch.tensor([[0] * (width - len(p.token_ids)) + p.token_ids for p in prompts]), answers],
+        1,
+    )
+    mask = torch.tensor(
+        [[0] * (width - len(p.token_ids)) + [1] * (len(p.token_ids) + 4) for p in prompts]
+    )
     pixels = batch.prompts.media["pixel_values"].values
     with Float64(), torch.no_grad():
         expected = r.actor.own_logprobs(batch).view(-1, 4)
@@ -163,7 +206,9 @@ def test_spans_are_found_at_every_copy_of_a_prompt_and_end_where_it_ends(tmp_pat
     actor = rig("gemma3", tmp_path).actor
     soft = [actor.base.config.image_token_index] * 9
     media = {"pixel_values": Ragged(torch.rand(4, 3, 24, 24), torch.tensor([1, 1, 2]))}
-    seen = merge_multimodal_inputs(actor.base, actor.family, Segments.of([soft, [*soft, 5], [6, *soft, *soft]], media))
+    seen = merge_multimodal_inputs(
+        actor.base, actor.family, Segments.of([soft, [*soft, 5], [6, *soft, *soft]], media)
+    )
     first, second, third = range(9), range(9, 19), range(19, 38)
     row = [*first, *first, *second, *first, *third, -1, -1]
     assert seen.spans(torch.tensor(row)) == [(0, 9), (9, 9), (18, 9), (28, 9), (38, 18)]

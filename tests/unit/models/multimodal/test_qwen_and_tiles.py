@@ -49,7 +49,12 @@ def own_processor(family, r, **fields):
         "start_image_token": "<img>",
         "end_image_token": "</img>",
     }
-    for name, value in {**tokens, "image_processor": pictures, "video_processor": pictures, **fields}.items():
+    for name, value in {
+        **tokens,
+        "image_processor": pictures,
+        "video_processor": pictures,
+        **fields,
+    }.items():
         setattr(own, name, value)
     return own
 
@@ -94,7 +99,9 @@ def patches_one_by_one(frames, grid, processor):
 
 @pytest.mark.parametrize("frames", [2, 5, 8])
 @pytest.mark.parametrize("family", QWEN)
-def test_clips_of_qwen_are_patches_of_consecutive_frames_with_the_last_repeated(family, frames, tmp_path):
+def test_clips_of_qwen_are_patches_of_consecutive_frames_with_the_last_repeated(
+    family, frames, tmp_path
+):
     r = rig(family, tmp_path)
     part = r.processor.parts["video"]
     value, extent = clip(frames, 23, 14)
@@ -103,8 +110,18 @@ def test_clips_of_qwen_are_patches_of_consecutive_frames_with_the_last_repeated(
     assert grid[0] == (frames + 1) // 2
     taken = [*range(frames), frames - 1][: 2 * grid[0]]
     size = (grid[2] * part.processor.patch_size, grid[1] * part.processor.patch_size)
-    resized = np.stack([np.asarray(Image.fromarray(value[t]).resize(size, resample=part.processor.resample)) for t in taken])
-    torch.testing.assert_close(found["pixel_values_videos"], patches_one_by_one(resized, grid, part.processor), atol=1e-5, rtol=0)
+    resized = np.stack(
+        [
+            np.asarray(Image.fromarray(value[t]).resize(size, resample=part.processor.resample))
+            for t in taken
+        ]
+    )
+    torch.testing.assert_close(
+        found["pixel_values_videos"],
+        patches_one_by_one(resized, grid, part.processor),
+        atol=1e-5,
+        rtol=0,
+    )
     metadata = SimpleNamespace(fps=2.0, frames_indices=list(range(frames)))
     inputs = {"video_grid_thw": found["video_grid_thw"], "video_metadata": [metadata]}
     text = part.placeholder_text(extent)
@@ -126,14 +143,20 @@ def test_clips_go_by_the_folders_own_settings_for_clips(tmp_path):
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(fields))
     config = ModelConfig(path=str(tmp_path))
     processor = load_processor(config, load_tokenizer(config))
-    assert processor.parts["image"].inputs(*picture(64, 64))["image_grid_thw"].tolist() == [[1, 8, 8]]
+    assert processor.parts["image"].inputs(*picture(64, 64))["image_grid_thw"].tolist() == [
+        [1, 8, 8]
+    ]
     # 2048 pixels are for all eight frames together: 256 for each.
-    assert processor.parts["video"].inputs(*clip(8, 64, 64))["video_grid_thw"].tolist() == [[4, 4, 4]]
+    assert processor.parts["video"].inputs(*clip(8, 64, 64))["video_grid_thw"].tolist() == [
+        [4, 4, 4]
+    ]
     one_frame = processor.limited(None, 64).parts["video"]
     assert one_frame.inputs(*clip(8, 64, 64))["video_grid_thw"].tolist() == [[4, 2, 2]]
 
 
-@pytest.mark.parametrize(("family", "frames"), [("qwen3_vl", 1), ("qwen3_vl", 4), ("qwen2_5_vl", 4)])
+@pytest.mark.parametrize(
+    ("family", "frames"), [("qwen3_vl", 1), ("qwen3_vl", 4), ("qwen2_5_vl", 4)]
+)
 def test_a_clip_that_cannot_be_read_is_refused(family, frames, tmp_path):
     part = rig(family, tmp_path).processor.parts["video"]
     value, extent = clip(frames, 16, 16)
@@ -147,7 +170,9 @@ def timed_prompt(r, rate, frames=6):
     part = r.processor.parts["video"]
     value, extent = clip(frames, 16, 16, rate)
     text = f"see <|vision_start|>{part.placeholder_text(extent)}<|vision_end|> then?"
-    media = {name: Ragged(x, torch.tensor([len(x)])) for name, x in part.inputs(value, extent).items()}
+    media = {
+        name: Ragged(x, torch.tensor([len(x)])) for name, x in part.inputs(value, extent).items()
+    }
     return Prompt(id="", token_ids=r.tokenizer(text)["input_ids"], media=media)
 
 
@@ -161,13 +186,20 @@ def test_two_frame_rates_give_the_positions_that_the_models_own_rule_has(tmp_pat
         types = 2 * (ids == r.processor.tokens["video"]).long()
         grid = prompt.media["video_grid_thw"].values
         own, _ = model.model.get_rope_index(
-            ids, mm_token_type_ids=types, video_grid_thw=grid, second_per_grid_ts=torch.tensor([float(seconds)])
+            ids,
+            mm_token_type_ids=types,
+            video_grid_thw=grid,
+            second_per_grid_ts=torch.tensor([float(seconds)]),
         )
-        positions = merge_multimodal_inputs(model, r.actor.family, Segments.of_prompts([prompt])).positions
+        positions = merge_multimodal_inputs(
+            model, r.actor.family, Segments.of_prompts([prompt])
+        ).positions
         assert torch.equal(positions, own[:, 0])
         per_second = model.config.vision_config.tokens_per_second
         first = prompt.token_ids.index(r.processor.tokens["video"])
-        assert positions[0, first : first + 12 : 4].tolist() == [first + t * per_second * seconds for t in range(3)]
+        assert positions[0, first : first + 12 : 4].tolist() == [
+            first + t * per_second * seconds for t in range(3)
+        ]
         found.append(positions)
     assert not torch.equal(found[0], found[1])
 
@@ -177,12 +209,16 @@ def test_answers_to_a_long_clip_go_on_where_the_models_own_forward_does(family, 
     """The clip's last frames are at later positions than the text that follows it."""
     r = rig(family, tmp_path, torch.float64)
     prompt = timed_prompt(r, 0.25, frames=40)
-    batch = Batch(Segments.of_prompts([prompt]), Segments.of([[5, 6, 7], [8, 9]]), torch.tensor([0, 0]))
+    batch = Batch(
+        Segments.of_prompts([prompt]), Segments.of([[5, 6, 7], [8, 9]]), torch.tensor([0, 0])
+    )
     with Float64(), torch.no_grad():
         expected = r.actor.own_logprobs(batch)
         for layout in layouts_of(r.actor):
             r.actor.layout = layout
-            assert (r.actor.score(batch).logprobs - expected).abs().max() < 1e-9 * expected.abs().max()
+            assert (
+                r.actor.score(batch).logprobs - expected
+            ).abs().max() < 1e-9 * expected.abs().max()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -190,7 +226,9 @@ def test_tiles_of_internvl_are_those_of_its_own_processor(size, tmp_path):
     r = rig("internvl", tmp_path)
     part = r.processor.parts["image"]
     value, extent = picture(*size)
-    made = part.processor(images=[Image.fromarray(value)], crop_to_patches=True, return_tensors="pt")
+    made = part.processor(
+        images=[Image.fromarray(value)], crop_to_patches=True, return_tensors="pt"
+    )
     found = part.inputs(value, extent)
     assert torch.equal(found["pixel_values"], made["pixel_values"])
     own = own_processor("internvl", r, image_seq_length=4)
@@ -206,12 +244,18 @@ def test_bounds_of_internvl_are_counts_of_tiles(tmp_path):
     assert tiles_of(part.limited(None, 400)) == 1
     assert tiles_of(part.limited(7 * 256, 9 * 256)) == 10
     limited = part.limited(7 * 256, 9 * 256)
-    assert limited.placeholder_text(extent).count(part.written) == limited.count(limited.inputs(value, extent)) == 40
+    assert (
+        limited.placeholder_text(extent).count(part.written)
+        == limited.count(limited.inputs(value, extent))
+        == 40
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("most", [9, 2])
-def test_tiles_of_onevision_are_as_many_features_as_its_processor_and_its_model_have(size, most, tmp_path):
+def test_tiles_of_onevision_are_as_many_features_as_its_processor_and_its_model_have(
+    size, most, tmp_path
+):
     r = rig("llava_onevision", tmp_path)
     edit(r.path / "config.json", vision_aspect_ratio=f"anyres_max_{most}")
     config = ModelConfig(path=str(r.path))
@@ -219,8 +263,14 @@ def test_tiles_of_onevision_are_as_many_features_as_its_processor_and_its_model_
     value, extent = picture(*size)
     made = part.processor(images=[Image.fromarray(value)], return_tensors="pt")
     found = part.inputs(value, extent)
-    assert torch.equal(found["pixel_values"], made["pixel_values"][0]) and torch.equal(found["image_sizes"], made["image_sizes"])
-    fields = {"num_image_tokens": 9, "vision_feature_select_strategy": "full", "vision_aspect_ratio": f"anyres_max_{most}"}
+    assert torch.equal(found["pixel_values"], made["pixel_values"][0]) and torch.equal(
+        found["image_sizes"], made["image_sizes"]
+    )
+    fields = {
+        "num_image_tokens": 9,
+        "vision_feature_select_strategy": "full",
+        "vision_aspect_ratio": f"anyres_max_{most}",
+    }
     own = own_processor("llava_onevision", r, **fields)
     assert part.placeholder_text(extent) == own.replace_image_token(made, 0)
     model = load_model(config)
@@ -236,7 +286,11 @@ def test_tiles_of_onevision_at_real_sizes_are_counted_as_its_processor_does(tmp_
     edit(r.path / "preprocessor_config.json", size={"height": 384, "width": 384})
     part = load_processor(ModelConfig(path=str(r.path)), r.tokenizer).parts["image"]
     own = own_processor(
-        "llava_onevision", r, num_image_tokens=729, vision_aspect_ratio="anyres_max_9", image_processor=part.processor
+        "llava_onevision",
+        r,
+        num_image_tokens=729,
+        vision_aspect_ratio="anyres_max_9",
+        image_processor=part.processor,
     )
     rng = np.random.default_rng(0)
     for height, width in rng.integers(20, 4000, size=(60, 2)).tolist():
@@ -249,12 +303,19 @@ def test_clips_of_onevision_are_whole_frames_and_one_mark(tmp_path):
     part = r.processor.parts["video"]
     value, extent = clip(3, 20, 31)
     found = part.inputs(value, extent)
-    frames = np.stack([np.asarray(Image.fromarray(f).resize((12, 12), resample=Image.Resampling.BICUBIC)) for f in value])
+    frames = np.stack(
+        [
+            np.asarray(Image.fromarray(f).resize((12, 12), resample=Image.Resampling.BICUBIC))
+            for f in value
+        ]
+    )
     mean, std = (np.array(x) for x in (part.processor.image_mean, part.processor.image_std))
     expected = torch.from_numpy(((frames / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
     torch.testing.assert_close(found["pixel_values_videos"], expected, atol=1e-5, rtol=0)
     own = own_processor("llava_onevision", r, num_image_tokens=9)
-    assert part.placeholder_text(extent) == own.replace_video_token({"pixel_values_videos": [found["pixel_values_videos"]]}, 0)
+    assert part.placeholder_text(extent) == own.replace_video_token(
+        {"pixel_values_videos": [found["pixel_values_videos"]]}, 0
+    )
     assert part.placeholder_text(extent).count("<video>") == part.count(found) == 13
 
 
@@ -266,7 +327,9 @@ def test_bounds_of_onevision_shrink_and_enlarge_the_picture_first(tmp_path):
     large = r.processor.limited(12800, None).parts["image"]
     assert large.inputs(value, extent)["image_sizes"].tolist() == [[80, 160]]
     for part in (small, large):
-        assert part.placeholder_text(extent).count("<image>") == part.count(part.inputs(value, extent))
+        assert part.placeholder_text(extent).count("<image>") == part.count(
+            part.inputs(value, extent)
+        )
 
 
 def test_tiles_that_model_and_processor_see_differently_are_an_error(tmp_path):
@@ -276,11 +339,17 @@ def test_tiles_that_model_and_processor_see_differently_are_an_error(tmp_path):
         load_processor(ModelConfig(path=str(r.path)), r.tokenizer)
 
 
-def test_clips_of_two_lengths_in_a_prompt_are_scored_and_their_check_says_why_it_cannot_be_made(tmp_path):
+def test_clips_of_two_lengths_in_a_prompt_are_scored_and_their_check_says_why_it_cannot_be_made(
+    tmp_path,
+):
     r = rig("llava_onevision", tmp_path)
     two = r.prompt("", ("video", (2, 12, 12, 3)), "and", ("video", (3, 16, 12, 3)))
     batch = Batch(Segments.of_prompts([two]), Segments.of([[5, 6, 7]]), torch.tensor([0]))
-    ends = r.actor.family.reader.towers[1].features(r.actor.base, {k: x.values for k, x in two.media.items()}).values[[8, 21]]
+    ends = (
+        r.actor.family.reader.towers[1]
+        .features(r.actor.base, {k: x.values for k, x in two.media.items()})
+        .values[[8, 21]]
+    )
     assert torch.equal(ends, r.actor.base.model.image_newline.expand(2, -1))
     assert r.actor.score(batch).logprobs.shape == (3,)
     with pytest.raises(ModelError, match=r"clips of 2, 3 frames.*model\.check_layout"):
@@ -319,9 +388,13 @@ def test_a_processor_that_was_saved_makes_the_same_of_everything(family, tmp_pat
     for kind, shape in (("image", (20, 30, 3)), ("video", (5, 16, 24, 3)), ("audio", (7000,))):
         if kind in r.kinds:
             value, extent = random_media(kind, shape, rng)
-            assert again.parts[kind].placeholder_text(extent) == r.processor.parts[kind].placeholder_text(extent)
+            assert again.parts[kind].placeholder_text(extent) == r.processor.parts[
+                kind
+            ].placeholder_text(extent)
             first, second = (p.parts[kind].inputs(value, extent) for p in (r.processor, again))
-            assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+            assert first.keys() == second.keys() and all(
+                torch.equal(first[k], second[k]) for k in first
+            )
 
 
 @pytest.mark.parametrize("family", SEEING)

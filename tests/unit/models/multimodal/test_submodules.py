@@ -30,14 +30,18 @@ RATES = {"tower": 1e-4, "projector": 1e-3}
 
 
 @pytest.fixture(scope="module", params=MEDIA_FAMILIES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Batch]:
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Rig, Batch]:
     """A model that is only read, in a folder that nothing writes into. ``load`` makes a copy."""
     r = rig(request.param, tmp_path_factory.mktemp("made"))
     return r, mixed_batch(mixed_prompts(r))
 
 
 def load(r: Rig, **options: Any) -> Actor:
-    return Actor.load(ModelConfig.model_validate({"path": str(r.path), "dtype": "float32", **options}))
+    return Actor.load(
+        ModelConfig.model_validate({"path": str(r.path), "dtype": "float32", **options})
+    )
 
 
 def trained_parts(actor: Actor) -> set[str]:
@@ -72,12 +76,18 @@ def test_every_parameter_belongs_to_one_part_and_every_part_has_some(made):
     names = [name for name, _ in r.actor.named_parameters()]
     assert {r.actor.part_of(name) for name in names} == set(r.actor.parts)
     assert r.actor.part_of("model.model.language_model.embed_tokens.weight") == "language"
-    assert all(r.actor.part_of(n) == "language" for n in names if "embed_tokens" in n or "lm_head" in n)
-    for prefixes in r.actor.family.reader.parts.values():  # of which some may be for other releases of transformers
+    assert all(
+        r.actor.part_of(n) == "language" for n in names if "embed_tokens" in n or "lm_head" in n
+    )
+    for prefixes in (
+        r.actor.family.reader.parts.values()
+    ):  # of which some may be for other releases of transformers
         assert any(n.removeprefix("model.").startswith(prefixes) for n in names)
 
 
-@pytest.mark.parametrize("frozen", [("tower",), ("projector",), ("language",), ("language", "tower")])
+@pytest.mark.parametrize(
+    "frozen", [("tower",), ("projector",), ("language",), ("language", "tower")]
+)
 def test_a_frozen_part_gets_no_gradient_and_the_others_do(made, frozen):
     r, batch = made
     actor = load(r, freeze=frozen)
@@ -133,7 +143,9 @@ def test_a_rate_of_the_language_model_alone_leaves_its_critic_head_with_it(made)
     r, _ = made
     critic = Critic.load(ModelConfig(path=str(r.path), dtype="float32"))
     _, state = prepared(critic, lr_of={"language": 1e-5})
-    rate_of = {id(p): group["lr"] for group in state.optimizer.param_groups for p in group["params"]}
+    rate_of = {
+        id(p): group["lr"] for group in state.optimizer.param_groups for p in group["params"]
+    }
     assert rate_of[id(critic.value_head.weight)] == 1e-5
 
 
@@ -146,7 +158,9 @@ def test_a_rate_of_a_part_that_the_model_lacks_is_an_error(tmp_path, part, why):
 
 def test_a_rate_of_a_part_that_is_frozen_is_an_error(made):
     r, _ = made
-    with pytest.raises(ConfigError, match=r"optimizer\.lr_of\.tower = 1e-06 changes nothing.*model\.freeze"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.lr_of\.tower = 1e-06 changes nothing.*model\.freeze"
+    ):
         prepared(load(r, freeze=["tower"]), lr_of={"tower": 1e-6})
 
 
@@ -176,11 +190,17 @@ def test_training_with_rates_by_part_goes_on_bit_for_bit_from_a_checkpoint(made,
 def adaptable(r: Rig) -> tuple[str, ...]:
     """Parts with linear layers: some projectors are a bare matrix."""
     family = family_of(r.actor.base.config)
-    linear = {part_of(family, f"{name}.") for name, m in r.actor.base.named_modules() if isinstance(m, nn.Linear)}
+    linear = {
+        part_of(family, f"{name}.")
+        for name, m in r.actor.base.named_modules()
+        if isinstance(m, nn.Linear)
+    }
     return tuple(part for part in PARTS if part in linear)
 
 
-@pytest.mark.parametrize("parts", [("language",), ("tower",), ("projector",), ("language", "tower"), PARTS])
+@pytest.mark.parametrize(
+    "parts", [("language",), ("tower",), ("projector",), ("language", "tower"), PARTS]
+)
 def test_adapters_land_on_the_parts_that_were_asked_for_and_nowhere_else(made, parts):
     r, _ = made
     if not set(parts) <= set(adaptable(r)):
@@ -213,19 +233,28 @@ def test_a_leaf_name_that_the_tower_has_too_does_not_match_there(made, as_patter
     targets = rf".*\.{leaf}" if as_pattern else [leaf]
     actor = load(r, lora={"rank": 2, "alpha": 4.0, "targets": targets})
     assert trained_parts(actor) == {"language"}
-    assert {name.split(".lora_")[0].rsplit(".", 1)[-1] for name, p in actor.named_parameters() if p.requires_grad} == {leaf}
+    assert {
+        name.split(".lora_")[0].rsplit(".", 1)[-1]
+        for name, p in actor.named_parameters()
+        if p.requires_grad
+    } == {leaf}
 
 
 def test_targets_that_the_asked_parts_do_not_have_are_an_error(made):
     r, _ = made
-    with pytest.raises(ModelError, match=r"model\.lora\.targets.*'nothing'.*no module of language.*model\.lora\.parts"):
+    with pytest.raises(
+        ModelError,
+        match=r"model\.lora\.targets.*'nothing'.*no module of language.*model\.lora\.parts",
+    ):
         load(r, lora={"rank": 2, "alpha": 4.0, "targets": ["nothing"]})
 
 
 def test_adapters_on_a_part_that_a_text_model_lacks_are_an_error(tmp_path):
     save_model(small_model("qwen2"), tiny_tokenizer(), tmp_path)
     with pytest.raises(ModelError, match=r"model\.lora\.parts = 'tower'.*has language"):
-        load_text = ModelConfig.model_validate({"path": str(tmp_path), "lora": {"parts": ["language", "tower"]}})
+        load_text = ModelConfig.model_validate(
+            {"path": str(tmp_path), "lora": {"parts": ["language", "tower"]}}
+        )
         Actor.load(load_text)
 
 
@@ -234,10 +263,14 @@ def test_the_documented_function_adapts_towers_only_where_they_are_not_frozen(ma
     r, _ = made
     model = Actor.load(ModelConfig(path=str(r.path))).model
     adapted = apply_lora_configuration(model, 2, 4.0, 0.0, freeze_vision_tower=freeze_tower)  # type: ignore[arg-type]
-    assert trained_parts(Actor(adapted)) == ({"language"} if freeze_tower else {"language", "tower"})
+    assert trained_parts(Actor(adapted)) == (
+        {"language"} if freeze_tower else {"language", "tower"}
+    )
 
 
-def test_trained_adapters_of_every_part_are_merged_into_what_is_exported_and_come_back_as_adapters(made, tmp_path):
+def test_trained_adapters_of_every_part_are_merged_into_what_is_exported_and_come_back_as_adapters(
+    made, tmp_path
+):
     r, batch = made
     actor = load(r, lora={"rank": 2, "alpha": 4.0, "parts": adaptable(r)})
     with torch.no_grad():
