@@ -39,7 +39,7 @@ RULES = (
         "names",
     ),
     Rule(
-        "rollout/ungraded_answers",
+        "rollout/num_ungraded",
         0,
         "{value:.0f} responses were counted as wrong, since grading them takes too long",
     ),

@@ -251,20 +251,20 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
 def _account(collected: CollectedRollouts) -> Metrics:
     metrics, tokens = Metrics(), collected.tokens
     for name in ("sampled", "trained", "filtered", "failed"):
-        metrics.add(f"rollout/{name}", Sum(tokens[name]))
+        metrics.add(f"rollout/tokens_{name}", Sum(tokens[name]))
     for name in ("carried_in", "carried_out"):
         if name in tokens:
-            metrics.add(f"rollout/{name}", Sum(tokens[name]))
+            metrics.add(f"rollout/tokens_{name}", Sum(tokens[name]))
     for reason, count in collected.filtered.items():
-        metrics.add(f"rollout/filtered/{reason}", Sum(count))
+        metrics.add(f"rollout/tokens_filtered/{reason}", Sum(count))
     for reason, count in collected.dropped.items():
         metrics.add(f"rollout/dropped/{reason}", Sum(count))
-    metrics.add("rollout/dropped_share", Mean(tokens["dropped"], tokens["sampled"]))
-    metrics.add("rollout/failed_answers", Sum(sum(collected.failures.values())))
+    metrics.add("rollout/frac_dropped", Mean(tokens["dropped"], tokens["sampled"]))
+    metrics.add("rollout/num_failed", Sum(sum(collected.failures.values())))
     ungraded = sum(
         any(name.endswith(f"/{UNGRADED}") for name in r.terms) for r in collected.rollouts
     )
-    metrics.add("rollout/ungraded_answers", Sum(ungraded))
+    metrics.add("rollout/num_ungraded", Sum(ungraded))
     metrics.add(
         "rollout/num_aborted", Sum(sum(r.finish_reason == "abort" for r in collected.rollouts))
     )

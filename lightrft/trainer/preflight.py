@@ -15,7 +15,7 @@ from lightrft.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-EVAL_METRICS = ("accuracy", "pass", "failed", "length", "truncated", "reward", "unreadable")
+EVAL_METRICS = ("accuracy", "pass", "failed", "length", "truncated", "reward", "media_errors")
 """Metrics of an evaluation, under ``eval/`` or ``eval/<data source>/``."""
 NAMESPACES = (
     "reward",

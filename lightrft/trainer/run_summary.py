@@ -32,10 +32,10 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
             found["heldout_after"] = accuracy[last]
     found["steps_trained"] = sum(is_not_trained(row) is False for row in rows)
     for kind in ("sampled", "trained", "filtered", "failed"):
-        if any(f"rollout/{kind}" in r for r in rows):
-            found[f"tokens_{kind}"] = int(sum(r.get(f"rollout/{kind}", 0) for r in rows))
+        if any(f"rollout/tokens_{kind}" in r for r in rows):
+            found[f"tokens_{kind}"] = int(sum(r.get(f"rollout/tokens_{kind}", 0) for r in rows))
     waiting = int(
-        sum(r.get("rollout/carried_out", 0) - r.get("rollout/carried_in", 0) for r in rows)
+        sum(r.get("rollout/tokens_carried_out", 0) - r.get("rollout/tokens_carried_in", 0) for r in rows)
     )
     if waiting:
         found["tokens_waiting"] = waiting

@@ -367,7 +367,7 @@ def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(
     )
     assert outcome.status == 0, outcome.err
     (row,) = read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")
-    assert 0 < row["rollout/failed_answers"] < 16
+    assert 0 < row["rollout/num_failed"] < 16
     assert row["rollout/tokens_trained"] > 0 and row["rollout/tokens_failed"] > 0
     assert "responses were not scored: " in (tmp_path / "runs" / "run" / "log.txt").read_text()
 

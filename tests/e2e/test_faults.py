@@ -256,7 +256,7 @@ def test_a_reward_that_never_returns_costs_its_own_answers_on_any_number_of_rank
     tree = deep_merge(tree, {"reward": {"terms": terms, "timeout": 1.0}, "train": {"steps": 2}})
     one = train(tree, tmp_path, "one", 1)
     check_equal(train(tree, tmp_path, "several", 2), one)
-    assert sum(row["rollout/failed_answers"] for row in read_rows(one / "metrics.jsonl")) > 0
+    assert sum(row["rollout/num_failed"] for row in read_rows(one / "metrics.jsonl")) > 0
 
 
 @pytest.mark.slow

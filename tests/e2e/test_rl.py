@@ -216,15 +216,15 @@ def test_a_run_with_every_part_of_drawing_accounts_for_every_token(
     run_rl(rl_config(rollout=drawing, algorithm=algorithm, sampling={"max_new_tokens": 12}))
     rows = rows_of(tmp_path / "run")
     for row in rows:
-        filtered = sum(value for name, value in row.items() if name.startswith("rollout/filtered/"))
+        filtered = sum(value for name, value in row.items() if name.startswith("rollout/tokens_filtered/"))
         assert row["rollout/tokens_filtered"] == filtered
         assert (
             row["rollout/tokens_sampled"]
             == row["rollout/tokens_trained"] + filtered + row["rollout/tokens_failed"]
         )
-        assert row["rollout/filtered/baseline"] > 0
-        assert row["rollout/filtered/not_selected"] > 0
-        assert 0 <= row["rollout/dropped_share"] < 1
+        assert row["rollout/tokens_filtered/baseline"] > 0
+        assert row["rollout/tokens_filtered/not_selected"] > 0
+        assert 0 <= row["rollout/frac_dropped"] < 1
     assert [row["curriculum/epoch"] > 0 for row in rows] == [True] * 4
     written = [
         json.loads(line)

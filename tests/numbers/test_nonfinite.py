@@ -213,7 +213,7 @@ def test_a_rollout_whose_reward_is_not_finite_counts_as_failed(value: float) -> 
     assert [r.reward for r in got.groups[0]] == [1.0, 0.0]
     assert group[1].failed == f"the reward is {value}"
     assert (
-        metrics["rollout/failed_answers"],
+        metrics["rollout/num_failed"],
         metrics["rollout/tokens_failed"],
         metrics["rollout/tokens_trained"],
     ) == (1, 3, 6)
@@ -232,7 +232,7 @@ def test_responses_that_shaping_spoiled_move_from_trained_to_failed() -> None:
         metrics["rollout/tokens_trained"],
         metrics["rollout/tokens_failed"],
     ) == (10, 2, 8)
-    assert metrics["rollout/failed_answers"] == 2
+    assert metrics["rollout/num_failed"] == 2
     assert [len(group) for group in got.groups] == [1]
 
 

@@ -368,8 +368,8 @@ def test_drawing_ends_as_soon_as_enough_groups_have_passed() -> None:
     assert got.filtered["aborted"] == sum(len(r) for r in got.rollouts if r.prompt.id in aborted)
     metrics = rollout_metrics(got).compute()
     assert metrics["rollout/num_aborted"] == sum(r.finish_reason == "abort" for r in got.rollouts)
-    assert metrics["rollout/filtered/aborted"] == got.filtered["aborted"]
-    assert metrics["rollout/dropped_share"] == pytest.approx(
+    assert metrics["rollout/tokens_filtered/aborted"] == got.filtered["aborted"]
+    assert metrics["rollout/frac_dropped"] == pytest.approx(
         1 - got.tokens["trained"] / got.tokens["sampled"]
     )
 
@@ -442,10 +442,10 @@ def test_groups_that_are_carried_over_are_counted_where_they_are_drawn_and_where
     assert conserves(two)
     assert one.tokens["carried_out"] == two.tokens["carried_in"] == sum(map(tokens_of, one.carried))
     values = rollout_metrics(one).compute() | {
-        "in": rollout_metrics(two).compute()["rollout/carried_in"]
+        "in": rollout_metrics(two).compute()["rollout/tokens_carried_in"]
     }
-    assert values["rollout/carried_out"] == values["in"] == one.tokens["carried_out"]
-    assert "rollout/carried_in" not in rollout_metrics(run(config_of(), FakeScorer())).compute()
+    assert values["rollout/tokens_carried_out"] == values["in"] == one.tokens["carried_out"]
+    assert "rollout/tokens_carried_in" not in rollout_metrics(run(config_of(), FakeScorer())).compute()
 
 
 def test_the_greedy_answer_of_a_prompt_is_the_baseline_of_its_answers() -> None:
@@ -526,7 +526,7 @@ def test_the_rounds_of_a_step_are_bounded() -> None:
     )
     assert prompts.asked == [3, 3, 3, 3]
     assert got.rounds == 4
-    assert rollout_metrics(got).compute()["rollout/dropped_share"] == 1.0
+    assert rollout_metrics(got).compute()["rollout/frac_dropped"] == 1.0
 
 
 def test_each_group_is_judged_once() -> None:
@@ -678,5 +678,5 @@ def test_answers_that_could_not_be_graded_are_counted_and_are_not_part_of_a_mean
         for reward, terms in ((1.0, {"math": 1.0}), (0.0, {"math": 0.0, "math/ungraded": 1.0}))
     )
     values = rollout_metrics(CollectedRollouts(rollouts=[graded, ungraded])).compute()
-    assert values["rollout/ungraded_answers"] == 1 and values["reward/math"] == 0.5
+    assert values["rollout/num_ungraded"] == 1 and values["reward/math"] == 0.5
     assert "reward/math/ungraded" not in values

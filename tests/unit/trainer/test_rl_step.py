@@ -299,6 +299,6 @@ def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_th
         Timers(),
     )
     metrics = result.metrics.compute()
-    assert metrics["rollout/failed_answers"] == 2
+    assert metrics["rollout/num_failed"] == 2
     assert (metrics["rollout/tokens_trained"], metrics["rollout/tokens_failed"]) == (trained, 2)
     assert (0 if result.batch is None else len(result.batch)) == trained
