@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from logging import ERROR, WARNING
 
 from lightrft.distributed.error_report import report_error
@@ -15,6 +16,7 @@ from lightrft.distributed.process_group import first_rank
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.utils.atomic_files import disk_problem
 from lightrft.utils.errors import UserError
+from lightrft.utils.stop_signal import Terminated, raise_at_sigterm
 
 VERBS = {
     "demo": "train a model from random weights by reinforcement learning, and write a report",
@@ -78,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quieten_deepspeed()
     shown = log_to_terminal(WARNING if first_rank() else ERROR)
     try:
-        if verb in IN_TABLE:
-            return importlib.import_module("lightrft.cli.verbs").run_verb(verb, rest)
-        return importlib.import_module(f"lightrft.cli.{verb}").run(rest)
+        # a launcher ends its ranks at once: no exception reaches one that waits inside torch
+        with nullcontext() if "WORLD_SIZE" in os.environ else raise_at_sigterm():
+            return run_verb(verb, rest)
     except UserError as error:
         if not report_error(error):
             sys.stderr.write(f"lightrft {verb}: {error}\n")
@@ -91,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "engine.max_cache_tokens or model.logits_mb\n"
         )
         return 2
+    except Terminated:
+        return 143
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -104,6 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     finally:
         stop_logging(shown)
+
+
+def run_verb(verb: str, arguments: Sequence[str]) -> int:
+    """Import the module of ``verb``, run the verb and return the exit status."""
+    if verb in IN_TABLE:
+        return importlib.import_module("lightrft.cli.verbs").run_verb(verb, arguments)
+    return importlib.import_module(f"lightrft.cli.{verb}").run(arguments)
 
 
 def usage() -> str:

@@ -1,12 +1,42 @@
-"""A stop flag that SIGTERM and Ctrl-C set, for loops that stop only at a safe point."""
+"""How SIGTERM and Ctrl-C end a program: at once, or by a flag at a safe point of a loop."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised in the main thread.
+
+    It is a ``KeyboardInterrupt``, so that the program cleans up as after Ctrl-C.
+    """
+
+
+@contextmanager
+def raise_at_sigterm() -> Generator[None]:
+    """Raise ``Terminated`` at SIGTERM within this context, unless the caller has its own handler.
+
+    Outside the main thread Python cannot handle signals, and nothing changes.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 class StopFlag:

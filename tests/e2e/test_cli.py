@@ -141,6 +141,7 @@ def test_what_a_run_says_to_type_next_works(
     for verb, more in (("rl", only_rl), ("sft", ["batch_size=2"])):
         outcome = command(capsys, verb, *words, *small, *more, f"run.name={verb}")
         assert outcome.status == 0, outcome.err
+        assert (tmp_path / "runs" / verb / "report.html").is_file()
         lines = [
             line.strip() for line in outcome.out.splitlines() if line.startswith("  lightrft ")
         ]
@@ -159,6 +160,72 @@ def test_an_interruption_before_training_begins_ends_with_130_and_no_traceback(t
         prelude=_interrupting("lightrft.diagnostics.explain", "explain"),
     )
     assert outcome.status == 130
+    assert "Traceback" not in outcome.err
+
+
+SIGNALLED = """
+import os, signal
+from lightrft.engines.native import NativeEngine
+generate = NativeEngine.generate
+def signalled(self, *given, **options):
+    rollouts = generate(self, *given, **options)
+    yield next(rollouts)
+    if signal.{name} == signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever started this has it ignored
+    os.kill(os.getpid(), signal.{name})
+    yield from rollouts
+NativeEngine.generate = signalled
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize("verb", ["eval", "generate", "chat", "rl"])
+def test_a_verb_that_a_signal_ends_while_it_generates_has_the_status_of_that_signal(
+    model_folder, data_folder, tmp_path, verb, name, status
+):
+    data, reward = data_folder / "train.jsonl", f"reward.terms=[{data_folder}/rewards.py:varied]"
+    words = {
+        "eval": [f"eval.data.sources={data}", reward],
+        "generate": [f"data.sources={data}", reward, "output=out.jsonl"],
+        "chat": [],
+        "rl": [
+            f"data.sources={data}",
+            reward,
+            "rollout.prompts=2",
+            "rollout.samples=2",
+            "sampling.max_new_tokens=4",
+        ],
+    }
+    prelude = SIGNALLED.format(name=name)
+    outcome = process(
+        verb,
+        f"model={model_folder}",
+        *words[verb],
+        cwd=tmp_path,
+        stdin="1+1=\n2+2=\n",
+        prelude=prelude,
+    )
+    assert outcome.status == status, outcome
+    assert "Traceback" not in outcome.err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_before_training_begins_ends_with_143_and_no_traceback(
+    model_folder, data_folder, tmp_path
+):
+    early = (
+        "import os, signal\nimport lightrft.trainer.rl as m\nm.run_rl = lambda *given: "
+        "os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    words = [
+        f"model={model_folder}",
+        f"data.sources={data_folder / 'train.jsonl'}",
+        "reward.terms=[math]",
+    ]
+    outcome = process("rl", *words, cwd=tmp_path, prelude=early)
+    assert outcome.status == 143, outcome
     assert "Traceback" not in outcome.err
 
 

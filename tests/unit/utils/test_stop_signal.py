@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightrft.utils.stop_signal import StopFlag
+from lightrft.utils.stop_signal import StopFlag, Terminated, raise_at_sigterm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -34,6 +34,30 @@ def test_handlers_come_back_when_the_body_raises():
     with pytest.raises(ZeroDivisionError), StopFlag():
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_sigterm_is_raised_where_nothing_else_handles_it_and_never_by_other_threads():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), raise_at_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with raise_at_sigterm(), StopFlag() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.reason == "SIGTERM"
+    handlers = []
+    with StopFlag():
+        own = signal.getsignal(signal.SIGTERM)
+        with raise_at_sigterm():
+            handlers.append(signal.getsignal(signal.SIGTERM) == own)
+
+    def body():
+        with raise_at_sigterm():
+            handlers.append(signal.getsignal(signal.SIGTERM) is before)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert handlers == [True, True]
 
 
 def test_other_threads_can_only_ask():
