@@ -344,11 +344,17 @@ def rewards(tmp_path) -> Path:
         ("dies", "ended its process (status 3)"),
     ],
 )
-def test_a_reward_that_fails_every_made_up_response_is_refused_before_training(
-    rl, rewards, tmp_path, function, said
+def test_a_reward_that_fails_every_made_up_response_is_refused_before_anything_is_evaluated_or_trained(
+    rl, rewards, data_folder, tmp_path, function, said
 ):
-    assert_refused(rl(reward__terms=f"[{rewards}:{function}]"), "made-up responses", said)
-    assert not (tmp_path / "runs" / "run" / "model").exists()
+    held_out = {"eval__data__sources": data_folder / "train.jsonl", "eval__every": 1}
+    assert_refused(
+        rl(reward__terms=f"[{rewards}:{function}]", **held_out), "made-up responses", said
+    )
+    run = tmp_path / "runs" / "run"
+    assert not (run / "model").exists()
+    assert not (run / "metrics.jsonl").exists() or not read_rows(run / "metrics.jsonl")
+    assert not list(run.rglob("rollouts/*"))
 
 
 def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from lightrft.types import Batch
 from tests.numbers.compare import gradient
 from tests.numbers.strategies import batch_of, plain_case
 from tests.numbers.test_any_combination import assert_same, batch_for, mini_batch, through
+from tests.numbers.test_extreme_ratios import CORRECTED
 
 ALL = [*PRESETS]
 FAULTS = [
@@ -121,6 +123,18 @@ def test_a_policy_that_gives_a_token_no_probability_gives_the_loss_without_that_
             loss_of(algorithm, batch, logprobs, left_out=token),
             f"{value} at {token}",
         )
+
+
+@pytest.mark.parametrize(("correction", "options"), CORRECTED, ids=str)
+def test_a_correction_leaves_out_a_token_whose_log_prob_is_not_finite(correction: str, options: dict[str, Any]) -> None:
+    algorithm = algorithm_of("grpo", corrections=[{"name": correction, "options": options}])
+    batch, logprobs = batch_for(random.Random(1))
+    for column in ("behavior_logprobs", "old_logprobs"):
+        for value, token in FAULTS:
+            found = loss_of(algorithm, faulty(batch, column, value, token), logprobs)
+            assert torch.isfinite(found[0]) and torch.isfinite(found[1]).all(), f"{value} at {token}: {found}"
+            masked = batch.replace(sampled=batch.mask & (torch.arange(batch.tokens) != token))
+            assert_same(found, loss_of(algorithm, masked, logprobs), f"{value} at {token} of {column}")
 
 
 def small_batches() -> Iterator[tuple[str, Batch]]:

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"lora": {"rank": 4, "alpha": 8}},
         "algorithm": {"preset": "grpo", "kl": KL},
     },
+    "a reference that moves": {"algorithm": {"preset": "grpo", "kl": {**KL, "refresh_every": 1}}},
     "a process reward model": {"algorithm": {"preset": "prime"}},
     "generation ahead of training": {"rollout": {"staleness": 1}},
     "activations offloaded, layers recomputed": {
@@ -131,6 +132,18 @@ def run_on(tree: dict[str, Any], name: str, device: str, **more: Any) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_a_run(rl_tree: dict[str, Any], case: str) -> None:  # noqa: F811
     tree = deep_merge(varied(rl_tree), CASES[case])
+    assert_same(run_on(tree, "there", "auto"), run_on(tree, "here", "cpu"))
+
+
+@pytest.mark.parametrize("kind", ["sampled", "jsd"])
+def test_a_run_with_a_teacher(rl_tree: dict[str, Any], teacher_folder: Path, kind: str) -> None:  # noqa: F811
+    taught = {"algorithm": {"preset": "opd", "distill": {"kind": kind}}, "teacher": {"path": str(teacher_folder)}}
+    tree = deep_merge(rl_tree, {**taught, "reward": {"terms": []}})
+    assert_same(run_on(tree, "there", "auto"), run_on(tree, "here", "cpu"))
+
+
+def test_a_run_with_supervised_data_beside_the_rollouts(rl_tree: dict[str, Any]) -> None:  # noqa: F811
+    tree = deep_merge(varied(rl_tree), {"ptx": {"coef": 0.5, "data": rl_tree["data"], "batch_size": 4}})
     assert_same(run_on(tree, "there", "auto"), run_on(tree, "here", "cpu"))
 
 

@@ -89,9 +89,23 @@ def test_a_family_without_a_row_is_refused_with_the_setting_that_allows_it(tmp_p
     assert actor.layout == "padded"
 
 
-@pytest.mark.parametrize(
-    "family", ["llama4", "llava", "paligemma", "mistral3", "idefics3", "glm4v", "aya_vision"]
+UNKNOWN_WITH_PARTS = (
+    *(
+        "llama4",
+        "llava",
+        "llava_next",
+        "paligemma",
+        "mistral3",
+        "idefics2",
+        "idefics3",
+        "glm4v",
+        "aya_vision",
+    ),
+    "qwen3_omni_moe",
 )
+
+
+@pytest.mark.parametrize("family", UNKNOWN_WITH_PARTS)
 @pytest.mark.parametrize("allowed", ["refuse", "allow"])
 def test_an_unknown_family_with_parts_besides_text_is_refused_and_never_loaded_in_part(
     family, allowed, tmp_path

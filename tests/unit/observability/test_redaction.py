@@ -14,6 +14,7 @@ from lightrft.config.verbs import RLConfig
 from lightrft.observability.redaction import MARK, check_complete, redacted
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.utils.errors import ConfigError
+from lightrft.viewer.report import write_report
 
 NAMES = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "mysecret")
 SECRETS = {name: f"hush-{number}" for number, name in enumerate(NAMES, 1)}
@@ -72,8 +73,9 @@ def test_nothing_in_a_run_folder_holds_a_secret_and_only_its_user_reads_the_sett
             assert folder.fresh == (secret == "hush-1")
             folder.log({"step": step, "phase": "rl"})
             folder.write_summary({"steps": 1})
+    write_report(tmp_path / "run")
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
-    assert {"config.yaml", "summary.json", "log.txt"} <= {file.name for file in files}
+    assert {"config.yaml", "summary.json", "log.txt", "report.html"} <= {file.name for file in files}
     assert [file for file in files if b"hush" in file.read_bytes()] == []
     for name in ("config.yaml", "summary.json"):
         assert stat.S_IMODE((tmp_path / "run" / name).stat().st_mode) == 0o600
