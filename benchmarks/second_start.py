@@ -55,7 +55,10 @@ def write_rows(file: Path, count: int) -> None:
     """Write ``count`` questions with their labels."""
     with file.open("w", encoding="utf-8") as out:
         for number in range(count):
-            row = {"prompt": f"Question {number}: what is {number} + {number % 977}?", "label": str(number + number % 977)}
+            row = {
+                "prompt": f"Question {number}: what is {number} + {number % 977}?",
+                "label": str(number + number % 977),
+            }
             out.write(json.dumps(row) + "\n")
 
 
@@ -75,13 +78,17 @@ def start(folder: Path) -> Start:
 
 
 def table(starts: list[Start]) -> str:
-    rows = [f"| {number} | {one.process:.1f} | {one.data:.1f} |" for number, one in enumerate(starts, 1)]
+    rows = [
+        f"| {number} | {one.process:.1f} | {one.data:.1f} |" for number, one in enumerate(starts, 1)
+    ]
     header = "| start | processor seconds of the process | of its data |\n|---|---|---|\n"
     return header + "\n".join(rows) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--limit", type=float, default=10.0)
@@ -96,7 +103,9 @@ def main() -> int:
         write_rows(folder / "rows.jsonl", options.rows)
         starts = [start(folder) for _ in range(options.starts)]
         if not list((folder / "cache").glob("*.arrow")):
-            parser.error(f"the tokens of {options.rows} rows were not kept: see data.token_cache_min_mb")
+            parser.error(
+                f"the tokens of {options.rows} rows were not kept: see data.token_cache_min_mb"
+            )
     if len({(one.rows, one.tokens) for one in starts}) > 1:
         parser.error(f"the starts differ in their rows or tokens: {starts}")
     command = f"python benchmarks/second_start.py --rows {options.rows} --starts {options.starts}"

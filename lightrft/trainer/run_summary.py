@@ -35,7 +35,10 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
         if any(f"rollout/tokens_{kind}" in r for r in rows):
             found[f"tokens_{kind}"] = int(sum(r.get(f"rollout/tokens_{kind}", 0) for r in rows))
     waiting = int(
-        sum(r.get("rollout/tokens_carried_out", 0) - r.get("rollout/tokens_carried_in", 0) for r in rows)
+        sum(
+            r.get("rollout/tokens_carried_out", 0) - r.get("rollout/tokens_carried_in", 0)
+            for r in rows
+        )
     )
     if waiting:
         found["tokens_waiting"] = waiting

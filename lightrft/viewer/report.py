@@ -186,10 +186,13 @@ def _account(run: RunData) -> str:
     if not sampled:
         return ""
     parts = {
-        name: run.total(f"rollout/tokens_{name}") or 0.0 for name in ("trained", "filtered", "failed")
+        name: run.total(f"rollout/tokens_{name}") or 0.0
+        for name in ("trained", "filtered", "failed")
     }
     classes = ["f2", "f5", "f1"]
-    waiting = (run.total("rollout/tokens_carried_out") or 0.0) - (run.total("rollout/tokens_carried_in") or 0.0)
+    waiting = (run.total("rollout/tokens_carried_out") or 0.0) - (
+        run.total("rollout/tokens_carried_in") or 0.0
+    )
     if waiting:
         parts["left for a next step"] = waiting
         classes.append("f3")

@@ -216,7 +216,9 @@ def test_a_run_with_every_part_of_drawing_accounts_for_every_token(
     run_rl(rl_config(rollout=drawing, algorithm=algorithm, sampling={"max_new_tokens": 12}))
     rows = rows_of(tmp_path / "run")
     for row in rows:
-        filtered = sum(value for name, value in row.items() if name.startswith("rollout/tokens_filtered/"))
+        filtered = sum(
+            value for name, value in row.items() if name.startswith("rollout/tokens_filtered/")
+        )
         assert row["rollout/tokens_filtered"] == filtered
         assert (
             row["rollout/tokens_sampled"]

@@ -126,15 +126,21 @@ def test_a_policy_that_gives_a_token_no_probability_gives_the_loss_without_that_
 
 
 @pytest.mark.parametrize(("correction", "options"), CORRECTED, ids=str)
-def test_a_correction_leaves_out_a_token_whose_log_prob_is_not_finite(correction: str, options: dict[str, Any]) -> None:
+def test_a_correction_leaves_out_a_token_whose_log_prob_is_not_finite(
+    correction: str, options: dict[str, Any]
+) -> None:
     algorithm = algorithm_of("grpo", corrections=[{"name": correction, "options": options}])
     batch, logprobs = batch_for(random.Random(1))
     for column in ("behavior_logprobs", "old_logprobs"):
         for value, token in FAULTS:
             found = loss_of(algorithm, faulty(batch, column, value, token), logprobs)
-            assert torch.isfinite(found[0]) and torch.isfinite(found[1]).all(), f"{value} at {token}: {found}"
+            assert torch.isfinite(found[0]) and torch.isfinite(found[1]).all(), (
+                f"{value} at {token}: {found}"
+            )
             masked = batch.replace(sampled=batch.mask & (torch.arange(batch.tokens) != token))
-            assert_same(found, loss_of(algorithm, masked, logprobs), f"{value} at {token} of {column}")
+            assert_same(
+                found, loss_of(algorithm, masked, logprobs), f"{value} at {token} of {column}"
+            )
 
 
 def small_batches() -> Iterator[tuple[str, Batch]]:

@@ -137,13 +137,18 @@ def test_a_run(rl_tree: dict[str, Any], case: str) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("kind", ["sampled", "jsd"])
 def test_a_run_with_a_teacher(rl_tree: dict[str, Any], teacher_folder: Path, kind: str) -> None:  # noqa: F811
-    taught = {"algorithm": {"preset": "opd", "distill": {"kind": kind}}, "teacher": {"path": str(teacher_folder)}}
+    taught = {
+        "algorithm": {"preset": "opd", "distill": {"kind": kind}},
+        "teacher": {"path": str(teacher_folder)},
+    }
     tree = deep_merge(rl_tree, {**taught, "reward": {"terms": []}})
     assert_same(run_on(tree, "there", "auto"), run_on(tree, "here", "cpu"))
 
 
 def test_a_run_with_supervised_data_beside_the_rollouts(rl_tree: dict[str, Any]) -> None:  # noqa: F811
-    tree = deep_merge(varied(rl_tree), {"ptx": {"coef": 0.5, "data": rl_tree["data"], "batch_size": 4}})
+    tree = deep_merge(
+        varied(rl_tree), {"ptx": {"coef": 0.5, "data": rl_tree["data"], "batch_size": 4}}
+    )
     assert_same(run_on(tree, "there", "auto"), run_on(tree, "here", "cpu"))
 
 

@@ -75,7 +75,9 @@ def test_nothing_in_a_run_folder_holds_a_secret_and_only_its_user_reads_the_sett
             folder.write_summary({"steps": 1})
     write_report(tmp_path / "run")
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
-    assert {"config.yaml", "summary.json", "log.txt", "report.html"} <= {file.name for file in files}
+    assert {"config.yaml", "summary.json", "log.txt", "report.html"} <= {
+        file.name for file in files
+    }
     assert [file for file in files if b"hush" in file.read_bytes()] == []
     for name in ("config.yaml", "summary.json"):
         assert stat.S_IMODE((tmp_path / "run" / name).stat().st_mode) == 0o600

@@ -445,7 +445,9 @@ def test_groups_that_are_carried_over_are_counted_where_they_are_drawn_and_where
         "in": rollout_metrics(two).compute()["rollout/tokens_carried_in"]
     }
     assert values["rollout/tokens_carried_out"] == values["in"] == one.tokens["carried_out"]
-    assert "rollout/tokens_carried_in" not in rollout_metrics(run(config_of(), FakeScorer())).compute()
+    assert (
+        "rollout/tokens_carried_in" not in rollout_metrics(run(config_of(), FakeScorer())).compute()
+    )
 
 
 def test_the_greedy_answer_of_a_prompt_is_the_baseline_of_its_answers() -> None:
