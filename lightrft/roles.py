@@ -158,7 +158,7 @@ class Roles:
     reference: Reference | None = None
     teacher: Reference | None = None
     critic: TrainableModel | None = None
-    process: TrainableModel | None = None
+    prm: TrainableModel | None = None
     ptx: AuxiliaryLoss | None = None
     async_engine: Engine | None = None
     async_process_group: ProcessGroup | None = None
@@ -179,7 +179,7 @@ class Roles:
     @property
     def trained(self) -> dict[str, TrainableModel]:
         """Return the roles that a checkpoint saves, by name."""
-        roles = {"policy": self.policy, "critic": self.critic, "process": self.process}
+        roles = {"policy": self.policy, "critic": self.critic, "prm": self.prm}
         return {name: role for name, role in roles.items() if role is not None}
 
     def generation_mode(self) -> AbstractContextManager[None]:

@@ -436,7 +436,7 @@ def traced(
     "R_j;  p_t process rewards",
     latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}\Big(p_s-\tfrac1{G-1}\sum_{j\ne i}\bar p_j\Big)+R_i-\tfrac1{G-1}\sum_{j\ne i}R_j",
     paper="PRIME, arXiv 2502.01456",
-    needs=["groups", "process"],
+    needs=["groups", "prm"],
     reads=["gamma"],
 )
 def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
@@ -461,7 +461,7 @@ def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     "- mean_{j != i} R_j)",
     latex=r"\hat A_t=c_p\sum_{s\ge t}\frac{G\,p_s-\sum_j\bar p_j}{G-1}+c_o\Big(R_i-\tfrac1{G-1}\sum_{j\ne i}R_j\Big)",
     paper="PRIME, arXiv 2502.01456, as its released code has it",
-    needs=["groups", "process", "batch"],
+    needs=["groups", "prm", "batch"],
 )
 def prime_released(
     batch: Batch,

@@ -42,7 +42,7 @@ class Requirements:
     greedy: bool
     steps: bool
     critic: bool
-    process: bool
+    prm: bool
     teacher: bool
     reference: bool
     reward: bool
@@ -69,9 +69,9 @@ class Requirements:
             greedy="greedy" in needs,
             steps="steps" in needs,
             critic="critic" in needs,
-            process="process" in needs,
+            prm="prm" in needs,
             teacher="teacher" in needs,
-            reference=kl.used or "process" in needs,
+            reference=kl.used or "prm" in needs,
             reward="teacher" not in needs or _reads_reward(algorithm),
             old=from_policy and "old" in needs,
             old_always=from_policy and (read_by_kl or read_by_teacher),

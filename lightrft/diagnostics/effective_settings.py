@@ -241,7 +241,7 @@ def _beside(config: RLConfig) -> Iterator[tuple[str, object]]:
     if requirements.critic:
         yield "critic.warmup_steps", config.critic.warmup_steps
         yield "critic.optimizer.lr", config.critic.optimizer.lr
-    if requirements.process:
+    if requirements.prm:
         yield "prm.beta", config.prm.beta
         yield "prm.threshold", config.prm.threshold
         yield "prm.forward", config.prm.forward

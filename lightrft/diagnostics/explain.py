@@ -174,9 +174,9 @@ def _token_rewards(
         formula += f" - {kl.coef:g} kl_t"
         latex += rf"-{kl.coef:g}\,k_{{i,t}}"
     yield Line("token reward", "outcome", About(formula, latex))
-    if Requirements.of(algorithm).process:
+    if Requirements.of(algorithm).prm:
         own = _below("prm", found)
-        yield Line("token reward", "process", IMPLICIT, _only("beta", own))
+        yield Line("token reward", "prm", IMPLICIT, _only("beta", own))
         threshold = _only("threshold", own)
         yield Line("loss of the process model", "outcome", OUTCOME_LOSS, threshold)
 

@@ -36,7 +36,7 @@ from lightrft.utils.seeding import restore_rng, seed_everything
 from lightrft.utils.state_io import SUFFIX
 from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
 
-PHASES = ("policy", "reference", "values", "process", "advantages", "update")
+PHASES = ("policy", "reference", "values", "prm", "advantages", "update")
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ def _run(
         batch = with_teacher(batch, roles, config.algorithm.distill, max_tokens, temperature)
     if "values" in phases:
         batch = with_values(batch, roles, config, controls)
-    if "process" in phases:
+    if "prm" in phases:
         batch = with_process_rewards(
             batch, roles, config.prm, max_tokens, temperature, replayed.metrics
         )

@@ -40,7 +40,7 @@ def roles(config: RLConfig) -> Iterator[Role]:
         yield Role("critic", "trained on the returns; a value for each token")
     if algorithm.distill.kind != "none":
         yield Role("teacher", "frozen; scores the responses of the policy")
-    if requirements.process:
+    if requirements.prm:
         yield Role("process model", "trained on outcomes; a reward for each token")
 
 
@@ -60,7 +60,7 @@ def forward_passes(config: RLConfig) -> Iterator[Forward]:
         yield Forward("teacher", 1, False, "log-probs of the sampled tokens")
     if requirements.critic:
         yield Forward("critic", 1, False, "values before the update")
-    if requirements.process:
+    if requirements.prm:
         yield Forward("process model", 1, True, "the outcome loss, forward and backward")
         if config.prm.forward == "double":
             yield Forward("process model", 1, False, "log-probs after that")
@@ -123,7 +123,7 @@ def _other_models(config: RLConfig) -> Iterator[str]:
                 f"In the first {config.critic.warmup_steps} steps it is trained alone: the "
                 "policy does not change."
             )
-    if requirements.process:
+    if requirements.prm:
         yield (
             "The process model is trained on the outcomes of each batch before the advantages "
             "are taken."

@@ -127,6 +127,6 @@ def verify_layout(role: TrainableModel | FrozenModel, batch: Batch, strategy: St
 
 def verify_layouts(roles: Roles, batch: Batch) -> None:
     """Call ``verify_layout`` for every local language model of the run."""
-    for role in (roles.policy, roles.reference, roles.teacher, roles.process):
+    for role in (roles.policy, roles.reference, roles.teacher, roles.prm):
         if isinstance(role, TrainableModel | FrozenModel):
             verify_layout(role, batch, roles.strategy)

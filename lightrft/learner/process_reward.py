@@ -43,7 +43,7 @@ def with_process_rewards(
         temperature: Temperature of the log-probs.
         metrics: The training metrics are added to it.
     """
-    process = roles.process
+    process = roles.prm
     if process is None:
         return batch
     logprobs, found = process_step(
@@ -91,10 +91,10 @@ def process_step(
         before.append(logprobs.detach())
         losses, right = outcome_losses(logprobs, part, settings.beta, settings.threshold)
         judged = (TokenRows.of(part).count() > 0).sum()
-        return losses.sum() * share, Metrics({"process/accuracy": Mean(right.sum(), judged)})
+        return losses.sum() * share, Metrics({"prm/accuracy": Mean(right.sum(), judged)})
 
-    loss, metrics = optimizer_step("process", strategy, process, batch, max_tokens, loss_of)
-    metrics.add("process/loss", Mean(loss))
+    loss, metrics = optimizer_step("prm", strategy, process, batch, max_tokens, loss_of)
+    metrics.add("prm/loss", Mean(loss))
     parts, teams = MicroBatches(), strategy.data_parallel_group
     for index, values in zip(
         local_micro_batches(batch, max_tokens, process.model.layout, teams), before, strict=True

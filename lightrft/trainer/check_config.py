@@ -91,7 +91,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
             f"reference = {config.reference!r} changes nothing: no part in force reads it; set "
             "algorithm.kl, or leave it out"
         )
-    if not requirements.process and config.prm != type(config.prm)():
+    if not requirements.prm and config.prm != type(config.prm)():
         raise ConfigError(
             f"process changes nothing: advantage {algorithm.advantage.name!r} has no process "
             "reward; take prime"

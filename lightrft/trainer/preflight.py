@@ -23,7 +23,7 @@ NAMESPACES = (
     "rollout",
     "policy",
     "critic",
-    "process",
+    "prm",
     "ptx",
     "staleness",
     "curriculum",

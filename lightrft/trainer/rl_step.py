@@ -153,7 +153,7 @@ def learn(
     metrics.add(
         "policy/nonfinite_tokens", Sum(int(batch.mask.sum()) - int(readable_tokens.mask.sum()))
     )
-    with timers("process"):
+    with timers("prm"):
         batch = with_process_rewards(
             readable_tokens, roles, config.prm, max_tokens, temperature, metrics
         )

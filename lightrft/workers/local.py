@@ -173,7 +173,7 @@ def local_roles(
             critic=local_critic(config, strategy, max(1, steps * per_step))
             if requirements.critic
             else None,
-            process=local_process(config, strategy, steps) if requirements.process else None,
+            prm=local_process(config, strategy, steps) if requirements.prm else None,
             ptx=PretrainingLoss.of(config.ptx, tokenizer, config.run.seed, processor),
         )
     except BaseException:

@@ -156,7 +156,7 @@ def test_a_run_with_a_moving_reference_goes_on_with_its_whole_teacher_in_a_worke
         train(tree, "moved", train={"steps": 2}, launch={"kind": "ray", "ray": {"teachers": 1}})
     check_equal(train(tree, "moved"), whole)
     assert all(
-        row["policy/divergence"] > 0 and row["process/optimizer_steps"]
+        row["policy/divergence"] > 0 and row["prm/optimizer_steps"]
         for row in read_rows(whole / "metrics.jsonl")[1:]
     )
 

@@ -159,5 +159,5 @@ def test_a_step_with_others_beside_the_policy_is_replayed_as_it_was(
     assert kept.process_rewards is not None
     assert_equal(without_rewards(kept), without_rewards(again.batch))
     row, found = read_rows(tmp_path / "run" / "metrics.jsonl")[2], again.metrics.compute()
-    assert {"process/loss", "ptx/nll", "policy/kl"} <= found.keys()
+    assert {"prm/loss", "ptx/nll", "policy/kl"} <= found.keys()
     assert {k: v for k, v in row.items() if k in found} == found

@@ -148,14 +148,14 @@ def test_a_process_reward_model_is_trained_saved_and_goes_on_bit_for_bit(
     assert_goes_on_bit_for_bit(rl_config, tmp_path, **over)
     states = [
         load_file(
-            tmp_path / "whole" / "checkpoints" / f"step_{n:06d}" / "process" / "state.safetensors"
+            tmp_path / "whole" / "checkpoints" / f"step_{n:06d}" / "prm" / "state.safetensors"
         )
         for n in (1, 3)
     ]
     assert any(not states[0][k].equal(states[1][k]) for k in states[0] if k.startswith("weights/"))
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
-    assert all(r["process/optimizer_steps"] == 1 for r in rows)
-    assert rows[0]["process/loss"] == pytest.approx(0.6931, abs=1e-3)  # it starts as its reference
+    assert all(r["prm/optimizer_steps"] == 1 for r in rows)
+    assert rows[0]["prm/loss"] == pytest.approx(0.6931, abs=1e-3)  # it starts as its reference
 
 
 def test_the_first_process_rewards_of_a_single_forward_are_nothing_and_those_of_a_double_one_are_not(
@@ -179,9 +179,7 @@ def test_a_process_reward_model_learns_to_foretell_outcomes(rl_config, tmp_path)
     over = deep_merge(PRIME, {"optimizer": {"lr": 0.0}})
     run_rl(rl_config(rollout={"prompts_per_step": 6, "group_size": 8}, train={"steps": 12}, **over))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert sum(r["process/loss"] for r in rows[-3:]) < 0.8 * sum(
-        r["process/loss"] for r in rows[:3]
-    )
+    assert sum(r["prm/loss"] for r in rows[-3:]) < 0.8 * sum(r["prm/loss"] for r in rows[:3])
 
 
 def test_supervised_data_beside_the_rollouts_is_learned_and_its_place_is_saved(

@@ -63,7 +63,7 @@ def _ratio(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _varies(algorithm: AlgorithmConfig) -> str:
     """Return why advantages differ within a response; empty if they do not, or if unknown."""
     name, gamma = algorithm.advantage.name, algorithm.advantage.gamma
-    if name in ADVANTAGES and {"critic", "process"} & ADVANTAGES.about(name).needs:
+    if name in ADVANTAGES and {"critic", "prm"} & ADVANTAGES.about(name).needs:
         return f"advantage {name!r} has one for each token"
     if algorithm.distill.kind == "sampled":
         return "distill.kind: sampled adds to each token's advantage"

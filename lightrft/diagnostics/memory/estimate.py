@@ -163,7 +163,7 @@ def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
         yield _of("teacher", alone.model_copy(update=own), trained=False)
     if requirements.critic:
         yield _of("critic", at(config.critic.path), trained=True, kind=Critic)
-    if requirements.process:
+    if requirements.prm:
         yield _of("process model", at(config.prm.path), trained=True)
 
 

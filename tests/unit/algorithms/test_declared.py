@@ -30,7 +30,7 @@ ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "gae_lambda": 0.5, "eps": 0.
 COLUMNS = {
     "critic": "values",
     "greedy": "baselines",
-    "process": "process_rewards",
+    "prm": "process_rewards",
     "energy": "energy",
     "steps": "steps",
 }

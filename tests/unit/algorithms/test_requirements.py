@@ -308,7 +308,7 @@ def test_the_reference_is_needed_for_a_kl_term_or_a_process_reward_alone() -> No
         ("grpo", "critic", False),
         ("remax", "greedy", True),
         ("grpo", "groups", True),
-        ("prime", "process", True),
+        ("prime", "prm", True),
         ("opd", "teacher", True),
         ({"advantage": {"name": "gigpo"}}, "steps", True),
         ({"entropy": {"coef": 0.01, "target": 0.5}}, "entropy", True),

@@ -29,9 +29,7 @@ def prime(**over: Any) -> tuple[Any, Roles, Batch]:
     )
     roles = roles_of(config)
     actor = Actor(tiny_model("qwen2", seed=8)).eval()
-    roles.process = TrainableModel(
-        actor, roles.strategy.prepare(actor, OptimizerConfig(lr=1e-2), 10)
-    )
+    roles.prm = TrainableModel(actor, roles.strategy.prepare(actor, OptimizerConfig(lr=1e-2), 10))
     return (
         config,
         roles,
@@ -46,8 +44,8 @@ def test_process_rewards_are_the_scaled_log_ratio_of_the_model_before_or_after_i
 ) -> None:
     process = {"beta": 0.3, "threshold": 0.0, "forward": forward}
     config, roles, batch = prime(process=process, train={"max_tokens_per_micro_batch": budget})
-    assert roles.process is not None
-    actor = roles.process.model
+    assert roles.prm is not None
+    actor = roles.prm.model
     with torch.no_grad():
         before = actor.score(batch).logprobs
     found = with_process_rewards(

@@ -172,7 +172,7 @@ def test_neither_micro_batches_nor_layouts_change_a_step(aggregation: str, layou
 def runs_alone(preset: str) -> bool:
     """Whether a preset needs neither another model nor terms of a reward."""
     algorithm = AlgorithmConfig.model_validate(preset)
-    other = {"critic", "process", "greedy", "teacher"}
+    other = {"critic", "prm", "greedy", "teacher"}
     return not Requirements.of(algorithm).needs & other and algorithm.normalize.terms == "none"
 
 
