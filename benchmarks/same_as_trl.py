@@ -105,7 +105,7 @@ SETTINGS = {
             "scale_rewards": "group",
             "num_iterations": 2,
         },
-        overlong=True,
+        overlong_prompts=True,
         note="Neither side replaces groups of equal rewards: TRL does not have that part.",
     ),
 }

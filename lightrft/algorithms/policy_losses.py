@@ -170,8 +170,8 @@ def gmpo(
     """Compute the geometric mean of clipped token ratios.
 
     Each token carries the gradient of its own ratio. This equals the gradient of the mean if the
-    advantage is constant over the response. A token mask can therefore mask a token without affecting the
-    others.
+    advantage is constant over the response. A token mask can therefore mask a token without
+    affecting the others.
     """
     gap = logprobs - old
     sign = advantages.sign()

@@ -5,8 +5,8 @@ the order of responses may change a choice.
 
 Args:
     batch: The whole mini-batch, with advantages and old log-probs. ``logprobs`` holds the policy's
-        log-probs at the start of the optimizer step if the token mask needs ``current``. ``entropy`` is
-        filled in if the token mask needs it.
+        log-probs at the start of the optimizer step if the token mask needs ``current``.
+        ``entropy`` is filled in if the token mask needs it.
     settings: ``algorithm.loss``.
     generator: Source of random choices.
 """
@@ -258,7 +258,8 @@ def with_token_masks(
         generator: Source of random choices.
 
     Returns:
-        ``batch`` with ``token_mask``, the product of all weights, and ``pull``, the sum of all pulls.
+        ``batch`` with ``token_mask``, the product of all weights, and ``pull``, the sum of all
+        pulls.
     """
     for part in parts:
         found = TOKEN_MASKS[part.name](batch, settings, generator, **part.options)

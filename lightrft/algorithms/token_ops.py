@@ -165,6 +165,45 @@ def weighted_sum(losses: Tensor, batch: Batch, weights: Tensor | None = None) ->
     return (losses.where(kept, zero) * weights.to(losses.dtype)).sum()
 
 
+def discounted(x: Tensor, decay: float | Tensor) -> Tensor:
+    """Return ``y_t = x_t + decay * y_{t+1}`` along the last axis of ``x [B, L]``.
+
+    ``decay`` is one number for all rows, or ``[B]``.
+    """
+    if not isinstance(decay, Tensor) and decay == 1:
+        return x.flip(-1).cumsum(-1).flip(-1)
+    y = torch.empty_like(x)
+    carry = torch.zeros_like(x[:, 0]) if x.shape[1] else x.new_zeros(len(x))
+    for t in range(x.shape[1] - 1, -1, -1):
+        carry = x[:, t] + decay * carry
+        y[:, t] = carry
+    return y
+
+
+def whiten(x: Tensor, mask: Tensor, eps: float) -> Tensor:
+    """Normalize ``x`` to mean 0 and standard deviation 1 over the tokens of ``mask``.
+
+    Equal numbers become exactly 0. Their mean may differ from them by rounding, which division by a
+    small deviation would amplify.
+
+    Args:
+        x: ``[N]``.
+        mask: ``[N]`` bool. Must cover the global batch. Other tokens get 0.
+        eps: Added to the standard deviation.
+    """
+    kept = x[mask]
+    if kept.numel() == 0 or bool((kept == kept[0]).all()):
+        return torch.zeros_like(x)
+    # Sorted, so that the order of rows decides no rounding: a mask may read the sign of a
+    # whitened advantage that is zero but for rounding.
+    ordered = kept.double().sort().values
+    mean = ordered.mean()
+    deviation = (ordered - mean).square().mean().sqrt()
+    whitened = torch.zeros_like(x)
+    whitened[mask] = ((kept.double() - mean) / (deviation + eps)).to(x.dtype)
+    return whitened
+
+
 def require_column(column: Tensor | None) -> Tensor:
     """Return ``column``.
 

@@ -64,7 +64,8 @@ class RayConfig(Settings):
     """Size in MiB of the buckets in which weights travel."""
     call_timeout_minutes: float | None = Field(None, gt=0)
     """Minutes after which a worker that does not reply is restarted; its start counts too.
-    ``null``: half of ``strategy.timeout_minutes``. Must be below ``strategy.timeout_minutes``, or the ranks that
+    ``null``: half of ``strategy.timeout_minutes``. Must be below ``strategy.timeout_minutes``, or
+    the ranks that
     wait time out first."""
 
     @property

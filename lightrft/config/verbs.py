@@ -85,7 +85,8 @@ class SFTConfig(Settings):
     batch_size: int = Field(32, ge=1)
     """Number of conversations in an optimizer step."""
     max_tokens: int = Field(2048, ge=2)
-    """Longest conversation, in tokens. ``data.overlong_prompts`` says what happens to longer ones."""
+    """Longest conversation, in tokens. ``data.overlong_prompts`` says what happens to longer
+    ones."""
     train: TrainConfig = TrainConfig()
     """Optimizer steps."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

@@ -57,7 +57,8 @@ class ChatEncoder:
 
     Raises:
         ModelError: ``apply_chat_template`` is true and the tokenizer has no chat template.
-        ConfigError: a system prompt or ``chat_template_options`` without a chat template, or a ``template``
+        ConfigError: a system prompt or ``chat_template_options`` without a chat template, or a
+        ``template``
             without a field.
     """
 

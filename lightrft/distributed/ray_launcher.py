@@ -416,8 +416,8 @@ class RayLauncher:
             what: action of the ranks, for the message.
 
         Raises:
-            RankLost: a result does not arrive within ``launch.ray.placement_timeout_minutes`` minutes, or an actor died.
-            UserError: the call raised it.
+            RankLost: a result does not arrive within ``launch.ray.placement_timeout_minutes``
+            minutes, or an actor died. UserError: the call raised it.
         """
         ray = package()
         try:

@@ -123,7 +123,8 @@ class WorkerRegistry:
         ranks.
 
         Raises:
-            ResourceError: it finds no place within ``launch.ray.placement_timeout_minutes`` minutes.
+            ResourceError: it finds no place within ``launch.ray.placement_timeout_minutes``
+            minutes.
         """
         post = self._posts[name]
         async with post.lock:

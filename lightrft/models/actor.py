@@ -26,7 +26,7 @@ from lightrft.models.families import (
     head_transform,
 )
 from lightrft.models.loading.sharded_read import DeferredWeights, build_model
-from lightrft.models.logprobs import logit_energy, token_logprobs, transform_logits
+from lightrft.models.logprobs import logit_energy, logits_at, token_logprobs, transform_logits
 from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.multimodal.merge_inputs import (
     MergedInputs,
@@ -279,8 +279,7 @@ class Backbone(nn.Module):
         return self.config.attention or self.family.padded_attention or self._own_attention
 
     def gradient_checkpointing_enable(
-        self,
-        gradient_checkpointing_kwargs: dict[str, object] | None = None,
+        self, gradient_checkpointing_kwargs: dict[str, object] | None = None
     ) -> None:
         """Recompute layers in the backward pass.
 
@@ -430,12 +429,7 @@ class Actor(Backbone):
         return Target(self(batch, states_alone=True), head, kind, temperature, beta, softcap, scale)
 
     def score_states(
-        self,
-        states: Tensor,
-        targets: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> TokenScores:
         """Return log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them.
 
@@ -555,11 +549,7 @@ class Actor(Backbone):
         reasons = []
         try:
             checks = [
-                (
-                    rows,
-                    at := self._compared(rows),
-                    self.own_logprobs(rows, at),
-                )
+                (rows, at := self._compared(rows), self.own_logprobs(rows, at))
                 for rows in (few, *self._long_rows(few))
             ]
             for layout in _ORDER[_ORDER.index(self._layout) :]:
@@ -665,28 +655,10 @@ class Actor(Backbone):
             gather = gather[at]
             targets = targets[at]
         inputs = own_inputs(self.base, self.family, batch, packed)
-        with _only(self.base.get_output_embeddings(), gather):
+        with logits_at(self.base.get_output_embeddings(), gather):
             logits = self.base(**inputs, use_cache=False).logits[0]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-
-@contextmanager
-def _only(head: nn.Module, places: Tensor) -> Generator[None]:
-    """Make ``head`` compute the logits ``[1, n, V]`` of the ``places [n]`` alone among all states,
-    numbered row by row."""
-
-    def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (
-            given[0].reshape(-1, given[0].shape[-1]).index_select(0, places).unsqueeze(0),
-            *given[1:],
-        )
-
-    hook = head.register_forward_pre_hook(cut)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _rows_of_their_own(team: ModelParallelGroup) -> ModelError:

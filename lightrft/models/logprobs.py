@@ -6,7 +6,8 @@ the bound, they are kept instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -436,3 +437,25 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     """
     precise = logits.to(wide(logits.dtype))
     return precise.logsumexp(-1) - _expected_log(precise.softmax(-1), precise)
+
+
+@contextmanager
+def logits_at(head: nn.Module, places: Tensor) -> Generator[None]:
+    """Make ``head`` compute only the logits ``[1, n, V]`` of ``places``, inside the context.
+
+    Args:
+        head: The output layer.
+        places: ``[n]``, indices into the states of all rows, end to end.
+    """
+
+    def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (
+            given[0].reshape(-1, given[0].shape[-1]).index_select(0, places).unsqueeze(0),
+            *given[1:],
+        )
+
+    hook = head.register_forward_pre_hook(cut)
+    try:
+        yield
+    finally:
+        hook.remove()

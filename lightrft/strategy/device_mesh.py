@@ -30,7 +30,8 @@ def mesh_of(
         tensor: Ranks that shard each layer.
 
     Raises:
-        ConfigError: ``strategy.hsdp_shard_size`` does not divide the number of ranks over ``tensor``.
+        ConfigError: ``strategy.hsdp_shard_size`` does not divide the number of ranks over
+        ``tensor``.
     """
     rows = ranks.size // tensor
     if shard is not None and rows % shard:

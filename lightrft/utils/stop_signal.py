@@ -1,4 +1,4 @@
-"""How SIGTERM and Ctrl-C end a program: at once, or by a flag at a safe point of a loop."""
+"""Stop a program on SIGTERM or Ctrl-C: at once, or by a flag at a safe point of a loop."""
 
 from __future__ import annotations
 

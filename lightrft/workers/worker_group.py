@@ -45,8 +45,8 @@ class FaultPolicy:
     def of(config: RLConfig) -> FaultPolicy:
         """Return the limits that ``launch.ray`` sets.
 
-        The timeout defaults to half of ``strategy.timeout_minutes``. A dead worker is then restarted before
-        the ranks that wait for it time out.
+        The timeout defaults to half of ``strategy.timeout_minutes``. A dead worker is then
+        restarted before the ranks that wait for it time out.
         """
         asked = config.launch.ray
         minutes = (

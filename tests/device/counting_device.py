@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 NAME = "counting"
 SOURCE = Path(__file__).with_name("counting_device.cpp")
@@ -34,20 +35,32 @@ def missing_tool() -> str:
     )
 
 
+@contextmanager
+def alone(folder: Path) -> Generator[None]:
+    """Keep other processes from building in ``folder``.
+
+    torch waits for ever for a process that was killed while it was building: its file ``lock`` stays.
+    The system takes back the lock that is held here when the process ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "building"):
+        (folder / "lock").unlink(missing_ok=True)
+        yield
+
+
 @cache
 def build() -> ModuleType:
-    """Compile the device, or load what an earlier process compiled from the same source for the same torch."""
+    """Compile the device, or load what an earlier process compiled from the same source and torch."""
     from torch.utils import cpp_extension
 
-    digest = hashlib.sha256(
-        SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()
-    ).hexdigest()[:16]
+    versions = torch.__version__ + sys.version
+    digest = hashlib.sha256(SOURCE.read_bytes() + versions.encode()).hexdigest()[:16]
     folder = Path(cpp_extension.get_default_build_root()) / f"lightrft_counting_device_{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
     flags = ["-O0", "-g0"]  # a minute less to compile, and the kernels are torch's own
-    return cpp_extension.load(
-        "counting_device", [str(SOURCE)], build_directory=str(folder), extra_cflags=flags
-    )
+    with alone(folder):
+        return cpp_extension.load(
+            "counting_device", [str(SOURCE)], build_directory=str(folder), extra_cflags=flags
+        )
 
 
 @cache

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.counting_device import build, missing_tool
+from tests.device.counting_device import alone, build, missing_tool
 
 HERE = Path(__file__).parent
 
@@ -23,6 +23,12 @@ def _built() -> None:
     if why := missing_tool():
         pytest.skip(why)
     build()
+
+
+def test_a_build_that_was_killed_does_not_keep_others_waiting(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    with alone(tmp_path):
+        assert not (tmp_path / "lock").exists()
 
 
 @pytest.mark.slow

@@ -319,7 +319,10 @@ def test_room_that_the_cluster_has_not_is_an_error_that_says_what_is_there(nodes
             "ray": {"cpus": 64, "address": nodes.address, "placement_timeout_minutes": 0.02},
         }
     }
-    said = r"2 ranks and 0 workers ask for 128 CPU in 2 bundles \(PACK\), and the cluster has \d CPU .* launch\.ray\.wait = 0\.02 min"
+    said = (
+        r"2 ranks and 0 workers ask for 128 CPU in 2 bundles \(PACK\), and the cluster has \d CPU "
+        r".* launch\.ray\.placement_timeout_minutes = 0\.02 min"
+    )
     with pytest.raises(ResourceError, match=said):
         run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), NullObserver())
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from lightrft.algorithms.advantages import ADVANTAGES, whiten
-from lightrft.algorithms.token_ops import TokenRows
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.token_ops import TokenRows, whiten
 from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch, Segments
 from tests.numbers import oracles

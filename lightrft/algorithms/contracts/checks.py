@@ -1,10 +1,9 @@
 """Check the contract of each kind of algorithm function, whatever its formula.
 
-The kinds are advantages, losses, corrections, token masks, aggregations, KL estimators, shapings and
-filters. Each ``check_*`` takes one function. It raises ``ContractViolation`` with the batch that
-reveals the
-violation. ``ADVANTAGE_CHECKS`` and the other lists name the checks of each kind. ``lightrft check``
-runs them on a user's function too.
+The kinds are advantages, losses, corrections, token masks, aggregations, KL estimators, shapings
+and filters. Each ``check_*`` takes one function. It raises ``ContractViolation`` with the batch
+that reveals the violation. ``ADVANTAGE_CHECKS`` and the other lists name the checks of each kind.
+``lightrft check`` runs them on a user's function too.
 """
 
 from __future__ import annotations

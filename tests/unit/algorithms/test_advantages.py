@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from lightrft.algorithms.advantages import ADVANTAGES, WHITENINGS, discounted, whiten
+from lightrft.algorithms.advantages import ADVANTAGES, WHITENINGS
 from lightrft.algorithms.contracts.cases import empty_batch
+from lightrft.algorithms.token_ops import discounted, whiten
 from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError

@@ -63,7 +63,7 @@ def test_a_template_takes_the_place_of_the_chat_template_or_fills_the_users_mess
     text, ids = encoded(row, template=template)
     assert text == "Q: 1+1=? (3) {x} \\boxed{}\nA:"
     assert ids == TOKENIZER(text)["input_ids"]
-    assert encoded(row, template=template, chat=True)[1] == templated(
+    assert encoded(row, template=template, apply_chat_template=True)[1] == templated(
         [{"role": "user", "content": text}]
     )
 
@@ -81,13 +81,21 @@ def test_a_template_without_a_field_is_refused():
 
 
 def test_chat_off_leaves_text_as_it_is():
-    assert encoded({"prompt": "1+1=?"}, chat=False) == ("1+1=?", TOKENIZER("1+1=?")["input_ids"])
-    assert encoded({"messages": CHAT[:1]}, chat=False, template="Q:{prompt}")[0] == "Q:1+1=?"
+    assert encoded({"prompt": "1+1=?"}, apply_chat_template=False) == (
+        "1+1=?",
+        TOKENIZER("1+1=?")["input_ids"],
+    )
+    assert (
+        encoded({"messages": CHAT[:1]}, apply_chat_template=False, template="Q:{prompt}")[0]
+        == "Q:1+1=?"
+    )
 
 
 def test_chat_options_reach_the_chat_template():
     tokenizer = chat_tokenizer("{{ mood }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert encoded({"prompt": "a"}, tokenizer, chat_options={"mood": "calm "})[0] == "calm a"
+    assert (
+        encoded({"prompt": "a"}, tokenizer, chat_template_options={"mood": "calm "})[0] == "calm a"
+    )
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_that_names_the_ways_out():
@@ -98,7 +106,7 @@ def test_a_tokenizer_without_chat_template_is_an_error_that_names_the_ways_out()
         ModelError,
         match=r"some/base-model has no chat template; set model\.chat_template .* data\.template",
     ):
-        encoded({"prompt": "a"}, tokenizer, chat=True)
+        encoded({"prompt": "a"}, tokenizer, apply_chat_template=True)
     with pytest.raises(ConfigError, match=r"data\.system needs a chat template"):
         encoded({"prompt": "a"}, tokenizer, system="Be brief.")
     with pytest.raises(
@@ -149,10 +157,10 @@ def test_special_tokens_in_a_row_are_text_and_the_templates_own_are_control():
 def test_rows_rendered_beforehand_keep_their_control_tokens_when_told_so():
     text = "<|im_start|>user\nhi<|im_end|>\n"
     assert (
-        encoded({"prompt": text}, chat=False, special_tokens="control")[1]
+        encoded({"prompt": text}, apply_chat_template=False, special_tokens="control")[1]
         == TOKENIZER(text)["input_ids"]
     )
-    assert encoded({"prompt": text}, chat=False)[1] != TOKENIZER(text)["input_ids"]
+    assert encoded({"prompt": text}, apply_chat_template=False)[1] != TOKENIZER(text)["input_ids"]
 
 
 def test_a_spelling_across_two_fields_is_text_too():

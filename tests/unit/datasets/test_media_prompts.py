@@ -205,7 +205,7 @@ def test_a_spelled_placeholder_is_plain_text_and_moves_no_picture(eye: Rig, fold
 
 def test_rows_rendered_beforehand_name_places_as_the_template_would(eye: Rig, folder: Path) -> None:
     row = {"prompt": "<|vision_start|><|image_pad|><|vision_end|>what?", "images": ["a.png"]}
-    (raw,) = prompts(eye, folder, row, special_tokens="control", chat=False)
+    (raw,) = prompts(eye, folder, row, special_tokens="control", apply_chat_template=False)
     (plain,) = prompts(eye, folder, {"prompt": "what?", "images": ["a.png"]})
     assert raw.text == row["prompt"]
     inside = lambda p: p.token_ids.count(eye.processor.tokens["image"])  # noqa: E731
@@ -337,7 +337,7 @@ def test_a_row_that_cannot_be_used_is_an_error_or_a_counted_skip(
     with pytest.raises(MalformedRow, match=rf"rows\.jsonl, line 2.*{problem}"):
         prompts(eye, folder, *rows)
     dataset = PromptDataset(
-        config_of(written(folder, rows), malformed="skip"),
+        config_of(written(folder, rows), bad_rows="skip"),
         eye.tokenizer,
         seed=0,
         processor=eye.processor,
@@ -371,7 +371,7 @@ def test_a_number_of_a_part_that_is_none_makes_a_malformed_row(
     with pytest.raises(MalformedRow, match=f"line 2, message 1: {name} is {said}"):
         prompts(eye, folder, *rows)
     dataset = PromptDataset(
-        config_of(written(folder, rows), malformed="skip"),
+        config_of(written(folder, rows), bad_rows="skip"),
         eye.tokenizer,
         seed=0,
         processor=eye.processor,
@@ -497,7 +497,9 @@ def test_features_of_a_parquet_file_are_read_without_a_decoder(
     assert both.media["image_grid_thw"].lengths.tolist() == [2]
     (moved,) = read(eye, str(folder / "frames.parquet"))
     assert moved.media["video_grid_thw"].lengths.tolist() == [1]
-    (heard,) = read(ear, str(folder / "spoken.parquet"), template="Which digit?", chat=True)
+    (heard,) = read(
+        ear, str(folder / "spoken.parquet"), template="Which digit?", apply_chat_template=True
+    )
     assert heard.media["feature_lengths"].lengths.tolist() == [1]
     assert "torchcodec" not in sys.modules and "torchvision" not in sys.modules
 
@@ -666,7 +668,7 @@ def test_a_file_that_changes_later_is_told_when_its_prompt_is_drawn(eye: Rig, fo
 def test_a_prompt_with_media_is_never_cut(eye: Rig, folder: Path) -> None:
     rows = [{"prompt": "x" * 200, "image": "a.png"}, {"prompt": "y" * 200}]
     dataset = PromptDataset(
-        config_of(written(folder, rows), overlong="truncate", max_prompt_tokens=64),
+        config_of(written(folder, rows), overlong_prompts="truncate", max_prompt_tokens=64),
         eye.tokenizer,
         seed=0,
         processor=eye.processor,
@@ -675,7 +677,7 @@ def test_a_prompt_with_media_is_never_cut(eye: Rig, folder: Path) -> None:
     with pytest.raises(
         DataError, match=r"line 1: \d+ tokens, more than data\.max_prompt_tokens = 64"
     ):
-        prompts(eye, folder, *rows, overlong="error", max_prompt_tokens=64)
+        prompts(eye, folder, *rows, overlong_prompts="error", max_prompt_tokens=64)
 
 
 def test_raw_media_stay_out_of_the_columns(eye: Rig, folder: Path) -> None:
@@ -844,14 +846,16 @@ def test_a_template_for_text_alone_leaves_out_nothing_that_belongs_around_an_ite
 
 
 def test_a_template_may_ask_one_question_of_every_picture(eye: Rig, folder: Path) -> None:
-    (prompt,) = prompts(eye, folder, {"image": "a.png"}, template="What is it?", chat=True)
+    (prompt,) = prompts(
+        eye, folder, {"image": "a.png"}, template="What is it?", apply_chat_template=True
+    )
     assert "user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<" in prompt.text
     (prompt,) = prompts(
         eye,
         folder,
         {"prompt": "<image> or not", "image": "a.png"},
         template="Q: {prompt}?",
-        chat=True,
+        apply_chat_template=True,
     )
     assert "Q: <|vision_start|><|image_pad|><|vision_end|> or not?" in prompt.text
     with pytest.raises(ConfigError, match="has no field"):

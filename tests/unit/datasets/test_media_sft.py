@@ -111,7 +111,7 @@ def test_turns_that_are_learned_one_by_one_have_the_pictures_up_to_them(
 
 def test_without_a_chat_template_the_picture_stands_in_the_text(eye: Rig, folder: Path) -> None:
     row = {"prompt": "see <image>: ", "response": "a cat", "image": "a.png"}
-    (example,) = dataset(eye, folder, row, chat=False)
+    (example,) = dataset(eye, folder, row, apply_chat_template=False)
     assert (
         features(eye, example.prompt_media)
         == example.prompt_ids.count(eye.processor.tokens["image"])
@@ -129,7 +129,7 @@ def test_an_example_is_cut_behind_its_pictures_or_not_at_all(eye: Rig, folder: P
             {"role": "assistant", "content": "c"},
         ]
     }
-    found = dataset(eye, folder, long, late, max_tokens=64, overlong="truncate")
+    found = dataset(eye, folder, long, late, max_tokens=64, overlong_prompts="truncate")
     assert (found.counts["truncated"], found.counts["overlong"], len(found)) == (1, 1, 1)
     assert features(eye, found[0].prompt_media) > 0
 
@@ -138,7 +138,7 @@ def test_a_picture_that_cannot_be_read_is_a_counted_skip_at_first_and_told_later
     eye: Rig, folder: Path
 ) -> None:
     rows = [{"prompt": "x", "response": "y", "image": name} for name in ("a.png", "gone.png")]
-    found = dataset(eye, folder, *rows, malformed="skip")
+    found = dataset(eye, folder, *rows, bad_rows="skip")
     assert (len(found), found.counts["malformed"]) == (1, 1)
     picture(folder / "a.png", 64, 64)
     (lost,) = found.fetch([0])
@@ -162,10 +162,10 @@ def test_an_answer_that_holds_the_mark_of_a_picture_is_a_malformed_row(
         }
         bad.append({"messages": [{"role": "user", "content": "x"}, call], **picture})
     fine = {"prompt": "x", "response": "y", **picture}
-    found = dataset(eye, folder, *bad, fine, malformed="skip", chat=chat)
+    found = dataset(eye, folder, *bad, fine, bad_rows="skip", apply_chat_template=chat)
     assert (len(found), found.counts["malformed"]) == (1, len(bad))
     with pytest.raises(MalformedRow, match=r"line 1, response: the text holds U\+FDD2"):
-        dataset(eye, folder, bad[0], chat=chat)
+        dataset(eye, folder, bad[0], apply_chat_template=chat)
 
 
 def test_an_assistant_that_only_shows_a_picture_learns_to_stop(eye: Rig, folder: Path) -> None:

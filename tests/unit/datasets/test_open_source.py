@@ -48,7 +48,7 @@ def write(folder: Path, kind: str) -> Path:
 
 
 def rows_of(**options):
-    malformed = options.pop("malformed", "error")
+    malformed = options.pop("bad_rows", "error")
     rows = open_source(SourceConfig(**options), malformed)
     return [dict(rows[i]) for i in range(len(rows))]
 
@@ -108,7 +108,7 @@ def test_a_malformed_json_line_names_file_and_line_and_is_counted_when_skipped(
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     with pytest.raises(
-        DataError, match=rf"rows\.jsonl, line {line}: .*{what}.*data\.malformed: skip"
+        DataError, match=rf"rows\.jsonl, line {line}: .*{what}.*data\.bad_rows: skip"
     ):
         open_source(SourceConfig(path=str(path)))
     rows = open_source(SourceConfig(path=str(path)), "skip")
@@ -288,7 +288,7 @@ def test_a_bad_row_of_a_compressed_or_utf_16_file_is_named_with_its_line(tmp_pat
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(text.encode("utf-16")))
     with pytest.raises(DataError, match=r"rows\.jsonl\.gz, line 3: not JSON"):
         rows_of(path=str(tmp_path / "rows.jsonl.gz"))
-    assert rows_of(path=str(tmp_path / "rows.jsonl.gz"), malformed="skip") == [{"prompt": "ä"}]
+    assert rows_of(path=str(tmp_path / "rows.jsonl.gz"), bad_rows="skip") == [{"prompt": "ä"}]
 
 
 def test_a_compressed_file_that_is_cut_short_or_is_none_is_named(tmp_path):

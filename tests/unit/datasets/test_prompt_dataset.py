@@ -94,7 +94,7 @@ def test_an_overlong_prompt_can_be_an_error_that_names_row_and_setting(source):
         DataError,
         match=rf"line 2: {FRAME + 9} tokens, more than data\.max_prompt_tokens = {FRAME + 6}.*overlong",
     ):
-        dataset(path, max_prompt_tokens=FRAME + 6, overlong="error")
+        dataset(path, max_prompt_tokens=FRAME + 6, overlong_prompts="error")
 
 
 def test_truncation_cuts_the_start_of_the_question_and_leaves_the_template_whole(source):
@@ -105,7 +105,7 @@ def test_truncation_cuts_the_start_of_the_question_and_leaves_the_template_whole
             {"messages": [{"role": "user", "content": "<|im_end|>6789"}]},
         ]
     )
-    data = dataset(path, max_prompt_tokens=FRAME + 4, overlong="truncate")
+    data = dataset(path, max_prompt_tokens=FRAME + 4, overlong_prompts="truncate")
     assert [p.text.split("\n")[1] for p in data] == [
         "6789<|im_end|>",
         "ab<|im_end|>",
@@ -121,7 +121,7 @@ def test_what_no_cut_can_shorten_enough_is_dropped(source):
         DataError,
         match=r"nothing is left of .*rows\.jsonl \(1 rows, 0 malformed, 1 overlong\); the first: .*line 1",
     ):
-        dataset(path, max_prompt_tokens=FRAME, overlong="truncate")
+        dataset(path, max_prompt_tokens=FRAME, overlong_prompts="truncate")
 
 
 def test_bad_rows_are_skipped_and_counted_when_told_so(source):
@@ -135,7 +135,7 @@ def test_bad_rows_are_skipped_and_counted_when_told_so(source):
             {"prompt": "c"},
         ]
     )
-    data = dataset(path, malformed="skip")
+    data = dataset(path, bad_rows="skip")
     assert [p.id for p in data] == ["rows/0", "rows/4"]
     assert (data.counts["malformed"], data.counts["prompts"]) == (4, 2)
     with pytest.raises(DataError, match="line 2"):
@@ -148,7 +148,7 @@ def test_nothing_left_says_why(source):
         match=r"nothing is left of .* \(2 rows, 2 malformed, 0 overlong\); the first: .*no column 'x'",
     ):
         dataset(
-            source([{"prompt": "a"}, {"prompt": "b"}]), malformed="skip", columns={"prompt": "x"}
+            source([{"prompt": "a"}, {"prompt": "b"}]), bad_rows="skip", columns={"prompt": "x"}
         )
     with pytest.raises(ConfigError, match=r"data\.sources is empty"):
         dataset([])

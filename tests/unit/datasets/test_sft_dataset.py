@@ -177,15 +177,15 @@ def test_overlong_examples_are_dropped_cut_or_an_error(examples):
     length = len(examples(rows[:1])[0].prompt_ids)
     dropped = examples(rows, max_tokens=length + 5)
     assert (len(dropped), dropped.counts["overlong"], dropped.counts["rows"]) == (1, 1, 2)
-    cut = examples(rows, max_tokens=length + 5, overlong="truncate")
+    cut = examples(rows, max_tokens=length + 5, overlong_prompts="truncate")
     assert [len(e.response_ids) for e in cut] == [2, 5]
     assert (cut.counts["truncated"], cut.counts["overlong"]) == (1, 0)
     with pytest.raises(
         DataError, match=rf"line 2: {length + 31} tokens, more than max_tokens = {length + 5}"
     ):
-        examples(rows, max_tokens=length + 5, overlong="error")
+        examples(rows, max_tokens=length + 5, overlong_prompts="error")
     with pytest.raises(DataError, match="nothing is left"):
-        examples(rows, max_tokens=length, overlong="truncate")
+        examples(rows, max_tokens=length, overlong_prompts="truncate")
 
 
 @pytest.mark.parametrize("config", [{}, {"apply_chat_template": False}])

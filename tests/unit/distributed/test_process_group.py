@@ -198,6 +198,6 @@ def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(
     port = free_port()
     for name, value in at(port, 0).items():
         monkeypatch.setenv(name, value)
-    said = rf"2 processes were to meet at 127\.0\.0\.1:{port} .* strategy\.timeout = 0\.01 minutes"
+    said = rf"2 processes were to meet at 127\.0\.0\.1:{port} .* strategy\.timeout_minutes = 0\.01 minutes"
     with pytest.raises(LostRankError, match=said), init_process_group(0.01):
         pass

@@ -132,7 +132,7 @@ def test_a_ray_that_does_not_start_in_time_is_an_error_that_says_what_to_do(
     launch = build(LaunchConfig, {"kind": "ray", "ray": {"placement_timeout_minutes": 1e-12}})
     with pytest.raises(
         ResourceError,
-        match=r"within launch\.ray\.wait = 1e-12 minutes \(.*timed out.*raise launch\.ray\.wait",
+        match=r"within launch\.ray\.placement_timeout_minutes = 1e-12 minutes \(.*timed out.*raise launch\.ray\.placement_timeout_minutes",
     ):
         cluster(launch.ray).__enter__()
     assert ray.calls == ["init", "shutdown"]
@@ -170,7 +170,9 @@ def test_a_worker_that_falls_silent_is_missed_before_the_ranks_that_wait_for_it_
         "strategy": {"timeout_minutes": 6.0},
     }
     assert FaultPolicy.of(build(RLConfig, tree)) == FaultPolicy(restarts=3, call_timeout=180.0)
-    said = r"launch\.ray\.silence = 6 minutes is not below strategy\.timeout = 6"
+    said = (
+        r"launch\.ray\.call_timeout_minutes = 6 minutes is not below strategy\.timeout_minutes = 6"
+    )
     silent = {"launch": {"ray": {"call_timeout_minutes": 6}}}
     with pytest.raises(ConfigError, match=said):
         check_launch(build(RLConfig, deep_merge(tree, silent)))
@@ -269,7 +271,8 @@ def test_a_worker_that_is_started_anew_has_its_place_though_its_model_loads_for_
             again,
         )  # another rank, that has lost the first one too
         with pytest.raises(
-            ResourceError, match=r"engine 0 found no place within launch\.ray\.wait"
+            ResourceError,
+            match=r"engine 0 found no place within launch\.ray\.placement_timeout_minutes",
         ):
             await roster.again("engine 0", again)
 

@@ -91,7 +91,7 @@ def assert_own(model: PreTrainedModel, rollouts: list[Rollout], atol: float = 2e
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_sampled_log_probs_are_those_of_the_models_own_forward(family: str) -> None:
     model = model_of(family)
-    engine, requests = engine_of(model, max_rows=4), requests_of()
+    engine, requests = engine_of(model, max_num_seqs=4), requests_of()
     rollouts = list(engine.generate(requests, SAMPLING))
     assert sorted(len(r) for r in rollouts) == sorted(r.max_new_tokens or 0 for r in requests)
     assert_own(model, rollouts, atol=2e-6 if model.dtype == torch.float64 else 1e-5)
@@ -174,7 +174,7 @@ def test_cached_rows_and_prompts_stay_within_the_budget_and_give_the_same_respon
             most[0] = max(most[0], self.held)
             return logits
 
-    engine = engine_of(model, token_budget=budget)
+    engine = engine_of(model, max_cache_tokens=budget)
     engine.decoder.session = lambda: Watched(model)
     requests = requests_of((5, 20), limits=(4, 5, 5))
     found = {r.seed: r.token_ids for r in engine.generate(requests, SAMPLING)}

@@ -134,7 +134,7 @@ def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
     limits = itertools.cycle([1, 7, 30])
     requests = requests_of(prompts_of(5, 40, 23), 2, limits)
     rollouts = list(
-        engine_of(model, max_rows=4).generate(requests, SamplingConfig(temperature=1.3))
+        engine_of(model, max_num_seqs=4).generate(requests, SamplingConfig(temperature=1.3))
     )
     assert sorted(len(r) for r in rollouts) == [1, 1, 7, 7, 30, 30]
     for r in rollouts:
@@ -193,7 +193,7 @@ def test_log_probs_are_those_of_the_filtered_distribution_that_was_drawn_from() 
         stop_token_ids=tuple(range(4, 30)),
     )  # fmt: skip
     rollouts = list(
-        engine_of(model, max_rows=3).generate(requests_of(prompts_of(6, 31), 4), sampling)
+        engine_of(model, max_num_seqs=3).generate(requests_of(prompts_of(6, 31), 4), sampling)
     )
     assert any(r.finish_reason == "stop" for r in rollouts)
     for r in rollouts:
@@ -213,9 +213,9 @@ def test_an_answer_depends_on_its_request_alone() -> None:
     sampling = SamplingConfig(top_p=0.95)
     together = by_key(engine_of(model).generate(requests, sampling))
     for other in (
-        engine_of(model, max_rows=3).generate(requests, sampling),
-        engine_of(model, max_rows=1).generate(requests[::-1], sampling),
-        engine_of(model, token_budget=150).generate(requests[::2] + requests[1::2], sampling),
+        engine_of(model, max_num_seqs=3).generate(requests, sampling),
+        engine_of(model, max_num_seqs=1).generate(requests[::-1], sampling),
+        engine_of(model, max_cache_tokens=150).generate(requests[::2] + requests[1::2], sampling),
         (r for request in requests for r in engine_of(model).generate([request], sampling)),
     ):
         found = by_key(other)
@@ -250,7 +250,7 @@ def test_each_distinct_prompt_and_each_drawn_token_goes_through_the_model_once(
 
 
 def test_a_finished_row_leaves_at_once_and_a_waiting_one_takes_its_place() -> None:
-    engine = engine_of(endless(), max_rows=2)
+    engine = engine_of(endless(), max_num_seqs=2)
     requests = requests_of(prompts_of(6), 4, iter([3, 9, 5, 2]))
     order = [r.sample for r in engine.generate(requests, SamplingConfig())]
     assert order == [0, 2, 1, 3]
@@ -264,7 +264,7 @@ def test_the_budget_is_never_exceeded_and_is_put_to_use() -> None:
     prompts = prompts_of(*torch.randint(1, 60, (12,), generator=generator).tolist())
     limits = [int(x) for x in torch.randint(1, 80, (36,), generator=generator)]
     for budget in (140, 300, 1000):
-        engine = engine_of(endless(), token_budget=budget)
+        engine = engine_of(endless(), max_cache_tokens=budget)
         rollouts = by_key(engine.generate(requests_of(prompts, 3, iter(limits)), SamplingConfig()))
         assert [len(rollouts[str(i), j]) for i in range(12) for j in range(3)] == limits
         assert max(held for _, held in engine.decoder.log) <= budget
@@ -273,10 +273,10 @@ def test_the_budget_is_never_exceeded_and_is_put_to_use() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_before_anything_is_drawn() -> None:
-    engine = engine_of(endless(), token_budget=30)
+    engine = engine_of(endless(), max_cache_tokens=30)
     with pytest.raises(
         ResourceError,
-        match=r"engine\.token_budget = 30 .* 21 prompt tokens \+ max_new_tokens 10 = 31",
+        match=r"engine\.max_cache_tokens = 30 .* 21 prompt tokens \+ max_new_tokens 10 = 31",
     ):
         engine.generate(requests_of(prompts_of(5, 21)), SamplingConfig(max_new_tokens=10))
     assert (
@@ -532,7 +532,7 @@ def test_many_prompts_are_prefilled_in_parts_and_released_in_any_order(
     limits = [int(x) for x in torch.randint(1, 40, (27,), generator=generator)]
     sampling = SamplingConfig(temperature=0)
     got = by_key(
-        engine_of(model, max_rows=5).generate(requests_of(prompts, 3, iter(limits)), sampling)
+        engine_of(model, max_num_seqs=5).generate(requests_of(prompts, 3, iter(limits)), sampling)
     )
     for i, prompt in enumerate(prompts):
         ids = torch.tensor([prompt.token_ids])
@@ -570,14 +570,14 @@ def test_a_greedy_request_among_sampled_ones_is_answered_as_at_temperature_0(
     drawn = by_key(engine_of(model).generate(requests, sampling))
     marked = [dataclasses.replace(r, greedy=r.sample == 1) for r in requests]
     for max_rows in (2, 64):
-        mixed = by_key(engine_of(model, max_rows=max_rows).generate(marked, sampling))
+        mixed = by_key(engine_of(model, max_num_seqs=max_rows).generate(marked, sampling))
         for key, rollout in mixed.items():
             assert rollout.token_ids == (want if key[1] == 1 else drawn)[key].token_ids
         assert mixed["0", 1].logprobs == pytest.approx(want["0", 1].logprobs, abs=1e-5)
 
 
 def test_when_stopped_every_request_that_is_not_finished_comes_out_as_it_is() -> None:
-    engine = engine_of(endless(), max_rows=3)
+    engine = engine_of(endless(), max_num_seqs=3)
     requests = requests_of(prompts_of(9, 14), 3, iter([4, 30, 30, 30, 30, 30]))
     whole = by_key(engine.generate(requests, SamplingConfig()))
     done: list[Rollout] = []
@@ -615,7 +615,7 @@ def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(
     whole = by_key(engine_of(model).generate(requests, sampling))
     waiting, found = requests, {}
     for round_ in range(1, 20):
-        engine = engine_of(model, version=round_, max_rows=4, token_budget=130)
+        engine = engine_of(model, version=round_, max_num_seqs=4, max_cache_tokens=130)
         drawn = by_key(
             engine.generate(
                 [replace(r, pause_after_tokens=r.num_generated + 5) for r in waiting], sampling

@@ -43,7 +43,7 @@ def test_process_rewards_are_the_scaled_log_ratio_of_the_model_before_or_after_i
     forward: str, budget: int
 ) -> None:
     process = {"beta": 0.3, "threshold": 0.0, "forward": forward}
-    config, roles, batch = prime(process=process, train={"max_tokens_per_micro_batch": budget})
+    config, roles, batch = prime(prm=process, train={"max_tokens_per_micro_batch": budget})
     assert roles.prm is not None
     actor = roles.prm.model
     with torch.no_grad():

@@ -84,7 +84,7 @@ def score(texts, *functions, **settings):
 )
 def test_a_call_that_fails_in_any_way_fails_its_own_sample_only(text, failed, kind):
     rollouts, scorer = score(
-        ["1", "2", text, "3", "4"], "plain", deadline=2 if kind == "deadline" else 30
+        ["1", "2", text, "3", "4"], "plain", timeout=2 if kind == "deadline" else 30
     )
     assert [r.reward for r in rollouts] == [1, 2, None, 3, 4]
     assert [r.failed for r in rollouts] == ["", "", failed, "", ""]
@@ -99,12 +99,12 @@ def patient(monkeypatch):
 
 
 def test_an_endless_python_loop_costs_its_deadline_but_no_process(patient):
-    _, scorer = score(["loop", "1"], "plain", deadline=2)
+    _, scorer = score(["loop", "1"], "plain", timeout=2)
     assert scorer.restarts == 0
 
 
 def test_what_a_function_prints_forks_or_reads_disturbs_nothing():
-    rollouts, scorer = score(["print", "fork", "stdin", "true", "5"], "plain", deadline=10)
+    rollouts, scorer = score(["print", "fork", "stdin", "true", "5"], "plain", timeout=10)
     assert [r.reward for r in rollouts] == [1, 1, 0, 1, 5]
     assert scorer.counts["scored"] == 5
 
@@ -113,7 +113,7 @@ def test_what_a_function_prints_forks_or_reads_disturbs_nothing():
 @pytest.mark.parametrize("guilty", ["raise", "nan", "loop", "memory", "exit"])
 def test_one_guilty_rollout_does_not_fail_those_that_share_its_call(function, guilty):
     rollouts, _ = score(
-        ["1", "2", guilty, "3"] * 2, function, deadline=2 if guilty == "loop" else 30
+        ["1", "2", guilty, "3"] * 2, function, timeout=2 if guilty == "loop" else 30
     )
     assert [r.reward for r in rollouts] == [1, 2, None, 3] * 2
     assert all(r.failed for r in rollouts[2::4])
@@ -130,13 +130,13 @@ def test_a_batch_of_the_wrong_length_is_a_failure_that_says_so():
 
 
 def test_an_async_call_that_waits_for_ever_is_overdue_and_the_others_are_not(patient):
-    rollouts, scorer = score(["1", "sleep", "2"], "asynchronous", deadline=2)
+    rollouts, scorer = score(["1", "sleep", "2"], "asynchronous", timeout=2)
     assert [r.failed for r in rollouts] == ["", "deadline 2 s (asynchronous)", ""]
     assert scorer.restarts == 0
 
 
 def test_async_calls_wait_together():
-    with Scorer(config("slow_async", deadline=5)) as scorer:
+    with Scorer(config("slow_async", timeout=5)) as scorer:
         scorer.submit(rollout())
         list(scorer.results(wait=True))
         began = time.monotonic()
@@ -255,7 +255,7 @@ def test_a_worker_is_light_and_warmed_up():
 
 def test_submitting_does_not_wait_for_slow_rewards(tmp_path):
     gate = tmp_path / "gate"
-    with Scorer(config("waits_for_a_file", deadline=30)) as scorer:
+    with Scorer(config("waits_for_a_file", timeout=30)) as scorer:
         for _ in range(4):
             scorer.submit(rollout(str(gate)))
         assert list(scorer.results(wait=False)) == []
@@ -271,7 +271,7 @@ def test_submitting_does_not_wait_for_slow_rewards(tmp_path):
 
 
 def test_the_time_in_functions_and_the_time_before_them_are_measured():
-    _, scorer = score(["0.3"] * 4, "sleeps", deadline=5)
+    _, scorer = score(["0.3"] * 4, "sleeps", timeout=5)
     assert scorer.seconds["busy"] >= 1.2 and scorer.seconds["queue"] > 0.3
 
 
@@ -282,7 +282,7 @@ def test_every_rollout_comes_back_once_whatever_happens_to_the_workers():
         dice.choice(choices) if dice.random() < 0.12 else str(dice.randrange(100))
         for _ in range(120)
     ]
-    rollouts, scorer = score(texts, "plain", "asynchronous", "batched", workers=2, deadline=3)
+    rollouts, scorer = score(texts, "plain", "asynchronous", "batched", workers=2, timeout=3)
     for text, r in zip(texts, rollouts):
         good = text.isdigit() or text in ("print", "fork")
         assert (r.reward is not None) == good == (not r.failed)
@@ -292,7 +292,7 @@ def test_every_rollout_comes_back_once_whatever_happens_to_the_workers():
 
 def test_closing_leaves_no_process_and_gives_back_what_was_not_scored():
     before = set(psutil.Process().children(recursive=True))
-    scorer = Scorer(config("sleeps", deadline=100, workers=2))
+    scorer = Scorer(config("sleeps", timeout=100, workers=2))
     rollouts = [rollout("50") for _ in range(5)]
     for r in rollouts:
         scorer.submit(r)
@@ -368,7 +368,7 @@ STRAY = {
 
 @pytest.mark.parametrize("what", STRAY)
 def test_a_stray_line_on_the_workers_socket_fails_its_own_sample_only(what):
-    rollouts, scorer = score(["1", STRAY[what], "2"], "writes_to_its_socket", deadline=20)
+    rollouts, scorer = score(["1", STRAY[what], "2"], "writes_to_its_socket", timeout=20)
     assert [r.reward for r in rollouts] == [1, None, 2]
     assert rollouts[1].failed.startswith("ended its worker: its socket brought")
     assert dict(scorer.counts) == {
@@ -453,7 +453,7 @@ def test_a_daemon_that_a_function_started_ends_with_a_run_that_is_killed(how):
 def test_a_fork_bomb_fails_its_own_sample_and_leaves_nothing(monkeypatch):
     before = set(psutil.Process().children(recursive=True))
     monkeypatch.setenv("LIGHTRFT_TEST", "1")
-    with Scorer(config("bomb", deadline=3)) as scorer:
+    with Scorer(config("bomb", timeout=3)) as scorer:
         bomb = rollout()
         scorer.submit(bomb)
         list(scorer.results(wait=True))
@@ -485,7 +485,7 @@ def test_more_descendants_than_a_bound_are_counted_also_in_other_sessions():
 def test_a_call_beyond_its_cpu_time_is_wrong_and_counted_also_where_python_does_not_get_to_run(
     text,
 ):
-    (scored,), scorer = score([text], "budgeted", deadline=100)
+    (scored,), scorer = score([text], "budgeted", timeout=100)
     assert (scored.failed, scorer.counts["scored"]) == ("", 1)
     assert scored.terms == (
         {"budgeted": 1.0} if text == "1" else {"budgeted": 0.0, "budgeted/ungraded": 1.0}
@@ -604,7 +604,7 @@ def test_a_label_that_cannot_be_read_in_time_fails_and_is_not_taken_for_a_wrong_
 
 
 def test_cheap_rewards_run_by_the_thousand():
-    rollouts, scorer = score(["1"] * 3000, "plain", deadline=10)
+    rollouts, scorer = score(["1"] * 3000, "plain", timeout=10)
     assert all(r.reward == 1 for r in rollouts)
     assert scorer.seconds["busy"] < 30  # 0.3 s; a process for each would take minutes
 

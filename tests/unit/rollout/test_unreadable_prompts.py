@@ -82,7 +82,7 @@ def test_what_was_begun_is_let_go_when_a_run_ends(eye: Rig, rows: str) -> None:
 
 def test_prompts_whose_files_are_gone_are_passed_over_and_counted(eye: Rig, rows: str) -> None:
     folder = Path(rows).parent
-    calm, harmed = stream(eye, rows, malformed="skip"), stream(eye, rows, malformed="skip")
+    calm, harmed = stream(eye, rows, bad_rows="skip"), stream(eye, rows, bad_rows="skip")
     order = ids([p for _ in range(3) for p in calm.draw(4)])
     for name in (order[1], order[6]):
         (folder / f"{name}.png").unlink()
@@ -118,7 +118,7 @@ def test_a_file_that_is_gone_is_an_error_that_names_it_where_rows_must_be_good(
 
 
 def test_data_that_is_wholly_gone_ends_in_an_error(eye: Rig, rows: str) -> None:
-    drawing = stream(eye, rows, malformed="skip")
+    drawing = stream(eye, rows, bad_rows="skip")
     for path in Path(rows).parent.glob("*.png"):
         path.unlink()
     with pytest.raises(
@@ -147,7 +147,7 @@ def test_held_out_prompts_have_media_while_they_are_asked_and_not_before_or_afte
 ) -> None:
     monkeypatch.setattr("lightrft.datasets.sampler.PART", 2)
     found = load_eval_prompts(
-        config_of(rows, malformed="skip"), eye.tokenizer, 0, 5, processor=eye.processor
+        config_of(rows, bad_rows="skip"), eye.tokenizer, 0, 5, processor=eye.processor
     )
     assert len(found) == 5 and not any(p.media for p in found)
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_held_out_prompts_have_media_while_they_are_asked_and_not_before_or_afte
 
 def test_a_held_out_picture_that_is_gone_is_passed_over_and_counted(eye: Rig, rows: str) -> None:
     found = load_eval_prompts(
-        config_of(rows, malformed="skip"), eye.tokenizer, 0, None, processor=eye.processor
+        config_of(rows, bad_rows="skip"), eye.tokenizer, 0, None, processor=eye.processor
     )
     for path in sorted(Path(rows).parent.glob("*.png"))[:2]:
         path.unlink()
@@ -181,7 +181,7 @@ def test_held_out_prompts_that_some_rank_cannot_read_are_asked_by_none_and_count
     def found(folder: Path, ranks: ProcessGroup, malformed: str) -> Evaluation:
         source = str(folder / Path(rows).name)
         prompts = load_eval_prompts(
-            config_of(source, malformed=malformed), eye.tokenizer, 0, None, processor=eye.processor
+            config_of(source, bad_rows=malformed), eye.tokenizer, 0, None, processor=eye.processor
         )
         assert len(prompts) == 12
         ranks.gather(None)  # all have measured theirs

@@ -19,6 +19,6 @@ def test_a_torch_that_cannot_put_experts_together_is_named_with_the_one_that_can
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     with pytest.raises(
         ConfigError,
-        match=r"strategy\.tensor = 2: torch 2\.11.* install torch 2\.12 or newer; or set strategy\.tensor=1",
+        match=r"strategy\.tensor_parallel = 2: torch 2\.11.* install torch 2\.12 or newer; or set strategy\.tensor_parallel=1",
     ):
         tensor_parallel._cuts(*given)

@@ -118,7 +118,9 @@ def test_a_metric_that_the_first_step_does_not_report_is_refused_then() -> None:
 
 def test_fewer_rows_than_a_step_takes_are_refused() -> None:
     check_enough("rollout.prompts_per_step", 8, 8, "prompts")
-    with pytest.raises(ConfigError, match=r"rollout\.prompts = 8, and the data has 7 prompts"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.prompts_per_step = 8, and the data has 7 prompts"
+    ):
         check_enough("rollout.prompts_per_step", 8, 7, "prompts")
 
 

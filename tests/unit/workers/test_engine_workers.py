@@ -175,7 +175,7 @@ def test_a_request_that_no_engine_can_hold_is_refused_before_anything_is_drawn(
     two: list[ProcessWorker],
 ) -> None:
     engines = EngineWorkerGroup(two, EngineConfig(max_cache_tokens=20), LIMITS, hand())
-    with pytest.raises(ResourceError, match=r"engine\.token_budget"):
+    with pytest.raises(ResourceError, match=r"engine\.max_cache_tokens"):
         engines.generate(requests_of(), SAMPLING)
 
 

@@ -125,7 +125,9 @@ def test_each_part_moves_by_its_own_rate(made):
 
 def test_the_schedule_scales_every_rate_alike(made):
     r, batch = made
-    strategy, state = prepared(load(r), lr_of=RATES, schedule="linear", min_lr=0.0, warmup_steps=1)
+    strategy, state = prepared(
+        load(r), lr_of=RATES, schedule="linear", min_lr_ratio=0.0, warmup_steps=1
+    )
     for expected in (0.5, 1.0, 8 / 9):
         rates = {round(group["lr"] / expected, 9) for group in state.optimizer.param_groups}
         assert rates == {1e-4, 1e-3, 1e-2}
