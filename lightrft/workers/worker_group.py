@@ -30,7 +30,7 @@ class FaultPolicy:
     """Limits after which a worker is given up.
 
     It is given up after ``restarts`` consecutive restarts without a successful call. A call,
-    including loading the model, must return within ``silence`` seconds.
+    including loading the model, must return within ``call_timeout`` seconds.
     """
 
     restarts: int = 3

@@ -149,7 +149,7 @@ def test_what_can_be_known_before_the_first_step_is_refused(rl, tmp_path, words,
 
 def test_a_key_that_a_config_file_gives_twice_is_named_with_its_lines(rl, tmp_path):
     (tmp_path / "twice.yaml").write_text(
-        "train: {steps: 1}\nrollout:\n  samples: 2\ntrain: {steps: 2}\n"
+        "train: {steps: 1}\nrollout:\n  group_size: 2\ntrain: {steps: 2}\n"
     )
     assert_refused(rl("twice.yaml"), "twice.yaml", "'train' is given twice (lines 1 and 4)")
 

@@ -195,7 +195,7 @@ PTX: Tree = {"ptx": {"coef": 0.1, "batch_size": 2, "data": {"sources": [ROWS]}}}
 
 LESSONS = ("columns.response", "turns")
 COLUMNS = ("columns.label", "columns.reference", "columns.data_source", "columns.id")
-PROMPTS = (*COLUMNS, "sources.name", "max_prompt_tokens", "overlong")
+PROMPTS = (*COLUMNS, "sources.name", "max_prompt_tokens", "overlong_prompts")
 INERT = {
     **{f"{branch}.{key}": f"ptx.data.{key}" for branch in ("data", "eval.data") for key in LESSONS},
     **{f"ptx.data.{key}": f"data.{key}" for key in PROMPTS},

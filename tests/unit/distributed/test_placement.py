@@ -77,7 +77,13 @@ def test_on_processors_every_worker_has_a_bundle_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["weights=shared", "engine_devices=1", "model_devices=1", "worker_cpus=2", "silence=1"],
+    [
+        "weights=shared",
+        "engine_devices=1",
+        "model_devices=1",
+        "worker_cpus=2",
+        "call_timeout_minutes=1",
+    ],
 )
 def test_a_setting_of_workers_is_refused_without_workers(setting: str) -> None:
     with pytest.raises(
@@ -152,7 +158,14 @@ def test_ranks_of_one_node_follow_one_another_and_see_one_anothers_devices() -> 
 
 @pytest.mark.parametrize(
     "setting",
-    ["address=auto", "cpus=2", "placement=SPREAD", "restarts=0", "wait=1", "environment={A: b}"],
+    [
+        "address=auto",
+        "cpus=2",
+        "placement=SPREAD",
+        "restarts=0",
+        "placement_timeout_minutes=1",
+        "environment={A: b}",
+    ],
 )
 def test_a_setting_of_ray_is_refused_where_nothing_runs_on_ray(setting: str) -> None:
     with pytest.raises(

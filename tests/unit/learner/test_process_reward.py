@@ -51,7 +51,7 @@ def test_process_rewards_are_the_scaled_log_ratio_of_the_model_before_or_after_i
     found = with_process_rewards(
         batch,
         roles,
-        config.process,
+        config.prm,
         config.train.max_tokens_per_micro_batch,
         config.sampling.temperature,
         Metrics(),

@@ -330,7 +330,7 @@ def test_workers_do_not_outlive_a_killed_parent():
         from lightrft.config.verbs import RewardConfig
         from lightrft.rewards.scorer import REWARDS, Scorer
         from lightrft.types import Prompt, Rollout
-        scorer = Scorer(RewardConfig.model_validate({{"terms": ["{FUNCTIONS}:plain"], "workers": 2, "deadline": 100}}))
+        scorer = Scorer(RewardConfig.model_validate({{"terms": ["{FUNCTIONS}:plain"], "workers": 2, "timeout": 100}}))
         for text in ("1", "c-loop"):
             scorer.submit(Rollout(Prompt("p", []), [], [], [], [], "stop", 0, text=text))
         next(scorer.results(wait=True))
@@ -435,7 +435,7 @@ def test_a_daemon_that_a_function_started_ends_with_a_run_that_is_killed(how):
         from lightrft.config.verbs import RewardConfig
         from lightrft.rewards.scorer import Scorer
         from lightrft.types import Prompt, Rollout
-        scorer = Scorer(RewardConfig.model_validate({{"terms": ["{FUNCTIONS}:daemon"], "deadline": 100}}))
+        scorer = Scorer(RewardConfig.model_validate({{"terms": ["{FUNCTIONS}:daemon"], "timeout": 100}}))
         scorer.submit(Rollout(Prompt("p", []), [], [], [], [], "stop", 0, text="1"))
         print(int(next(scorer.results(wait=True)).reward), flush=True)
         time.sleep(100)

@@ -52,7 +52,7 @@ def net(dtype=torch.float32):
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to(dtype)
 
 def zero(stage, **deepspeed):
-    return DeepSpeedStrategy(StrategyConfig(kind="deepspeed", stage=stage, device="cpu", deepspeed=deepspeed), ranks)
+    return DeepSpeedStrategy(StrategyConfig(kind="deepspeed", zero_stage=stage, device="cpu", deepspeed=deepspeed), ranks)
 
 def refused(work):
     try:
