@@ -81,9 +81,8 @@ def prove(family: str, folder: Path, *, sampling: bool = True) -> Proof:
         )
         with precise(actor):
             check_layouts(actor, batch, *expected)
-            if (
-                sampling and family in TEXT_FAMILIES
-            ):  # sampling from media needs banned tokens: tests/unit/models/multimodal/test_media_decoding.py
+            # Sampling from media needs banned tokens: tests/unit/models/multimodal/test_media_decoding.py.
+            if sampling and family in TEXT_FAMILIES:
                 check_sampling(actor)
             check_step(actor, batch)
     except ModelError as error:
@@ -260,9 +259,8 @@ def main() -> int:
             f"{kind}: {counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong"
         )
     if options.write:
-        newest = {
-            proof.family: proof for proof in (*stored(), *found)
-        }  # families that were left out keep their verdicts
+        # Families that were left out keep their verdicts.
+        newest = {proof.family: proof for proof in (*stored(), *found)}
         rows = [
             asdict(newest[family])
             for family in (*TEXT_FAMILIES, *MEDIA_FAMILIES)

@@ -257,9 +257,8 @@ def check(name: str, seed: int, steps: int, start: Path, scratch: Path) -> dict[
     from transformers import TrainerCallback
 
     for module in (grpo_trainer, rloo_trainer):
-        module.shuffle_sequence_dict = lambda batch: (
-            batch
-        )  # so that rewards and rows stay in the same order
+        # So that rewards and rows stay in the same order.
+        module.shuffle_sequence_dict = lambda batch: batch
     SETTINGS[name].theirs.update(max_grad_norm=1e9)
     trainer = trl_trainer(name, seed, 2, start, scratch)
     trainer.args.max_steps = 2

@@ -85,9 +85,8 @@ class Case:
                 {a.group for a in answers}
             )
             seen = sum(n * n for n in whole) / 2
-            fullest = max(
-                1.0, max(whole) * training / tokens
-            )  # an answer is one rank's: more ranks than this has nothing to share out
+            # An answer is one rank's: more ranks than this has nothing to share out.
+            fullest = max(1.0, max(whole) * training / tokens)
             tokens, seen = tokens * fullest, seen * fullest
             found = costs.train(
                 self.model, self.machine, training, tokens, seen, passes=passes or self.passes

@@ -104,9 +104,8 @@ class Decode:
 
     @classmethod
     def of(cls, model: Model, machine: Machine, cut: int = 1) -> Decode:
-        exchange = (
-            0.0 if cut == 1 else 2 * model.layers * 2 * (cut - 1) * machine.hop
-        )  # sums in two places of a layer
+        # Sums in two places of a layer.
+        exchange = 0.0 if cut == 1 else 2 * model.layers * 2 * (cut - 1) * machine.hop
         return cls(
             2.0 * model.parameters / (machine.speed * cut),
             4.0 * model.layers * model.queries / (machine.speed * cut),
@@ -197,9 +196,8 @@ def train(
     parts = max(1, math.ceil(tokens / ranks / budget))  # micro-batches of a rank
     forward = model.forward_flops(tokens, seen) / machine.speed / ranks
     gather = gathered(model, machine, ranks) * max(parts, passes.steps)
-    scatter = gathered(model, machine, ranks, 4) * max(
-        parts, passes.steps
-    )  # float32 sums, with each micro-batch
+    # Float32 sums, with each micro-batch.
+    scatter = gathered(model, machine, ranks, 4) * max(parts, passes.steps)
     back = forward * (3 if passes.checkpointing else 2)
     scored = passes.scored * max(forward, gather)
     update = max(forward, gather) + max(back, gather + scatter)

@@ -74,9 +74,8 @@ class Pictures(Work):
     def make(self, folder: Path, vocabulary: int) -> None:
         from lightrft.models.tiny import save_tiny_media, tiny_media_tokenizer
 
-        special = (
-            len(tiny_media_tokenizer("qwen2_5_vl", chars="")) - 1
-        )  # without characters it has one for the space
+        # Without characters it has one for the space.
+        special = len(tiny_media_tokenizer("qwen2_5_vl", chars="")) - 1
         bounds = {"shortest_edge": PATCH**2, "longest_edge": (64 * PATCH) ** 2}
         processor = {"patch_size": PATCH, "merge_size": MERGE, "size": bounds}
         sizes = {**TEXT_SIZES, "max_position_embeddings": 4096}

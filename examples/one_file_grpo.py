@@ -123,9 +123,8 @@ def train(
     torch.manual_seed(seed)
     rng = random.Random(seed)
     policy = make_policy()
-    held_out = make_prompts(
-        256, random.Random(-1 - seed)
-    )  # 10,000 prompts exist: most are never met in training
+    # 10,000 prompts exist: most are never met in training.
+    held_out = make_prompts(256, random.Random(-1 - seed))
 
     def accuracy() -> float:
         return reward(held_out, sample(policy, held_out, greedy=True)[0]).mean().item()

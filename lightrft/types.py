@@ -335,58 +335,45 @@ class Batch:
     prompts: Segments
     responses: Segments
     prompt_of: Tensor
-    sampled: Tensor | None = (
-        token_column()
-    )  # [N] bool: the policy sampled this token, so it may carry gradient
-    behavior_logprobs: Tensor | None = (
-        token_column()
-    )  # [N] log-prob under the distribution that was sampled from
+    # [N] bool: the policy sampled this token, so it may carry gradient
+    sampled: Tensor | None = token_column()
+    # [N] log-prob under the distribution that was sampled from
+    behavior_logprobs: Tensor | None = token_column()
     old_logprobs: Tensor | None = token_column()  # [N] policy before the update
     ref_logprobs: Tensor | None = token_column()  # [N]
     teacher_logprobs: Tensor | None = token_column()  # [N]
     process_rewards: Tensor | None = token_column()  # [N] of a process reward model
-    logprobs: Tensor | None = (
-        token_column()
-    )  # [N] policy at the start of an optimizer step, without gradient
+    # [N] policy at the start of an optimizer step, without gradient
+    logprobs: Tensor | None = token_column()
     entropy: Tensor | None = token_column()  # [N] of the policy before the update
     versions: Tensor | None = token_column()  # [N] policy version that sampled the token
     values: Tensor | None = token_column()  # [N] V(state before the token)
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
-    loss_weights: Tensor | None = (
-        token_column()
-    )  # [N] weight of each token's loss in the loss of the global batch
-    positive_weights: Tensor | None = (
-        token_column()
-    )  # [N] weight of each token's log-likelihood among positive responses
+    # [N] weight of each token's loss in the loss of the global batch
+    loss_weights: Tensor | None = token_column()
+    # [N] weight of each token's log-likelihood among positive responses
+    positive_weights: Tensor | None = token_column()
     token_mask: Tensor | None = token_column()  # [N] factor of the policy loss; 0 masks a token
-    correction: Tensor | None = (
-        token_column()
-    )  # [N] factor of the policy loss where it depends on the whole mini-batch
-    energy: Tensor | None = (
-        token_column()
-    )  # [N] squared norm of the gradient of the policy's log-prob in its logits
-    steps: Tensor | None = (
-        token_column()
-    )  # [N] long: step of the response that the token belongs to
-    states: Tensor | None = (
-        token_column()
-    )  # [N] long: label of the state before the step; equal states have equal labels
+    # [N] factor of the policy loss where it depends on the whole mini-batch
+    correction: Tensor | None = token_column()
+    # [N] squared norm of the gradient of the policy's log-prob in its logits
+    energy: Tensor | None = token_column()
+    # [N] long: step of the response that the token belongs to
+    steps: Tensor | None = token_column()
+    # [N] long: label of the state before the step; equal states have equal labels
+    states: Tensor | None = token_column()
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     sample: Tensor | None = sample_column()  # [B] index among the responses to the prompt
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
-    outcomes: Tensor | None = (
-        sample_column()
-    )  # [B] reward as scored, before normalization and shaping
-    terms: Tensor | None = (
-        sample_column()
-    )  # [B, K] terms of the reward; NaN where a row has no such term
-    term_weights: Tensor | None = (
-        sample_column()
-    )  # [B, K] weight of each term in the row's reward; 0 where it has none
-    baselines: Tensor | None = (
-        sample_column()
-    )  # [B] reward of the greedy response to the same prompt
+    # [B] reward as scored, before normalization and shaping
+    outcomes: Tensor | None = sample_column()
+    # [B, K] terms of the reward; NaN where a row has no such term
+    terms: Tensor | None = sample_column()
+    # [B, K] weight of each term in the row's reward; 0 where it has none
+    term_weights: Tensor | None = sample_column()
+    # [B] reward of the greedy response to the same prompt
+    baselines: Tensor | None = sample_column()
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit

@@ -14,9 +14,8 @@ from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import PRINTABLE, drawn_model, tiny_model
 from lightrft.types import Batch, Segments
 
-STORED = (
-    2**-23
-)  # relative: a rollout keeps its log-probs in float32, whatever the model computes in
+# Relative: a rollout keeps its log-probs in float32, whatever the model computes in.
+STORED = 2**-23
 NO_HEAD_DIM = ("qwen2", "phi3", "olmo2")  # their head width is always hidden size over heads
 
 

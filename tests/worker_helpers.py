@@ -84,9 +84,8 @@ class ProcessWorker:
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is there."""
         if self._threads and self._process.is_alive():
-            with suppress(
-                ProcessLookupError
-            ):  # it ended meanwhile: its server knows that some time before this process does
+            # It ended meanwhile: its server knows that some time before this process does.
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def _begin(self) -> None:

@@ -127,9 +127,8 @@ def clamp_log_ratio(gap: Tensor) -> Tensor:
     is 0 and not NaN. An infinite gap becomes the bound, without a gradient. NaN stays NaN.
     """
     held = gap.clamp(-LIMIT, LIMIT)
-    finite = torch.where(
-        gap.isinf(), held.detach(), gap
-    )  # infinity minus infinity would be NaN, in the backward pass too
+    # Infinity minus infinity would be NaN, in the backward pass too.
+    finite = torch.where(gap.isinf(), held.detach(), gap)
     return finite + (held - finite).detach()
 
 

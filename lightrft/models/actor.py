@@ -290,9 +290,8 @@ class Backbone(nn.Module):
             if gradient_checkpointing_kwargs is None
             else gradient_checkpointing_kwargs
         )
-        if hasattr(
-            self.base, "activation_checkpointing_enable"
-        ):  # newer transformers renamed the method
+        # Newer transformers renamed the method.
+        if hasattr(self.base, "activation_checkpointing_enable"):
             self.base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -57,9 +57,8 @@ class Critic(Backbone):
             self.value_head.double()
         head = self.base.get_output_embeddings()
         if head is not None and head.weight is not self.base.get_input_embeddings().weight:
-            head.requires_grad_(
-                False
-            )  # logits are not used, so an optimizer needs no state for them
+            # Logits are not used, so an optimizer needs no state for them.
+            head.requires_grad_(False)
 
     @torch.no_grad()
     def _draw_head(self, seed: int) -> None:

@@ -89,9 +89,8 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_PLAIN, Family()),
     **dict.fromkeys(_OWN_ATTENTION, _PADDED),
     **dict.fromkeys(_OWN_EAGER_ATTENTION, _EAGER),
-    **dict.fromkeys(
-        ("gemma2", "vaultgemma"), Family(padded_attention="eager")
-    ),  # scores are soft-capped
+    # Scores are soft-capped.
+    **dict.fromkeys(("gemma2", "vaultgemma"), Family(padded_attention="eager")),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "ctrl"), _GPT),
     **dict.fromkeys(
         (

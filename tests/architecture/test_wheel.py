@@ -16,9 +16,8 @@ from tests.architecture.tree import PACKAGE, ROOT
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    plain = {
-        k: v for k, v in os.environ.items() if k != "PYTHONPATH"
-    }  # which would put a source tree in front
+    # Which would put a source tree in front.
+    plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(c) for c in command],
         capture_output=True,

@@ -44,9 +44,8 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
         (marks / f"began-{at[1]}-{rank}").touch()
         if at == entry.get("stop"):
             os.kill(os.getpid(), signal.SIGTERM)
-            assert heard.wait(
-                60
-            )  # on a busy machine all would be drawn before the main thread came to look
+            # On a busy machine all would be drawn before the main thread came to look.
+            assert heard.wait(60)
         if at == entry.get("fail", [])[:2]:
             raise {"RewardError": RewardError, "ZeroDivisionError": ZeroDivisionError}[
                 entry["fail"][2]

@@ -78,10 +78,11 @@ def beside(teacher: Path) -> Tree:
             "distill": {"kind": "jsd", "coef": 0.1},
         },
         "teacher": {"path": str(teacher)},
+        # Or rounding would grow.
         "prm": {
             "forward": "double",
             "optimizer": {"lr": 1e-3, "eps": 1e-4},
-        },  # or rounding would grow
+        },
         "train": {"steps": 3},
     }
 

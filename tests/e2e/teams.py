@@ -110,9 +110,8 @@ def cells(folder: Path) -> Iterator[tuple[str, Backbone, Batch, Call]]:
             yield f"{family} {layout}", small_actor(family, torch.float64, layout), batch, logprobs
     yield "critic", Critic(small_model("qwen2", torch.float64)), batch, values
     yield "adapters", adapted(), batch, logprobs
-    recomputed = small_actor(
-        "qwen2"
-    )  # in float32: what is computed in the backward pass is out of reach of ``Float64``
+    # In float32: what is computed in the backward pass is out of reach of ``Float64``.
+    recomputed = small_actor("qwen2")
     recomputed.gradient_checkpointing_enable()
     yield "recomputed in float32", recomputed.train(), batch, logprobs
     for family in MEDIA:

@@ -107,9 +107,8 @@ def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(
     assert [line.split(" · ")[0] for line in outcome.err.splitlines()] == ["rl 1/2", "rl 2/2"], (
         outcome.err
     )
-    said = [
-        line for line in outcome.out.splitlines() if not line.startswith("  source ")
-    ]  # where lightrft is not on the path
+    # Where lightrft is not on the path.
+    said = [line for line in outcome.out.splitlines() if not line.startswith("  source ")]
     assert said[0].startswith("finished at step 2") and "runs/run" in said[0]
     assert (
         "report: runs/run/report.html" in said

@@ -108,9 +108,8 @@ def test_the_work_of_a_step_is_what_a_counter_of_operations_finds(common: Module
     work = common.work_of(model, head, prompts, answers, [0, 0, 1], frozen=False)
     pairs = 15 + 45 + (3 * 5 + 6) + (6 * 5 + 21) + (2 * 9 + 3)
     attention = 4 * model.layers * model.queries * pairs
-    assert ahead == pytest.approx(
-        work.forward - attention, rel=0.01
-    )  # norms and biases are weights without products
+    # Norms and biases are weights without products.
+    assert ahead == pytest.approx(work.forward - attention, rel=0.01)
     in_place = 2 * head * sum(answers)  # the gradient of the head, which the counter does not see
     assert counter.get_total_flops() + in_place == pytest.approx(
         2 * (work.forward - attention), rel=0.01

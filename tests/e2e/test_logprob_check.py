@@ -163,7 +163,8 @@ def test_no_checkpoint_holds_a_batch_that_an_engine_with_other_weights_sampled(
     with pytest.raises(ModelError, match="after the update to version 2 "):
         run_rl(rl_config(rollout={"staleness": 1}, checkpoint={"every": 1, "keep": 9}))
     saved = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    # The third would hold batch 3, which version 2 sampled.
     assert saved == [
         "step_000001",
         "step_000002",
-    ]  # the third would hold batch 3, which version 2 sampled
+    ]

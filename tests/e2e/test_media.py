@@ -280,11 +280,12 @@ def test_with_eight_answers_a_prompt_a_tower_sees_each_picture_once_in_generatio
     tree["data"] = {}
     run_rl(build(RLConfig, deep_merge(tree, once)))
     assert Counter(calls.seen) == Counter(
+        # Two updates, a pass each.
         {
             ("generation", "image", 3): 1,
             ("scoring", "image", 3): 2,
             ("update", "image", 3): 2,
-        }  # two updates, a pass each
+        }
     )
 
 

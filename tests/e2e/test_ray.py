@@ -56,9 +56,8 @@ def nodes() -> Generator[Cluster]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": path,
     }
-    own |= {
-        "RAY_memory_monitor_refresh_ms": "0"
-    }  # a machine that others fill too has Ray kill workers
+    # A machine that others fill too has Ray kill workers.
+    own |= {"RAY_memory_monitor_refresh_ms": "0"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
@@ -236,10 +235,11 @@ def ended(
         process.send_signal(number)
         out, err = process.communicate(timeout=600)
     assert any("ray::Rank" in p.info["name"] for p in began)
+    # Ray's own, which follow a minute later.
     agents = (
         "ray::DashboardAgent",
         "ray::RuntimeEnvAgent",
-    )  # Ray's own, which follow a minute later
+    )
     left = psutil.wait_procs(
         [p for p in began if not p.info["name"].startswith(agents)], timeout=60
     )[1]
@@ -340,9 +340,8 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     algorithm = {"preset": "grpo", "kl": {"coef": 0.01}, "distill": {"kind": "sampled"}}
     tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}})
     staff = {"engine": 1, "scorer": 1, "reference": 1, "teacher": 1}
-    over = staffed(
-        **{f"{role}s": count for role, count in staff.items()}, silence=0.5, restarts=9
-    )  # loads within it on a busy machine too
+    # Loads within it on a busy machine too.
+    over = staffed(**{f"{role}s": count for role, count in staff.items()}, silence=0.5, restarts=9)
     all_of = workers(*(f"{role} 0" for role in staff))
     acts = {1: stopped(all_of, seconds=3), 2: killed(all_of), 3: stopped(workers("engine 0"))}
     assert "restarts" not in driven(config_of(tree, tmp_path, "cluster", **over), acts)

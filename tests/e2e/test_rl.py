@@ -138,10 +138,11 @@ def test_a_bfloat16_run_keeps_float32_master_weights_in_its_checkpoint(rl_config
 def test_gradient_checkpointing_and_small_micro_batches_change_no_weight_beyond_rounding(
     rl_config, tmp_path, preset
 ):
+    # Or Adam would make rounding as large as a gradient.
     steady: dict[str, Any] = {
         "lr": 1e-2,
         "eps": 1e-4,
-    }  # or Adam would make rounding as large as a gradient
+    }
     own = {"optimizer": steady, **({"critic": {"optimizer": steady}} if preset == "ppo" else {})}
     thrift = {
         "model": {"gradient_checkpointing": True},

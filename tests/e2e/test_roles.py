@@ -113,16 +113,16 @@ def test_a_reference_that_moves_is_saved_and_goes_on_bit_for_bit(rl_config, tmp_
     held = [
         "reference" in load_state(checkpoints / f"step_{n:06d}" / "trainer") for n in (1, 2, 3, 4)
     ]
+    # The third step is the first that reads it after it has moved.
     assert held == [
         False,
         False,
         True,
         True,
-    ]  # the third step is the first that reads it after it has moved
+    ]
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
-    assert (rows[2]["policy/kl"] == 0.0) == (
-        decay == 0.0
-    )  # right after a hard copy the two are one
+    # Right after a hard copy the two are one.
+    assert (rows[2]["policy/kl"] == 0.0) == (decay == 0.0)
     assert rows[3]["policy/kl"] > 0
 
 

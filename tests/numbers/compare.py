@@ -54,7 +54,7 @@ def assert_equal(
         flat(expected)
         if expected and isinstance(expected[0], list)
         else [float(x) for x in expected]
-    )  # type: ignore[arg-type]
+    )
     got = found.detach().tolist()
     assert len(got) == len(numbers)
     keep = [True] * len(got) if mask is None else mask.tolist()

@@ -34,11 +34,12 @@ from tests.numbers.test_oracles_by_hand import (
 def test_pass_at_k_pays_only_the_best_by_its_lead() -> None:
     assert close(advantages.pass_at_k(GROUPED, REWARDS), [0, 0, 0, 4, 0, 0, 0])  # 6 - 2
     assert close(advantages.pass_at_k(GROUPED, REWARDS, eps=1.0)[3], 4 / (math.sqrt(7) + 1))
+    # A tie for the best.
     assert advantages.pass_at_k(case_of([[True]] * 3), [1.0, 1.0, 0.0]) == [
         0.0,
         0.0,
         0.0,
-    ]  # a tie for the best
+    ]
 
 
 def test_lite_ppo_divides_by_the_deviation_of_the_whole_batch() -> None:
@@ -51,9 +52,8 @@ def test_lite_ppo_divides_by_the_deviation_of_the_whole_batch() -> None:
     assert close(
         advantages.lite_ppo(case, [1.0, 3.0, 5.0, 7.0], True, 0.0)[1], 1 / math.sqrt(20 / 3)
     )
-    assert (
-        advantages.lite_ppo(case, [1.0, 1.0, 5.0, 5.0], True, 0.0) == [0.0] * 4
-    )  # no signal inside a group
+    # No signal inside a group.
+    assert advantages.lite_ppo(case, [1.0, 1.0, 5.0, 5.0], True, 0.0) == [0.0] * 4
 
 
 def test_gdpo_normalises_each_term_then_the_sum() -> None:
@@ -61,9 +61,10 @@ def test_gdpo_normalises_each_term_then_the_sum() -> None:
     # Weights 3 and 1, terms pointing against each other: sum = -2/sqrt 2, 2/sqrt 2 = -sqrt 2, sqrt 2; biased deviation sqrt 2.
     case, terms = case_of([[True]] * 2), [[0.0, 2.0], [100.0, 0.0]]
     assert close(advantages.gdpo(case, terms, [3.0, 1.0], False, 0.0), [-1, 1])
+    # Deviation 2.
     assert close(
         advantages.gdpo(case, terms, [3.0, 1.0], True, 0.0), [-1 / math.sqrt(2), 1 / math.sqrt(2)]
-    )  # deviation 2
+    )
     assert advantages.gdpo(case, terms, [1.0, 1.0], True, 0.0) == [0.0, 0.0]
     assert advantages.gdpo(case, [[0.1, 0.1]], [1.0], True, 0.0) == [0.0, 0.0]
 
@@ -168,9 +169,8 @@ def test_dppo_lets_go_of_tokens_whose_probability_moved_with_the_advantage() -> 
     assert rows_close(down, [[4, 2, 0]])
     assert rows_close(gradients(up[0][1] + down[0][0], case.logprobs), [[4, -2, 0]])
     both = losses.dppo(case, [[1.0] * 3], 0.05, 0.2, kl_coef=0.5)
-    assert rows_close(
-        both, [[2 * LN2**2, -2 + LN2**2 / 2, -0.5 + LN2**2 / 2]]
-    )  # log ratios 2, 1, -1 times ln 2
+    # Log ratios 2, 1, -1 times ln 2.
+    assert rows_close(both, [[2 * LN2**2, -2 + LN2**2 / 2, -0.5 + LN2**2 / 2]])
 
 
 def test_luspo_sums_over_the_tokens() -> None:
@@ -234,9 +234,10 @@ def test_the_nll_of_positive_examples_is_over_their_tokens_alone() -> None:
     )
     assert close(losses.positive_nll(case, [True, False, True]), 2.0)  # (1 + 2 + 3) / 3
     assert losses.positive_nll(case, [False] * 3) == 0.0
+    # 4/4 + 0.1 * 2.
     assert close(
         losses.whole_loss(case, [[4.0, 9.0, 0.0], [0.0], [0.0]], [True, False, True], 0.1), 1.2
-    )  # 4/4 + 0.1 * 2
+    )
 
 
 def test_an_implicit_prm_is_a_classifier_of_the_outcome() -> None:
@@ -305,14 +306,14 @@ def test_the_top_of_the_entropy_of_a_batch() -> None:
     assert masks.top_entropy(FOUR, ENTROPIES, 0.5) == [[False, False, False], [True], [True]]
     assert masks.top_entropy(FOUR, ENTROPIES, 0.2) == [[False, False, False], [False], [True]]
     assert masks.top_entropy(FOUR, ENTROPIES, 1.0) == FOUR.mask
+    # Ceil(1.2)
     assert masks.top_entropy_by_count(FOUR, ENTROPIES, 0.3) == [
         [False, False, False],
         [True],
         [True],
-    ]  # ceil(1.2)
-    assert (
-        masks.top_entropy(FOUR, [[1.0, 9.0, 1.0], [1.0], [1.0]], 0.2) == FOUR.mask
-    )  # all at the threshold
+    ]
+    # All at the threshold.
+    assert masks.top_entropy(FOUR, [[1.0, 9.0, 1.0], [1.0], [1.0]], 0.2) == FOUR.mask
 
 
 def test_the_top_of_the_entropy_of_each_response() -> None:

@@ -50,9 +50,8 @@ def loss_of(
     """Loss and gradient of a whole step; without the token ``left_out``, whose share of the denominator stays."""
     mini, objective = mini_batch(algorithm, batch, logprobs, on_policy=False)
     if left_out is not None:
-        mini = without(mini, left_out).replace(
-            token_mask=None, pull=None
-        )  # token masks must not have seen that token
+        # Token masks must not have seen that token.
+        mini = without(mini, left_out).replace(token_mask=None, pull=None)
         mini = with_token_masks(
             mini, algorithm.token_masks, algorithm.loss, torch.Generator().manual_seed(0)
         )

@@ -156,11 +156,12 @@ def test_a_gate_takes_loss_and_gradient_away_but_not_the_denominator(
 def test_a_pull_is_the_distance_to_the_old_log_prob_on_the_chosen_tokens(
     aggregation: str, case: Case, seed: int
 ) -> None:
+    # No clip: the plain weighted gradient.
     loss = {
         "name": "ppo_clip",
         "clip_low": 1e9,
         "clip_high": 1e9,
-    }  # no clip: the plain weighted gradient
+    }
     algorithm = algorithm_of(aggregation, loss=loss)
     slow, advantages = (
         case.with_leaves("logprobs"),

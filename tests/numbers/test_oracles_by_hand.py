@@ -65,9 +65,8 @@ REWARDS = [1.0, 5.0, 2.0, 6.0, 0.1, 0.1, 0.1]
 def test_grpo_divides_by_the_unbiased_deviation_plus_eps() -> None:
     s = math.sqrt(7) + 0.5
     assert close(oracles.grpo(GROUPED, REWARDS, eps=0.5), [-2 / s, 0, -1 / s, 3 / s, 0, 0, 0])
-    assert close(
-        oracles.grpo(GROUPED, REWARDS, eps=0.0)[0], -0.7559289460184544
-    )  # -2 / 2.6457513110645906
+    # -2 / 2.6457513110645906.
+    assert close(oracles.grpo(GROUPED, REWARDS, eps=0.0)[0], -0.7559289460184544)
 
 
 def test_equal_rewards_and_groups_of_one_have_exactly_no_advantage() -> None:
@@ -100,9 +99,8 @@ def test_maxrl_divides_by_the_mean() -> None:
     # rewards 1, 0, 0, 1: mean 1/2, (1 - 1/2)/(1/2) = 1
     four = case_of([[True]] * 4)
     assert close(oracles.maxrl(four, [1.0, 0.0, 0.0, 1.0], eps=0.0), [1, -1, -1, 1])
-    assert close(
-        oracles.maxrl(four, [1.0, 0.0, 0.0, 0.0], eps=0.25), [1.5, -0.5, -0.5, -0.5]
-    )  # mean 1/4, over 1/2
+    # Mean 1/4, over 1/2.
+    assert close(oracles.maxrl(four, [1.0, 0.0, 0.0, 0.0], eps=0.25), [1.5, -0.5, -0.5, -0.5])
     assert oracles.maxrl(four, [0.0] * 4, eps=0.0) == [0.0] * 4
 
 
@@ -149,12 +147,12 @@ def test_whitening_is_over_all_sampled_tokens() -> None:
         oracles.whiten(case, rows, True, 1.0),
         [[-2 / (unbiased + 1), 0, -1 / (unbiased + 1)], [0, 3 / (unbiased + 1)]],
     )
-    assert rows_close(
-        oracles.whiten(case, rows, False, 0.5, "var+eps"), [[-1, 0, -0.5], [0, 1.5]]
-    )  # sqrt(4) = 2
+    # Sqrt(4) = 2.
+    assert rows_close(oracles.whiten(case, rows, False, 0.5, "var+eps"), [[-1, 0, -0.5], [0, 1.5]])
+    # Sqrt(9) = 3.
     assert rows_close(
         oracles.whiten(case, rows, False, 9.0, "var>=eps"), [[-2 / 3, 0, -1 / 3], [0, 1]]
-    )  # sqrt(9) = 3
+    )
     assert oracles.whiten(case, [[0.1, 0.1, 0.1], [0.1, 0.1]], True, 1e-8) == [
         [0.0, 0.0, 0.0],
         [0.0, 0.0],
@@ -263,9 +261,8 @@ def test_a_ratio_cap_bounds_both_sides() -> None:
 def test_unclipped_and_reinforce() -> None:
     case = tokens([0.5, 2.0])  # log-probs ln 1/16, ln 1/4
     assert rows_close(oracles.unclipped(case, [[2.0, -3.0]]), [[-1, 6]])
-    assert rows_close(
-        oracles.reinforce(case, [[2.0, -3.0]]), [[8 * LN2, -6 * LN2]]
-    )  # -2 * -4 ln 2; 3 * -2 ln 2
+    # -2 * -4 ln 2; 3 * -2 ln 2.
+    assert rows_close(oracles.reinforce(case, [[2.0, -3.0]]), [[8 * LN2, -6 * LN2]])
 
 
 def test_cispo_weighs_the_log_prob_by_a_bounded_ratio() -> None:
@@ -449,9 +446,8 @@ def test_log_softmax_with_temperature_and_cap() -> None:
     # cap c: c tanh(x/c) with x/c = ln 3: tanh = (9-1)/(9+1) = 0.8; c = ln 3 / 0.8 gives back ln 3
     cap = LN3 / 0.8
     assert close(dist.softmax([0.0, cap * LN3], softcap=cap), [0.25, 0.75])
-    assert close(
-        dist.softmax([0.0, cap * LN3], temperature=0.5, softcap=cap), [0.1, 0.9]
-    )  # the cap comes before the temperature
+    # The cap comes before the temperature.
+    assert close(dist.softmax([0.0, cap * LN3], temperature=0.5, softcap=cap), [0.1, 0.9])
 
 
 def test_entropy_in_nats() -> None:
@@ -472,16 +468,18 @@ FIVE = [math.log(p) for p in (0.1, 0.4, 0.2, 0.05, 0.25)]
         ({"top_p": 0.6}, [0, 8 / 13, 0, 0, 5 / 13]),  # .4 + .25 is the first sum >= .6
         ({"top_p": 0.3}, [0, 1, 0, 0, 0]),
         ({"min_p": 0.3}, [0, 8 / 17, 4 / 17, 0, 5 / 17]),  # at least .12
+        # .4/.85 + .25/.85 = .7647 (of all: .65 would not do)
         (
             {"top_k": 3, "top_p": 0.7},
             [0, 8 / 13, 0, 0, 5 / 13],
-        ),  # .4/.85 + .25/.85 = .7647 (of all: .65 would not do)
+        ),
         ({"top_p": 0.7}, [0, 8 / 17, 4 / 17, 0, 5 / 17]),
         ({"temperature": 0.5, "top_k": 2}, [0, 64 / 89, 0, 0, 25 / 89]),  # .16, .0625
+        # .04/.16 = .25 falls, .0625/.16 = .39 stays.
         (
             {"temperature": 0.5, "min_p": 0.3},
             [0, 64 / 89, 0, 0, 25 / 89],
-        ),  # .04/.16 = .25 falls, .0625/.16 = .39 stays
+        ),
         ({"temperature": 0.0, "top_p": 0.1}, [0, 1, 0, 0, 0]),
         ({"top_k": 9}, [0.1, 0.4, 0.2, 0.05, 0.25]),
     ],

@@ -242,7 +242,7 @@ def test_groups_of_steps_in_equal_states(std: bool, case: Case, seed: int) -> No
         found,
         oracles_peers.gigpo(case, case.rewards, (0.9, 0.5, 1e-6), steps, states, std),
         batch.mask,
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_an_advantage_of_steps_is_refused_at_the_start_while_nothing_names_states() -> None:

@@ -149,7 +149,7 @@ def test_terms_are_standardised_before_they_are_added(level: str, case: Case, se
     each = [oracles.grpo(case if level == "group" else whole, term, eps) for term in terms]
     assert_equal(
         found, [sum(w * a[i] for w, a in zip(weights, each, strict=True)) for i in range(len(case))]
-    )  # type: ignore[arg-type]
+    )
 
 
 @every_case()
@@ -168,7 +168,7 @@ def test_a_term_that_an_answer_does_not_have_counts_nothing(case: Case, seed: in
     assert_equal(
         with_rewards(batch, algorithm, LIMIT, RunningStats()).rewards,
         oracles.grpo(case, term, 0.01),
-    )  # type: ignore[arg-type]
+    )
 
 
 @every_case()
@@ -186,9 +186,8 @@ def test_gdpo_is_terms_of_groups_then_the_batch(case: Case, seed: int) -> None:
         batch, token_rewards(batch, "k3", 0.0), AdvantageConfig(name="batch_standard", eps=eps)
     )
     expected = oracles_advantages.gdpo(case, terms, weights, True, eps)
-    if (
-        max(map(abs, expected), default=0.0) > 1e-6
-    ):  # sums that are equal but for rounding have no signal in either
+    # Sums that are equal but for rounding have no signal in either.
+    if max(map(abs, expected), default=0.0) > 1e-6:
         assert_equal(found, oracles.on_sampled(case, expected))
 
 

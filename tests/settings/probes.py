@@ -230,7 +230,7 @@ def handed(config: RLConfig) -> Any:
     strategy = SimpleNamespace(device=torch.device("cpu"))
     engines = RemoteRoleBuilder(config, SINGLE_PROCESS, lambda kind, make: (), "here").engine(
         SimpleNamespace(model=torch.nn.Linear(1, 1)), strategy
-    )  # type: ignore[arg-type]
+    )
     return str(engines.delivery.hand), str(engines.crew.limits)
 
 
@@ -269,9 +269,8 @@ def decoded(tree: Tree, folder: Path) -> Any:
     media = [
         {name: (r.values.tolist(), r.lengths.tolist()) for name, r in one.items()} for one in found
     ]
-    seen["decoded"] = (
-        seen["decoded"] if not any(k.endswith("threads") for k in seen) else 0
-    )  # two threads may want the same one
+    # Two threads may want the same one.
+    seen["decoded"] = seen["decoded"] if not any(k.endswith("threads") for k in seen) else 0
     return media, seen, sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 

@@ -119,6 +119,7 @@ class Exchanged:
         copies = _copies(query.shape[1], key.shape[1], self.row.team)
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        # [size, h, t, d], a block of heads for each rank
         parts = [
             x[0].unflatten(0, (size, -1))
             for x in (
@@ -126,14 +127,13 @@ class Exchanged:
                 key,
                 value,
             )
-        ]  # [size, h, t, d], a block of heads for each rank
+        ]
         sizes = [part[0].numel() for part in parts]
         sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
         got = exchange(sent, self.row.team.group).split(sizes, 1)
         q, k, v = (self._row_of(x.view_as(part)) for x, part in zip(got, parts))
-        out = self.plan.attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)[
-            0
-        ]  # [tokens, h, d]
+        # [tokens, h, d]
+        out = self.plan.attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)[0]
         out = F.pad(
             out,
             (
@@ -145,9 +145,8 @@ class Exchanged:
                 self.row.each * size - self.row.tokens,
             ),
         ).unflatten(0, (-1, size))  # [t, size, h, d]
-        back = exchange(
-            out.transpose(0, 1).contiguous(), self.row.team.group
-        )  # [size, t, h, d], a block of heads from each
+        # [size, t, h, d], a block of heads from each
+        back = exchange(out.transpose(0, 1).contiguous(), self.row.team.group)
         return back.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _row_of(self, x: Tensor) -> Tensor:

@@ -46,10 +46,11 @@ _PADS = (
     "<unk>",
 )
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
+# Newer and older name of the same class.
 _PLAIN_CLASSES = (
     "TokenizersBackend",
     "PreTrainedTokenizerFast",
-)  # newer and older name of the same class
+)
 BROKEN = (
     OSError,
     ValueError,

@@ -121,6 +121,7 @@ def _gather_rows(x: Tensor, slices: Slices) -> Tensor:
 def _scatter_rows(out: Tensor, slices: Slices, rows: int) -> Tensor:
     """Exchange ``[1, B * L, h / n, d]`` of all tokens for ``[B, t, h * d]`` of this rank's
     tokens."""
+    # [n, B, t, h / n, d]
     tokens = (
         out[0]
         .unflatten(
@@ -133,6 +134,6 @@ def _scatter_rows(out: Tensor, slices: Slices, rows: int) -> Tensor:
         )
         .transpose(0, 1)
         .contiguous()
-    )  # [n, B, t, h / n, d]
+    )
     got = exchange(tokens, slices.group)  # [n, ...], a block of heads from each rank
     return got.permute(1, 2, 0, 3, 4).flatten(2)

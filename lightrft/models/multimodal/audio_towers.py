@@ -251,9 +251,8 @@ def _omni_positions(
     Both are hidden from it where they stand for no media.
     """
     real = types > 0
-    first = (
-        torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real
-    )  # the token before each run of placeholders: its mark
+    # The token before each run of placeholders: its mark.
+    first = torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real
     return model.get_rope_index(
         torch.where(real | first, ids, -1),
         media.get("image_grid_thw"),

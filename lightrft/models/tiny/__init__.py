@@ -74,9 +74,8 @@ def tiny_media_model(
         torch.manual_seed(seed)
         model = getattr(transformers, FAMILIES[config.model_type].loader)(config)
         for parameter in model.parameters():
-            if (
-                parameter.ndim > 1 and not parameter.any()
-            ):  # a zero projector would hide the picture
+            # A zero projector would hide the picture.
+            if parameter.ndim > 1 and not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 3
     return model.to(dtype).eval()

@@ -55,9 +55,8 @@ def test_logprobs_and_gradients_of_each_layout(
     device: torch.device, family: str, layout: str
 ) -> None:
     """Gemma 2 bends its scores and logits and has windows; Mistral has windows."""
-    if (
-        layout == "padded"
-    ):  # transformers' own attention, by the kernel that it takes on a GPU and on a CPU
+    # Transformers' own attention, by the kernel that it takes on a GPU and on a CPU.
+    if layout == "padded":
         torch.manual_seed(0)
     here, there = small_actor(family, layout=layout), small_actor(family, layout=layout)
     there.load_state_dict(here.state_dict())

@@ -83,10 +83,11 @@ def test_sleeping_frees_optimizer_states_and_frozen_models_while_responses_are_g
     asleep = measure(
         tree, monkeypatch, run={"name": "asleep"}, strategy={"offload_during_generation": True}
     )
+    # The reference is as large as the policy.
     moments, frozen = (
         2 * (policy + critic),
         policy + BUFFERS,
-    )  # the reference is as large as the policy
+    )
     assert awake.generating[1] - asleep.generating[1] == moments + frozen
     assert awake.generating[0] - asleep.generating[0] == frozen  # no optimizer has a state yet
     computed = estimate_memory(
@@ -110,9 +111,8 @@ def test_offloaded_activations_leave_the_device_until_the_backward_pass(
         tree, monkeypatch, run={"name": "offloaded"}, strategy={"offload_activations": True}
     )
     policy, _ = sizes(tree)
-    used = [
-        m.updates[1].peak_bytes - 4 * policy for m in (kept, offloaded)
-    ]  # beside weights, moments and gradients
+    # Beside weights, moments and gradients.
+    used = [m.updates[1].peak_bytes - 4 * policy for m in (kept, offloaded)]
     assert used[1] < 0.5 * used[0]
 
 
@@ -130,8 +130,7 @@ def test_the_peak_that_doctor_computes_bounds_what_is_allocated(
     computed = estimate_memory(build(RLConfig, tree), LENGTHS, Device(NAME, 0))
     measured = measure(tree, monkeypatch)
     highest = max(count.peak_bytes for count in measured.updates)
-    assert (
-        abs(computed.peak - highest) <= 0.05 * highest
-    )  # indices of tokens are left out of what is computed
+    # Indices of tokens are left out of what is computed.
+    assert abs(computed.peak - highest) <= 0.05 * highest
     holds = sum(model.total for model in computed.models.values())
     assert abs(measured.updates[-1].after - holds) < 0.05 * holds

@@ -153,9 +153,8 @@ def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
             *moved.values(), column(batch, "advantages"), TokenRows.of(batch), **options
         )
 
-    uneven = torch.linspace(
-        0.5, 1.5, batch.tokens
-    )  # what is normalised does not see that all have moved alike
+    # What is normalised does not see that all have moved alike.
+    uneven = torch.linspace(0.5, 1.5, batch.tokens)
     read = {
         need
         for need in ("old", "behavior")

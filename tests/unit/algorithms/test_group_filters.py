@@ -85,9 +85,8 @@ def with_logprobs(*rows: list[float]) -> list[Rollout]:
 def test_perplexity_is_the_mean_over_answers_of_what_the_sampler_thought_of_their_own_tokens() -> (
     None
 ):
-    two_and_four = with_logprobs(
-        [-math.log(2)] * 3, [-math.log(4), 0.0, -math.log(4)], []
-    )  # mean 3; 0.0 was not sampled
+    # Mean 3; 0.0 was not sampled.
+    two_and_four = with_logprobs([-math.log(2)] * 3, [-math.log(4), 0.0, -math.log(4)], [])
     for low, high, reason in (
         (0.0, 3.001, ""),
         (2.999, 5.0, ""),
@@ -116,9 +115,8 @@ def test_groups_that_say_the_same_again_and_again() -> None:
 
 
 def test_answers_that_go_round_in_circles() -> None:
-    rows = said(
-        "ababab", "abcdef"
-    )  # bigrams: 2 of 5 and 5 of 5 distinct, so 0.6 and 0.0 are repeated
+    # Bigrams: 2 of 5 and 5 of 5 distinct, so 0.6 and 0.0 are repeated.
+    rows = said("ababab", "abcdef")
     assert FILTERS["repeated_ngrams"](rows, limit=0.3, n=2) == ""
     assert FILTERS["repeated_ngrams"](rows, limit=0.29, n=2) == "repeated_ngrams"
     assert FILTERS["repeated_ngrams"](said("aa", ""), limit=0.0, n=4) == ""

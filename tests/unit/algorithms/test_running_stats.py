@@ -169,7 +169,7 @@ def test_the_critic_learns_returns_of_deviation_one_and_its_old_values_stay_as_i
     assert for_critic.values.tolist() == spoken.tolist()  # type: ignore[union-attr]
     assert for_critic.returns.tolist() == pytest.approx(
         [-4 / after.deviation(), 4 / after.deviation()]
-    )  # type: ignore[union-attr]
+    )
     assert controls.returns == seen([2.0, 6.0])
     assert controls.update_from_batch(made).compute()["critic/seen_std"] == after.deviation()
     assert controls.returns == after

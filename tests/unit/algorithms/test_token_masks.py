@@ -83,9 +83,8 @@ def test_tokens_of_high_covariance_are_left_out_but_not_those_that_the_clip_hold
     batch = batch_with(**COVARIANT, old_logprobs=COVARIANT["logprobs"])
     assert bits(gate("clip_cov", batch, share=1.0).weight) == [0, 1, 0, 0, 1, 1]
     assert bits(gate("clip_cov", batch, share=1.0, low=2.0).weight) == [1, 1, 0, 1, 1, 1]
-    held = batch_with(
-        **COVARIANT, old_logprobs=[-2.5, -2.0, 9.0, -5.0, -2.0, -4.0]
-    )  # ratio e^0.5 with A > 0
+    # Ratio e^0.5 with A > 0.
+    held = batch_with(**COVARIANT, old_logprobs=[-2.5, -2.0, 9.0, -5.0, -2.0, -4.0])
     assert bits(gate("clip_cov", held, share=1.0).weight) == [1, 1, 0, 0, 1, 1]
     assert bits(gate("clip_cov", held, share=1.0, settings=LossConfig(clip_high=1.0)).weight) == [
         0,
@@ -95,9 +94,8 @@ def test_tokens_of_high_covariance_are_left_out_but_not_those_that_the_clip_hold
         1,
         1,
     ]
-    below = batch_with(
-        **COVARIANT, old_logprobs=[-2.0, -2.0, 9.0, -4.5, -2.0, -4.0]
-    )  # ratio e^-0.5 with A < 0
+    # Ratio e^-0.5 with A < 0.
+    below = batch_with(**COVARIANT, old_logprobs=[-2.0, -2.0, 9.0, -4.5, -2.0, -4.0])
     assert bits(gate("clip_cov", below, share=1.0).weight) == [0, 1, 0, 1, 1, 1]
 
 

@@ -57,9 +57,8 @@ def test_the_help_of_a_verb_describes_every_setting(
 ) -> None:
     assert main([verb, "--help"]) == 0
     rows = described_rows(capsys.readouterr().out)
-    first, *below = [key for key in rows if verb == "demo" and key.startswith("model.")] or [
-        ""
-    ]  # the keys of a table
+    # The keys of a table.
+    first, *below = [key for key in rows if verb == "demo" and key.startswith("model.")] or [""]
     assert [key for key, text in rows.items() if not text] == below
     assert rows.get("run.name", "Name of").startswith("Name of")
     assert first == "" or rows[first].startswith("Sizes of")

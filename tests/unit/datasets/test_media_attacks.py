@@ -75,9 +75,8 @@ def wav(rate: int, samples: int = 20, claimed: int | None = None) -> bytes:
 @pytest.mark.parametrize("rate", [1, 7, 44_099, 767_999, 999_983, 4_294_967_291])
 def test_a_short_sound_of_an_odd_rate_takes_little_memory_and_time(rate: int) -> None:
     assert peak_mb(lambda: read_sound(wav(rate), HEAR)) < 64
-    began = (
-        time.process_time()
-    )  # anew: the trace of memory takes ten times as long as the sound, which takes 0.2 s at most
+    # Anew: the trace of memory takes ten times as long as the sound, which takes 0.2 s at most.
+    began = time.process_time()
     with suppress(ValueError):
         read_sound(wav(rate), HEAR)
     assert time.process_time() - began < 5
@@ -278,9 +277,8 @@ def test_a_deeply_nested_value_is_a_malformed_row(tmp_path: Path) -> None:
     )
     with pytest.raises(MalformedRow, match="RecursionError"):
         reader.measure(Item("image", value, "row 1", tmp_path))
-    while isinstance(
-        value, dict
-    ):  # to end it level by level: the interpreter would end it by recursion
+    # To end it level by level: the interpreter would end it by recursion.
+    while isinstance(value, dict):
         value = value.popitem()[1]
 
 
@@ -322,7 +320,7 @@ class Trap(BaseHTTPRequestHandler):
             "/away": f"http://127.0.0.1:{self.server.server_port}/zipped",
             "/round": "/round",
             "/file": "file:///etc/hosts",
-        }  # type: ignore[attr-defined]
+        }
         if self.path in away:
             self.send_response(302)
             self.send_header("Location", away[self.path])

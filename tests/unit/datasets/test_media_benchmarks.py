@@ -85,9 +85,8 @@ def test_mathvista_shows_choices_and_takes_their_letter_for_the_label(tmp_path):
         "short",
         "mathvista/multi_choice",
     )
-    assert (
-        read(tmp_path, {**row, "answer": None}, "mathvista")["label"] is None
-    )  # the hidden test set
+    # The hidden test set.
+    assert read(tmp_path, {**row, "answer": None}, "mathvista")["label"] is None
     with pytest.raises(
         DataError,
         match=r"row 1: reader 'mathvista' cannot read the row: the answer 'wide' is none of the choices",

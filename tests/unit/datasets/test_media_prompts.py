@@ -218,9 +218,8 @@ def test_every_family_reads_what_rows_name(
     family: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     reader = rig(family, tmp_path_factory.mktemp(family))
-    clip(
-        folder / "short.mp4", frames=6, rate=30
-    )  # shorter than the time from one frame to the next at data.media.fps
+    # Shorter than the time from one frame to the next at data.media.fps.
+    clip(folder / "short.mp4", frames=6, rate=30)
     files = {
         "image": ["a.png", "b.png"],
         "video": ["c.mp4", ["a.png", "a.png", "a.png"], "short.mp4"],
@@ -401,10 +400,11 @@ def test_frames_of_a_clip_follow_the_settings(eye: Rig, folder: Path) -> None:
         (prompt,) = prompts(eye, folder, row, media=media)
         return int(prompt.media["video_grid_thw"].values[0, 0])
 
+    # 12 frames in 1.5 s; the model looks at two at a time.
     row = {
         "prompt": "<video>x",
         "video": "c.mp4",
-    }  # 12 frames in 1.5 s; the model looks at two at a time
+    }
     assert frames(row) == 2
     assert frames(row, fps=8.0) == 6
     assert frames(row, fps=None, max_frames=4) == 2
@@ -827,9 +827,8 @@ def test_marks_in_a_column_that_the_template_names_are_refused_whether_or_not_th
 def test_a_template_for_text_alone_leaves_out_nothing_that_belongs_around_an_item(
     ear: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(
-        logging.WARNING, "lightrft"
-    )  # that tokens are not kept is said to the log file alone
+    # That tokens are not kept is said to the log file alone.
+    caplog.set_level(logging.WARNING, "lightrft")
     talk = [{"role": "user", "content": "a <|audio_bos|><audio> or <audio>?"}]
     rows = [{"prompt": "who?", "audio": "s.wav"}, {"prompt": talk, "audios": ["s.wav", "s.wav"]}]
     own = prompts(ear, folder, *rows)

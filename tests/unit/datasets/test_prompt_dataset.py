@@ -16,9 +16,8 @@ from lightrft.utils.errors import CheckpointError, ConfigError, DataError
 from tests.unit.datasets.tokenizers import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
-FRAME = len(
-    "<user\n>\n<assistant\n"
-)  # tokens that the chat template adds: a special token is one token
+# Tokens that the chat template adds: a special token is one token.
+FRAME = len("<user\n>\n<assistant\n")
 
 
 @pytest.fixture
@@ -186,9 +185,8 @@ def test_sampling_ends_with_the_first_source_and_keeps_the_shares(source):
     data = dataset(sources_of(source, [600, 3000], [1, 3]), blend="sample")
     drawn = Counter(p.data_source for p in data)
     assert drawn["s0"] == 600
-    assert drawn["s0"] / len(data) == pytest.approx(
-        0.25, abs=0.03
-    )  # 2400 draws: four standard errors are 0.035
+    # 2400 draws: four standard errors are 0.035.
+    assert drawn["s0"] / len(data) == pytest.approx(0.25, abs=0.03)
     assert data[len(data) - 1].data_source == "s0"
     assert len({p.id for p in data}) == len(data)
 

@@ -90,9 +90,8 @@ def test_exactly_the_assistants_words_of_all_turns_are_learned(examples):
         (True, "two<|im_end|>"),
     ]
     whole = tokenizer.apply_chat_template(TALK[:5])["input_ids"]
-    assert (
-        data[0].prompt_ids + data[0].response_ids == whole[:-1]
-    )  # all but the line break behind the last turn
+    # All but the line break behind the last turn.
+    assert data[0].prompt_ids + data[0].response_ids == whole[:-1]
 
 
 def test_the_mask_is_exact_where_the_template_writes_bos_and_eos_is_another_token(examples):

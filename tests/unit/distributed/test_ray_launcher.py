@@ -179,9 +179,10 @@ def test_a_worker_that_falls_silent_is_missed_before_the_ranks_that_wait_for_it_
     check_launch(
         build(RLConfig, deep_merge(tree, {"launch": {"ray": {"call_timeout_minutes": 5}}}))
     )
+    # Nobody waits.
     check_launch(
         build(RLConfig, deep_merge(tree, deep_merge(silent, {"launch": {"processes": 1}})))
-    )  # nobody waits
+    )
 
 
 def test_workers_without_a_launcher_are_an_error_that_says_how_to_start() -> None:
@@ -266,10 +267,11 @@ def test_a_worker_that_is_started_anew_has_its_place_though_its_model_loads_for_
         first, life = await roster.hold("engine 0", None, [])  # type: ignore[arg-type]
         second, again = await roster.again("engine 0", life)
         assert second is not first and again == life + 1
+        # Another rank, that has lost the first one too.
         assert await roster.again("engine 0", life) == (
             second,
             again,
-        )  # another rank, that has lost the first one too
+        )
         with pytest.raises(
             ResourceError,
             match=r"engine 0 found no place within launch\.ray\.placement_timeout_minutes",

@@ -88,9 +88,8 @@ def test_an_error_is_left_for_the_launcher_and_said_by_one_of_the_two(tmp_path, 
     assert not report_error(ConfigError("x"))
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     monkeypatch.delenv(SPEAKER, raising=False)
-    assert not report_error(
-        ConfigError("x")
-    )  # torchrun itself: what it prints last is hard to find
+    # Torchrun itself: what it prints last is hard to find.
+    assert not report_error(ConfigError("x"))
     monkeypatch.setenv(SPEAKER, "1")
     assert report_error(ConfigError("x"))
     assert not report_error(ZeroDivisionError("a traceback is shown beside"))

@@ -188,10 +188,17 @@ def filtered(
 @pytest.mark.usefixtures("exact")
 def test_log_probs_are_those_of_the_filtered_distribution_that_was_drawn_from() -> None:
     model = exact_model("gemma2")
+    # Fmt: skip.
     sampling = SamplingConfig(
-        temperature=0.9, top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2, max_new_tokens=25, min_new_tokens=9,
+        temperature=0.9,
+        top_k=30,
+        top_p=0.8,
+        min_p=0.02,
+        repetition_penalty=1.2,
+        max_new_tokens=25,
+        min_new_tokens=9,
         stop_token_ids=tuple(range(4, 30)),
-    )  # fmt: skip
+    )
     rollouts = list(
         engine_of(model, max_num_seqs=3).generate(requests_of(prompts_of(6, 31), 4), sampling)
     )

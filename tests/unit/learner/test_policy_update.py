@@ -18,11 +18,12 @@ from lightrft.models.actor import TokenScores
 from lightrft.types import Batch
 from tests.numbers.strategies import batch_of, plain_case
 
+# Seven tokens, the fourth of them not sampled.
 SHAPE = [
     [True, True],
     [True, False],
     [True, True, True],
-]  # seven tokens, the fourth of them not sampled
+]
 OLD = math.log(0.25)
 
 

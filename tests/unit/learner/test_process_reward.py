@@ -82,9 +82,8 @@ def test_without_the_role_the_batch_is_left_as_it_is() -> None:
 def test_a_reward_at_the_threshold_is_a_right_outcome() -> None:
     batch = batch_of().replace(rewards=torch.full((12,), 0.5), sampled=None)
     logprobs = torch.zeros(batch.tokens)
-    batch = batch.replace(
-        ref_logprobs=torch.full_like(logprobs, -1.0)
-    )  # every log-ratio is positive: right is foretold
+    # Every log-ratio is positive: right is foretold.
+    batch = batch.replace(ref_logprobs=torch.full_like(logprobs, -1.0))
     assert outcome_losses(logprobs, batch, 0.1, 0.5)[1].all()
     assert not outcome_losses(logprobs, batch, 0.1, 0.5001)[1].any()
 

@@ -235,9 +235,8 @@ def test_a_response_of_a_module_ends_with_its_end_token():
         model.head.bias[EOS] = 100.0
     actor = ActorLanguage(model)
     limits = {"eos_token_id": EOS, "pad_token_id": PAD, "max_new_tokens": 5}
-    assert (
-        actor.generate(rows()[0][:1, :6], **limits)[0].shape[1] == 8
-    )  # one token, since min_new_tokens is 1, and the end
+    # One token, since min_new_tokens is 1, and the end.
+    assert actor.generate(rows()[0][:1, :6], **limits)[0].shape[1] == 8
     assert actor.generate(rows()[0][:1, :6], min_new_tokens=0, **limits)[0].shape[1] == 7
 
 
@@ -300,6 +299,7 @@ def test_the_critic_gives_values_of_the_states_before_actions(path, normalize):
 def test_processed_sequences_follow_the_documented_rules():
     sequences = torch.tensor(
         [
+            # Stopped: an end token inside the prompt stays attended.
             [
                 PAD,
                 10,
@@ -309,7 +309,8 @@ def test_processed_sequences_follow_the_documented_rules():
                 EOS,
                 PAD,
                 PAD,
-            ],  # stopped: an end token inside the prompt stays attended
+            ],
+            # Cut by the limit: its last token becomes the end token.
             [
                 10,
                 11,
@@ -319,7 +320,7 @@ def test_processed_sequences_follow_the_documented_rules():
                 15,
                 16,
                 17,
-            ],  # cut by the limit: its last token becomes the end token
+            ],
             [PAD, PAD, 10, 11, EOS, EOS, EOS, EOS],  # stopped at once
         ]
     )

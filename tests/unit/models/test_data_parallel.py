@@ -52,9 +52,8 @@ def work(rank: int, folder: str) -> None:
         for _ in range(2):  # what the first step left out would be missed in the second
             r.actor.zero_grad()
             with Float64():
-                loss = 2 * weighted(
-                    r.actor, batch, shares(batch)[rank], model
-                )  # gradients are averaged over the two
+                # Gradients are averaged over the two.
+                loss = 2 * weighted(r.actor, batch, shares(batch)[rank], model)
                 loss.backward()
         found[family] = {
             name: p.grad for name, p in r.actor.named_parameters() if p.grad is not None

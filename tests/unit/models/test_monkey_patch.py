@@ -61,9 +61,8 @@ def test_generation_runs_to_the_limit_with_a_warning_until_the_patch_is_removed(
     model = small_model("llama")
     ids = torch.tensor([[10, 11, 12]])
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    eos = int(
-        model.generate(ids, eos_token_id=None, **options)[0, 4]
-    )  # the second token that greedy generation gives
+    # The second token that greedy generation gives.
+    eos = int(model.generate(ids, eos_token_id=None, **options)[0, 4])
     assert model.generate(ids, eos_token_id=eos, **options).shape[1] <= 5
     with caplog.at_level(logging.WARNING):
         apply_monkey_patch_to_generation_mixin()

@@ -64,9 +64,8 @@ def test_secrets_are_redacted_and_everything_else_stays() -> None:
 def test_nothing_in_a_run_folder_holds_a_secret_and_only_its_user_reads_the_settings(
     tmp_path: Path,
 ) -> None:
-    for step, secret in enumerate(
-        ("hush-1", "hush-other")
-    ):  # the same command with a new token resumes
+    # The same command with a new token resumes.
+    for step, secret in enumerate(("hush-1", "hush-other")):
         with RunDirectory.open(
             tmp_path / "run", config(HF_TOKEN=secret), resume="auto", overwrite=False
         ) as folder:

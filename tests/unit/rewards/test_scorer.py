@@ -371,10 +371,11 @@ def test_a_stray_line_on_the_workers_socket_fails_its_own_sample_only(what):
     rollouts, scorer = score(["1", STRAY[what], "2"], "writes_to_its_socket", timeout=20)
     assert [r.reward for r in rollouts] == [1, None, 2]
     assert rollouts[1].failed.startswith("ended its worker: its socket brought")
+    # Restarts: none where the scorer is closed at once.
     assert dict(scorer.counts) == {
         "scored": 2,
         "garbled": 1,
-    }  # restarts: none where the scorer is closed at once
+    }
 
 
 def test_an_error_of_the_scorer_itself_ends_the_run_and_does_not_hang_it(monkeypatch):

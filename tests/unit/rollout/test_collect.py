@@ -215,7 +215,7 @@ def run(
         engine or FakeEngine(),
         scorer,
         None,
-    )  # type: ignore[arg-type]
+    )
     return collect_rollouts(
         roles,
         collect_settings(config, Requirements.of(config.algorithm)),

@@ -76,7 +76,7 @@ def prefetched(
         rank,
         stopped,
         False,
-    )  # type: ignore[arg-type]
+    )
     jobs = [prefetcher.submit(batch, 0, {}, None) for batch in range(batches)]
     try:
         return [prefetcher.collect(job, batch)[0] for batch, job in enumerate(jobs)]

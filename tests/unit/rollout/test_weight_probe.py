@@ -68,9 +68,8 @@ def test_an_engine_with_the_new_weights_is_accepted_under_every_kind_of_sampling
     probe.expect(roles_of(actor))
     found = probe.compared()
     assert found is not None and len(found.tokens) > len(probe.responses)
-    assert (found.gap(probe.sampling) > 0) == (
-        sampling.temperature > 0
-    )  # two ways to compute the same
+    # Two ways to compute the same.
+    assert (found.gap(probe.sampling) > 0) == (sampling.temperature > 0)
     probe.refuse(roles_of(actor))
 
 

@@ -87,9 +87,8 @@ def test_what_others_put_there_is_never_touched(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "precious").write_text(name)
     (tmp_path / "step_000002").mkdir()
-    (tmp_path / "step_000002/manifest.json").write_text(
-        '{"step": 2, "files": {}}'
-    )  # of another program
+    # Of another program.
+    (tmp_path / "step_000002/manifest.json").write_text('{"step": 2, "files": {}}')
     (tmp_path / "step_000003").symlink_to(tmp_path / "my model")
     before = names(tmp_path)
     store = CheckpointStore(tmp_path, keep=1)

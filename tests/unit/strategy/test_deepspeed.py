@@ -259,12 +259,13 @@ def cell(stage):
 def test_in_stage_3_no_rank_holds_more_of_a_model_than_its_shard_also_while_it_is_read(
     tmp_path: Path,
 ) -> None:
+    # Odd: shards end within rows.
     sizes = {
         "hidden_size": 36,
         "intermediate_size": 83,
         "num_hidden_layers": 3,
         "vocab_size": 61,
-    }  # odd: shards end within rows
+    }
     model = tiny_model("qwen2", num_attention_heads=2, **sizes)
     for name in ("model", "pickled"):
         model.save_pretrained(tmp_path / name)

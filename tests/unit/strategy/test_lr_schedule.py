@@ -27,7 +27,7 @@ def test_the_share_at_every_step(
 ) -> None:
     config = OptimizerConfig(
         schedule=schedule, warmup_steps=steps, warmup_ratio=ratio, min_lr_ratio=floor
-    )  # type: ignore[arg-type]
+    )
     assert [lr_factor(k, 6, config) for k in range(6)] == pytest.approx(expected, abs=1e-12)
 
 

@@ -187,9 +187,8 @@ def test_what_only_training_needs_sleeps_on_the_host_while_answers_are_drawn(mon
             for key in ("exp_avg", "exp_avg_sq")
         ]
         assert held and all(tensor.is_meta for tensor in (*held, *frozen.parameters()))
-        assert not any(
-            parameter.is_meta for parameter in state.model.parameters()
-        )  # answers are drawn with them
+        # Answers are drawn with them.
+        assert not any(parameter.is_meta for parameter in state.model.parameters())
 
 
 def test_masters_of_half_precision_weights_sleep_too(monkeypatch) -> None:

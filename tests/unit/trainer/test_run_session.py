@@ -154,9 +154,8 @@ def test_a_disk_that_stays_full_is_not_tried_again_at_every_step(
 def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says_that_it_is_at_work(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(
-        "lightrft.distributed.process_group.KEEPALIVES", 1e9
-    )  # a sign whenever one may be given
+    # A sign whenever one may be given.
+    monkeypatch.setattr("lightrft.distributed.process_group.KEEPALIVES", 1e9)
     monkeypatch.setattr("lightrft.strategy.manifest.PART", 16)
     said: list[list[bool]] = [[], []]
     path = RunDirectory.open(
@@ -182,7 +181,7 @@ def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says
             NullObserver(),
             SimpleNamespace(),
             ranks=counted,
-        )  # type: ignore[arg-type]
+        )
         strategy: Any = SimpleNamespace(device=torch.device("cpu"))
         session.save(3, strategy, {}, {"much": "x" * 4096}, {})
         said[ranks.rank].append(True)

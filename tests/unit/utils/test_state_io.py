@@ -31,9 +31,8 @@ def tensors(draw):
         raw = bytearray(b & 1 for b in raw)
     if not size:
         return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(raw, dtype=dtype).reshape(
-        shape
-    )  # any bits: nan payloads and denormals too
+    # Any bits: nan payloads and denormals too.
+    tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
     return tensor.t() if tensor.dim() == 2 and draw(st.booleans()) else tensor
 
 

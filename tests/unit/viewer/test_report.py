@@ -169,9 +169,8 @@ def test_hostile_text_stays_text(tmp_path):
     assert len(page.all("script")) == 1
     assert not page.all("img")
     assert not [a for _, a in page.tags for name in a if name.startswith("on")]
-    assert (
-        page.text.count(HOSTILE) == 5 + 10 + 3 + 1
-    )  # prompts, answers, commands and the settings (changed and all: quoted)
+    # Prompts, answers, commands and the settings (changed and all: quoted)
+    assert page.text.count(HOSTILE) == 5 + 10 + 3 + 1
 
 
 def test_lost_tokens_are_said(tmp_path):
@@ -395,9 +394,8 @@ def test_a_real_browser_shows_it_without_a_complaint_at_any_width(tmp_path):
         )
     )
     dom, console = browse(tmp_path / "frames.html", tmp_path / "profile")
-    assert (
-        console == []
-    )  # an outside request or a script that is not ours would be refused aloud by the page's own policy
+    # An outside request or a script that is not ours would be refused aloud by the page's own policy.
+    assert console == []
     titles = re.findall(r'title="(ran[^"]*)"', dom)
     assert len(titles) == 3
     for title, width in zip(titles, (320, 375, 1280)):

@@ -231,9 +231,8 @@ def test_what_is_left_of_blocks_between_the_passes_is_what_the_strategy_says(
         update_of(found(tmp_path, layers=4, processes=2, strategy=s))["blocks made whole"]
         for s in settings
     ]
-    outside = 4 * (
-        2 * 300 * config.hidden_size + config.hidden_size
-    )  # embeddings, head and the last norm
+    # Embeddings, head and the last norm.
+    outside = 4 * (2 * 300 * config.hidden_size + config.hidden_size)
     block = (4 * found(tmp_path, layers=4).parameters["policy"][0] - outside) / 4
     assert four == [outside + 2 * block, outside + 2 * block + 2 * block / 2, outside + 4 * block]
 

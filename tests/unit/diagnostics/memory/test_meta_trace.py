@@ -51,9 +51,8 @@ def test_watch_counts_what_lives_and_forgets_what_is_freed() -> None:
 
 
 def test_the_largest_micro_batch_has_full_groups_and_stays_within_the_budget() -> None:
-    batch = largest_batch(
-        8, 4, 10, 20, 150, "prefix_shared"
-    )  # a group is 10 + 4 x 20 = 90, and 10 + 2 x 20 = 50 still fit
+    # A group is 10 + 4 x 20 = 90, and 10 + 2 x 20 = 50 still fit.
+    batch = largest_batch(8, 4, 10, 20, 150, "prefix_shared")
     assert batch.prompt_of.tolist() == [0, 0, 0, 0, 1, 1]
     assert largest_batch(8, 4, 10, 20, 150, "packed").prompt_of.tolist() == [0, 0, 0, 0, 1]
     assert len(largest_batch(8, 4, 10, 20, 5, "packed")) == 1
@@ -61,9 +60,8 @@ def test_the_largest_micro_batch_has_full_groups_and_stays_within_the_budget() -
 
 def test_one_more_block_keeps_what_the_formula_says(tmp_path: Path) -> None:
     two, three = (update(actor(saved(tmp_path, layers)), BATCH, 1).peak for layers in (2, 3))
-    tokens = (
-        sum(BATCH.lengths.tolist()) + sum(BATCH.prompts.lengths.tolist()) - len(BATCH)
-    )  # the last token of each is not run
+    # The last token of each is not run.
+    tokens = sum(BATCH.lengths.tolist()) + sum(BATCH.prompts.lengths.tolist()) - len(BATCH)
     by_hand = kept_by_blocks(tokens, 1, 4, hidden=64, queries=64, keys=32, inner=256)
     denominators = tokens * 4 * 4 + 2 * tokens * 4  # of attention by head, and of two norms
     assert three - two == pytest.approx(by_hand + denominators, rel=0.01)
@@ -134,7 +132,6 @@ def test_towers_count_and_their_models_run_without_numbers(tmp_path: Path, famil
         p.numel() for p in real.parameters()
     )
     assert {p.dtype for p in traced.base.parameters()} == {p.dtype for p in real.parameters()}
-    half = actor(
-        replace_config(config, dtype="bfloat16")
-    )  # experts run on the meta device in this type alone
+    # Experts run on the meta device in this type alone.
+    half = actor(replace_config(config, dtype="bfloat16"))
     assert update(half, BATCH, 1).activations > 0

@@ -25,11 +25,12 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("llama", {"max_position_embeddings": 24, "rope_parameters": DYNAMIC}, 24),
     ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 24}, 24),
     ("doge", {"keep_window_size": 24}, 24),
+    # One head: many keys score exactly 0.
     (
         "deepseek_v32",
         {"index_topk": 24, "index_n_heads": 1},
         24,
-    ),  # one head: many keys score exactly 0
+    ),
 ]
 
 

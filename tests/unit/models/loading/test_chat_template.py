@@ -94,9 +94,8 @@ def test_a_template_in_the_folder_of_the_processor_is_taken(folder, name):
 def test_one_that_is_set_or_takes_the_models_kinds_stays(folder):
     assert template_of(folder, chat_template=TEXT_ONLY) == TEXT_ONLY
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEXT_ONLY}))
-    assert "Audio {{" in template_of(
-        folder
-    )  # a processor's that takes no sound either is of no use
+    # A processor's that takes no sound either is of no use.
+    assert "Audio {{" in template_of(folder)
     (folder / "chat_template.jinja").write_text(OTHER)
     assert template_of(folder) == OTHER
 

@@ -22,9 +22,8 @@ from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, rounding
 
-WINDOW = rounding(
-    400
-)  # a frame is the Fourier transform of 400 samples, which the extractor computes in float32
+# A frame is the Fourier transform of 400 samples, which the extractor computes in float32.
+WINDOW = rounding(400)
 
 HEARING = tuple(audio.FAMILIES)
 
@@ -365,10 +364,11 @@ def test_a_processor_can_be_sent_to_another_process(family, tmp_path):
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni_thinker"])
 def test_frames_of_a_filled_up_clip_are_those_that_count(family, told, tmp_path):
     r = rig(family, tmp_path)
+    # 39 and 100 frames: 10 and 25 features.
     part, clips = (
         r.processor.parts["audio"],
         [sound(n, n) for n in (6240, 16000)],
-    )  # 39 and 100 frames: 10 and 25 features
+    )
     extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     made = extractor(clips, sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
     lengths = made["attention_mask"].sum(-1).tolist()

@@ -79,9 +79,8 @@ def test_every_parameter_belongs_to_one_part_and_every_part_has_some(made):
     assert all(
         r.actor.part_of(n) == "language" for n in names if "embed_tokens" in n or "lm_head" in n
     )
-    for prefixes in (
-        r.actor.family.reader.parts.values()
-    ):  # of which some may be for other releases of transformers
+    # Of which some may be for other releases of transformers.
+    for prefixes in r.actor.family.reader.parts.values():
         assert any(n.removeprefix("model.").startswith(prefixes) for n in names)
 
 
