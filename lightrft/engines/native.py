@@ -85,6 +85,7 @@ class NativeEngine:
             stopped: Called between tokens. ``True`` aborts unfinished responses.
         """
         wanted = list(requests)
+        # checked here: the body of a generator would not run before the first response is asked for
         check_requests(wanted, sampling, self.config)
         return self._answers(wanted, sampling, stopped)
 
@@ -114,6 +115,7 @@ class NativeEngine:
         if not self.shares_weights:
             self.decoder.load(weights)
         self.version = version
+        # of the weights that the decoder holds, not of the ones sent: the caller compares the two
         return checksums(self.decoder.parameters())
 
     def sleep(self, level: int) -> None:
@@ -169,6 +171,7 @@ class GenerationBatch:
         if not engine.awake:
             problem = "the engine was put to sleep or closed while responses were being generated"
             raise RuntimeError(f"{problem}; call wake() first")
+        # a token costs about two operations per weight in each row
         threads = threads_for(2.0 * engine.size * run.width, engine.decoder.device)
         with threads, engine.decoder.running():
             while run.unfinished and not done and not stopped():
@@ -241,6 +244,7 @@ def _read(request: Request) -> Prompt:
 
 
 CHECKSUM_PART = 1 << 22
+# by bytes per element. Sums of integers are exact in any order, unlike sums of floats.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -296,9 +300,11 @@ class _Group:
     """
 
     prompt: Prompt
+    # 0 for a prompt without a response
     begun: int = 0
     waiting: deque[Request] = field(default_factory=deque)
     rows: int = 0
+    # the session's handle, -1 until the prompt is computed
     handle: int = -1
     logits: Tensor | None = None
 
@@ -332,6 +338,7 @@ class _Rows:
     keys: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     greedy: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
     limits: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    # number of response tokens so far; it also counts the tokens of a resumed response
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     tokens: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
@@ -367,6 +374,7 @@ class _Rows:
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Append one token to every row."""
         if int(self.steps.max()) >= self.tokens.shape[1]:
+            # doubling keeps the total cost of copies linear in the length of the responses
             self._resize(len(self), max(64, 2 * self.tokens.shape[1]))
         at = np.arange(len(self)), self.steps
         self.tokens[at], self.logprobs[at], self.versions[at] = tokens, logprobs, version
@@ -427,9 +435,11 @@ class _RunningRequests:
         sampling: SamplingConfig,
     ) -> None:
         self._engine, self._sampling, self._config = engine, sampling, engine.config
+        # settings of greedy rows: temperature 0 turns every filter off
         self._likeliest = sampling.model_copy(update={"temperature": 0.0})
         self._device = engine.decoder.device
         self._session = engine.decoder.session()
+        # the tokenizer may name another end token than the model's configs
         eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
         self._ends = np.unique(
             np.array(
@@ -481,6 +491,7 @@ class _RunningRequests:
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._last, logprobs = self._draw(logits)
         host_tokens, host_logprobs = _to_host(self._last, logprobs)
+        # checked on the host, which has the numbers anyway; a check on the device would wait for it
         if np.isnan(host_logprobs).any():
             bad = self._rows.requests[int(np.flatnonzero(np.isnan(host_logprobs))[0])]
             raise ModelError(
@@ -512,6 +523,7 @@ class _RunningRequests:
             tokens, logprobs = draws.sample_tokens(
                 draws.process(logits, sampling, self._seen, suppress), u
             )
+            # one call may mix both kinds: greedy rows replace the tokens sampled for them
             if rows.greedy.any():
                 at = to_device(torch.from_numpy(np.flatnonzero(rows.greedy)), self._device)
                 part = [None if mask is None else mask[at] for mask in (self._seen, suppress)]
@@ -529,6 +541,7 @@ class _RunningRequests:
         early = self._rows.steps < least
         if not early.any():
             return None
+        # built on the host, where the steps are, and copied in one transfer
         mask = np.zeros(tuple(logits.shape), dtype=bool)
         mask[np.ix_(early, self._ends)] = True
         return to_device(torch.from_numpy(mask), self._device)
@@ -595,6 +608,7 @@ class _RunningRequests:
 
     def _finish(self, tokens: np.ndarray) -> list[Rollout]:
         rows = self._rows
+        # end tokens are suppressed before the minimum, but stop strings can occur in any text
         late = rows.steps >= self._sampling.min_new_tokens
         stopped = np.isin(tokens, self._ends) & late
         cuts = self._cuts(tokens, ~stopped & late)
@@ -641,6 +655,7 @@ class _RunningRequests:
         return Rollout(
             prompt=request.prompt,
             token_ids=token_ids,
+            # a partial response may hold tokens of an environment, which the policy did not sample
             sampled=(request.partial.sampled if request.partial is not None else [])
             + [True] * (length - request.num_generated),
             logprobs=rows.logprobs[row, :length].tolist(),
@@ -660,10 +675,12 @@ class _RunningRequests:
         kept = len(self._rows) - len(finished)
         staying = np.setdiff1d(np.arange(kept, len(self._rows)), finished)
         moves = list(zip(finished[finished < kept].tolist(), staying.tolist()))
+        # cache and host state must move alike: both know a response by its row number
         self._session.evict(moves, kept)
         self._rows.evict(moves, kept)
         left = np.arange(kept)
         left[[dst for dst, _ in moves]] = [src for _, src in moves]
+        # the tensors on the device are reordered in the same way
         index = to_device(torch.from_numpy(left), self._device)
         self._last = self._last[index]
         self._seen = None if self._seen is None else self._seen[index]

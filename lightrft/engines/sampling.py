@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightrft.config.strategy import SamplingConfig
 
+# increment and multipliers of SplitMix64; other numbers would give other samples for a seed
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -27,6 +28,7 @@ def seed_keys(seeds: list[int]) -> np.ndarray:
 
     Hashing gives neighbouring seeds unrelated keys.
     """
+    # numpy refuses to convert negative seeds to uint64
     unsigned = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     return _mix(unsigned + _GOLDEN)
 
@@ -78,6 +80,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
     """Keep tokens at least ``p`` times as likely as the most likely token (arXiv 2407.01082)."""
+    # in logits: the ratio of two probabilities is the exponential of their difference
     bound = logits.amax(-1, keepdim=True) + float(np.log(p))
     return logits.masked_fill(logits < bound, -torch.inf)
 
@@ -101,14 +104,17 @@ def process(
         suppress: ``[R, V]`` bool, tokens that must not be sampled at this step. ``None`` suppresses
             none.
     """
+    # bfloat16 has eight significant bits, too few for the sums of top_p and for log-probs
     logits = logits.float()
     if seen is not None:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     if suppress is not None:
+        # before top_k and top_p, so that these fill their sets with tokens that may be sampled
         logits = logits.masked_fill(suppress, -torch.inf)
     if sampling.temperature == 0:
         return logits
     if sampling.temperature != 1:
+        # before top_p and min_p, whose sets depend on the temperature
         logits = logits / sampling.temperature
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
@@ -145,13 +151,16 @@ def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     blocks = -(-vocabulary // size)
     top = logits.amax(-1, keepdim=True)
     weights = logits.new_empty(rows, blocks * size)
+    # the last block may reach past the vocabulary
     weights[:, vocabulary:] = 0
+    # the largest weight is 1, so no sum overflows
     torch.exp(logits - top, out=weights[:, :vocabulary])
     weights = weights.view(rows, blocks, size)
     # Sum before the cast: a sum straight to float64 would first copy [R, V] to float64.
     outer = torch.cumsum(weights.sum(-1).to(wide), dim=-1)
     target = u.to(wide).unsqueeze(-1) * outer[:, -1:]
     block = _first_above(outer, target)
+    # the cumulative sum before the block that was hit
     below = torch.where(block > 0, outer.gather(-1, (block - 1).clamp_(min=0)), 0)
     inner = torch.cumsum(
         weights[torch.arange(rows, device=logits.device), block[:, 0]].to(wide), dim=-1
@@ -168,6 +177,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     Rounding can put the target at or past the end: then return the last index of positive weight.
     NaN gives some valid index.
     """
+    # the first place that reaches the total is the last one of positive weight
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     found = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
     return found.clamp_(max=cumulative.shape[-1] - 1)

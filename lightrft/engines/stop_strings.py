@@ -17,6 +17,7 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._stop = stop
         self._special = set(tokenizer.all_special_ids)
+        # a token that completes a stop string contains its last character
         self._ends = {s[-1] for s in stop}
         # A token is at least one byte of text. 8 more tokens: a tail may decode differently at its
         # very start.
@@ -36,6 +37,7 @@ class StopStrings:
             unsure = "\ufffd" in piece or any(end.isspace() for end in self._ends)
             fits = unsure or any(end in piece for end in self._ends)
             known = token not in self._special and fits
+            # kept for the run: a vocabulary has far fewer tokens than the responses
             self._may_end[token] = known
         return known
 

@@ -72,13 +72,16 @@ def fill(
     slot, at, layout = 0, 0, []
     size = slots[0].numel()
     for name, tensor in weights:
+        # as bytes, since one bucket holds tensors of several dtypes
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         first, ended = 0, False
+        # an empty tensor makes one empty piece, so that the receiver learns of it
         while not ended:
             count = min(size - at, data.numel() - first)
             slots[slot][at : at + count].copy_(data[first : first + count])
             layout.append(TensorSlice(name, tensor.dtype, tuple(tensor.shape), first, count, at))
             first += count
+            # ``at`` may pass the end of the slot, which then is full too
             at += -(-count // ALIGNED) * ALIGNED
             ended = first == data.numel()
             if at >= size:
@@ -134,6 +137,7 @@ class WeightBuffer:
             seconds: Timeout of the store and of the group.
         """
         self._slots = [torch.empty(bucket, dtype=torch.uint8, device=device)]
+        # a separate store and group: the worker is no rank of the trainer's default group
         store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=seconds))
         self._group = group_of(store, rank, size, self._slots[0].device, seconds)
 
@@ -169,12 +173,11 @@ class WeightBuffer:
 
 
 class WeightTransport(ABC):
-    """The sending end: two ``slots`` to fill, and ``workers`` with an ``WeightBuffer``.
+    """The sending end: two ``slots`` to fill, and ``workers`` with a ``WeightBuffer``.
 
     The ``weights`` method of a worker reaches its ``WeightBuffer``. Every method but ``close`` may
-    raise a
-    worker's exception, ``WorkerLost``, ``TimeoutError`` after ``seconds`` without a reply, or
-    ``RuntimeError`` for a broken connection. All weights must then be sent again.
+    raise a worker's exception, ``WorkerLost``, ``TimeoutError`` after ``seconds`` without a reply,
+    or ``RuntimeError`` for a broken connection. All weights must then be sent again.
 
     Args:
         workers: The receivers.
@@ -210,6 +213,7 @@ class WeightTransport(ABC):
     def close(self) -> None:
         """Make the workers release the memory that they share with this process."""
         for worker in self.workers:
+            # the reply is not awaited: the worker may be gone
             worker.call("weights", "leave")
 
     @abstractmethod
@@ -376,6 +380,7 @@ def group_of(
         time.sleep(LOOK_SECONDS)
     if device.type != "cuda":
         group = dist.ProcessGroupGloo(store, rank, size, for_one_attempt(patience))
+        # the constructor's timeout limits connecting; collectives may take longer
         group._set_default_timeout(patience)
         return group
     options = dist.ProcessGroupNCCL.Options()

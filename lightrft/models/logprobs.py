@@ -210,7 +210,6 @@ class _TokenLogprobs(torch.autograd.Function):
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         # backward then gets None instead of zeros for an unused output, and skips its terms
-        # backward then gets None instead of zeros for an unused output, and skips its terms
         ctx.set_materialize_grads(False)
         n = hidden.shape[0]
         dtype = wide(hidden.dtype)

@@ -119,6 +119,7 @@ def pack(
     make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]
     packed = make(batch, rows, final, pad)
     if axes is not None:
+        # padding (-1) gets the position of the first token; no state of padding is read
         packed.position_ids = axes[:, packed.source.clamp(min=0)].unflatten(
             1, packed.input_ids.shape
         )
@@ -126,6 +127,7 @@ def pack(
 
 
 def _rows(batch: Batch, final: bool) -> _Rows:
+    # sizes are lists on the host, so no layout waits for the device
     answers = batch.responses.sizes
     # without ``final``, no state after the last token of a response is read, so it is left out
     run = list(answers) if final else [max(0, n - 1) for n in answers]
@@ -230,6 +232,7 @@ def _flat_row(
     heads: Sequence[Run] = (),
 ) -> Packed:
     device = batch.responses.tokens.device
+    # indices are built on the host: on a device, repeat_interleave makes the host wait for lengths
     length = torch.tensor(flat.length)
     within = torch.arange(int(length.sum())) - torch.repeat_interleave(
         length.cumsum(0) - length, length
@@ -263,6 +266,7 @@ def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
         source[s, n : n + rows.run[b]] = torch.arange(answer_at[b], answer_at[b] + rows.run[b])
         last[b], start[b] = s * width + n - 1, s * width + n
     source = to_device(source, device)
+    # padding (-1) first takes the last token, which the fill replaces
     ids = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source].masked_fill(
         source < 0, pad
     )

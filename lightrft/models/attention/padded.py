@@ -146,6 +146,7 @@ class PaddedRows:
             )
         assert self.lengths is not None
         width = self.tokens.shape[1]
+        # the rest of the row is one more run, to which no sample attends
         lengths = [n for n in [*self.lengths, width - sum(self.lengths)] if n]
         runs = [(end - n, n) for end, n in zip(torch.tensor(lengths).cumsum(0).tolist(), lengths)]
         positions = utils.reset_position_ids(self.mask)
@@ -158,6 +159,7 @@ class PaddedRows:
     ) -> MergedInputs | None:
         if not media:
             return None
+        # without padding, so that placeholders and features are in the same order
         tokens = self.tokens[self.mask != 0] if self.lengths is None else self.tokens[0]
         runs = _runs(backbone, tokens, torch.tensor(lengths, device=tokens.device), media)
         try:
@@ -200,6 +202,7 @@ def _runs(
             if name in tower.inputs
         ]
         placed = torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype, device=tokens.device))
+        # one row of media for each sample with a placeholder; the last one then gets the rest
         share = torch.zeros_like(lengths).index_fill_(0, of[placed], 1)
         last = int(share.nonzero().max()) if placed.any() else 0
         share[last] += len(values) - int(share.sum())

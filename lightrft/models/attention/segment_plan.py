@@ -146,6 +146,7 @@ class SegmentPlan:
             softcap: Soft-cap of the scores. ``None`` for none.
             window: Number of keys that a query attends to, itself included. ``None`` is unlimited.
         """
+        # the kernel is causal, and tokens of a span also attend to later ones
         if not self.spans and varlen_cuda.usable(query, value, softcap):
             if "keys" not in self._varlen:
                 self._varlen["keys"] = varlen_cuda.gather_keys(self.runs, self.shared, query.device)
@@ -162,6 +163,7 @@ class SegmentPlan:
         longest = max((length for _, length in self.runs), default=0)
         for (_, length), queries in self.shared:
             longest = max(longest, length + max(n for _, n in queries))
+        # a window that hides nothing needs no masks and fewer parts
         if window is not None and window >= longest:
             window = None
         # under a window, the last layer computes all states of a head like the other layers
@@ -195,12 +197,14 @@ class SegmentPlan:
         for run in self.runs:
             for (k, m), (q, n) in itertools.pairwise(_chunks(run, window)):
                 query = slice(q, q + min(n, reach))
+                # a query sees fewer keys than a chunk holds, so one chunk back is enough
                 before.append(self._masked(query, slice(k, k + m), window))
         where = self.positions.device if self.places is None else self.places.device
         for (k, m), runs in self.shared:
             firsts = [torch.arange(q, q + min(n, reach), device=where) for q, n in runs]
             key = slice(k + max(0, m - reach), k + m)
             before.append(self._masked(torch.cat(firsts), key, window))
+        # a window of one key reaches no earlier run
         return [part for part in before if part.mask is None or part.mask.numel()]
 
     def _before_unlimited(self, heads: set[Run]) -> list[PrefixSegment]:
@@ -216,6 +220,7 @@ class SegmentPlan:
         return before
 
     def _masked(self, query: slice | Tensor, key: slice, window: int) -> PrefixSegment:
+        # on the host if possible: bool() below would wait for the device
         at = self.positions if self.places is None else self.places
         seen = at[key][None, :] > at[query][:, None] - window
         device = self.positions.device
@@ -295,6 +300,7 @@ class _Joined(torch.autograd.Function):
         repeat = heads // k.shape[0]
         out = q.new_zeros(heads, tokens, v.shape[-1])  # stays 0 for queries that are not computed
         wide = torch.promote_types(q.dtype, torch.float32)
+        # minus infinity: a query that no part has computed yet gives _join the weight 0
         lse = q.new_full((heads, tokens), -torch.inf, dtype=wide)
         for part in parts.own:
             keys = _repeat(_take(k, part), repeat)
@@ -388,6 +394,7 @@ def _put(x: Tensor, part: SelfSegment, rows: Tensor) -> None:
         return
     flat = rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1])
     places = part.index if part.places is None else part.places
+    # padding shares index 0 with a real token, so it must not be written
     x[:, places] = flat if part.kept is None else flat[:, part.kept]
 
 
@@ -396,6 +403,7 @@ def _add(x: Tensor, part: SelfSegment, rows: Tensor) -> None:
     if part.index is None:
         x[:, part.start : part.start + part.length] += rows[0]
     else:
+        # index_add_ sums repeated indices: padding adds zeros to token 0
         x.index_add_(1, part.index, rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1]))
 
 
@@ -405,6 +413,7 @@ def _repeat(x: Tensor, times: int) -> Tensor:
 
 
 def _collect(x: Tensor, times: int) -> Tensor:
+    # the gradient of a key head is the sum over the query heads that read it
     return x if times == 1 else x.unflatten(1, (-1, times)).sum(2)
 
 
@@ -419,11 +428,13 @@ def _unfold(x: Tensor, heads: int) -> Tensor:
 
 
 def _tile(mask: Tensor | None, times: int) -> Tensor | None:
+    # folded heads repeat the queries, hence the rows of the mask
     return mask if mask is None or times == 1 else mask.repeat(times, 1)
 
 
 def _fused(q: Tensor, v: Tensor, softcap: float | None) -> bool:
     """Return ``True`` if the CPU's fused kernel computes a part."""
+    # the kernel knows no soft-cap and requires equal head widths of queries and values
     return softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
@@ -502,5 +513,6 @@ def _scores(
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
+    # the kernel adds its mask to the scores
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill(~mask, -torch.inf)

@@ -50,6 +50,7 @@ class SequencePart:
         """
         if self.which is None:
             return own
+        # every entry is set by one rank and 0 elsewhere, so the sum is a gather
         column = own.new_zeros(self.count, *own.shape[1:]).index_copy(0, self.which, own)
         return _Sum.apply(column, self.team.group)
 
@@ -116,6 +117,7 @@ class Exchanged:
             window: Number of keys that a query attends to, itself included. ``None`` is unlimited.
         """
         size = self.row.team.size
+        # with fewer key heads than ranks, several ranks read the same key head
         copies = _copies(query.shape[1], key.shape[1], self.row.team)
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
@@ -129,6 +131,7 @@ class Exchanged:
             )
         ]
         sizes = [part[0].numel() for part in parts]
+        # one exchange for all three: each exchange waits for every rank
         sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
         got = exchange(sent, self.row.team.group).split(sizes, 1)
         q, k, v = (self._row_of(x.view_as(part)) for x, part in zip(got, parts))
@@ -224,10 +227,12 @@ def _exchanged(x: Tensor, group: Any) -> Tensor:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        # all_reduce writes in place, and autograd may still need ``x``
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # no sum over ranks: each computes the same loss, so it would count ``size`` times
         return grads[0], None

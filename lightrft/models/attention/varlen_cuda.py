@@ -102,6 +102,7 @@ def gather_keys(
         return torch.cat([torch.arange(s, s + n) for s, n in parts]).to(device)
 
     def starts(lengths: Sequence[int]) -> Tensor:
+        # the kernel takes offsets as int32
         return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
     return Keys(
@@ -137,9 +138,11 @@ def attend(
     q = query[0].transpose(0, 1).index_select(0, keys.query_index)
     k, v = (x[0].transpose(0, 1).index_select(0, keys.key_index) for x in (key, value))
     bounds = keys.query_starts, keys.key_starts, keys.longest_query, keys.longest_key
+    # the kernel counts earlier keys without the query itself; -1 is unlimited
     back = -1 if window is None else window - 1
     out = run(
         q, k, v, *bounds, scale=scale, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1]
     )
+    # every token is a query of exactly one run, so no row stays uninitialised
     rows = torch.empty_like(out).index_copy(0, keys.query_index, out)
     return rows.unsqueeze(0)

@@ -217,6 +217,7 @@ class CachedDecodeSession:
         self._count += len(handles)
         for handle, count in Counter(handles).items():
             entry = self._prompts[handle]
+            # a prompt that the budget could not hold is computed again
             cache = entry.cache if entry.cache is not None else self._read(entry)[0]
             rows = [first + i for i, own in enumerate(handles) if own == handle]
             keeps = handle not in sealed and self._room.keeps(cache.length)
@@ -238,6 +239,7 @@ class CachedDecodeSession:
         rows: list[int] = []
         for block in self._blocks:
             rows += block.rows
+        # blocks group rows by length, so their order differs from the session's
         order = torch.tensor(rows, device=self._device)
         logits = torch.cat(parts)
         return torch.empty_like(logits).index_copy_(0, order, logits)
@@ -246,6 +248,7 @@ class CachedDecodeSession:
         """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
         new_row = {row: row for row in range(rows)}
         for dst, src in moves:
+            # the row that was at ``dst`` has finished
             new_row[src] = dst
             del new_row[dst]
         self._count = rows
@@ -268,6 +271,7 @@ class CachedDecodeSession:
     def _place(self, block: _Block) -> None:
         """Add ``block``, merged into a block of equal length if there is one, so that both run in
         one call."""
+        # a step costs one model call per block
         for other in self._blocks:
             if other.cache.joins(block.cache):
                 other.cache, other.rows = other.cache.join(block.cache), other.rows + block.rows
@@ -280,6 +284,7 @@ class CachedDecodeSession:
         ids = tokens[torch.tensor(block.rows, device=self._device)][:, None]
         if cache.tokens is not None:
             cache.tokens = torch.cat([cache.tokens, ids], dim=1)
+            # the whole prefix again: this model has no cache that could be used
             logits, _ = self._call(
                 {"input_ids": cache.tokens}, 0, cache.length + 1, use_cache=False
             )
@@ -323,6 +328,7 @@ class CachedDecodeSession:
         shift = 0 if seen.positions is None else int(seen.positions.max()) + 1 - length
         inputs["position_ids"] = positions[None] if positions.ndim == 1 else positions[:, None]
         decoder = decoder_of(self._model, self._family)
+        # the decoder, since the model's own forward would encode the media again
         output = decoder(**inputs, use_cache=True)
         softcap, scale = head_transform(self._model.config, self._family)
         head: Any = self._model.get_output_embeddings()
@@ -349,6 +355,7 @@ class CachedDecodeSession:
             # the position, for 0.
             positions = torch.arange(first, first + width, device=self._device)
             inputs["position_ids"] = positions.expand(len(inputs["input_ids"]), -1)
+        # a prompt of many tokens would otherwise get logits of the full vocabulary for each
         with _last_alone(self._model.get_output_embeddings()):
             output = self._model(**inputs, use_cache=use_cache)
         return output.logits[:, -1], output

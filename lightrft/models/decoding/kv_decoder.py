@@ -49,6 +49,7 @@ class KVDecoder:
         self._config = config.get_text_config(decoder=True)
         self.by_plan = decodes_by_plan(config)
         loaded = self._config._attn_implementation
+        # a model set to attend by plan no longer says which implementation it was loaded with
         self._own_attention = (
             family_of(config).padded_attention if loaded == interface.NAME else loaded
         )
@@ -121,6 +122,7 @@ class KVDecoder:
         before = self._config._attn_implementation
         wanted = interface.NAME if self.by_plan else self._own_attention
         for module in training:
+            # not by train(False): restoring it would also set modules that were in evaluation mode
             module.training = False
         if before != wanted:
             self._config._attn_implementation = wanted
@@ -215,7 +217,9 @@ class PlanDecodeSession:
             prompts, prompt_tokens = largest_prompts
             rows, answer_tokens = largest_answers
         self._room = answer_tokens
+        # prompts get their full size at once, since a prefill fills it
         self._prompts.resize(prompts, prompt_tokens, len(self._handles), used_columns)
+        # columns of responses grow in step(), as far as they are needed
         columns = min(answer_tokens, self._answers.columns)
         self._answers.resize(rows, columns, len(self), used_answers)
 
@@ -291,6 +295,7 @@ class PlanDecodeSession:
             self._answers.resize(len(self), max(needed, doubled), len(self), needed - 1)
         rows = self._rows
         if rows is None:
+            # release() moves prompts between slots, so rows keep handles
             slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
             slots = np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
             rows = self._rows = _Rows(slots, self._prompt_lengths, self._lengths, self._device)
@@ -349,6 +354,7 @@ def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Yield indices of ``lengths``, longest first, in parts of at most ``PREFILL_TOKENS`` padded
     tokens (one prompt always fits)."""
     part: list[int] = []
+    # the first prompt of a part is its longest, to which the others are padded
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if part and (len(part) + 1) * lengths[part[0]] > PREFILL_TOKENS:
             yield part
@@ -401,6 +407,7 @@ class _Rectangle:
     def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
         for pair in self._layers.values():
             for x in pair:
+                # only the used columns: a full copy would move memory that holds nothing yet
                 used = x[:, :, :used_columns]
                 used[to_device(torch.from_numpy(dst), x.device)] = used[
                     to_device(torch.from_numpy(src), x.device)
@@ -457,6 +464,7 @@ class _PrefillPlan:
         for store, new in zip(self._store.layer(layer, key, value), (key, value)):
             flat = new[0].index_select(1, self._gather)
             rectangle = flat.unflatten(1, (self._count, self._columns)).transpose(0, 1)
+            # stored here, inside the layer: the plan sees keys after the rotary embedding
             store[slots, :, : self._columns] = rectangle
         options = {"scale": scale, "softcap": softcap, "window": window}
         return self._plan.attend(layer, query, key, value, **options)
@@ -502,6 +510,7 @@ class _Rows:
         self._maps: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def advance(self) -> None:
+        # in place on the device, so that a step copies nothing from the host
         self.positions += 1
         self.longest += 1
         self._last += 1
@@ -573,6 +582,7 @@ class _StepPlan:
         place = self._place(kv_heads)
         own = []
         for store, new in zip(self._answers.layer(layer, key, value), (key, value)):
+            # written before it is read, since a token attends to itself
             store.view(-1, store.shape[-1]).index_copy_(
                 0, place, new[0].transpose(0, 1).reshape(-1, new.shape[-1])
             )
@@ -582,7 +592,9 @@ class _StepPlan:
             for x in self._prompts.layer(layer, key, value)
         ]
 
+        # scaling queries costs less than scaling scores, which have a column per key
         flat = (query[0].transpose(0, 1) * scale).reshape(rows.count * kv_heads, -1)
+        # rows of one prompt become one batch entry, so that its keys are read once
         by_lane = flat.index_select(0, from_lane).view(
             rows.slots * kv_heads, rows.lanes * repeats, -1
         )
@@ -596,11 +608,13 @@ class _StepPlan:
             torch.cat([on_prompt.view(rows.count * kv_heads, repeats, -1), on_own], dim=-1), softcap
         )
 
+        # layers with the same window share one mask
         if window not in self._hidden:
             self._hidden[window] = rows.hidden(window)
         hidden = self._hidden[window]
         if hidden is not None:
             scores.view(rows.count, kv_heads * repeats, -1).masked_fill_(hidden, -torch.inf)
+        # one softmax over prompt and response, in float32 as in transformers' own attention
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
         on_prompt, on_own = weights.split([rows.prompt_columns, rows.longest + 1], dim=-1)
 
@@ -611,4 +625,5 @@ class _StepPlan:
             .index_select(0, to_lane)
             .view(rows.count * kv_heads, repeats, -1)
         )
+        # the product with the response's values is added to the prompt's in one call
         return torch.baddbmm(out, on_own, own[1]).view(1, rows.count, query.shape[1], -1)
