@@ -95,6 +95,7 @@ def _broken(reward: Reward, case: Case, limit: float) -> str:
     for outcome in outcomes:
         if not outcome.problem:
             continue
+        # The check has a limit of its own, so naming the setting would mislead.
         text = outcome.problem.replace("reward.timeout =", "the limit of")
         if not reward.batched:
             response = case.texts[outcome.call % len(case.texts)]

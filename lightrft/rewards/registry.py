@@ -97,6 +97,7 @@ def load_reward(name: str, options: Mapping[str, Any]) -> Reward:
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     batched = next(iter(signature.parameters)) == "rollouts"
     budget = None if batched or asynchronous else _budget(function)
+    # Last: a function with a wrong signature gets that message, not one about its name.
     portable = _portable_name(name, function)
     return Reward(portable, function, dict(options), batched, asynchronous, budget)
 

@@ -193,6 +193,7 @@ class Scorer:
             if self._closed:
                 raise RewardError("the scorer is closed")
             pending = _Pending(rollout, terms, len(terms), time.perf_counter())
+            # By id, since a dataclass that compares its fields has no hash.
             self._unfinished[id(pending)] = pending
             self._submitted += 1
             for term in terms:
@@ -215,7 +216,7 @@ class Scorer:
                 rollout = self._done.get(block=wait)
             except queue.Empty:
                 return
-            if rollout is None:
+            if rollout is None:  # woken by ``_break``; the loop raises its error
                 continue
             self._given_back += 1
             yield rollout
@@ -306,6 +307,7 @@ class Scorer:
         worker = WorkerProcess(self.folder)
         with self._lock:
             self._workers[number] = worker
+            # ``close`` interrupts the workers that it finds, and did not find this one.
             if self._closed:
                 worker.interrupt()
         try:
@@ -342,6 +344,7 @@ class Scorer:
 
     def _share(self, term: _Term) -> int:
         """Return how many calls of ``term`` to send at once."""
+        # No more than that, so that all workers end a short queue at about the same time.
         fair = math.ceil(len(term.waiting) / self.config.workers)
         if term.reward.grouped:
             return min(fair, GROUP)
@@ -548,6 +551,7 @@ class Scorer:
             rollout.weights[term.name] = term.weight
             for key, value in values.items():
                 rollout.terms[f"{term.name}/{key}" if key else term.name] = value
+        # A product with a weight may be infinite although the value is finite.
         total = math.fsum(weighted)
         if math.isfinite(total):
             rollout.reward = total

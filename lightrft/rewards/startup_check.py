@@ -46,6 +46,7 @@ def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenizer: An
         problems = [outcome for outcome in outcomes if outcome.problem]
         if not problems:
             continue
+        # A reward may rightly raise on some rows, and the run then only drops these responses.
         text = failure_text(trial.term.function, problems, len(outcomes))
         if len(problems) == len(outcomes):
             raise RewardError(text)

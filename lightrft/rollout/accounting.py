@@ -49,29 +49,34 @@ def filter_and_select(
     """
     if any(r.finish_reason == "abort" for r in group):
         return FilterResult(reason="aborted")
+    # First, so that the filters and the baseline below see only finite rewards.
     for rollout in group:
         _fail_without_number(rollout)
     greedy = next((r for r in group if r.sample == GREEDY), None)
-    answers = [r for r in group if r is not greedy and not r.failed]
+    scored = [r for r in group if not r.failed]
+    answers = [r for r in scored if r is not greedy]
     if greedy is not None:
         if greedy.failed:
             return FilterResult(reason="baseline_failed")
         for rollout in answers:
             rollout.baseline = greedy.reward
     reason = drop_reason(answers, filters, least)
-    kept = [] if reason else selected(answers, select)
-    return (
-        FilterResult(kept)
-        if len(kept) >= least
-        else FilterResult(reason=reason or "too_few_selected")
-    )
+    if reason:
+        return FilterResult(reason=reason)
+    kept = selected(answers, select)
+    if len(kept) < least:
+        return FilterResult(reason="too_few_selected")
+    return FilterResult(kept)
 
 
 def _fail_without_number(rollout: Rollout) -> None:
     """Count a NaN or infinite reward as a failed score, since it would spoil its whole group."""
-    if rollout.reward is not None and not math.isfinite(rollout.reward):
-        rollout.failed, rollout.reward = f"the reward is {rollout.reward}", None
-        rollout.terms, rollout.weights = {}, {}
+    if rollout.reward is None or math.isfinite(rollout.reward):
+        return
+    rollout.failed = f"the reward is {rollout.reward}"
+    rollout.reward = None
+    rollout.terms = {}
+    rollout.weights = {}
 
 
 @dataclass(slots=True)
@@ -136,7 +141,8 @@ class CollectedRollouts:
         They no longer count as trained. ``places`` are the indices of the other responses, in the
         order of ``groups``.
         """
-        kept, place = set(places), 0
+        kept = set(places)
+        place = 0
         groups: list[list[Rollout]] = []
         for group in self.groups:
             groups.append([])
@@ -144,12 +150,17 @@ class CollectedRollouts:
                 if place in kept:
                     groups[-1].append(rollout)
                 else:
-                    rollout.failed = "the shaped reward is not finite"
-                    self.failures[rollout.failed] += 1
-                    self.tokens["trained"] -= len(rollout)
-                    self.tokens["failed"] += len(rollout)
+                    self._fail_shaped(rollout)
                 place += 1
+        # A group without responses would have no prompt in the batch.
         self.groups = [group for group in groups if group]
+
+    def _fail_shaped(self, rollout: Rollout) -> None:
+        """Move the tokens of ``rollout`` from trained to failed, so that the sum stays."""
+        rollout.failed = "the shaped reward is not finite"
+        self.failures[rollout.failed] += 1
+        self.tokens["trained"] -= len(rollout)
+        self.tokens["failed"] += len(rollout)
 
     def carry_over(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
         """Keep a group generated in this step for the next step to train on."""
@@ -163,6 +174,7 @@ class CollectedRollouts:
         Must be called before the group is added, carried or left.
         """
         self.tokens["carried_in"] += tokens_of(group)
+        # The step that sampled these tokens has counted them. Adding the group counts all of it.
         self.tokens["sampled"] -= tokens_of(group)
 
     def save_partial(self, group: Sequence[Rollout]) -> None:
@@ -181,24 +193,32 @@ class CollectedRollouts:
         """Count a group whose rewards can be compared."""
         if len(scored) > 1:
             self.compared["groups"] += 1
-            self.compared["zero_std"] += len({r.reward for r in scored}) == 1
+            distinct = {r.reward for r in scored}
+            self.compared["zero_std"] += len(distinct) == 1
 
     def _count(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
+        # An aborted response without tokens was never started.
         self.rollouts += [r for r in group if len(r) or r.finish_reason != "abort"]
         self.tokens["sampled"] += tokens_of(group)
         if all(r.finish_reason != "abort" for r in group):
-            scored = [r for r in group if r.sample != GREEDY and not r.failed]
+            answers = [r for r in group if r.sample != GREEDY]
+            scored = [r for r in answers if not r.failed]
             self.finished.append(scored)
             self._compare(scored)
+        # By identity: responses of a group may be equal in every field.
         kept = {id(r) for r in verdict.kept}
         for rollout in group:
             if rollout.failed:
                 self.failures[rollout.failed] += 1
                 self.tokens["failed"] += len(rollout)
             elif id(rollout) not in kept:
-                why = "baseline" if rollout.sample == GREEDY else verdict.reason or "not_selected"
-                self.filtered[why] += len(rollout)
-                self.tokens["filtered"] += len(rollout)
+                self._count_filtered(rollout, verdict.reason or "not_selected")
+
+    def _count_filtered(self, rollout: Rollout, reason: str) -> None:
+        # The greedy response is never trained on, whatever becomes of its group.
+        why = "baseline" if rollout.sample == GREEDY else reason
+        self.filtered[why] += len(rollout)
+        self.tokens["filtered"] += len(rollout)
 
 
 def tokens_of(group: Sequence[Rollout]) -> int:
@@ -211,40 +231,45 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
 
     Aborted and greedy responses are not part of the means.
     """
-    metrics = Metrics()
-    drawn = [r for r in collected.rollouts if r.finish_reason != "abort" and r.sample != GREEDY]
-    scored = [r for r in drawn if not r.failed]
-    rewards = [r.reward or 0.0 for r in scored]
-    mean = sum(rewards) / len(rewards) if rewards else 0.0
-    if rewards:
-        metrics.add("reward/mean", Mean(sum(rewards), len(rewards)))
-        metrics.add(
-            "reward/std", Mean((sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5)
-        )
-        metrics.add("reward/max", Max(max(rewards)))
-        metrics.add("reward/min", Min(min(rewards)))
-    if drawn:
-        metrics.add(
-            "rollout/frac_reward_failed", Mean(sum(bool(r.failed) for r in drawn), len(drawn))
-        )
+    complete = [r for r in collected.rollouts if r.finish_reason != "abort"]
+    answers = [r for r in complete if r.sample != GREEDY]
+    scored = [r for r in answers if not r.failed]
+    metrics = _reward_metrics(scored)
+    if answers:
+        failed = sum(bool(r.failed) for r in answers)
+        metrics.add("rollout/frac_reward_failed", Mean(failed, len(answers)))
     if groups := collected.compared["groups"]:
         metrics.add("rollout/frac_reward_zero_std", Mean(collected.compared["zero_std"], groups))
-    for rollout in scored:
-        for name, value in rollout.terms.items():
-            if not name.endswith(
-                f"/{UNGRADED}"
-            ):  # only ungradable responses have it, so its mean is meaningless
-                metrics.add(f"reward/{name}", Mean(value))
-    for rollout in collected.rollouts:
-        if rollout.sample == GREEDY and rollout.reward is not None and not rollout.failed:
+    greedy = [r for r in collected.rollouts if r.sample == GREEDY]
+    for rollout in greedy:
+        if rollout.reward is not None and not rollout.failed:
             metrics.add("rollout/baseline", Mean(rollout.reward))
-    for rollout in drawn:
+    for rollout in answers:
         metrics.add("response/length", Mean(len(rollout)))
         metrics.add("response/max_length", Max(len(rollout)))
         metrics.add("response/clip_ratio", Mean(float(rollout.finish_reason == "length")))
     metrics.merge(_account(collected))
     for name, value in collected.curriculum.items():
         metrics.add(f"curriculum/{name}", Last(value))
+    return metrics
+
+
+def _reward_metrics(scored: Sequence[Rollout]) -> Metrics:
+    """Return the distribution of the rewards, and the mean of each term."""
+    metrics = Metrics()
+    rewards = [r.reward or 0.0 for r in scored]
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        variance = sum((r - mean) ** 2 for r in rewards) / len(rewards)
+        metrics.add("reward/mean", Mean(sum(rewards), len(rewards)))
+        metrics.add("reward/std", Mean(variance**0.5))
+        metrics.add("reward/max", Max(max(rewards)))
+        metrics.add("reward/min", Min(min(rewards)))
+    for rollout in scored:
+        for name, value in rollout.terms.items():
+            # Only ungradable responses have this term, so its mean is meaningless.
+            if not name.endswith(f"/{UNGRADED}"):
+                metrics.add(f"reward/{name}", Mean(value))
     return metrics
 
 
@@ -261,13 +286,14 @@ def _account(collected: CollectedRollouts) -> Metrics:
         metrics.add(f"rollout/dropped/{reason}", Sum(count))
     metrics.add("rollout/frac_dropped", Mean(tokens["dropped"], tokens["sampled"]))
     metrics.add("rollout/num_failed", Sum(sum(collected.failures.values())))
-    ungraded = sum(
-        any(name.endswith(f"/{UNGRADED}") for name in r.terms) for r in collected.rollouts
-    )
+    ungraded = sum(map(_is_ungraded, collected.rollouts))
     metrics.add("rollout/num_ungraded", Sum(ungraded))
-    metrics.add(
-        "rollout/num_aborted", Sum(sum(r.finish_reason == "abort" for r in collected.rollouts))
-    )
+    aborted = sum(r.finish_reason == "abort" for r in collected.rollouts)
+    metrics.add("rollout/num_aborted", Sum(aborted))
     metrics.add("rollout/rounds", Sum(collected.rounds))
     metrics.add("rollout/groups", Sum(len(collected.groups)))
     return metrics
+
+
+def _is_ungraded(rollout: Rollout) -> bool:
+    return any(name.endswith(f"/{UNGRADED}") for name in rollout.terms)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from lightrft.types import Attachment, Batch, Rollout, Segments
 
@@ -20,31 +22,63 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         groups: The responses of each prompt.
         dtype: Type of the log-probs.
     """
-    rollouts = [r for group in groups for r in group]
+    rollouts = list(chain.from_iterable(groups))
     prompts = [group[0].prompt for group in groups]
-    baselines = [r.baseline for r in rollouts]
-    terms = sorted({name for r in rollouts for name in r.weights})
-    of_terms = lambda rows: torch.tensor(rows, dtype=torch.float64) if terms else None  # noqa: E731
-    flat = lambda rows, kind: torch.tensor([x for row in rows for x in row], dtype=kind)  # noqa: E731
+    prompt_of: list[int] = []
+    for index, group in enumerate(groups):
+        prompt_of += [index] * len(group)
+    terms, weights = _reward_terms(rollouts)
+    # The policy's oldest token decides how stale a response is.
+    oldest = [min(r.versions, default=0) for r in rollouts]
+    truncated = [r.finish_reason == "length" for r in rollouts]
     return Batch(
         Segments.of_prompts(prompts),
         Segments.of([r.token_ids for r in rollouts]),
-        torch.tensor([g for g, group in enumerate(groups) for _ in group], dtype=torch.long),
-        sampled=flat([r.sampled for r in rollouts], torch.bool),
-        behavior_logprobs=flat([r.logprobs for r in rollouts], dtype),
-        versions=flat([r.versions for r in rollouts], torch.long),
+        torch.tensor(prompt_of, dtype=torch.long),
+        sampled=_flat([r.sampled for r in rollouts], torch.bool),
+        behavior_logprobs=_flat([r.logprobs for r in rollouts], dtype),
+        versions=_flat([r.versions for r in rollouts], torch.long),
         sample=torch.tensor([r.sample for r in rollouts], dtype=torch.long),
+        # Python floats are doubles: keep rewards exactly as they were scored.
         rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
-        baselines=torch.tensor(baselines, dtype=torch.float64)
-        if any(b is not None for b in baselines)
-        else None,
-        terms=of_terms([[r.terms.get(name, math.nan) for name in terms] for r in rollouts]),
-        term_weights=of_terms([[r.weights.get(name, 0.0) for name in terms] for r in rollouts]),
-        version=torch.tensor([min(r.versions, default=0) for r in rollouts], dtype=torch.long),
-        truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
+        baselines=_baselines(rollouts),
+        terms=terms,
+        term_weights=weights,
+        version=torch.tensor(oldest, dtype=torch.long),
+        truncated=torch.tensor(truncated, dtype=torch.bool),
     )
 
 
 def attached(rollouts: Iterable[Rollout]) -> list[Attachment]:
     """Return the attachments of the prompts of ``rollouts``, each once."""
-    return list({a.name: a for r in rollouts for a in r.prompt.attachments}.values())
+    found: dict[str, Attachment] = {}
+    for rollout in rollouts:
+        for attachment in rollout.prompt.attachments:
+            found[attachment.name] = attachment
+    return list(found.values())
+
+
+def _flat(rows: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+
+
+def _baselines(rollouts: Sequence[Rollout]) -> Tensor | None:
+    values = [r.baseline for r in rollouts]
+    if all(value is None for value in values):
+        return None
+    # A missing value among others makes torch raise: the batch would be wrong.
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _reward_terms(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the values and the weights of the terms ``[rows, terms]``; ``None`` without terms."""
+    names: set[str] = set()
+    for rollout in rollouts:
+        names |= rollout.weights.keys()
+    if not names:
+        return None, None
+    # Sorted, since the order of a set differs between ranks.
+    order = sorted(names)
+    values = [[r.terms.get(name, math.nan) for name in order] for r in rollouts]
+    weights = [[r.weights.get(name, 0.0) for name in order] for r in rollouts]
+    return torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)

@@ -155,6 +155,7 @@ def collect_rollouts(
         )
         admit(collected, planned, groups, settings.rollout)
     collected.partial += waiting
+    # Before the source records the step: a step that fails must leave the source as it was.
     check_scored(collected.rollouts, f"of step {step + 1}")
     source.record_results(collected)
     return collected
@@ -188,6 +189,7 @@ def plan_round(
         return None
     begun = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
     prompts = source.draw(wanted - len(begun)) if wanted > len(begun) else []
+    # The round is part of the seed: a prompt that comes back in a later round gets new responses.
     seeds = (settings.seed, step, collected.rounds)
     fresh = requests_for(prompts, rollout.group_size, *seeds, greedy=settings.requirements.greedy)
     requests = with_token_budget(
@@ -211,6 +213,7 @@ def admit(
         rollout: The settings ``rollout``.
     """
     collected.rounds += 1
+    # Before the loop below adds these groups, which counts all of their tokens as sampled.
     for group in planned.begun:
         collected.resume_partial(group)
     for index, group in enumerate(groups):
@@ -278,11 +281,15 @@ def unpack_groups(
     parts: Sequence[RankGroups], requests: Sequence[Sequence[Request]]
 ) -> list[list[Rollout]]:
     """Return the groups of all ranks in the order of ``requests``."""
-    found = {i: group for part in parts for i, group in part.groups.items()}
-    prompts = [group[0].prompt for group in requests]
-    return [
-        [unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)
-    ]
+    found: dict[int, list[dict[str, Any]]] = {}
+    for part in parts:
+        found |= part.groups
+    groups: list[list[Rollout]] = []
+    for i, group in enumerate(requests):
+        # Prompts are not sent, since every rank has the requests.
+        prompt = group[0].prompt
+        groups.append([unpack_rollout(fields, prompt) for fields in found[i]])
+    return groups
 
 
 def places_of(ranks: ProcessGroup, count: int, tensor_parallel_size: int = 1) -> range:
@@ -291,8 +298,9 @@ def places_of(ranks: ProcessGroup, count: int, tensor_parallel_size: int = 1) ->
     Args:
         ranks: This rank and the number of ranks.
         count: Number of groups of all ranks.
-        together: Number of consecutive ranks that generate the same groups.
+        tensor_parallel_size: Number of consecutive ranks that generate the same groups.
     """
+    # Every n-th group, so that the numbers of groups of two ranks differ by at most one.
     first = ranks.rank // tensor_parallel_size
     step = ranks.size // tensor_parallel_size
     return range(first, count, step)
@@ -329,12 +337,11 @@ def generate_on_ranks(
     """
     if ranks.size == 1:
         return generate_and_score(engine, scorer, requests, sampling, timers, stopped, quota, ready)
+    # Of an engine that all ranks share, the first rank makes all calls.
     leading = engine.shared_by_all_ranks and ranks.rank == 0
-    places = (
-        range(len(requests))
-        if leading
-        else places_of(ranks, len(requests), engine.tensor_parallel_size)
-    )
+    places = places_of(ranks, len(requests), engine.tensor_parallel_size)
+    if leading:
+        places = range(len(requests))
     asked = [requests[i] for i in places]
     begun = [ready[i] for i in places] if ready else ()
     own: list[list[Rollout]] = []
@@ -353,6 +360,7 @@ def generate_on_ranks(
                 )
             else:
                 responses = generate_all(engine, asked, sampling, timers, keep_alive)
+                # The other ranks of the group have the same responses, which are scored once.
                 if ranks.rank % engine.tensor_parallel_size == 0:
                     own.extend(
                         score_groups(
@@ -361,14 +369,15 @@ def generate_on_ranks(
                     )
         finally:
             engine.sleep(1)
-        return RankGroups.of(places, own, quota.counted if quota is not None and leading else ())
+        counted = quota.counted if quota is not None and leading else ()
+        return RankGroups.of(places, own, counted)
 
     parts = run_with_keepalive(ranks, work)
     if leading:
         return own  # the same objects that the quota has judged
     groups = unpack_groups(parts, requests)
     if quota is not None:
-        quota.count_in_order(
-            parts[0].counted if engine.shared_by_all_ranks else range(len(groups)), groups
-        )
+        # Only the first rank knows the order in which a shared engine finished the groups.
+        order = parts[0].counted if engine.shared_by_all_ranks else range(len(groups))
+        quota.count_in_order(order, groups)
     return groups

@@ -67,6 +67,7 @@ def evaluate(
         ranks: The process group that shares the work.
     """
     groups: list[list[Rollout]] = []
+    # In parts, so that the media of only one part are in memory at a time.
     for first, part in in_parts(prompts, ranks):
         requests = requests_for(part, config.samples, seed, "eval", first=first)
         groups += generate_on_ranks(
@@ -93,7 +94,7 @@ def _count(
         if config.samples > 1:
             metrics.add(f"{prefix}/pass", Mean(float(any(right))))
         for rollout in group:
-            metrics.add(f"{prefix}/failed", Sum(1 if rollout.failed else 0))
+            metrics.add(f"{prefix}/failed", Sum(int(bool(rollout.failed))))
             metrics.add(f"{prefix}/length", Mean(len(rollout)))
             metrics.add(f"{prefix}/truncated", Mean(float(rollout.finish_reason == "length")))
             if not rollout.failed:

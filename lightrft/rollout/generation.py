@@ -34,14 +34,16 @@ def requests_for(
         greedy: Add a request for the greedy response, as the first of each prompt.
         first: Index of the first prompt in the whole sequence of prompts.
     """
-    extra = [GREEDY] if greedy else []
-    return [
-        [
-            Request(p, derive_seed(*seeds, i, s), s, greedy=s == GREEDY)
-            for s in (*extra, *range(samples))
-        ]
-        for i, p in enumerate(prompts, first)
-    ]
+    indices = [GREEDY, *range(samples)] if greedy else list(range(samples))
+    groups: list[list[Request]] = []
+    for i, prompt in enumerate(prompts, first):
+        group: list[Request] = []
+        for s in indices:
+            # From the prompt's index, not from a counter: part of the prompts get the same seeds.
+            seed = derive_seed(*seeds, i, s)
+            group.append(Request(prompt, seed, s, greedy=s == GREEDY))
+        groups.append(group)
+    return groups
 
 
 def unfinished_requests(group: Sequence[Rollout]) -> list[Request]:
@@ -79,6 +81,7 @@ class GroupQuota:
     judge: Callable[[Sequence[Rollout]], FilterResult]
     passed: int = 0
     _verdicts: dict[int, FilterResult] = field(default_factory=dict)
+    # A dictionary as a set that keeps its order.
     _counted: dict[int, None] = field(default_factory=dict)
 
     @property
@@ -246,7 +249,10 @@ class _GroupScorer:
         self._keep_alive = keep_alive
         self.groups = [list(group) for group in ready] or [[] for _ in requests]
         self.cut = False
-        self._group_of = {request.seed: g for g, group in enumerate(requests) for request in group}
+        # By seed: it is distinct for each request, and the response has it too.
+        self._group_of: dict[int, int] = {}
+        for index, group in enumerate(requests):
+            self._group_of |= dict.fromkeys((request.seed for request in group), index)
         self._ungenerated = [len(group) for group in requests]
         self._missing = list(self._ungenerated)
         self._generated: deque[int] = deque()
@@ -273,18 +279,22 @@ class _GroupScorer:
 
         Waits for their scores, so that the speed of scoring does not change the result.
         """
-        while (
-            self._generated
-            and not quota.met
-            and quota.passed + len(self._generated) >= quota.wanted
-        ):
+        while self._generated and not quota.met:
+            # Even if all of them passed, generation could not stop: do not wait for scores yet.
+            if quota.passed + len(self._generated) < quota.wanted:
+                return
             group = self._generated.popleft()
-            if self._missing[group]:
-                for done in self.scorer.results(wait=True):
-                    self._place(done)
-                    if not self._missing[group]:
-                        break
+            self._wait_for(group)
             quota.count(group, self._in_order(group))
+
+    def _wait_for(self, group: int) -> None:
+        """Collect scored responses until ``group`` has all of its responses."""
+        if not self._missing[group]:
+            return
+        for done in self.scorer.results(wait=True):
+            self._place(done)
+            if not self._missing[group]:
+                return
 
     def result(self) -> list[list[Rollout]]:
         """Return the groups, each in the order of its samples.
@@ -296,10 +306,12 @@ class _GroupScorer:
         return [self._in_order(group) for group in range(len(self.groups))]
 
     def _in_order(self, group: int) -> list[Rollout]:
+        # Scores arrive in any order. Later sums of floats must not depend on it.
         self.groups[group].sort(key=lambda r: r.sample)
         return self.groups[group]
 
     def _place(self, rollout: Rollout) -> None:
+        # Scores may take minutes after the last token, and other ranks wait meanwhile.
         self._keep_alive()
         group = self._group_of[rollout.seed]
         self.groups[group].append(rollout)

@@ -198,6 +198,7 @@ class RankPrefetcher:
         try:
             job.future.set_result(self._generate(job, batch, version, weights, probe))
         except BaseException as error:
+            # ``collect`` raises it in the thread that waits, which would else wait forever.
             job.future.set_exception(error)
 
     def _generate(
@@ -213,6 +214,7 @@ class RankPrefetcher:
         if self._stopped():
             raise GenerationInterrupted
         stream, engine = self._stream, self._roles.engine
+        # Before the batch takes its prompts, so that ``rewind_to`` can give them back.
         job.before = stream.sampler.state_dict()
         planned = plan_round(self._settings, batch, stream, CollectedRollouts(), deque())
         assert planned is not None  # the first round of a step always needs prompts
@@ -237,4 +239,5 @@ class RankPrefetcher:
         return RankPart(planned, groups, unreadable, timers, idle)
 
     def _move(self) -> None:
+        # Without a lock: one thread writes, and the reader only asks whether it has changed.
         self._moves += 1

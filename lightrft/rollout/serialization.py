@@ -53,27 +53,25 @@ def pack_collected(collected: CollectedRollouts) -> dict[str, Any]:
     earlier = [r for group in collected.groups for r in group if id(r) not in known]
     place = {id(rollout): i for i, rollout in enumerate([*collected.rollouts, *earlier])}
     fields = {f.name: getattr(collected, f.name) for f in dataclasses.fields(collected)}
-    packed = {
-        name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()
-    }
-    groups = [[place[id(rollout)] for rollout in group] for group in collected.groups]
-    lists = {"rollouts": collected.rollouts, "earlier": earlier}
-    return {
-        **packed,
-        "groups": groups,
-        **{name: [pack_rollout(r) for r in rollouts] for name, rollouts in lists.items()},
-    }
+    packed: dict[str, Any] = {}
+    for name, value in fields.items():
+        packed[name] = dict(value) if isinstance(value, Counter) else value
+    packed["groups"] = [[place[id(rollout)] for rollout in group] for group in collected.groups]
+    packed["rollouts"] = [pack_rollout(r) for r in collected.rollouts]
+    packed["earlier"] = [pack_rollout(r) for r in earlier]
+    return packed
 
 
 def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> CollectedRollouts:
     """Invert ``pack_collected``."""
-    drawn = unpack_rollouts([*packed["rollouts"], *packed["earlier"]], find)
-    whole: dict[str, Any] = {f.name: packed[f.name] for f in dataclasses.fields(CollectedRollouts)}
-    whole = {name: Counter(value) if name in COUNTS else value for name, value in whole.items()}
-    whole |= {
-        "rollouts": drawn[: len(packed["rollouts"])],
-        "groups": [[drawn[i] for i in group] for group in packed["groups"]],
-    }
+    # In one call, so that responses of both lists to one prompt share its prompt object.
+    found = unpack_rollouts([*packed["rollouts"], *packed["earlier"]], find)
+    whole: dict[str, Any] = {}
+    for field in dataclasses.fields(CollectedRollouts):
+        value = packed[field.name]
+        whole[field.name] = Counter(value) if field.name in COUNTS else value
+    whole["rollouts"] = found[: len(packed["rollouts"])]
+    whole["groups"] = [[found[i] for i in group] for group in packed["groups"]]
     return CollectedRollouts(**whole)
 
 
@@ -111,7 +109,9 @@ def load_batch(path: Path) -> Batch:
     state = load_state(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path}{SUFFIX} is not a batch of {FORMAT}")
-    prompts, responses = (_segments_of(state[name]) for name in ("prompts", "responses"))
+    prompts = _segments_of(state["prompts"])
+    responses = _segments_of(state["responses"])
+    # The file may be from a version whose batches have other columns.
     try:
         return Batch(prompts, responses, state["prompt_of"], **state["token"], **state["sample"])
     except TypeError as error:
@@ -129,11 +129,8 @@ def _segments_state(segments: Segments) -> dict[str, Any]:
 
 
 def _segments_of(state: Mapping[str, Any]) -> Segments:
-    return Segments(
-        state["tokens"],
-        state["lengths"],
-        {name: Ragged(**rows) for name, rows in state["media"].items()},
-    )
+    media = {name: Ragged(**rows) for name, rows in state["media"].items()}
+    return Segments(state["tokens"], state["lengths"], media)
 
 
 def with_outcomes(batch: Batch, collected: CollectedRollouts) -> Batch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -71,10 +72,11 @@ class WeightProbe:
             The probe. ``None`` if the groups have no tokens, or have tokens of ``version``, which
             are compared directly.
         """
-        if any(version in r.versions for group in groups for r in group):
+        if any(version in r.versions for r in chain.from_iterable(groups)):
             return None
-        few = [r for group in groups[:PROMPTS] for r in group[:RESPONSES]]
-        begun = [begin for r in few if len(begin := _begin(r))]
+        few = chain.from_iterable(group[:RESPONSES] for group in groups[:PROMPTS])
+        beginnings = map(_begin, few)
+        begun = [begin for begin in beginnings if len(begin)]
         if not begun:
             return None
         # The trainer's logits do not suppress end tokens, so the engine must not either.
@@ -91,6 +93,7 @@ class WeightProbe:
             return False
 
         engine.wake()
+        # The seed of each response, so that equal weights sample equal tokens.
         asked = [Request(r.prompt, r.seed, r.sample, max_new_tokens=len(r)) for r in self.responses]
         self.answers = list(engine.generate(asked, self.sampling, over))
 
@@ -111,16 +114,21 @@ class WeightProbe:
         rows: list[tuple[int, int, float, float]] = []
         first = 0
         for response in self.responses:
-            if (answer := answers.get(response.seed)) is not None:
+            answer = answers.get(response.seed)
+            # On ranks that share the engine of rank 0, there are no answers.
+            if answer is not None:
                 rows += _paired(response, answer, first)
             first += len(response)
+        # ``expect`` computed logits of as many tokens as had room.
         rows = [row for row in rows if row[0] < len(self.logits)]
         if not rows:
             return None
         places, tokens, reported, before = (torch.tensor(column) for column in zip(*rows))
         greedy = torch.full_like(places, self.sampling.temperature == 0, dtype=torch.bool)
-        logits, penalised = self.logits, self.sampling.repetition_penalty != 1
-        seen = seen_before(batch_of(self.responses), places, logits.shape[1]) if penalised else None
+        logits = self.logits
+        seen = None
+        if self.sampling.repetition_penalty != 1:
+            seen = seen_before(batch_of(self.responses), places, logits.shape[1])
         return LogprobComparison(logits[places], tokens, reported, greedy, seen, self.dtype, before)
 
     def refuse(self, roles: Roles) -> None:
@@ -150,6 +158,7 @@ def load_checked(engine: Engine, weights: Mapping[str, Tensor], version: int, ch
 def _begin(response: Rollout) -> Rollout:
     """Return the first sampled tokens of ``response``; none if it is greedy."""
     sampled = response.sampled[:TOKENS] if response.sample != GREEDY else []
+    # The engine cannot repeat the tokens of a tool, so the response ends before the first of them.
     end = sampled.index(False) if False in sampled else len(sampled)
     names = ("token_ids", "sampled", "logprobs", "versions")
     return replace(response, **{name: getattr(response, name)[:end] for name in names})
@@ -165,6 +174,7 @@ def _paired(response: Rollout, answer: Rollout, first: int) -> list[tuple[int, i
     for at, (old, new) in enumerate(zip(response.token_ids, answer.token_ids)):
         before = response.logprobs[at] if new == old else torch.nan
         rows.append((first + at, new, answer.logprobs[at], before))
+        # From here on the two have different prefixes.
         if new != old:
             break
     return rows

@@ -31,6 +31,7 @@ def reference_answer(rollout: RolloutView) -> Any:
 
 def after_thinking(text: str) -> str:
     """Return ``text`` without its thinking; empty while the thinking has not ended."""
+    # The opening tag may be part of the prompt, so the closing one alone ends the thinking.
     _, end, tail = text.rpartition("</think>")
     text = tail if end else text
     return text.partition("<think>")[0]

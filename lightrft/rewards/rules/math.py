@@ -96,13 +96,25 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
         if marked is None or found.start() > marked[0]:
             marked = (found.start(), found.group(1))
     if marked is not None:
+        # A mark without content is a wrong answer. What comes before it does not count.
         _, answer = marked
         return answer if answer and answer.strip() else None
+    return _unmarked_answer(text, tagged is not None, last_number)
+
+
+def _unmarked_answer(text: str, tagged: bool, last_number: bool) -> str | None:
+    r"""Return the final answer of a text without ``\boxed{}`` and ``####``.
+
+    Args:
+        text: The text.
+        tagged: The text is the content of an ``<answer>`` tag.
+        last_number: As a last resort, take the last number.
+    """
     said = [match.group(1) for match in _SAID.finditer(text)]
     if said:
         return said[-1]
     is_one_line = bool(text) and "\n" not in text
-    if is_one_line and (tagged is not None or _is_expression(text)):
+    if is_one_line and (tagged or _is_expression(text)):
         return text
     numbers = _NUMBER.findall(text) if last_number else []
     return numbers[-1] if numbers else None
@@ -114,6 +126,7 @@ def gold_text(gold: Any) -> str:
     Raises:
         ValueError: If the label is not a finite number or text, or marks an empty final answer.
     """
+    # A bool is an int: ``True`` would be the label 1.
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         raise ValueError(f"label {gold!r} is {type(gold).__name__}, not a number or text")
     if isinstance(gold, float):
@@ -141,6 +154,7 @@ def equal(gold: str, answer: str) -> bool:
     answer_plain = plain(answer)
     if not answer_plain or len(answer) > LONGEST:
         return False
+    # Before anything parses the answer.
     if _depth(answer) > DEEPEST:
         raise ValueError(f"brackets are nested more than {DEEPEST} deep")
     gold_plain, answer_plain = _unassigned(gold_plain, answer_plain)
@@ -247,6 +261,7 @@ def _verify(gold: str, answer: str) -> bool:
     given = _parsed(answer)
     if wanted is None or given is None:
         return False
+    # ``verify`` would compute such numbers. Structural equality does not.
     if _digits(given) > MOST_DIGITS or _digits(wanted) > MOST_DIGITS:
         return wanted == given
     if wanted != given and max(_terms(wanted), _terms(given)) > MOST_TERMS:

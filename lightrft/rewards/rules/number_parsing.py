@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -39,6 +39,7 @@ _TEXT = re.compile(
 )
 _CURRENCY = r"(?:[$€£¥₹]|\\pounds|USD|EUR)"
 _SIMPLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+# Exponents have at most three digits: a power of ten is computed exactly, at any size.
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*{_CURRENCY}?\s*(?P<sign2>-?)\s*"
     rf"(?:(?P<whole>\d+)?\s*\\frac\s*(?:\{{\s*(?P<n1>-?\d+)\s*\}}\s*\{{\s*(?P<d1>\d+)\s*\}}|(?P<n2>\d)\s*(?P<d2>\d))"
@@ -141,17 +142,23 @@ def tidy(text: str) -> str:
     """Reduce ``text`` to bare LaTeX, without delimiters, sizes, spacing and final full stop."""
     text = text.translate(_UNICODE).strip()
     before = None
+    # Delimiters are nested in any order, e.g. **$5$.**, so repeat until nothing changes.
     while before != text:
         before = text
         text = text.strip(" \n\t;:").removesuffix(".").removesuffix(",").removesuffix("\\").strip()
         for wrapped in _WRAPPED:
             whole = wrapped.fullmatch(text)
-            if whole and "$" not in whole.group(1) and "**" not in whole.group(1):
-                text = whole.group(1)
+            if whole is None:
+                continue
+            inner = whole.group(1)
+            # "$1$ and $2$" begins and ends with a delimiter, too.
+            if "$" not in inner and "**" not in inner:
+                text = inner
     text = re.sub(
         r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\s*", "", text
     )
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
+    # Separators of thousands, e.g. 1{,}000 and 1\,000.
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|\\!,?\\?!?|,\\!)(?=\d{3})", "", text)
     text = re.sub(r"(?<!\\)\\[,;:!> ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "$")
     return text.strip()
@@ -174,6 +181,7 @@ def quantity(text: str) -> Quantity | None:
     value = _value(part)
     if value is None:
         return None
+    # The sign is before or after the currency: -$5 and $-5. Two of them cancel.
     if (part["sign"] == "-") != (part["sign2"] == "-"):
         value = -value
     rest = _rest(part["rest"], spaced=bool(part["gap"]))
@@ -212,10 +220,22 @@ def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
         spaced = True
     words = text.split()
     power = 0
-    if words and spaced and words[0].lower() in _POWERS:
-        power = _POWERS[words.pop(0).lower()]
+    if words and spaced:
+        power = _POWERS.get(words[0].lower(), 0)
+        words = words[1:] if power else words
     if not words:
         return power, bool(percent), ""
+    unit = _unit(words, spaced)
+    return None if unit is None else (power, bool(percent), unit)
+
+
+def _unit(words: Sequence[str], spaced: bool) -> str | None:
+    """Return the common unit that ``words`` are, empty for another unit, ``None`` for other text.
+
+    Args:
+        words: Follow a number.
+        spaced: True if white space is between them.
+    """
     if not re.fullmatch(r"[A-Za-z][A-Za-z./'\- ]*(?:\^?\{?[23²³]\}?)?", " ".join(words)):
         return None
     bare = [re.sub(r"[^A-Za-z]", "", word) for word in words]
@@ -224,9 +244,9 @@ def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
         return None
     if not all(map(_may_be_unit, bare)):
         return None
-    is_one_word = len(words) == 1 and bare[0] == words[0]
-    unit = _UNITS.get(bare[0], "") if is_one_word else ""
-    return power, bool(percent), unit
+    # "m^2" and "km/h" are units, but not the unit "m" or "km".
+    is_plain_word = len(words) == 1 and bare[0] == words[0]
+    return _UNITS.get(bare[0], "") if is_plain_word else ""
 
 
 def _may_be_unit(word: str) -> bool:
@@ -242,6 +262,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     50% may stand for 0.5 or for 50. A decimal may stand for a fraction rounded to six digits or
     more.
     """
+    # A missing unit matches any unit, since labels often omit it.
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if gold.percent == answer.percent:

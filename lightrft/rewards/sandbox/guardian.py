@@ -55,6 +55,7 @@ def become_guardian(parent: int, fd: int) -> None:
     if worker:
         os.close(fd)
         _guard(parent, worker, signals)
+    # The worker. It inherits neither the guardian's parent-death signal nor its pending signals.
     os.setsid()  # a worker that signals its own process group must not reach the guardian
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     _prctl(_PDEATHSIG, signal.SIGKILL)
@@ -81,6 +82,7 @@ def end_descendants(pid: int, patience: float = PATIENCE) -> None:
     """Kill all descendants of ``pid`` until none is left, for at most ``patience`` seconds."""
     ends = time.monotonic() + patience
     while True:
+        # Zombies stay in /proc until they are reaped, and would count as left.
         _reap(0)
         left = False
         for child in descendants(pid):
@@ -114,6 +116,7 @@ def _guard(parent: int, worker: int, signals: set[signal.Signals]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own = os.getpid()
     while True:
+        # With a timeout: no signal reports a fork bomb, or a run that ended before prctl.
         got = signal.sigtimedwait(signals, LOOK_SECONDS)
         status = _reap(worker)
         bomb = has_more_descendants(own, MOST)
@@ -138,6 +141,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _leave(status: int) -> None:
+    # Die of the worker's signal: the scorer reads the cause of a failed call from the status.
     if status < 0:
         with suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler to take away
             signal.signal(-status, signal.SIG_DFL)
@@ -153,6 +157,7 @@ def _children(pid: int) -> list[int]:
         for task in tasks.iterdir():
             with suppress(FileNotFoundError):
                 found += map(int, (task / "children").read_text().split())
+    # Kernels without CONFIG_PROC_CHILDREN have no such file, so look at the parent of every process.
     if found or (Path("/proc/thread-self/children")).exists():
         return found
     return [child for child in _all_processes() if _parent_of(child) == pid]

@@ -51,6 +51,7 @@ class WorkerProcess:
             _PROGRAM.format(fd=theirs.fileno(), parent=os.getpid()),
             path,
         ]
+        # Each worker would else start one thread per core as soon as it loads numpy.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         try:
             self.process = subprocess.Popen(
@@ -65,6 +66,7 @@ class WorkerProcess:
             ours.close()
             raise WorkerDied(f"cannot start {sys.executable}: {error}") from None
         finally:
+            # Only the worker may have it open: its end is then the end of the stream here.
             theirs.close()
         self.connection = ours
         self.buffer = b""
@@ -126,6 +128,7 @@ class WorkerProcess:
                 raise Unreadable(f"it is longer than {LINE_BYTES} bytes")
             found += map(message_of, lines)
         except Unreadable as error:
+            # The messages before it are valid. The next call raises.
             self.stray = Garbled(f"its socket brought a stray line: {error}")
         if self.stray is not None and not found:
             raise self.stray
@@ -134,6 +137,7 @@ class WorkerProcess:
     def interrupt(self) -> None:
         """Kill everything that the worker started. Return at once; any thread may call it."""
         with self.reaping:
+            # The id of a process that was waited for may belong to another process by now.
             if self.process.returncode is None:
                 if SUPPORTED:
                     self.process.terminate()  # the guardian, which then ends all

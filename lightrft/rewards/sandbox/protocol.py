@@ -62,6 +62,7 @@ def message_of(line: bytes) -> WorkerMessage:
     """
     try:
         tree = json.loads(line)
+    # Thousands of opening brackets are a RecursionError.
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{line[:60]!r} is not JSON ({type(error).__name__})") from None
     found = _message(tree) if isinstance(tree, dict) else None
@@ -96,11 +97,17 @@ def _outcome(tree: dict[str, Any]) -> CallOutcome | None:
         return CallOutcome(index, seconds, terms=tree["terms"])
     if names == {"again"} and tree["again"] in KINDS:
         return CallOutcome(index, seconds, again=tree["again"])
-    if names == {"kind", "reason"} and tree["kind"] in KINDS:
-        reason = tree["reason"]
-        if isinstance(reason, str):
-            return CallOutcome(index, seconds, kind=tree["kind"], reason=reason)
+    if names == {"kind", "reason"}:
+        return _failed_call(index, seconds, tree["kind"], tree["reason"])
     return None
+
+
+def _failed_call(index: int, seconds: float, kind: object, reason: object) -> CallOutcome | None:
+    if not isinstance(kind, str) or kind not in KINDS:
+        return None
+    if not isinstance(reason, str):
+        return None
+    return CallOutcome(index, seconds, kind=kind, reason=reason)
 
 
 def _are_terms(value: object) -> bool:
@@ -110,4 +117,5 @@ def _are_terms(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
+    # The worker makes every number a float, so an int is not its own. json also reads NaN.
     return type(value) is float and math.isfinite(value)

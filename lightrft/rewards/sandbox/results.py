@@ -29,6 +29,7 @@ def number_of(value: Any) -> float:
     Raises:
         InvalidReward: If that is not possible.
     """
+    # By its attributes, since a worker loads neither numpy nor torch.
     shape = getattr(value, "shape", None)
     is_scalar_array = shape is not None and tuple(shape) == () and hasattr(value, "item")
     if is_scalar_array:
@@ -38,6 +39,7 @@ def number_of(value: Any) -> float:
         raise InvalidReward(f"returned {type(value).__name__}{of_shape}, not a number")
     try:
         number = float(value)
+    # Of an integer of more than 308 digits.
     except OverflowError:
         raise InvalidReward("returned an integer too large for a float") from None
     if not math.isfinite(number):
@@ -67,6 +69,7 @@ def terms_of(result: Any) -> dict[str, float]:
             raise InvalidReward(f"{error} for {key!r}") from None
     if "reward" in terms:
         return {VALUE: terms.pop("reward"), **terms}
+    # fsum rounds once, so the sum does not depend on the order of the keys.
     return {VALUE: number_of(math.fsum(terms.values())), **terms}
 
 
@@ -96,6 +99,7 @@ def _row(column: Any, count: int, where: str) -> list[Any]:
 
 def _is_list(column: Any) -> bool:
     """Return whether ``column`` is a sequence other than text, or an array with an axis."""
+    # A text is a sequence of as many "rewards" as it has characters.
     if isinstance(column, str | bytes):
         return False
     if isinstance(column, Sequence):

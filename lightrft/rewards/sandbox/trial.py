@@ -95,7 +95,9 @@ def try_rewards(
         The outcomes of the calls made, in order. The last may be a problem that ended the process.
     """
     work = (list(rewards), list(calls), deadline)
+    # No call begins after ``deadline``, and the last one may take as long again.
     patience = START_SECONDS + 2 * deadline + END_SECONDS
+    # A file, not a pipe: it cannot fill up and block, and survives a killed process.
     with tempfile.TemporaryFile("w+b") as told:
         # An empty entry of sys.path is the working directory.
         path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
@@ -197,6 +199,7 @@ def main(fd: int, parent: int) -> None:
         reward = rewards[call.reward]
         tell(begun=index)
         patience = deadline + (START_OF_BUILT_IN if _built_in(reward) else 0)
+        # It has a thread in C, which also interrupts a call that does not return to Python.
         faulthandler.dump_traceback_later(patience, exit=True, file=told)
         found = _outcome(reward, call)
         faulthandler.cancel_dump_traceback_later()
@@ -239,8 +242,6 @@ def _called(reward: Reward, rollouts: list[Any]) -> list[Any]:
 def _defined(reward: Reward) -> str:
     """Return the location of a function's definition, as a line of a traceback."""
     code = getattr(reward.function, "__code__", None)
-    return (
-        ""
-        if code is None
-        else f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
-    )
+    if code is None:
+        return ""
+    return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'

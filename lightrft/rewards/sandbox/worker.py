@@ -77,6 +77,7 @@ class DeadlineExceeded(BaseException):
 def main(fd: int, parent: int) -> None:
     """Serve process ``parent`` at the other end of ``fd`` until it closes the connection."""
     os.dup2(2, 1)
+    # Before any user code is imported, which may start processes.
     become_guardian(parent, fd)
     connection = socket.socket(fileno=fd)
     frame = _receive(connection)
@@ -238,6 +239,7 @@ class RewardWorker:
         # For every call, since functions may install a handler of their own.
         signal.signal(signal.SIGALRM, self._ring)
         try:
+            # An alarm that fires outside of the call must not raise in the worker's own code.
             self.armed = True
             signal.setitimer(signal.ITIMER_REAL, seconds)
             self._budget(cpu_seconds)
@@ -292,6 +294,7 @@ def failure(error: BaseException) -> dict[str, str]:
 
 def _score(reward: Reward, view: bytes) -> dict[str, float]:
     """Call a plain reward function on one pickled view."""
+    # Unpickled within the call, so that its time and memory limits hold for a huge view, too.
     return terms_of(reward.function(pickle.loads(view), **reward.options))
 
 
@@ -330,6 +333,7 @@ def _exactly(connection: socket.socket, count: int) -> bytearray | None:
             if held is not None:
                 held += part
         except MemoryError:
+            # Read on, since the parent is blocked in sending, and could not read the answer.
             held = None
     if held is None:
         raise MemoryError
@@ -356,7 +360,9 @@ def _limit_memory(memory_mb: int) -> None:
     if not status.exists():  # only Linux both reports and limits private memory
         return
     lines = status.read_text().splitlines()
-    held_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+    # VmData is what RLIMIT_DATA limits. Mapped files of libraries do not count.
+    data_line = next(line for line in lines if line.startswith("VmData:"))
+    held_kib = int(data_line.split()[1])
     limit = held_kib * 1024 + memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     # On low memory the kernel kills this process, not the trainer.
