@@ -43,22 +43,20 @@ def report_error(error: BaseException) -> bool:
     file = os.environ.get(ERROR_FILE)
     if not file:
         return False
-    kind = (
-        "rank"
-        if isinstance(error, RankError)
-        else "user"
-        if isinstance(error, UserError)
-        else "bug"
-    )
-    text = (
-        str(error)
-        if isinstance(error, UserError)
-        else f"{type(error).__name__}: {error}{_where(error)}"
-    )
+    text = str(error)
+    if isinstance(error, RankError):  # before ``UserError``, of which it is a subclass
+        kind = "rank"
+    elif isinstance(error, UserError):
+        kind = "user"
+    else:
+        kind = "bug"
+        text = f"{type(error).__name__}: {error}{_where(error)}"
+    # The keys are torchelastic's, whose launcher reads the file. Only ``kind`` is ours.
     details = {"py_callstack": text, "timestamp": str(int(time.time())), "kind": kind}
     Path(file).write_text(
         json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
     )
+    # A bug is printed by the process too, since the launcher's one line has no traceback.
     return SPEAKER in os.environ and isinstance(error, UserError)
 
 

@@ -48,12 +48,14 @@ class Heartbeat:
         self.rank, self.size, self.limit = rank, size, 60 * minutes
         self.reached: dict[str, int] = {}
         self._run, self._failing = 0, -1
+        # A clone has a connection of its own: the main thread may block in the store for minutes.
         self._store = dist.PrefixStore("pulse", store.clone())
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         self._beats = 0
         self._over = threading.Event()
         self._store.set(f"who/{rank}", f"process {os.getpid()} on {platform.node()}")
         self._beat()
+        # A daemon, so that a main thread that ends without ``end`` is not kept alive.
         self._thread = threading.Thread(target=self._live, name="pulse", daemon=True)
         self._thread.start()
 
@@ -105,21 +107,19 @@ class Heartbeat:
             self._over.wait(MISSED * BEAT)
             after = self._signs(range(self.size))
             rest = [rank for rank in range(self.size) if rank != self.rank]
-            if left := [
-                f"rank {rank}: {said}"
-                for rank in rest
-                if (said := self._get(f"left/{self._run}/{rank}"))
-            ]:
-                return "; ".join(left)
-            if silent := [
-                rank for rank in rest if after[rank] is None or after[rank] == before[rank]
-            ]:
+            # In this order: a rank that failed is also silent and late, and its error says more.
+            said = {rank: self._get(f"left/{self._run}/{rank}") for rank in rest}
+            if any(said.values()):
+                return "; ".join(f"rank {rank}: {text}" for rank, text in said.items() if text)
+            silent = [rank for rank in rest if after[rank] in (None, before[rank])]
+            if silent:
                 return f"{self._named(silent)} sends no heartbeat: it was killed, or is stopped"
-            if late := [
-                rank
-                for rank in members
-                if rank != self.rank and (after[rank] or (0, {}))[1].get(line, 0) < mine
-            ]:
+            late = []
+            for rank in members:
+                _, reached = after[rank] or (0, {})
+                if rank != self.rank and reached.get(line, 0) < mine:
+                    late.append(rank)
+            if late:
                 return f"{self._named(late)} is alive, and has not come to where the others wait"
         except RuntimeError as error:  # raised by the store
             return (
@@ -142,6 +142,7 @@ class Heartbeat:
             # This process itself was suspended: the other ranks did not time out.
             if slept > 2 * MISSED * BEAT:
                 heard, last_answer = dict.fromkeys(heard, (None, woke)), woke
+            # A process whose parent dies gets another parent.
             if self._launcher and os.getppid() != self._launcher and not orphaned:
                 orphaned = woke
                 _say("the launcher has ended; this process stops too")
@@ -187,6 +188,7 @@ class Heartbeat:
                 f"{self._named(silent)} has sent no heartbeat for strategy.timeout_minutes = "
                 f"{self.limit / 60:g} minutes"
             )
+            # Stored, so that every rank exits with the same message.
             self._store.set("verdict", verdict)
         elif not self._store.check(["verdict"]):
             return
@@ -198,19 +200,21 @@ class Heartbeat:
 
     def _signs(self, ranks: Iterable[int]) -> dict[int, tuple[int, dict[str, int]] | None]:
         keys = {rank: f"beat/{rank}" for rank in ranks}
-        if self._store.check(list(keys.values())):
-            return {
-                rank: json.loads(value)
-                for rank, value in zip(keys, self._store.multi_get(list(keys.values())))
-            }
+        names = list(keys.values())
+        # One request for all ranks. It would block if a key were missing, hence the check.
+        if self._store.check(names):
+            values = self._store.multi_get(names)
+            return {rank: json.loads(value) for rank, value in zip(keys, values)}
         return {rank: json.loads(self._get(key) or "null") for rank, key in keys.items()}
 
     def _get(self, key: str) -> str:
+        # ``TCPStore.get`` waits for a missing key until its timeout.
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 def _say(text: str) -> None:
     with suppress(OSError):  # nobody may be left to read it
+        # Not ``sys.stderr``: a main thread that is stuck may hold its lock.
         os.write(2, f"\n{text}\n".encode())
 
 
@@ -218,4 +222,5 @@ def _leave(text: str) -> None:
     """End this process from the heartbeat thread, while the main thread is stuck in a call."""
     if not report_error(RankError(text)):
         _say(text)
+    # ``sys.exit`` would end only this thread.
     os._exit(2)

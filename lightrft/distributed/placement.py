@@ -59,30 +59,44 @@ def plan_placement(launch: LaunchConfig, accelerated: bool) -> PlacementPlan:
     gets a new bundle.
     """
     asked = launch.ray
-    devices = (1.0 if asked.devices is None else asked.devices) if accelerated else 0.0
-    bundles: list[Bundle] = [
-        {"CPU": asked.cpus, **({"GPU": 1.0} if devices else {})} for _ in range(launch.processes)
-    ]
-    left = [1.0 - devices if devices else 0.0] * launch.processes
+    devices = _share(asked.devices, accelerated)
+    # The bundle reserves a whole device, whatever part the rank takes: workers may get the rest.
+    whole = 1.0 if devices else 0.0
+    bundles = [_bundle(asked.cpus, whole) for _ in range(launch.processes)]
+    left = [whole - devices] * launch.processes
     workers: dict[str, BundleSlot] = {}
     for kind, (count, share) in asked.workers.items():
+        takes = _share(share, accelerated)
         for number in range(count):
-            takes = (1.0 if share is None else share) if accelerated else 0.0
+            # The emptiest device, so that workers spread over the ranks' devices.
             place = max(range(launch.processes), key=lambda i: left[i])
             if 0.0 < takes <= left[place] + ROUNDING:
                 left[place] -= takes
                 bundles[place]["CPU"] += asked.worker_cpus
             else:
                 place = len(bundles)
-                bundles.append({"CPU": asked.worker_cpus, **({"GPU": takes} if takes else {})})
+                bundles.append(_bundle(asked.worker_cpus, takes))
             workers[f"{kind} {number}"] = BundleSlot(place, asked.worker_cpus, takes)
     ranks = tuple(BundleSlot(rank, asked.cpus, devices) for rank in range(launch.processes))
     return PlacementPlan(tuple(bundles), ranks, workers)
 
 
+def _share(asked: float | None, accelerated: bool) -> float:
+    """Return the share of a device that a process gets. ``asked`` is None for a whole device."""
+    if not accelerated:
+        return 0.0
+    return 1.0 if asked is None else asked
+
+
+def _bundle(cpus: float, devices: float) -> Bundle:
+
+    return {"CPU": cpus, "GPU": devices} if devices else {"CPU": cpus}
+
+
 def side_by_side(places: Sequence[RankPlacement]) -> list[int]:
     """Return the indices of ``places`` in rank order: ranks of one node are consecutive."""
     nodes = {node: i for i, node in enumerate(dict.fromkeys(place.node for place in places))}
+    # Model-parallel groups are consecutive ranks, so this keeps each within one node where it fits.
     return sorted(range(len(places)), key=lambda i: (nodes[places[i].node], i))
 
 
@@ -96,6 +110,8 @@ def environments(places: Sequence[RankPlacement], port: int) -> list[dict[str, s
     nodes = list(dict.fromkeys(place.node for place in places))
     for rank, place in enumerate(places):
         here = [i for i, other in enumerate(places) if other.node == place.node]
+        # Ray shows each actor its own devices only, but LOCAL_RANK counts those of the whole node.
+        devices = [device for i in here for device in places[i].devices]
         found.append(
             {
                 "RANK": str(rank),
@@ -105,9 +121,7 @@ def environments(places: Sequence[RankPlacement], port: int) -> list[dict[str, s
                 "GROUP_RANK": str(nodes.index(place.node)),
                 "MASTER_ADDR": places[0].address,
                 "MASTER_PORT": str(port),
-                "CUDA_VISIBLE_DEVICES": ",".join(
-                    device for i in here for device in places[i].devices
-                ),
+                "CUDA_VISIBLE_DEVICES": ",".join(devices),
             }
         )
     return found

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightrft.distributed.local_store import is_loopback, keep_gloo_local, loopback_store
@@ -117,11 +118,13 @@ class TorchProcessGroup:
         """See ``ProcessGroup.gather``."""
         found: list[Any] = [None] * self.size
         with self._waiting():
+            # Unpickles what the other ranks of this run sent: they are trusted as this process is.
             self._dist.all_gather_object(found, value, group=self._plain)
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:
         """See ``ProcessGroup.sum``."""
+        # A copy, since ``all_reduce`` writes into it and ``tensor`` may be on the CPU already.
         total = tensor.detach().to("cpu", copy=True)
         with self._waiting():
             self._dist.all_reduce(total, group=self._plain)
@@ -132,6 +135,7 @@ class TorchProcessGroup:
         limit = timedelta(minutes=self.minutes)
         return TorchProcessGroup(
             self.minutes,
+            # Only the members take part: the default waits for every rank of the run.
             self._dist.new_group(self._members, limit, "gloo", use_local_synchronization=True),
         )
 
@@ -142,11 +146,9 @@ class TorchProcessGroup:
         try:
             yield
         except RuntimeError as error:  # gloo raises it for a broken connection and for a timeout
-            blame = (
-                ""
-                if self.heartbeat is None
-                else self.heartbeat.diagnose_peers(self._line, self._members)
-            )
+            blame = ""
+            if self.heartbeat is not None:
+                blame = self.heartbeat.diagnose_peers(self._line, self._members)
             raise _lost(error, self.minutes, blame) from error
 
 
@@ -218,15 +220,16 @@ def build_parallel_groups(
     import torch.distributed as dist
 
     limit = timedelta(minutes=ranks.minutes)
+    # Tensor-parallel ranks are neighbours: they communicate in every layer and share the fastest link.
     blocks = [list(range(first, first + size)) for first in range(0, ranks.size, size)]
     lines = [block[place::tensor] for block in blocks for place in range(tensor)]
+    # Every rank creates every group, in the same order, as torch demands.
     own, _ = dist.new_subgroups_by_enumeration(lines, timeout=limit)
-    across, _ = dist.new_subgroups_by_enumeration(
-        [list(column) for column in zip(*blocks)], timeout=limit, backend="gloo"
-    )
-    return ModelParallelGroup(
-        ranks.rank % size // tensor, sequence, own, tensor
-    ), TorchProcessGroup(ranks.minutes, across)
+    columns = [list(column) for column in zip(*blocks)]
+    across, _ = dist.new_subgroups_by_enumeration(columns, timeout=limit, backend="gloo")
+    place = ranks.rank % size // tensor
+    model_parallel = ModelParallelGroup(place, sequence, own, tensor)
+    return model_parallel, TorchProcessGroup(ranks.minutes, across)
 
 
 def first_rank() -> bool:
@@ -260,11 +263,13 @@ def init_process_group(minutes: float) -> Generator[ProcessGroup]:
         yield TorchProcessGroup(minutes)
         return
     if torch.accelerator.is_available():
+        # Before the group is made: NCCL takes the current device of each rank, by default device 0.
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     failed: BaseException | None = None
     pulse: Heartbeat | None = None
     try:
         store, rank, size = _meeting(minutes)
+        # Before connecting, so that a rank that fails to connect can name the one that is missing.
         pulse = TorchProcessGroup.heartbeat = Heartbeat(store, rank, size, minutes)
         _connect(store, rank, size, timedelta(minutes=minutes))
         yield TorchProcessGroup(minutes)
@@ -279,6 +284,8 @@ def init_process_group(minutes: float) -> Generator[ProcessGroup]:
         failed = error
         raise
     finally:
+        # Before the group is destroyed: others that still wait then learn the cause, and not only
+        # that a connection broke.
         if pulse is not None:
             pulse.end(failed)
         TorchProcessGroup.heartbeat = None
@@ -424,13 +431,12 @@ def run_on_all_ranks(ranks: ProcessGroup, work: Callable[[], T]) -> list[T]:
     if failure is not None:
         raise failure
     for rank, (_, found) in enumerate(told):
-        if found is not None:
-            kind, text = found
-            raise (
-                kind(text)
-                if getattr(kind, "shared_by_ranks", False)
-                else RankError(f"rank {rank}: {kind.__name__}: {text}")
-            )
+        if found is None:
+            continue
+        kind, text = found
+        if getattr(kind, "shared_by_ranks", False):
+            raise kind(text)
+        raise RankError(f"rank {rank}: {kind.__name__}: {text}")
     return [value for value, _ in told]
 
 
@@ -459,9 +465,8 @@ class KeepAlive:
         if time.monotonic() >= self._due and (self._given is None or self._given.done()):
             self.end()
             self._given = Future()
-            threading.Thread(
-                target=self._tell, args=[self._given], name="sign of life", daemon=True
-            ).start()
+            signal = partial(self._tell, self._given)
+            threading.Thread(target=signal, name="sign of life", daemon=True).start()
             self._due = time.monotonic() + self._pause
 
     def end(self) -> None:
@@ -499,7 +504,7 @@ def run_with_keepalive(ranks: ProcessGroup, work: Callable[[Callable[[], None]],
         value: Any = None
         try:
             value = work(signs.give)
-        except Exception as error:
+        except Exception as error:  # raised below: the others wait for this rank's last signal
             failure = error
         signs.wait_for_all()
         if failure is not None:

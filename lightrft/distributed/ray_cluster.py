@@ -48,11 +48,10 @@ def cluster(config: RayConfig) -> Generator[None]:
             "the cluster; start the command there (ray job submit does that) with "
             "launch.ray.address=auto"
         )
-    for name, value in {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }.items():
-        os.environ.setdefault(name, value)
+    # By default Ray reports usage to its developers.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Otherwise Ray hides all devices from actors that ask for none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray = package()
     if ray.is_initialized():
         yield
@@ -105,11 +104,9 @@ def _start(ray: Any, minutes: float) -> None:
                     "Ray did not start in time (%s); it is started again", first_line(error)
                 )
                 continue
-            limit = (
-                f" within launch.ray.placement_timeout_minutes = {minutes:g} minutes"
-                if late
-                else ""
-            )
+            limit = ""
+            if late:
+                limit = f" within launch.ray.placement_timeout_minutes = {minutes:g} minutes"
             raise ResourceError(
                 f"launch.kind = 'ray': Ray did not start on this machine{limit} "
                 f"({first_line(error)}); free processors and memory, raise "
@@ -186,9 +183,8 @@ def create_placement_group(
         while not group.wait(1):
             if stop:
                 raise RankError("stopped before the ranks had a place")
-            if time.monotonic() > until or (
-                own and missing_resources(plan.asked, cluster_resources())
-            ):
+            hopeless = own and missing_resources(plan.asked, cluster_resources())
+            if hopeless or time.monotonic() > until:
                 raise ResourceError(no_room(plan, launch))
         yield group
     finally:
@@ -197,11 +193,8 @@ def create_placement_group(
 
 def cluster_resources() -> Bundle:
     """Return the resources of all nodes of the cluster, used or free."""
-    return {
-        name: value
-        for name, value in package().cluster_resources().items()
-        if name in ("CPU", "GPU")
-    }
+    there = package().cluster_resources()
+    return {name: there[name] for name in ("CPU", "GPU") if name in there}
 
 
 def missing_resources(asked: Bundle, there: Bundle) -> list[str]:
@@ -245,6 +238,7 @@ def actor(kind: type, group: Any, slot: BundleSlot) -> Any:
     return ray.remote(kind).options(
         num_cpus=slot.cpus,
         num_gpus=slot.devices,
+        # This package restarts actors itself: Ray would start them without their weights.
         max_restarts=0,
         max_task_retries=0,
         scheduling_strategy=scheduling,
@@ -254,14 +248,11 @@ def actor(kind: type, group: Any, slot: BundleSlot) -> Any:
 def beside_driver(kind: type, *args: Any) -> Any:
     """Start an actor on the driver's node."""
     ray = package()
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
-    return (
-        ray.remote(kind)
-        .options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here)
-        .remote(*args)
-    )
+    node = ray.get_runtime_context().get_node_id()
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    # Each rank keeps a call open that waits for news, so many calls run at the same time.
+    options = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": here}
+    return ray.remote(kind).options(**options).remote(*args)
 
 
 def adopt(environment: Mapping[str, str]) -> None:
@@ -277,7 +268,6 @@ def adopt(environment: Mapping[str, str]) -> None:
 def reason_of(error: BaseException) -> str:
     """Return the part of Ray's error message that gives the cause."""
     rows = [row.strip() for row in str(error).splitlines() if row.strip()]
-    telling = " ".join(
-        [row for row in rows if "because" in row or "exit detail" in row] or rows[:1]
-    )
+    causes = [row for row in rows if "because" in row or "exit detail" in row]
+    telling = " ".join(causes or rows[:1])
     return telling.partition(" Some common causes")[0].rstrip(".")[:400]

@@ -80,10 +80,10 @@ def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> d
     check_launch(config)
     with cluster(config.launch.ray), StopFlag() as stop:
         summary = RayLauncher(path, config, observer, stop).run()
-        # Ranks always get SIGTERM, so their summary would not name the signal that the driver got.
-        return (
-            {**summary, "stopped_by": stop.reason} if stop and "stopped_by" in summary else summary
-        )
+        if stop and "stopped_by" in summary:
+            # Ranks always get SIGTERM, so their summary does not name the signal of the driver.
+            return {**summary, "stopped_by": stop.reason}
+        return summary
 
 
 def check_launch(config: RLConfig | SFTConfig) -> None:
@@ -210,12 +210,12 @@ class RankActor:
     def run(self, order: RankTask) -> RankResult:
         """Run ``order`` and return its outcome, which includes an error."""
         adopt(order.environment)
-        teller = EventReporter(
-            order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR
-        )
+        rank = int(order.environment["RANK"])
+        # Ranks warn of the same things, so one of them is enough.
+        teller = EventReporter(order.desk, logging.ERROR if rank else logging.WARNING)
         report_logs_and_errors(teller)
         office = WorkerAllocator(order.roster, order.slots, package().util.get_node_ip_address())
-        leave = partial(teller.leave, int(order.environment["RANK"]))
+        leave = partial(teller.leave, rank)
         with StopFlag(), stopping(order.desk), use_allocator(office), error_listener(leave):
             ended = run_rank_task(order, teller)
         teller.delivered()
@@ -245,11 +245,13 @@ def resumes_run(order: RankTask) -> RLConfig | SFTConfig:
     config = build(getattr(trees, order.kind), parse_yaml(order.tree))
     if not order.again:
         return config
-    own = list((Path(config.run.dir).expanduser() / config.run.name / "checkpoints").glob("step_*"))
-    resume = config.run.resume if config.run.resume not in ("auto", "never") and not own else "auto"
-    return config.model_copy(
-        update={"run": config.run.model_copy(update={"resume": resume, "overwrite": False})}
-    )
+    folder = Path(config.run.dir).expanduser() / config.run.name / "checkpoints"
+    has_checkpoint = any(folder.glob("step_*"))
+    names_one = config.run.resume not in ("auto", "never")
+    resume = config.run.resume if names_one and not has_checkpoint else "auto"
+    # Not ``overwrite`` again: it would delete what the lost ranks have saved.
+    run = config.run.model_copy(update={"resume": resume, "overwrite": False})
+    return config.model_copy(update={"run": run})
 
 
 def wait_until_gone(before: Sequence[RankPlacement]) -> None:
@@ -258,24 +260,20 @@ def wait_until_gone(before: Sequence[RankPlacement]) -> None:
     """
     here = package().get_runtime_context().get_node_id()
     until = time.monotonic() + SETTLING
-    while (
-        any(alive(place.pid) for place in before if place.node == here) and time.monotonic() < until
-    ):
+    previous = [place.pid for place in before if place.node == here]
+    while any(map(alive, previous)) and time.monotonic() < until:
         time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:
     """Return True if the process ``pid`` is running and is no zombie."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="ascii", errors="replace")
-            .rpartition(")")[2]
-            .split()[0]
-            != "Z"
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
+    # The state follows the name in parentheses, which may itself hold spaces and parentheses.
+    state = stat.rpartition(")")[2].split()[0]
+    return state != "Z"
 
 
 @contextmanager
@@ -296,6 +294,7 @@ def stopping(desk: Any) -> Generator[None]:
     try:
         yield
     finally:
+        # The watcher may wait at the desk for ever. It is a daemon and sends nothing after this.
         done.set()
 
 
@@ -356,19 +355,19 @@ class RayLauncher:
         plan = plan_placement(self.config.launch, uses_devices(self.config))
         with create_placement_group(plan, self.config.launch, self.stop) as group:
             host = str(Path.cwd()), self.asked.environment, self._desk
-            self.roster = (
-                beside_driver(
-                    WorkerRegistry, group, 60 * self.asked.placement_timeout_minutes, host
-                )
-                if plan.workers
-                else None
-            )
+            self.roster = None
+            if plan.workers:
+                seconds = 60 * self.asked.placement_timeout_minutes
+                self.roster = beside_driver(WorkerRegistry, group, seconds, host)
             actors = [actor(RankActor, group, slot).remote() for slot in plan.ranks]
             try:
                 return self.see_through(actors, plan)
             finally:
-                for one in [*actors, *([self.roster] if self.roster is not None else [])]:
+                # Ranks that still live would keep their devices and the lock of the run folder.
+                for one in actors:
                     package().kill(one)
+                if self.roster is not None:
+                    package().kill(self.roster)
 
     def see_through(self, actors: list[Any], plan: PlacementPlan) -> dict[str, Any]:
         """Assign a rank and an order to every actor, and wait for all of them."""
@@ -395,12 +394,17 @@ class RayLauncher:
             plan: slots of the workers.
             before: places of the lost ranks that these ranks replace.
         """
-        kind, tree, asks = (
-            type(self.config).__name__,
-            to_yaml(self.config),
-            (self.roster, plan.workers),
+        common = RankTask(
+            path=self.path,
+            kind=type(self.config).__name__,
+            tree=to_yaml(self.config),
+            environment={},
+            desk=self._desk,
+            again=self.began,
+            before=before,
+            roster=self.roster,
+            slots=plan.workers,
         )
-        common = RankTask(self.path, kind, tree, {}, self._desk, self.began, before, *asks)
         environment = {**self.asked.environment, "TORCHELASTIC_RESTART_COUNT": str(self.losses)}
         return [
             replace(common, environment={**environment, **own})
@@ -429,14 +433,14 @@ class RayLauncher:
                 f"{len(actors)} ranks did not {what} within launch.ray.placement_timeout_minutes "
                 f"= {self.asked.placement_timeout_minutes:g} minutes"
             ) from None
-        except (
-            ray.exceptions.RayError
-        ) as error:  # an actor that died, a node or a connection that is gone
+        except ray.exceptions.RayError as error:
+            # An actor died, or a node or a connection is gone.
             raise RankLost(f"a rank ended before it could {what} ({reason_of(error)})") from None
 
     def check_shared(self, actors: list[Any]) -> None:
         """Raise ``ConfigError`` when a node does not see a file that rank 0 writes."""
         folder = str(Path(self.config.run.dir).expanduser())
+        # One rank per node is enough. Ranks of one node see the same file systems.
         others = {p.node: i for i, p in enumerate(self.places) if p.node != self.places[0].node}
         if not others:
             return
@@ -478,9 +482,11 @@ class RayLauncher:
                 try:
                     ended[rank] = ray.get(ref)
                 except ray.exceptions.RayError as error:
+                    # First the events: the last message of the rank tells why it ended.
                     self.pass_on([*ray.get(news), *ray.get(self._desk.news.remote(0.0))])
                     raise self.lost(rank, reason_of(error)) from None
                 if ended[rank].error:
+                    # The others get time to end by themselves: their errors may be the cause.
                     until = min(until, time.monotonic() + GRACE)
         self.pass_on([*ray.get(news), *ray.get(self._desk.news.remote(0.0))])
         return ended
@@ -497,6 +503,7 @@ class RayLauncher:
             elif kind == "left":
                 self._left[value[0]] = value[1]
             else:
+                # From here on there may be a run folder, so that ranks that restart must resume.
                 self.began = True
                 self.observer.begin(*value)
 
@@ -520,6 +527,7 @@ class RayLauncher:
         failed = {rank: one for rank, one in ended.items() if one.error}
         silent = [rank for rank in range(len(self.places)) if rank not in ended]
         for rank, one in sorted(failed.items()):
+            # A worker that was given up may start on another node if all ranks start again.
             if one.kind is WorkerError:
                 raise RankLost(one.text)
             if one.kind is None or not issubclass(one.kind, RankError):
@@ -538,6 +546,7 @@ class RayLauncher:
         """Rebuild the error of a rank, in its original class if it is a ``UserError``."""
         if one.kind is not None:
             return one.kind(one.text)
+        # The command line gives advice for this class.
         if one.error == MemoryError.__name__:
             return MemoryError(one.text)
         return RuntimeError(

@@ -49,6 +49,7 @@ class WorkerActor:
             try:
                 self._object = package().get(make[0])()
             except Exception as error:
+                # Raised by each later call, since nobody waits for the result of ``make``.
                 self._failure = error
 
     def call(self, make: list[Any], method: str, *args: Any) -> Any:

@@ -40,24 +40,22 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
         return LocalShard(shape, [(tuple(slice(0, size) for size in shape), tensor)])
     local = tensor.to_local()
     splits: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    mesh = tensor.device_mesh
     for mesh_dim, placement in enumerate(tensor.placements):
-        if (dim := getattr(placement, "dim", None)) is not None:
-            mesh = tensor.device_mesh
-            # _StridedShard splits into ``split_factor`` groups first, then shards each group.
-            splits[dim].append(
-                (
-                    getattr(placement, "split_factor", 1),
-                    mesh.get_local_rank(mesh_dim),
-                    mesh.size(mesh_dim),
-                )
-            )
+        dim = getattr(placement, "dim", None)
+        if dim is None:  # replicated over this mesh dimension
+            continue
+        # _StridedShard splits into ``split_factor`` groups first, then shards each group.
+        groups = getattr(placement, "split_factor", 1)
+        splits[dim].append((groups, mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)))
+    if not shape:
+        return LocalShard(shape, [((), local)])
     runs = [_runs(size, of_dim) for size, of_dim in zip(shape, splits, strict=True)]
-    return LocalShard(
-        shape,
-        [(tuple(w for w, _ in run), local[tuple(h for _, h in run)]) for run in product(*runs)]
-        if shape
-        else [((), local)],
-    )
+    blocks: list[Block] = []
+    for stretches in product(*runs):
+        in_full, in_local = zip(*stretches, strict=True)
+        blocks.append((in_full, local[in_local]))
+    return LocalShard(shape, blocks)
 
 
 def flat_blocks(shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Block]:
@@ -77,27 +75,33 @@ def flat_blocks(shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[
 
 def _runs(size: int, splits: list[tuple[int, int, int]]) -> list[tuple[slice, slice]]:
     """Return the local stretches of a dimension, as slices of the full and of the local tensor."""
+    # Splits of several mesh dimensions nest, so they are applied to the indices one by one. After
+    # a strided split the rest may consist of several stretches.
     here = torch.arange(size)
     for groups, rank, count in splits:
         parts = here.split(max(1, -(-len(here) // groups)))
         here = torch.cat([_chunk(part, rank, count) for part in parts])
-    ends = (
-        [0, *((here.diff() != 1).nonzero().flatten() + 1).tolist(), len(here)] if len(here) else []
-    )
+    if not len(here):
+        return []
+    jumps = (here.diff() != 1).nonzero().flatten() + 1
+    ends = [0, *jumps.tolist(), len(here)]
     return [(slice(int(here[a]), int(here[b - 1]) + 1), slice(a, b)) for a, b in pairwise(ends)]
 
 
 def _chunk(part: Tensor, rank: int, count: int) -> Tensor:
+    # As ``torch.chunk``: sizes are rounded up, so the last ranks may get less, or nothing.
     size = -(-len(part) // count)
     return part[rank * size : (rank + 1) * size]
 
 
 def _cut(index: Index, values: Tensor, size: int) -> Iterator[Block]:
-    if values.numel() <= 1 or values.numel() * values.element_size() <= size:
+    total = values.numel() * values.element_size()
+    if values.numel() <= 1 or total <= size:
         yield index, values
         return
+    # The outermost dimension that can be split keeps the pieces contiguous in memory.
     dim = next(d for d, length in enumerate(values.shape) if length > 1)
-    rows = max(1, values.shape[dim] * size // (values.numel() * values.element_size()))
+    rows = max(1, values.shape[dim] * size // total)
     start = index[dim].start
     for part in values.split(rows, dim):
         stop = start + part.shape[dim]
@@ -114,13 +118,14 @@ def _stretch(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Index]:
     if not shape:
         yield ()
         return
+    # A stretch is the rest of a row, then full rows, then the start of a row.
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
 
     def within(at: int, start: int, stop: int) -> Iterator[Index]:
         return ((slice(at, at + 1), *rest) for rest in _stretch(shape[1:], start, stop))
 
-    if first > last:
+    if first > last:  # both ends are inside one row
         yield from within(last, start - last * row, stop - last * row)
         return
     yield from within(first - 1, start - (first - 1) * row, row if start < first * row else 0)

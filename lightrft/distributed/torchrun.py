@@ -66,6 +66,7 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
 class OneMachine:
     """A ``RendezvousHandler`` of one launcher, with a store on the loopback interface only."""
 
+    # Torchelastic shares this store with the ranks then, and the first rank opens none.
     use_agent_store = True
 
     def __init__(self, run_id: str) -> None:
@@ -88,6 +89,8 @@ class OneMachine:
             PrefixStore(self.run_id, self.store),
             0,
             1,
+            # MASTER_ADDR of the ranks. Torch's handlers give the host's name, where this store does
+            # not listen.
             RendezvousStoreInfo(LOOPBACK, self.store.port),
         )
 
@@ -142,6 +145,7 @@ def cause(failures: Mapping[int, Any], forced: Collection[int] = ()) -> tuple[st
         rank: ("", "was killed") if failure.pid in forced else _told(failure)
         for rank, failure in failures.items()
     }
+    # A killed process comes first: the errors of the others are its consequences.
     order = {"killed": 0, "bug": 1, "user": 1, "rank": 2, "": 3}
     rank = min(told, key=lambda r: (order[told[r][0]], failures[r].timestamp, r))
     kind, text = told[rank]
