@@ -34,15 +34,21 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
 
 def positional(arguments: Sequence[str], key: str) -> list[str]:
     """Replace each folder without a key in ``arguments`` by ``key=folder``."""
-    bare = [
-        a
-        for a in arguments
-        if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))
-    ]
-    named = {a: f"{key}={json.dumps(a)}" for a in bare if Path(a).expanduser().is_dir()}
+    named = {}
+    for word in arguments:
+        # JSON quotes the path, so that YAML does not read e.g. a folder ``1e6`` as a number.
+        if is_bare_word(word) and Path(word).expanduser().is_dir():
+            named[word] = f"{key}={json.dumps(word)}"
     if len(named) > 1:
         raise ConfigError(f"{len(named)} folders are named ({', '.join(named)}); it takes one")
     return [named.get(a, a) for a in arguments]
+
+
+def is_bare_word(argument: str) -> bool:
+    """Return True unless ``argument`` is a setting, an option or a file of settings."""
+    if "=" in argument or argument.startswith("-"):
+        return False
+    return not argument.endswith((".yaml", ".yml"))
 
 
 def settings_of(
@@ -116,12 +122,9 @@ def memory_errors() -> Generator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        text = str(error)
-        if (
-            isinstance(error, MemoryError)
-            or "out of memory" in text
-            or "can't allocate memory" in text
-        ):
+        # Torch raises plain ``RuntimeError`` for memory of the CPU, with the second text.
+        texts = ("out of memory", "can't allocate memory")
+        if isinstance(error, MemoryError) or any(text in str(error) for text in texts):
             raise ResourceError(
                 "out of memory; lower train.max_tokens_per_micro_batch, engine.max_cache_tokens or "
                 f"model.logits_mb, or set model.gradient_checkpointing=true ({first_line(error)})"

@@ -43,6 +43,7 @@ def run(arguments: Sequence[str]) -> int:
                 sys.stdout.flush()
             line = sys.stdin.readline()
             text = line.strip()
+            # An empty line still ends in a newline. Only the end of input is "".
             if not line or text in ("/exit", "/quit"):
                 return 0
             word, _, rest = text.partition(" ")

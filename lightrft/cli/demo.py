@@ -7,7 +7,13 @@ import sys
 from collections.abc import Sequence
 from importlib import resources
 
-from lightrft.cli.arguments import memory_errors, quick_imports, set_threads, settings_of
+from lightrft.cli.arguments import (
+    is_bare_word,
+    memory_errors,
+    quick_imports,
+    set_threads,
+    settings_of,
+)
 from lightrft.cli.progress import check_trained, closing_lines, exit_status, watching, with_report
 from lightrft.config.verbs import DemoConfig
 from lightrft.utils.errors import ConfigError
@@ -50,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the selected demo and the other arguments. Raise ``ConfigError`` for unknown ones."""
-    names = [argument for argument in arguments if _is_name(argument)]
+    names = [argument for argument in arguments if is_bare_word(argument)]
     if not names:
         return next(iter(DEMOS)), arguments
     if len(names) > 1 or names[0] not in DEMOS:
@@ -60,13 +66,6 @@ def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
             hint = f"did you mean {near[0]!r}?"
         raise ConfigError(f"there is no demo {' '.join(names)!r}; {hint}")
     return names[0], [argument for argument in arguments if argument != names[0]]
-
-
-def _is_name(argument: str) -> bool:
-    """Return True unless ``argument`` is a setting, an option or a file of settings."""
-    if "=" in argument or argument.startswith("-"):
-        return False
-    return not argument.endswith((".yaml", ".yml"))
 
 
 def preset(name: str) -> resources.abc.Traversable:

@@ -37,6 +37,7 @@ def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -
     status = run_processes(
         f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout_minutes
     )
+    # The ranks return 0 after a signal (see ``exit_status``). Their summary names it.
     return status or status_in(config.run)
 
 

@@ -23,13 +23,13 @@ def run(arguments: Sequence[str]) -> int:
     from lightrft.algorithms.validate.check_parts import check_parts
     from lightrft.diagnostics.explain import explain, to_latex, to_text
 
-    words = [
-        f"algorithm={w}" if "=" not in w and not w.endswith((".yaml", ".yml")) else w for w in words
-    ]
-    loaded = parse(RLConfig, words)
+    settings = []
+    for word in words:
+        is_setting = "=" in word or word.endswith((".yaml", ".yml"))
+        settings.append(word if is_setting else f"algorithm={word}")
+    loaded = parse(RLConfig, settings)
     check_parts(loaded.settings.algorithm)
     explanation = explain(loaded.settings, loaded.sources)
-    sys.stdout.write(
-        (to_latex(explanation) if "--latex" in arguments else to_text(explanation)) + "\n"
-    )
+    show = to_latex if "--latex" in arguments else to_text
+    sys.stdout.write(show(explanation) + "\n")
     return 0

@@ -68,13 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = words
     if verb not in VERBS:
-        near = [
-            own for own, others in OTHER_VERBS.items() if verb.lower() in others
-        ] or difflib.get_close_matches(verb, VERBS, n=1)
-        sys.stderr.write(
-            "lightrft: there is no verb "
-            f"{verb!r}{f'; did you mean {near[0]!r}?' if near else ''}\n\n{usage()}"
-        )
+        sys.stderr.write(f"lightrft: there is no verb {verb!r}{_hint(verb)}\n\n{usage()}")
         return 2
     set_thread_policy()
     quieten_deepspeed()
@@ -98,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        # Libraries raise errors of the disk in classes of their own.
         if problem := disk_problem(error):
             sys.stderr.write(
                 f"lightrft {verb}: a file cannot be written or read ({problem}); free some "
@@ -110,8 +105,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop_logging(shown)
 
 
+def _hint(verb: str) -> str:
+    """Return ``; did you mean ...?`` with the verb that ``verb`` may stand for, or ""."""
+    near = [own for own, others in OTHER_VERBS.items() if verb.lower() in others]
+    if not near:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
     """Import the module of ``verb``, run the verb and return the exit status."""
+    # Imported here: the help and the errors of one verb need not wait for torch.
     if verb in IN_TABLE:
         return importlib.import_module("lightrft.cli.verbs").run_verb(verb, arguments)
     return importlib.import_module(f"lightrft.cli.{verb}").run(arguments)

@@ -114,13 +114,11 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
     lines = []
     measured = [summary[name] for name in ("heldout_before", "heldout_after") if name in summary]
     if measured:
-        when = (
-            ""
-            if len(measured) == 2
-            else " before training"
-            if "heldout_before" in summary
-            else " after training"
-        )
+        when = ""
+        if "heldout_after" not in summary:
+            when = " before training"
+        elif "heldout_before" not in summary:
+            when = " after training"
         lines.append(f"eval accuracy{when} " + " -> ".join(f"{value:.1%}" for value in measured))
     state = "finished" if summary.get("finished") else "stopped; the same command resumes"
     lines.append(
@@ -129,16 +127,15 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
     )
     if "most_unsaved_steps" in summary:
         steps, seconds = summary["most_unsaved_steps"], summary["most_unsaved_seconds"]
-        saved = (
-            "there is no checkpoint"
-            if summary["saved_step"] is None
-            else f"the checkpoint is of step {summary['saved_step']}"
-        )
+        saved = f"the checkpoint is of step {summary['saved_step']}"
+        if summary["saved_step"] is None:
+            saved = "there is no checkpoint"
         lines.append(
             f"{saved}; a kill would have lost at most {steps} step{'s' * (steps != 1)} "
             f"({seconds:.0f} s)"
         )
     commands = list(summary.get("next", []))
+    # The program was started by the path of its environment, which the commands do not name.
     if commands and shutil.which("lightrft") is None:
         commands.insert(0, f"source {os.path.relpath(sys.prefix)}/bin/activate")
     return lines + [f"  {command}" for command in commands]

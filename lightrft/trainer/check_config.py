@@ -122,9 +122,10 @@ def warn_of_staleness(config: RLConfig, requirements: Requirements) -> None:
     """Log a warning when responses come from older weights and nothing corrects for it."""
     rollout = config.rollout
     if (rollout.staleness or rollout.partial) and requirements.ignores_sampler_logprobs:
+        setting = f"staleness = {rollout.staleness}" if rollout.staleness else "partial = True"
         log.warning(
             "rollout.%s: tokens come from an older policy, and nothing corrects for it; set "
             "algorithm.importance_sampling=[tis], or algorithm.old_logprobs=rollout with a loss "
             "that clips the ratio",
-            f"staleness = {rollout.staleness}" if rollout.staleness else "partial = True",
+            setting,
         )

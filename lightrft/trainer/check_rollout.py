@@ -10,6 +10,7 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.validate.component_kinds import signature_problems
 from lightrft.config.base import ComponentConfig
+from lightrft.config.rollout import RolloutConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.rollout.curriculum import CURRICULA
 from lightrft.types import Prompt, Rollout
@@ -51,36 +52,14 @@ def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[
                 "data.shuffle = False: rollout.curriculum samples prompts by weight, in no "
                 "order; leave one of the two out"
             )
-    if not requirements.reward and (rollout.select is not None or rollout.curriculum is not None):
-        what = "select" if rollout.select is not None else "curriculum"
-        yield (
-            f"rollout.{what} reads rewards, and this algorithm has none: all that it learns "
-            "comes from a teacher; leave it out"
-        )
+    if not requirements.reward:
+        yield from _rewardless(rollout)
     if rollout.carry_over and rollout.oversample == 1:
         yield (
             "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no "
             "group is left over"
         )
-    if rollout.partial and rollout.oversample == 1 and rollout.max_tokens_per_step is None:
-        yield (
-            "rollout.partial = True changes nothing: no response is left unfinished; set "
-            "rollout.max_tokens_per_step, or rollout.oversample above 1"
-        )
-    if rollout.max_tokens_per_step is not None and not rollout.partial:
-        yield (
-            f"rollout.max_tokens_per_step = {rollout.max_tokens_per_step} needs "
-            "rollout.partial=true, which continues unfinished responses"
-        )
-    if (
-        rollout.max_tokens_per_step is not None
-        and rollout.max_tokens_per_step >= config.sampling.max_new_tokens
-    ):
-        yield (
-            f"rollout.max_tokens_per_step = {rollout.max_tokens_per_step} changes nothing: "
-            f"responses have at most sampling.max_new_tokens = {config.sampling.max_new_tokens} "
-            "tokens"
-        )
+    yield from _unfinished(rollout, config.sampling.max_new_tokens)
     if rollout.carry_over and rollout.staleness:
         yield (
             "rollout.carry_over = True would take responses from further back than "
@@ -91,6 +70,43 @@ def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[
             "rollout.carry_over = True trains on responses of an older policy, which nothing "
             "corrects: set algorithm.importance_sampling=[tis], or "
             "algorithm.old_logprobs=rollout with a loss that clips the ratio"
+        )
+
+
+def _rewardless(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield the setting that reads rewards, for an algorithm that has none."""
+    what = ""
+    if rollout.curriculum is not None:
+        what = "curriculum"
+    if rollout.select is not None:
+        what = "select"
+    if what:
+        yield (
+            f"rollout.{what} reads rewards, and this algorithm has none: all that it learns "
+            "comes from a teacher; leave it out"
+        )
+
+
+def _unfinished(rollout: RolloutConfig, max_new_tokens: int) -> Iterator[str]:
+    """Yield problems of the settings for responses that continue in the next step."""
+    most = rollout.max_tokens_per_step
+    if rollout.partial and rollout.oversample == 1 and most is None:
+        yield (
+            "rollout.partial = True changes nothing: no response is left unfinished; set "
+            "rollout.max_tokens_per_step, or rollout.oversample above 1"
+        )
+    if most is None:
+        return
+    if not rollout.partial:
+        yield (
+            f"rollout.max_tokens_per_step = {most} needs "
+            "rollout.partial=true, which continues unfinished responses"
+        )
+    if most >= max_new_tokens:
+        yield (
+            f"rollout.max_tokens_per_step = {most} changes nothing: "
+            f"responses have at most sampling.max_new_tokens = {max_new_tokens} "
+            "tokens"
         )
 
 

@@ -104,23 +104,20 @@ def _sampling(config: RLConfig) -> Iterator[str]:
 
 def greedy_setting(sampling: SamplingConfig) -> str:
     """Return the setting that makes sampling greedy, as ``name = value``, or "" if none does."""
-    greedy = {
-        "temperature": sampling.temperature == 0,
-        "top_k": sampling.top_k == 1,
-        "min_p": sampling.min_p == 1,
-    }
-    values = sampling.model_dump()
-    return next(
-        (f"sampling.{name} = {values[name]:g}" for name, holds in greedy.items() if holds), ""
-    )
+    if sampling.temperature == 0:
+        return f"sampling.temperature = {sampling.temperature:g}"
+    if sampling.top_k == 1:
+        return f"sampling.top_k = {sampling.top_k:g}"
+    if sampling.min_p == 1:  # only the most probable token is left
+        return f"sampling.min_p = {sampling.min_p:g}"
+    return ""
 
 
 def _weights(reward: RewardConfig) -> Iterator[str]:
     """Yield the lists of reward terms whose weighted sum is always 0."""
-    lists = {
-        "reward.terms": reward.terms,
-        **{f"reward.per_source.{name}": terms for name, terms in reward.per_source.items()},
-    }
+    lists = {"reward.terms": reward.terms}
+    for source, terms in reward.per_source.items():
+        lists[f"reward.per_source.{source}"] = terms
     for name, terms in lists.items():
         if terms and not any(term.weight for term in terms):
             yield f"{name}: every weight is 0, so every reward is; give one of them a weight"
@@ -156,6 +153,7 @@ def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
     if not name:
         return
     if head != "eval":
+        # Most metrics are known only after a step, which ``check_best`` then looks at.
         known = head in NAMESPACES if rest else name in BARE
         if not known:
             yield (

@@ -73,11 +73,10 @@ class RLRun(TrainingRun):
     def train_step(self) -> Metrics:
         """Take one step, and write its rollouts and its batch if the settings ask for them."""
         config, session = self.config, self.session
-        result = (
-            self.learn_next()
-            if self.async_generator is None
-            else self.learn_generated(self.async_generator)
-        )
+        if self.async_generator is None:
+            result = self.learn_next()
+        else:
+            result = self.learn_generated(self.async_generator)
         done = self.step + 1
         result.metrics.merge(all_reduce_metrics(self.roles.counts(), session.ranks))
         self.health.blame("rollout/frac_reward_failed", result.collected.failures)
@@ -135,11 +134,9 @@ class RLRun(TrainingRun):
     def state(self) -> dict[str, Any]:
         """Return the state of prompts, coefficients, PTX data, reference and pending batches."""
         # Must come first: it waits for batches in flight, and may rewind the prompt sampler.
-        drawn = (
-            {}
-            if self.async_generator is None
-            else {"drawn": self.async_generator.state_dict(self.step)}
-        )
+        drawn = {}
+        if self.async_generator is not None:
+            drawn = {"drawn": self.async_generator.state_dict(self.step)}
         carried = {**self.stream.state_dict(), "controls": self.controllers.state_dict()}
         ptx = {} if self.roles.ptx is None else {"ptx": self.roles.ptx.state_dict()}
         return {**carried, **ptx, **reference_state(self.roles), **drawn}
@@ -155,12 +152,10 @@ class RLRun(TrainingRun):
 
     def summary_fields(self) -> dict[str, Any]:
         """Return the algorithm, and the number of tokens of unfinished responses."""
-        begun = (
-            {"tokens_in_flight": sum(map(tokens_of, self.stream.partial))}
-            if self.config.rollout.partial
-            else {}
-        )
-        return {"algorithm": self.config.algorithm.preset or "custom", **begun}
+        fields: dict[str, Any] = {"algorithm": self.config.algorithm.preset or "custom"}
+        if self.config.rollout.partial:
+            fields["tokens_in_flight"] = sum(map(tokens_of, self.stream.partial))
+        return fields
 
     def close(self) -> None:
         """Stop generation first, then close the roles that it uses."""
@@ -314,5 +309,6 @@ def advantages_of(result: StepResult) -> list[list[float]]:
     if result.batch is None or result.batch.advantages is None:
         return [[] for _ in result.collected.rollouts]
     rows = iter(result.batch.advantages.split(result.batch.lengths.tolist()))
+    # The batch was collated from these groups in this order.
     trained = {id(r): next(rows).tolist() for group in result.collected.groups for r in group}
     return [trained.get(id(r), []) for r in result.collected.rollouts]

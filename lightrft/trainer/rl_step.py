@@ -126,16 +126,15 @@ def learn(
         probe: fingerprint of the weights that generated the batch, for a check. None skips the
             check.
     """
+    # Before anything reads it, and in steps that learn nothing too: the schedule counts steps.
     update_reference(roles, config.algorithm.kl, step)
     if not collected.groups:
         if probe is not None and roles.policy.layout_verified:
             probe.expect(roles)
         return _nothing_learned(roles, step, collected, timers)
     metrics = Metrics()
-    max_tokens, temperature = (
-        config.train.max_tokens_per_micro_batch,
-        sampling_temperature(config.sampling),
-    )
+    max_tokens = config.train.max_tokens_per_micro_batch
+    temperature = sampling_temperature(config.sampling)
     batch = collate(collected.groups)
     with timers("layout"):
         verify_layouts(roles, batch)
@@ -191,7 +190,9 @@ def rows_with_advantage(batch: Batch) -> int:
     """Count the rows of ``batch`` with a nonzero advantage, beyond rounding, at some token."""
     if batch.advantages is None:
         return 0
-    return int((TokenRows.of(batch).sum((batch.advantages.abs() > ROUNDING).long()) > 0).sum())
+    beyond_rounding = (batch.advantages.abs() > ROUNDING).long()
+    tokens_of_row = TokenRows.of(batch).sum(beyond_rounding)
+    return int((tokens_of_row > 0).sum())
 
 
 def publish(roles: Roles, version: int, timers: Timers) -> None:
@@ -232,10 +233,9 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requ
 
     logprobs = map_micro_batches(batch, score, roles, train.max_tokens_per_micro_batch)
     old = logprobs if config.algorithm.old_logprobs == "policy" else batch.old_logprobs
-    columns = {
-        name: roles.strategy.data_parallel_group.sum(column.column(batch.tokens))
-        for name, column in wanted.items()
-    }
+    # Each rank fills in the rows of its micro-batches and leaves 0 elsewhere: the sum gathers them.
+    group = roles.strategy.data_parallel_group
+    columns = {name: group.sum(parts.column(batch.tokens)) for name, parts in wanted.items()}
     return batch.replace(old_logprobs=old, **columns)
 
 
@@ -253,13 +253,11 @@ def with_reference(
     reference = roles.reference
     if reference is None or not requirements.reference:
         return batch
-    max_tokens, temperature = (
-        config.train.max_tokens_per_micro_batch,
-        sampling_temperature(config.sampling),
-    )
-    return batch.replace(
-        ref_logprobs=compute_logprobs(reference, batch, roles, max_tokens, temperature)
-    )
+    max_tokens = config.train.max_tokens_per_micro_batch
+    # The temperature of sampling, so that the KL compares the distributions of both models.
+    temperature = sampling_temperature(config.sampling)
+    logprobs = compute_logprobs(reference, batch, roles, max_tokens, temperature)
+    return batch.replace(ref_logprobs=logprobs)
 
 
 def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controllers) -> Batch:
@@ -283,9 +281,8 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controll
         return controls.values(values)
 
     values = map_micro_batches(batch, score, roles, config.train.max_tokens_per_micro_batch)
-    return batch.replace(
-        values=values, final_values=roles.strategy.data_parallel_group.sum(final.column(len(batch)))
-    )
+    final_values = roles.strategy.data_parallel_group.sum(final.column(len(batch)))
+    return batch.replace(values=values, final_values=final_values)
 
 
 def with_advantages(
@@ -301,9 +298,8 @@ def with_advantages(
         controls: KL coefficient and reward scale.
         requirements: what the algorithm reads.
     """
-    return advantages_from(
-        with_shaped_rewards(batch, config, controls, requirements)[0], config, controls
-    )
+    shaped, _ = with_shaped_rewards(batch, config, controls, requirements)
+    return advantages_from(shaped, config, controls)
 
 
 def with_shaped_rewards(
@@ -343,7 +339,7 @@ def advantages_from(batch: Batch, config: RLConfig, controls: Controllers) -> Ba
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
     settings = algorithm.advantage
     advantages, returns = ADVANTAGES[settings.name](batch, rewards, settings, **settings.options)
-    advantages = add_distillation_reward(
-        WHITENINGS[settings.normalize](advantages, batch, settings.eps), batch, algorithm.distill
-    )
+    # After whitening, which would change the weight of the teacher against the reward.
+    whitened = WHITENINGS[settings.normalize](advantages, batch, settings.eps)
+    advantages = add_distillation_reward(whitened, batch, algorithm.distill)
     return batch.replace(advantages=advantages.float(), returns=returns.float())

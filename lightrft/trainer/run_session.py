@@ -133,6 +133,7 @@ class RunSession:
         state = load_state(path / "trainer")
         for name, role in trained.items():
             role.load(strategy, path / name)
+        # After the models: loading one may take random numbers.
         restore_rng(state.pop("rng"), strategy.device)
         self.seconds_before_resume = state.pop("seconds")
         row = state.pop("row", {})
@@ -160,7 +161,10 @@ class RunSession:
         if self.folder.checkpoint is not None:
             return self.folder.checkpoint, verify(self.folder.checkpoint, about, sign).step
         found = None if self.folder.fresh else self.store.newest_intact(about, sign)
-        return (None, 0) if found is None else (found[0], found[1].step)
+        if found is None:
+            return None, 0
+        path, manifest = found
+        return path, manifest.step
 
     def stopping(self) -> bool:
         """Return True if any rank is asked to stop. Every rank must call it."""
@@ -201,9 +205,8 @@ class RunSession:
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
         failed: Exception | None = None
-        signs = KeepAlive(
-            self.ranks
-        )  # rank 0 reads every byte again, so the others must not time out
+        # Rank 0 reads every byte again, so the others must not time out.
+        signs = KeepAlive(self.ranks)
         try:
             with self.timers("checkpoint"), ExitStack() as stack:
 
@@ -276,13 +279,15 @@ class RunSession:
         """
         now = _now()
         unsaved = step - (self._first_step if self.saved_step is None else self.saved_step)
-        self.at_risk = max(self.at_risk[0], now - self._saved_time), max(self.at_risk[1], unsaved)
+        most_seconds, most_steps = self.at_risk
+        self.at_risk = max(most_seconds, now - self._saved_time), max(most_steps, unsaved)
         stop, due = self._agreed(self._is_due(step, now, values))
         if not (due or last or stop) or self.saved_step == step:
             return Metrics()
         try:
             self.save(step, strategy, trained, state(), values)
         except DiskFullError as error:
+            # In the middle of a run, space may be freed before the next checkpoint is due.
             if last or stop:
                 raise
             log.warning("%s", error)
@@ -299,9 +304,9 @@ class RunSession:
             return True
         if asked.every_minutes and now - self._tried_time >= 60 * asked.every_minutes:
             return True
-        return self.ranks.rank == 0 and self.store.improves(
-            values.get((asked.best or "").lstrip("-"))
-        )
+        metric = (asked.best or "").lstrip("-")
+        # Only rank 0 has a store with the checkpoints, and its answer counts.
+        return self.ranks.rank == 0 and self.store.improves(values.get(metric))
 
     def record(self, step: int, metrics: Metrics, **more: Any) -> dict[str, Any]:
         """Log the metrics and timers of one step, show them, and return the row.
@@ -376,21 +381,13 @@ def next_commands(session: RunSession) -> list[str]:
     tree = parse_yaml((session.path / "config.yaml").read_text(encoding="utf-8"))
     if tree["eval"]["data"]["sources"]:
         shared = {k: tree[k] for k in ("eval", "engine", "reward", "strategy")}
-        run = {
-            **tree["run"],
-            "name": f"{session.path.name}-eval",
-            "resume": "auto",
-            "overwrite": False,
-        }
-        whole = {
-            **tree["model"],
-            "path": model.name,
-            "tokenizer": None,
-            "revision": None,
-            "lora": None,
-        }
+        name = f"{session.path.name}-eval"
+        run = {**tree["run"], "name": name, "resume": "auto", "overwrite": False}
+        # ``model/`` holds its own tokenizer, and adapters are merged into its weights.
+        own = {"path": model.name, "tokenizer": None, "revision": None, "lora": None}
+        evaluation = {**shared, "run": run, "model": {**tree["model"], **own}}
         file = session.path / "eval.yaml"
-        write_atomic(file, to_yaml(build(EvaluateConfig, {**shared, "run": run, "model": whole})))
+        write_atomic(file, to_yaml(build(EvaluateConfig, evaluation)))
         commands.append(f"lightrft eval {file}")
     return commands
 
@@ -431,6 +428,7 @@ def open_session(
     }
     made: list[RunDirectory] = []
 
+    # Only rank 0 opens the folder, which locks it. On all ranks at once, since it may fail.
     def take() -> tuple[bool, Path | None]:
         if ranks.rank:
             return False, None

@@ -12,6 +12,8 @@ from lightrft.observability.run_health import is_not_trained
 from lightrft.observability.trackers import read_rows
 
 SHOWN, GALLERY = 5, 40
+Answers = dict[str, dict[str, Any]]
+"""The response to show for each eval prompt, by prompt id."""
 
 
 def headline(path: Path, phase: str) -> dict[str, Any]:
@@ -30,16 +32,16 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
             found["heldout_before"] = accuracy[0]
         if last := max(accuracy):
             found["heldout_after"] = accuracy[last]
+    # ``is False``: rows without the metrics, such as an evaluation, give None.
     found["steps_trained"] = sum(is_not_trained(row) is False for row in rows)
     for kind in ("sampled", "trained", "filtered", "failed"):
-        if any(f"rollout/tokens_{kind}" in r for r in rows):
-            found[f"tokens_{kind}"] = int(sum(r.get(f"rollout/tokens_{kind}", 0) for r in rows))
-    waiting = int(
-        sum(
-            r.get("rollout/tokens_carried_out", 0) - r.get("rollout/tokens_carried_in", 0)
-            for r in rows
-        )
-    )
+        name = f"rollout/tokens_{kind}"
+        counts = [row[name] for row in rows if name in row]
+        if counts:
+            found[f"tokens_{kind}"] = int(sum(counts))
+    carried_out = sum(row.get("rollout/tokens_carried_out", 0) for row in rows)
+    carried_in = sum(row.get("rollout/tokens_carried_in", 0) for row in rows)
+    waiting = int(carried_out - carried_in)
     if waiting:
         found["tokens_waiting"] = waiting
     return found
@@ -61,25 +63,22 @@ def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[di
     before, after = _first_answers(files[0], threshold), _first_answers(files[-1], threshold)
     shared = [k for k in before if k in after]
     if any(before[k]["attachments"] for k in shared):
-        picked = (
-            [shared[i * len(shared) // GALLERY] for i in range(GALLERY)]
-            if len(shared) > GALLERY
-            else shared
-        )
+        count = min(GALLERY, len(shared))
+        picked = [shared[i * len(shared) // count] for i in range(count)]
     else:
+        # Wrong answers that became right come first. The sort is stable, so the rest keeps the
+        # order of the eval set.
         shared.sort(key=lambda k: (before[k]["correct"], not after[k]["correct"]))
-        picked = _spread(shared, before, after)
-    sides = [before[k] for k in picked], [after[k] for k in picked]
+        picked = _spread(shared, after)
+    first, last = [before[k] for k in picked], [after[k] for k in picked]
     if len(files) > 1:
-        return sides
-    return (sides[0], []) if _step_of(files[0]) == 0 else ([], sides[1])
+        return first, last
+    # A single evaluation was made either before the first step or after the last one.
+    step = int(files[0].stem.rpartition("_")[2])
+    return (first, []) if step == 0 else ([], last)
 
 
-def _step_of(file: Path) -> int:
-    return int(file.stem.rpartition("_")[2])
-
-
-def _spread(keys: Sequence[str], before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def _spread(keys: Sequence[str], after: Answers) -> list[str]:
     """Return mostly changed responses, but include one that is still wrong if there is any."""
     wrong = [k for k in keys if not after[k]["correct"]][:1]
     return [k for k in keys if k not in wrong][: SHOWN - len(wrong)] + wrong
@@ -95,21 +94,20 @@ def question(prompt: str, attached: bool = False) -> str:
     return re.sub(r"<\|\w+\|>", "", shown).strip() if attached else shown
 
 
-def _first_answers(file: Path, threshold: float) -> dict[str, dict[str, Any]]:
-    answers: dict[str, dict[str, Any]] = {}
+def _first_answers(file: Path, threshold: float) -> Answers:
+    answers: Answers = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         prompt = row["prompt"]
         reward = row["reward"]
         correct = not row["failed"] and reward is not None and reward >= threshold
-        answers.setdefault(
-            prompt["id"],
-            {
-                "prompt": question(prompt["text"], bool(prompt["attachments"])),
-                "attachments": prompt["attachments"],
-                "text": row["text"],
-                "label": str(prompt["label"]),
-                "correct": correct,
-            },
-        )
+        answer = {
+            "prompt": question(prompt["text"], bool(prompt["attachments"])),
+            "attachments": prompt["attachments"],
+            "text": row["text"],
+            "label": str(prompt["label"]),
+            "correct": correct,
+        }
+        # With eval.samples above 1, only the first response to a prompt is shown.
+        answers.setdefault(prompt["id"], answer)
     return answers

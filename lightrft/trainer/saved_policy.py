@@ -47,9 +47,10 @@ class SavedPolicy:
 
 def is_saved(path: Path) -> bool:
     """Return True if ``path`` is a checkpoint or a run folder, and not a model folder."""
-    return (path / MANIFEST).is_file() or (
-        (path / "config.yaml").is_file() and not (path / "config.json").exists()
-    )
+    if (path / MANIFEST).is_file():
+        return True
+    # A model folder of Hugging Face has config.json. Some have a config.yaml of another program.
+    return (path / "config.yaml").is_file() and not (path / "config.json").exists()
 
 
 def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> SavedPolicy:
@@ -101,10 +102,13 @@ def _chosen(run: Path, which: str, step: int | None) -> Path:
             )
         verify(steps[step])
         return steps[step]
-    found = store.best_intact() if best and which != "last" else None
-    if best and which != "last" and found is None:
-        log.warning("%s: no checkpoint has the metric %s; the last one is taken", run, best)
-    found = found or store.last_intact()
+    found = None
+    if best and which != "last":
+        found = store.best_intact()
+        if found is None:
+            log.warning("%s: no checkpoint has the metric %s; the last one is taken", run, best)
+    if found is None:
+        found = store.last_intact()
     if found is None:
         inside = sorted(file.parent.name for file in run.glob("*/config.yaml"))
         runs = f"; the folder holds several runs: {', '.join(inside)}" if inside else ""
@@ -144,11 +148,10 @@ def resolved(model: ModelConfig) -> tuple[ModelConfig, SavedPolicy | None]:
     folder = Path(model.path).expanduser()
     if not model.path or not is_saved(folder):
         return model, None
-    if (
-        not (folder / MANIFEST).is_file()
-        and not any(folder.glob("checkpoints/step_*"))
-        and (folder / "model").is_dir()
-    ):
+    # A finished run whose checkpoints were deleted to free space still has its exported model.
+    is_checkpoint = (folder / MANIFEST).is_file()
+    has_checkpoints = any(folder.glob("checkpoints/step_*"))
+    if not is_checkpoint and not has_checkpoints and (folder / "model").is_dir():
         log.warning(
             "model.path = %r: the run has no checkpoints; using its folder model/", model.path
         )
@@ -203,32 +206,38 @@ def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:
             "path is empty; name a run folder or a checkpoint, e.g. lightrft export runs/my_run"
         )
     saved = saved_policy(Path(config.path).expanduser(), config.which, config.step)
-    model = (
-        saved.model if config.base is None else saved.model.model_copy(update={"path": config.base})
-    )
-    run = saved.checkpoint.absolute().parent
-    run = run.parent if run.name == "checkpoints" else run
-    output = (
-        run / "export" / saved.checkpoint.name
-        if config.output is None
-        else Path(config.output).expanduser()
-    )
+    model = saved.model
+    if config.base is not None:
+        model = model.model_copy(update={"path": config.base})
+    output = _output_of(config, saved.checkpoint)
     if output.exists():
-        ours = output.is_dir() and any(
-            (output / name).is_file() for name in ("config.json", "adapter_config.json")
-        )
-        if not (config.overwrite and ours):
-            way = (
-                "set overwrite=true to replace it, or choose another output"
-                if ours
-                else "choose another output"
-            )
-            raise ConfigError(
-                f"output {output} exists{'' if ours else ' and is no model folder'}; {way}"
-            )
+        _check_replaceable(output, config.overwrite)
     tokenizer = load_tokenizer(model)
     processor = load_processor(model, tokenizer)
-    write_policy(
-        model, saved.weights, output, tokenizer, processor, merge=config.adapters == "merge"
-    )
+    merge = config.adapters == "merge"
+    write_policy(model, saved.weights, output, tokenizer, processor, merge=merge)
     return output, saved
+
+
+def _output_of(config: ExportConfig, checkpoint: Path) -> Path:
+    """Return the folder to write. The default is ``export/`` of the run, or next to a checkpoint
+    that was moved out of its run.
+    """
+    if config.output is not None:
+        return Path(config.output).expanduser()
+    folder = checkpoint.absolute().parent
+    run = folder.parent if folder.name == "checkpoints" else folder
+    return run / "export" / checkpoint.name
+
+
+def _check_replaceable(output: Path, overwrite: bool) -> None:
+    """Raise ``ConfigError`` unless ``output`` is a model folder that may be overwritten."""
+    # The whole folder is replaced, so ``overwrite`` must not delete anything but a model.
+    names = ("config.json", "adapter_config.json")
+    is_model = output.is_dir() and any((output / name).is_file() for name in names)
+    if not is_model:
+        raise ConfigError(f"output {output} exists and is no model folder; choose another output")
+    if not overwrite:
+        raise ConfigError(
+            f"output {output} exists; set overwrite=true to replace it, or choose another output"
+        )

@@ -114,11 +114,13 @@ def run_steps(run: TrainingRun) -> dict[str, Any]:
         try:
             metrics = run.train_step()
         except GenerationInterrupted:
+            # The half step is thrown away. The state is that of the last whole step.
             session.save_if_due(run.step, False, run.roles.strategy, run.trained, run.state, values)
             break
         except RewardError as error:
             raise RewardError(f"{error}{save_before_exit(run, values)}") from None
         run.step += 1
+        # The names of metrics are known only now. An error after hours would be worse.
         if run.step == first:
             check_best(session.checkpoint.best, metrics.compute())
         values = finish_step(run, metrics)
@@ -127,11 +129,9 @@ def run_steps(run: TrainingRun) -> dict[str, Any]:
     about = {**run.summary_fields(), "finished": finished, **written}
 
     def close() -> dict[str, Any]:
-        return (
-            close_session(session, run.eval.threshold, about, run.step)
-            if session.ranks.rank == 0
-            else {}
-        )
+        if session.ranks.rank:
+            return {}
+        return close_session(session, run.eval.threshold, about, run.step)
 
     return run_on_all_ranks(session.ranks, close)[0]
 
@@ -143,19 +143,18 @@ def export(run: TrainingRun) -> int:
     are gathered into a copy on rank 0.
     """
     roles, path, ranks = run.roles, run.session.path / "model", run.session.ranks
+    # Rank 0 reads every byte of the checkpoints, which may take longer than the timeout.
     best, step = run_with_keepalive(
         ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign)
     )[0]
     if best is not None:
-        parts = roles.tokenizer, roles.processor
-        run_on_all_ranks(
-            ranks,
-            lambda: (
-                None
-                if ranks.rank
-                else write_policy(roles.actor.config, best / POLICY, path, *parts)
-            ),
-        )
+
+        def write() -> None:
+            if ranks.rank == 0:
+                config, weights = roles.actor.config, best / POLICY
+                write_policy(config, weights, path, roles.tokenizer, roles.processor)
+
+        run_on_all_ranks(ranks, write)
         return step
     if ranks.size == 1:
         save_whole(roles.actor, run)
@@ -205,6 +204,7 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> dict[str, Any]:
             with session.timers("eval"):
                 metrics.merge(evaluate_if_due(run))
         except RewardError as error:
+            # The step itself is complete. Only its evaluation failed.
             kept = save_before_exit(run, metrics.compute())
             session.record(run.step, metrics)
             raise RewardError(f"{error}{kept}") from None
@@ -213,6 +213,8 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> dict[str, Any]:
     values = metrics.compute()
     warn(run, values)
     last = last or reached(run.eval, values)
+    # Before the row is written: a step in ``metrics.jsonl`` without a checkpoint is repeated, but
+    # a checkpoint whose row is missing carries the row itself (``RunDirectory.recall``).
     metrics.merge(
         session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state, values)
     )

@@ -53,13 +53,12 @@ def remote_roles(
         host: address at which workers reach this process.
     """
     apart = RemoteRoleBuilder(config, ranks, hire, host)
-    engine = (
-        ("async_engine", apart.async_engine)
-        if config.rollout.staleness
-        else ("engine", apart.engine)
-    )
-    staffed = [kind for kind, (count, _) in config.launch.ray.workers.items() if count]
-    makers = dict(engine if kind == "engine" else (kind, getattr(apart, kind)) for kind in staffed)
+    makers: dict[str, Callable[..., Any]] = {}
+    for kind, (count, _) in config.launch.ray.workers.items():
+        if not count:
+            continue
+        name = "async_engine" if kind == "engine" and config.rollout.staleness else kind
+        makers[name] = getattr(apart, name)
     return local_roles(config, tokenizer, steps, processor, ranks, makers)
 
 
@@ -95,6 +94,7 @@ class RemoteRoleBuilder:
             asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained
         )
         make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)
+        # Only rank 0 calls engines. The others would start workers that nobody uses.
         workers = self.hire("engine", make) if ranks.rank == 0 else ()
         return EngineWorkerGroup(workers, config.engine, self.limits, hand, ranks)
 

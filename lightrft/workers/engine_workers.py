@@ -82,6 +82,7 @@ class EngineWorker:
         drawing = self._drawings.setdefault(job, GenerationBatch(self.engine, (), sampling))
         drawing.add(requests)
         while drawing.unfinished and time.monotonic() < ends:
+            # Turns are short, so that weights and abort requests need not wait for a long response.
             found += drawing.advance(lambda: time.monotonic() >= ends)
         if not drawing.unfinished:
             del self._drawings[job]
@@ -235,6 +236,7 @@ def split_requests(requests: Sequence[Request], workers: int) -> Iterator[list[R
     most = max(1, math.ceil(len(requests) / max(1, workers)))
     groups: dict[int, list[Request]] = {}
     for request in requests:
+        # Responses to one prompt stay on one worker, which then computes the prompt once.
         groups.setdefault(id(request.prompt), []).append(request)
     for group in groups.values():
         for first in range(0, len(group), most):
@@ -290,21 +292,24 @@ class _Job:
         """Stop the job and return all responses, finished or not."""
         found: list[Rollout] = []
         busy = [desk for desk in self.desks if desk.asked and self.crew.ready(desk.worker)]
+        # A worker has one pending call of this job at most, so turns must end before ``abort``.
         for desk in busy:
             found += self._settle(desk, self.crew.outcome)
+        # All are called before the first is waited for: they abort at the same time.
         for desk in busy:
             if desk.asked:
                 self.crew.begin(desk, "abort", self.name)
         for desk in busy:
             found += self._settle(desk, self.crew.outcome)
-        left = [
-            *itertools.chain(*self.waiting),
-            *(r for desk in self.desks for r in desk.asked.values()),
-        ]
+        left = list(itertools.chain(*self.waiting))
+        for desk in self.desks:
+            left += desk.asked.values()
         self._forget()
-        return found + [
-            r.partial or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in left
-        ]
+        for r in left:
+            # A response that continues an earlier one keeps what it had.
+            empty = Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample)
+            found.append(r.partial or empty)
+        return found
 
     def drop(self) -> None:
         """Abort the job on the workers without waiting for a result."""
@@ -322,7 +327,7 @@ class _Job:
         ready = [desk for desk in self.desks if self.crew.ready(desk.worker)]
         while self.waiting and ready:
             desk = min(ready, key=lambda d: len(d.asked))
-            if len(desk.asked) >= self.most:
+            if len(desk.asked) >= self.most:  # so are all others, since this one has the fewest
                 break
             group = self.waiting.popleft()
             desk.asked |= {request.seed: request for request in group}
@@ -343,13 +348,12 @@ class _Job:
         except WorkerLost as lost:
             self._lose(desk, str(lost))
             return []
-        rollouts = [
-            unpack_rollout(packed, desk.asked.pop(packed["seed"]).prompt)
-            for answers in found
-            for packed in answers
-        ]
-        for rollout in rollouts:
-            self.losses.pop(rollout.seed, None)
+        rollouts = []
+        for packed in itertools.chain(*found):
+            # Responses travel without their prompt, which this process has.
+            request = desk.asked.pop(packed["seed"])
+            rollouts.append(unpack_rollout(packed, request.prompt))
+            self.losses.pop(request.seed, None)
         return rollouts
 
     def _lose(self, desk: _WorkerSlot, why: str) -> None:
@@ -359,6 +363,7 @@ class _Job:
         The worker's count of consecutive restarts does not detect this: other requests may finish
         in between and reset it.
         """
+        # Requests that never reached the worker cannot be the cause of its end.
         fresh = {request.seed for request in desk.fresh}
         known = [request for request in desk.asked.values() if request.seed not in fresh]
         self.losses.update(request.seed for request in known)

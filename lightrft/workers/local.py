@@ -101,18 +101,12 @@ def local_policy(
         actor = Actor.load(model, device=device)
     if weights is not None:
         load_weights(actor, weights)
+    # The engine generates from the shards of the policy, which must be gathered for it.
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
-    return (
-        placed,
-        actor,
-        NativeEngine(
-            KVDecoder(actor.model),
-            tokenizer,
-            engine,
-            whole=whole,
-            together=strategy.tensor_parallel,
-        ),
-    )
+    decoder = KVDecoder(actor.model)
+    together = strategy.tensor_parallel
+    native = NativeEngine(decoder, tokenizer, engine, whole=whole, together=together)
+    return placed, actor, native
 
 
 def local_scorer(config: RewardConfig, unscored: float | None = None) -> RewardScorer:
@@ -142,9 +136,8 @@ def local_roles(
         apart: functions that build some roles in another way, by role name.
     """
     requirements = Requirements.of(config.algorithm)
-    scorer = apart.get(
-        "scorer", lambda: local_scorer(config.reward, unscored=0.0)
-    )()  # must come first: its processes start while models are loaded
+    # Must come first: its processes start while models are loaded.
+    scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
     try:
         strategy, actor, engine = local_policy(
             config.model, config.strategy, config.engine, tokenizer, ranks
@@ -242,9 +235,8 @@ def local_async_engine(
     else:
         # Loading initializes adapters at random. That must not advance the generator of the run.
         with torch.random.fork_rng():
-            decoder = KVDecoder(
-                Actor.load(config.model, device=strategy.device).requires_grad_(False).eval().model
-            )
+            copy = Actor.load(config.model, device=strategy.device).requires_grad_(False).eval()
+            decoder = KVDecoder(copy.model)
     return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 

@@ -53,6 +53,7 @@ class RewardScorerWorker:
             seconds: maximum time to wait for a first outcome.
         """
         for number, rollout in rollouts:
+            # The entry holds the rollout too, so that Python cannot reuse its id.
             self._asked[id(rollout)] = client, number, rollout
             self.scorer.submit(rollout)
         ends = time.monotonic() + seconds
@@ -158,13 +159,8 @@ class RewardWorkerGroup:
         for desk in ready:
             if desk.asked and desk.call is None:
                 told = without_media([desk.asked[number] for number in desk.fresh])
-                self.crew.begin(
-                    desk,
-                    "exchange",
-                    self.client,
-                    list(zip(desk.fresh, told, strict=True)),
-                    TURN_SECONDS,
-                )
+                numbered = list(zip(desk.fresh, told, strict=True))
+                self.crew.begin(desk, "exchange", self.client, numbered, TURN_SECONDS)
                 desk.fresh = []
 
     def _settle(self, desk: _WorkerSlot) -> None:
@@ -184,7 +180,9 @@ class RewardWorkerGroup:
     def _lose(self, desk: _WorkerSlot, why: str) -> None:
         """Requeue the rollouts of ``desk``. A rollout lost ``TRIES`` times counts as failed."""
         known = set(desk.asked) - set(desk.fresh)
+        # Reversed, so that they stand in their old order at the front of the queue.
         for number, rollout in reversed(desk.asked.items()):
+            # Rollouts that never reached the worker cannot be the cause of its end.
             self._tries[number] = self._tries.get(number, 0) + (number in known)
             if self._tries[number] < TRIES:
                 self._waiting.appendleft((number, rollout))

@@ -98,12 +98,11 @@ class WeightSync:
         kept, arrived = self._send(self._travelling(weights, sums))
         self._kept, self._begun, self.version, self._found = kept, True, version, {}
         if arrived:
-            # Update, do not replace: a worker restarted meanwhile has stored its fingerprint.
-            self._found.update(
-                (id(w), found)
-                for w, found in zip(self.crew.workers, self.crew.each("settle", version))
-                if found
-            )
+            settled = self.crew.each("settle", version)
+            for worker, found in zip(self.crew.workers, settled):
+                # A lost worker gives None. Its restart stores the fingerprint, which must stay.
+                if found:
+                    self._found[id(worker)] = found
         else:
             self._resend()
         self.crew.settle()  # restarted workers have received the weights now
@@ -127,12 +126,10 @@ class WeightSync:
             if self._frozen is not None and trained is not None and name not in trained:
                 continue
             total = checksum(tensor)
-            if (
-                trained is None
-                or name in trained
-                or not known
-                or any(there.get(name) != total for there in known)
-            ):
+            changes = trained is None or name in trained
+            # Workers load the start model themselves, so they have most frozen weights already.
+            everywhere = bool(known) and all(there.get(name) == total for there in known)
+            if changes or not everywhere:
                 sums[name] = total
                 yield name, tensor
 
@@ -158,8 +155,10 @@ class WeightSync:
         kept: list[tuple[Layout, Tensor]] = []
         carrier = self._open()
         arrived = carrier is not None
+        # Without a transport the weights are still copied, since ``_resend`` sends that copy.
         slots = RayObject((), self.hand.bucket, 0.0).slots if carrier is None else carrier.slots
         for slot, layout in fill(weights, slots):
+            # A copy, because the next bucket overwrites the slot.
             kept.append((layout, slots[slot][: used(layout)].to("cpu", copy=True)))
             arrived = arrived and carrier is not None and self._carried(carrier.send, slot, layout)
         return kept, arrived and carrier is not None and self._carried(carrier.flush)
@@ -169,6 +168,7 @@ class WeightSync:
         hand, crew = self.hand, self.crew
         if self._carrier is None or self._lives != crew.lives:
             self._close_carrier()
+            # Read before the transport is made: a worker restarted in between reopens it next time.
             self._lives = crew.lives
 
             def make() -> None:
@@ -232,11 +232,11 @@ class WeightSync:
         """
         first, *others = self._found.values()
         odd = {name for other in others for name, _ in first.items() ^ other.items()}
-        odd |= {
-            name
-            for name, total in sums.items()
-            if kind_of(total) == kind_of(first[name]) and total != first[name]
-        }
+        for name, total in sums.items():
+            # An engine may hold a weight in another dtype, where the sums cannot agree.
+            comparable = kind_of(total) == kind_of(first[name])
+            if comparable and total != first[name]:
+                odd.add(name)
         if odd:
             names = ", ".join(worker.name for worker in self.crew.workers)
             raise ModelError(

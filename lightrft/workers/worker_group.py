@@ -49,11 +49,9 @@ class FaultPolicy:
         restarted before the ranks that wait for it time out.
         """
         asked = config.launch.ray
-        minutes = (
-            config.strategy.timeout_minutes / 2
-            if asked.call_timeout_minutes is None
-            else asked.call_timeout_minutes
-        )
+        minutes = asked.call_timeout_minutes
+        if minutes is None:
+            minutes = config.strategy.timeout_minutes / 2
         return FaultPolicy(asked.restarts, 60 * minutes)
 
 
@@ -109,6 +107,7 @@ class WorkerGroup:
                 return False
         coming.result()  # raises if the worker was given up
         with self._lock:
+            # Another thread may have removed it and begun another restart in the meantime.
             if self._coming.get(id(worker)) is coming:
                 del self._coming[id(worker)]
         return True
@@ -200,6 +199,7 @@ class WorkerGroup:
                 restarts.
         """
         with self._lock:
+            # Several pending calls fail when one worker dies. It must be restarted only once.
             stale = life is not None and life != self._lives[id(worker)]
             if id(worker) not in self._coming and not stale:
                 self._coming[id(worker)] = self._starts.submit(self._start, worker, reason)
@@ -247,6 +247,7 @@ class WorkerGroup:
     def close(self) -> None:
         """End the workers."""
         self._closed = True
+        # Not waited for: a restart may take minutes, and ``_start`` looks at ``_closed``.
         self._starts.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
             worker.close()
@@ -256,6 +257,7 @@ class WorkerGroup:
             there = [worker for worker in self.workers if self.ready(worker)]
             with self._lock:
                 if there:
+                    # Counted under the same lock, so that two threads do not choose the same one.
                     worker = min(there, key=lambda w: self._busy[id(w)])
                     self._busy[id(worker)] += 1
                     return worker, self._lives[id(worker)]
@@ -273,6 +275,7 @@ class WorkerGroup:
             with self._lock:
                 self.restarts += 1
                 self._lives[id(worker)] += 1
+                # Counted before the restart is tried: one that fails counts as well.
                 self._in_a_row[id(worker)] += 1
                 tried = self._in_a_row[id(worker)] - 1
             if tried >= self.limits.restarts:
@@ -284,6 +287,7 @@ class WorkerGroup:
             log.warning("%s was lost (%s); restarting it", worker.name, reason)
             try:
                 worker.restart()
+                # ``close`` cannot stop a restart that is under way, so the new process ends here.
                 if self._closed:
                     worker.close()
                 elif self._prepare is not None:
