@@ -185,11 +185,9 @@ def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = (
-            deep_merge(old, value)
-            if isinstance(old, Mapping) and isinstance(value, Mapping)
-            else value
-        )
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = deep_merge(old, value)
+        merged[key] = value
     return merged
 
 
@@ -227,18 +225,14 @@ def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
     full: Tree = {}
     for key, value in tree.items():
         branch = _branch(cls, key)
-        if (
-            branch is not None
-            and branch.shorthand
-            and isinstance(value, str | int | float)
-            and not isinstance(value, bool)
-        ):
-            value = {branch.shorthand: value}
-        full[key] = (
-            expand_shorthand(branch, value)
-            if branch is not None and isinstance(value, dict)
-            else value
-        )
+        if branch is not None:
+            # ``bool`` is a subclass of ``int``, but true and false stand for no branch.
+            is_bare = isinstance(value, str | int | float) and not isinstance(value, bool)
+            if is_bare and branch.shorthand:
+                value = {branch.shorthand: value}
+            if isinstance(value, dict):
+                value = expand_shorthand(branch, value)
+        full[key] = value
     return full
 
 
@@ -260,14 +254,13 @@ def _descriptions_in(module: str) -> dict[str, dict[str, str]]:
 
 def _strings_below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for item, below in itertools.pairwise(node.body):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            text = (
-                below.value.value
-                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-                else None
-            )
-            if isinstance(text, str):
-                yield item.target.id, " ".join(text.split()).replace("``", "`")
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
+            continue
+        text = below.value.value
+        if isinstance(text, str):
+            yield item.target.id, " ".join(text.split()).replace("``", "`")
 
 
 class _Loader(yaml.SafeLoader):
@@ -280,18 +273,17 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         first: dict[str, int] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                line = key.start_mark.line + 1
-                if key.value in first:
-                    where = (
-                        f"lines {first[key.value]} and {line}"
-                        if first[key.value] != line
-                        else f"line {line}"
-                    )
-                    raise DuplicateKeyError(
-                        f"the key {key.value!r} is given twice ({where}); leave one of them out"
-                    )
-                first[key.value] = line
+            # The merge key ``<<`` may be given several times, once for each merged mapping.
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in first:
+                earlier = first[key.value]
+                where = f"line {line}" if earlier == line else f"lines {earlier} and {line}"
+                raise DuplicateKeyError(
+                    f"the key {key.value!r} is given twice ({where}); leave one of them out"
+                )
+            first[key.value] = line
         return node
 
 
@@ -316,12 +308,12 @@ def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
     if key not in cls.model_fields:
         return None
     kind = cls.model_fields[key].annotation
-    options = (
-        typing.get_args(kind)
-        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-        else (kind,)
-    )
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Settings)), None)
+    # ``X | Y`` and ``Optional[X]`` have different types in Python 3.11.
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    for option in typing.get_args(kind) if is_union else (kind,):
+        if isinstance(option, type) and issubclass(option, Settings):
+            return option
+    return None
 
 
 def _merge(tree: Tree, over: Tree, source: str, sources: dict[str, str]) -> None:
@@ -333,11 +325,9 @@ def _merge(tree: Tree, over: Tree, source: str, sources: dict[str, str]) -> None
 
 def _read_yaml(path: Path) -> Tree:
     if not path.is_file():
-        near = (
-            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-            if path.parent.is_dir()
-            else []
-        )
+        # ``glob`` of a folder that does not exist yields nothing.
+        names = [file.name for file in path.parent.glob("*.yaml")]
+        near = difflib.get_close_matches(path.name, names, n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"there is no config file {path}{hint}")
     try:
@@ -367,18 +357,16 @@ def _translated(cls: type[Settings], name: str, given: Any) -> str:
 
     Names below ``name`` count too. Empty if none is known.
     """
-    names = (
-        [key for key, _ in dotted(given, f"{name}.")]
-        if isinstance(given, Mapping) and given
-        else [name]
-    )
-    pairs = [(key, found) for key in names if (found := own_name(key)) is not None]
-    told = [
-        f"{key} is {found} here"
-        for key, found in pairs
-        if _exists(cls, found.split(".")) and found != key
-    ]
-    return ", ".join(told)
+    names = [name]
+    if isinstance(given, Mapping) and given:
+        names = [key for key, _ in dotted(given, f"{name}.")]
+    translations = []
+    for key in names:
+        found = own_name(key)
+        # One table serves all verbs, and not every verb has every setting.
+        if found is not None and found != key and _exists(cls, found.split(".")):
+            translations.append(f"{key} is {found} here")
+    return ", ".join(translations)
 
 
 def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
@@ -393,40 +381,47 @@ def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
 def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, str]) -> str:
     path = [str(p) for p in error["loc"]]
     name = ".".join(path)
-    origin = next(
-        (
-            s
-            for key, s in sources.items()
-            if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")
-        ),
-        "",
-    )
-    where = f" (from {origin})" if origin else ""
+    where = _origin(name, sources)
     if error["type"] == "extra_forbidden":
-        owner = cls
-        for part in path[:-1]:
-            owner = branch_of(owner, part)
-        names = list(owner.model_fields)
-        if advice := why_removed(name):
-            return f"unknown setting {name}{where}; {advice}"
-        if told := _translated(cls, name, error["input"]):
-            return f"unknown setting {name}{where}; {told}"
-        near = difflib.get_close_matches(path[-1], names, n=1)
-        hint = (
-            f"did you mean {'.'.join([*path[:-1], near[0]])}?"
-            if near
-            else f"known here: {', '.join(names)}"
-        )
-        return f"unknown setting {name}{where}; {hint}"
+        return f"unknown setting {name}{where}; {_advice(cls, path, error['input'])}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         message += f"; to give it as text, put quotes inside the quotes: {name}='\"...\"'"
-    given = (
-        ""
-        if error["type"] in {"missing", "value_error"} or "environment" in path
-        else f" = {error['input']!r}"
-    )
+    given = f" = {error['input']!r}"
+    # A message of our own names the value. An environment may hold secrets.
+    if error["type"] in {"missing", "value_error"} or "environment" in path:
+        given = ""
     return f"{name or 'config'}{given}{where}: {message}"
+
+
+def _origin(name: str, sources: Mapping[str, str]) -> str:
+    """Return the file or argument that set ``name``, as `` (from ...)``, or "" if none did."""
+    for key, source in sources.items():
+        # A problem of a branch comes from one of its leaves, and one of an item from its list.
+        if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):
+            return f" (from {source})"
+    return ""
+
+
+def _advice(cls: type[Settings], path: Sequence[str], given: Any) -> str:
+    """Return what to write in place of the unknown setting ``path``.
+
+    Args:
+        cls: settings class of the whole tree.
+        path: parts of the dotted key.
+        given: the value of the setting.
+    """
+    name = ".".join(path)
+    if found := why_removed(name) or _translated(cls, name, given):
+        return found
+    owner = cls
+    for part in path[:-1]:
+        owner = branch_of(owner, part)
+    names = list(owner.model_fields)
+    near = difflib.get_close_matches(path[-1], names, n=1)
+    if near:
+        return f"did you mean {'.'.join([*path[:-1], near[0]])}?"
+    return f"known here: {', '.join(names)}"
 
 
 class ComponentConfig(NamedFunction):
@@ -440,9 +435,8 @@ class ComponentConfig(NamedFunction):
 
 def _full_parts(parts: Any, key: str = "name") -> Any:
     """Return ``[a, {name: b}]``, or a bare ``a``, with every bare name as ``{key: name}``."""
-    parts = [parts] if isinstance(parts, str | dict) else parts
-    return (
-        [{key: p} if isinstance(p, str) else p for p in parts]
-        if isinstance(parts, list | tuple)
-        else parts
-    )
+    if isinstance(parts, str | dict):
+        parts = [parts]
+    if not isinstance(parts, list | tuple):
+        return parts  # reported by the validation of the field
+    return [{key: part} if isinstance(part, str) else part for part in parts]

@@ -258,7 +258,11 @@ REMOVED: dict[str, str] = {
 
 def why_removed(name: str) -> str | None:
     """Return what to do in place of the setting ``name`` of an earlier version, or None."""
-    return next((advice for old, advice in REMOVED.items() if f".{name}".endswith(f".{old}")), None)
+    for old, advice in REMOVED.items():
+        # With the dots, so that ``my_optimizer.warmup`` does not end in ``optimizer.warmup``.
+        if f".{name}".endswith(f".{old}"):
+            return advice
+    return None
 
 
 def own_name(name: str) -> str | None:
@@ -271,5 +275,9 @@ def own_name(name: str) -> str | None:
         if found:
             return f"{before}.{new}.{after}".strip(".")
     words = name.lower().replace("-", "_").strip("_").split(".")
-    known = (OTHER_NAMES.get(".".join(words[k:])) for k in range(len(words)))
-    return next((found for found in known if found is not None), None)
+    # The longest ending first: ``actor.optim.lr`` says more than ``lr``.
+    for k in range(len(words)):
+        found = OTHER_NAMES.get(".".join(words[k:]))
+        if found is not None:
+            return found
+    return None

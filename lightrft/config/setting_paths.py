@@ -40,7 +40,9 @@ def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
 
     def change(key: str, value: str) -> str:
         found = os.path.normpath(folder / value)
-        if not glob.has_magic(value) and not Path(found).exists() and Path(value).exists():
+        # Silently taking the other file would let one config mean two things.
+        only_here = not Path(found).exists() and Path(value).exists()
+        if only_here and not glob.has_magic(value):
             problems.append(
                 f"{key} = {value!r} (from {file}): relative paths in a file are relative to it, "
                 f"and there is no {found}. For the one in the working directory write "
@@ -53,7 +55,9 @@ def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
 
 def made_absolute(cls: Any, tree: Any) -> Any:
     """Return ``tree`` of ``cls`` with absolute paths, which mean the same in any folder."""
-    return _changed(cls, tree, lambda _, value: os.path.abspath(value), Path())  # noqa: PTH100  ".." goes, links stay
+    # Not ``Path.resolve``, which would follow links: they may be moved to other data on purpose.
+    absolute: Change = lambda _, value: os.path.abspath(value)  # noqa: E731, PTH100
+    return _changed(cls, tree, absolute, Path())
 
 
 def branch_of(owner: Any, part: str) -> Any:
@@ -86,36 +90,44 @@ def _changed(cls: Any, tree: Any, change: Change, folder: Path, key: str = "") -
         branch = branch_of(cls, str(name))
         if name in (*cls.paths, *cls.functions):
             made[name] = _leaf(cls, name, value, change, folder, below)
+        # Unknown keys stay as they are. ``build`` reports them with the nearest name.
         elif branch is cls or name not in cls.model_fields:
             made[name] = value
-        elif typing.get_origin(cls.model_fields[name].annotation) is dict and isinstance(
-            value, Mapping
-        ):
-            made[name] = {
-                k: _changed(branch, v, change, folder, f"{below}.{k}") for k, v in value.items()
-            }
+        elif _is_table(cls, name) and isinstance(value, Mapping):
+            table = {}
+            for entry, one in value.items():
+                table[entry] = _changed(branch, one, change, folder, f"{below}.{entry}")
+            made[name] = table
         else:
             made[name] = _changed(branch, value, change, folder, below)
     return made
 
 
+def _is_table(cls: type[BaseModel], name: str) -> bool:
+    """Return True if field ``name`` holds branches by names that the user chooses."""
+    return typing.get_origin(cls.model_fields[name].annotation) is dict
+
+
 def _leaf(cls: Any, name: str, value: Any, change: Change, folder: Path, key: str) -> Any:
     if isinstance(value, list | tuple):
         return [_leaf(cls, name, v, change, folder, key) for v in value]
-    if (
-        not isinstance(value, str)
-        or value in ("", "*")
-        or value.startswith(("~", "/"))
-        or "://" in value
-        or re.search(r"[{<\n]", value)
-    ):
-        return value  # the last are templates, which may stand where a file's name may
+    if not isinstance(value, str) or not _may_be_relative(value):
+        return value
     where, colon, function = value.rpartition(":")
-    if colon and function.isidentifier() and where.endswith(".py"):
+    names_function = bool(colon) and function.isidentifier()
+    if names_function and where.endswith(".py"):
         return f"{change(key, where)}:{function}"
     if name in cls.functions:
         return change(key, value) if value.endswith(".py") else value
-    if name not in cls.paths or (colon and function.isidentifier()):
+    if name not in cls.paths or names_function:
         return value
+    # A name on the hub, such as ``owner/name``, differs from a path only in what exists here.
     there = glob.has_magic(value) or (folder / value).exists() or Path(value).exists()
     return change(key, value) if there or looks_like_path(value, folder) else value
+
+
+def _may_be_relative(value: str) -> bool:
+    if value in ("", "*") or value.startswith(("~", "/")) or "://" in value:
+        return False
+    # Templates, e.g. of a chat, may be given in place of the name of their file.
+    return not re.search(r"[{<\n]", value)

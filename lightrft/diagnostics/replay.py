@@ -114,10 +114,8 @@ def _run(
     """
     replayed = Replayed(batch)
     requirements = Requirements.of(config.algorithm)
-    max_tokens, temperature = (
-        config.train.max_tokens_per_micro_batch,
-        sampling_temperature(config.sampling),
-    )
+    max_tokens = config.train.max_tokens_per_micro_batch
+    temperature = sampling_temperature(config.sampling)
     if "policy" in phases:
         batch = with_policy(batch, roles, config, requirements)
     if "reference" in phases:
@@ -132,9 +130,8 @@ def _run(
     if "advantages" in phases:
         batch = with_advantages(batch, config, controls, requirements)
     if "update" in phases:
-        replayed.metrics.merge(
-            update(roles, batch, update_settings(config, requirements), controls, step)
-        )
+        settings = update_settings(config, requirements)
+        replayed.metrics.merge(update(roles, batch, settings, controls, step))
     replayed.batch = batch
     return replayed
 
@@ -176,4 +173,5 @@ def _take_up(
     load_reference_state(roles, state)
     if roles.ptx is not None and "ptx" in state:
         roles.ptx.load_state_dict(state["ptx"])
+    # Last: loading a model may take random numbers.
     restore_rng(state["rng"], roles.strategy.device)

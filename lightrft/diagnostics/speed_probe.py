@@ -78,7 +78,10 @@ class GenerationTiming:
             longest: length of the longest response, in tokens.
             width: maximum number of concurrent responses.
         """
-        return self.each * max(longest, rows * mean / width) + self.row * rows * mean
+        # There are at least as many decoding steps as tokens in the longest response, and more if
+        # rows wait for a free place.
+        steps = max(longest, rows * mean / width)
+        return self.each * steps + self.row * rows * mean
 
 
 def expected(
@@ -107,7 +110,7 @@ def expected(
     some = _requests(prompts, min(lengths.samples, ANSWERS))
     narrow = _drawn(engine, some[:FEW], config, strategy.device)
     wide = _drawn(engine, some, config, strategy.device)
-    engine.close()
+    engine.close()  # frees the cache, which a training step does not have
     _, rollouts = wide[-1]
     layout, agrees = _agreement(actor, rollouts, config)
     times = _timed_passes(strategy, state, actor, rollouts, config)
@@ -116,6 +119,7 @@ def expected(
     width = min(rows, config.engine.max_num_seqs)
     token_counts = [len(rollout) for rollout in rollouts]
     mean = sum(token_counts) / len(rollouts)
+    # The first repeat may compile kernels, which a long run does once.
     fastest = min(wide, key=_seconds)
     speed = GenerationTiming.of(min(narrow, key=_seconds), fastest)
     drawing = speed.seconds(rows, mean, max(token_counts), width)
@@ -196,7 +200,7 @@ def _timed_passes(
     """
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
-        rollout.reward = 0.0
+        rollout.reward = 0.0  # collating needs one, and its value costs no time
         groups.setdefault(rollout.prompt.id, []).append(rollout)
     batch = collate(list(groups.values()))
     indices = micro_batches(batch, config.train.max_tokens_per_micro_batch, actor.layout)
@@ -269,6 +273,7 @@ def _timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Return the seconds of ``work``, including queued device work, and its result."""
     began = time.perf_counter()
     result = work()
+    # Work on an accelerator is only queued when the call returns.
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter() - began, result

@@ -43,6 +43,7 @@ class Metric(ABC):
 
     def copy(self) -> Self:
         """Return a metric with the same parts, which can be merged independently."""
+        # Without ``__init__``, whose arguments differ from class to class.
         twin = object.__new__(type(self))
         twin.columns = tuple(list(column) for column in self.columns)
         return twin
@@ -125,6 +126,7 @@ class Min(Metric):
         super().__init__([_detached(value)])
 
     def _reduce(self) -> float:
+        # nan compares as neither smaller nor larger, so ``min`` alone would depend on the order.
         return min(self.columns[0], key=lambda v: (not math.isnan(v), v))
 
 
@@ -196,16 +198,16 @@ def exact_sum(values: Iterable[float]) -> float:
     Infinities of both signs give nan.
     """
     values = list(values)
-    special = [v for v in values if not math.isfinite(v)]
+    # ``math.fsum`` raises for infinities of both signs.
+    special = [value for value in values if not math.isfinite(value)]
+    if any(math.isnan(value) for value in special) or len(set(special)) > 1:
+        return math.nan
     if special:
-        return (
-            math.nan if any(math.isnan(v) for v in special) or len(set(special)) > 1 else special[0]
-        )
+        return special[0]
     try:
         return math.fsum(values)
-    except (
-        OverflowError
-    ):  # an intermediate sum overflowed, which depends on the order; fractions do not overflow
+    except OverflowError:
+        # An intermediate sum overflowed, which depends on the order. Fractions do not overflow.
         total = sum(map(Fraction, values), Fraction())
         try:
             return float(total)
@@ -223,21 +225,21 @@ def _nan_last(value: float) -> tuple[bool, float]:
 
 def _read(metrics: Iterable[Metric]) -> None:
     """Replace every tensor by a number, with one transfer per device."""
-    places = [
-        (column, i)
-        for m in metrics
-        for column in m.columns
-        for i, v in enumerate(column)
-        if not isinstance(v, int | float)
-    ]
+    places: list[tuple[list[Part], int]] = []
+    for metric in metrics:
+        for column in metric.columns:
+            tensors = (i for i, part in enumerate(column) if not isinstance(part, int | float))
+            places += [(column, i) for i in tensors]
     if not places:
         return
+    # Imported here: reports read metrics without torch, which takes seconds to import.
     import torch
 
     by_device: dict[torch.device, list[tuple[list[Part], int]]] = {}
     for column, i in places:
         by_device.setdefault(column[i].device, []).append((column, i))
     for device, group in by_device.items():
+        # float64 holds every number of a narrower type exactly. MPS does not have it.
         wide = torch.float32 if device.type == "mps" else torch.float64
         numbers = torch.stack([column[i].reshape(()).to(wide) for column, i in group]).tolist()
         for (column, i), number in zip(group, numbers, strict=True):

@@ -92,6 +92,7 @@ class RolloutWriter:
             self._changed.wait_for(lambda: len(self._jobs) < self._depth or self._error is not None)
             self._jobs.append(_Job(path, rollouts, columns, tuple(attached)))
             self._changed.notify_all()
+            # Last: the batch is queued even if an earlier one failed, so that none is lost.
             self._raise_error()
 
     def flush(self) -> None:

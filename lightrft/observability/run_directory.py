@@ -148,10 +148,9 @@ class RunDirectory:
         written = self.metrics.last_steps().get(phase, 0)
         self.metrics.rewind(step, phase)
         last = 0 if phase == SUPERVISED else step
-        for file in [
-            *(self.path / "rollouts").glob("*.jsonl"),
-            *(self.path / "batches").glob("step_*.*"),
-        ]:
+        rollouts = (self.path / "rollouts").glob("*.jsonl")
+        batches = (self.path / "batches").glob("step_*.*")
+        for file in [*rollouts, *batches]:
             match = re.fullmatch(r"[a-z]+_(\d+)\.(jsonl|pt)", file.name)
             if match and int(match[1]) > last:
                 file.unlink()
@@ -170,6 +169,7 @@ class RunDirectory:
 
         ``row`` has ``step``, and ``phase`` if the run has several phases.
         """
+        # Not in ``open``: only after ``rewind`` is it known which events are stale.
         if self._tensorboard:
             self._trackers.append(TensorBoard(self.path / "tensorboard", self.metrics.last_steps()))
             self._tensorboard = False
@@ -213,17 +213,16 @@ class RunDirectory:
 
         The settings are written under ``changed``.
         """
+        lost: dict[str, int] = {}
+        if self._log.lost:
+            lost["log_lines_lost"] = self._log.lost
         rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
-        lost = {
-            name: n
-            for name, n in (("log_lines_lost", self._log.lost), ("tensorboard_rows_lost", rows))
-            if n
-        }
-        write_json(
-            self.path / "summary.json",
-            {**values, **lost, "changed": self._changed},
-            private=MARK in str(self._changed),
-        )
+        if rows:
+            lost["tensorboard_rows_lost"] = rows
+        # Redaction may miss a secret, so settings that hold one are only for the user.
+        private = MARK in str(self._changed)
+        summary = {**values, **lost, "changed": self._changed}
+        write_json(self.path / "summary.json", summary, private=private)
 
     def write_samples(
         self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
@@ -378,14 +377,15 @@ def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise ConfigError(f"{saved} is not YAML: {error}; choose another run.name") from None
     new = dict(dotted(yaml.safe_load(_saved_yaml(config))))
-    missing = object()
-    differing = [
-        f"  {key}: {_shown(old.get(key, missing), missing)} in the folder, "
-        f"{_shown(new.get(key, missing), missing)} now"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key, missing) != new.get(key, missing)
-        and not any(key == name or key.startswith(f"{name}.") for name in ignore)
-    ]
+    missing = object()  # None is a value of a setting
+    differing = []
+    for key in dict.fromkeys([*old, *new]):
+        before, now = old.get(key, missing), new.get(key, missing)
+        ignored = any(key == name or key.startswith(f"{name}.") for name in ignore)
+        if before != now and not ignored:
+            differing.append(
+                f"  {key}: {_shown(before, missing)} in the folder, {_shown(now, missing)} now"
+            )
     if differing:
         raise ConfigError(
             f"{saved.parent} holds a run of another config; set another run.name, "
@@ -402,6 +402,7 @@ def _clear(path: Path) -> None:
     """Remove the files of an earlier run and no other file."""
     for name in OURS:
         entry = path / name
+        # ``rmtree`` refuses a link, and what it points to may be of other runs.
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
@@ -419,9 +420,8 @@ def _take(path: Path) -> int | None:
         return None
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.lockf(
-            handle, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # unlike flock, not inherited by a forked worker
+        # Unlike ``flock``, this lock is not inherited by a forked worker that outlives the run.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         holder = os.read(handle, 20).decode("ascii", "replace").strip()
         os.close(handle)
@@ -429,6 +429,7 @@ def _take(path: Path) -> int | None:
             f"{path} is in use by process {holder or 'unknown'}; stop it, or choose another "
             "run.name"
         ) from None
+    # The process id is only for the message. The lock itself is what counts.
     os.truncate(handle, 0)
     os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle

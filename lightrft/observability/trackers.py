@@ -43,14 +43,14 @@ class JsonLinesTracker:
 
     def rewind(self, step: int, phase: str = "") -> None:
         """Remove the rows of ``phase`` after ``step``, and every row after the first of them."""
-        late = (
-            i
-            for i, row in enumerate(self.rows)
-            if row.get("phase", "") == phase and row["step"] > step
-        )
-        cut = next(late, len(self.rows))
+        cut = len(self.rows)
+        for i, row in enumerate(self.rows):
+            if row.get("phase", "") == phase and row["step"] > step:
+                cut = i
+                break
         if cut == len(self.rows):
             return
+        # Rows of later phases follow, and they started from what is now taken back.
         self.rows = self.rows[:cut]
         self._last = self.last_steps()
         self._write_all()
@@ -84,9 +84,11 @@ class JsonLinesTracker:
         step = int(row["step"])
         if last is not None and step <= last:
             raise ValueError(f"step {step} of phase {phase!r} comes after step {last}")
-        odd = {
-            k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)
-        } - self._warned
+        odd = set()
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                odd.add(name)
+        odd -= self._warned
         if odd:
             self._warned |= odd
             log.warning("step %s: not finite, written as null: %s", step, ", ".join(sorted(odd)))
@@ -125,10 +127,8 @@ class TensorBoard:
 
         The next call raises its error again.
         """
-        if not (
-            isinstance(told.exc_value, OSError)
-            and type(told.thread).__module__.startswith("tensorboard.")
-        ):
+        of_tensorboard = type(told.thread).__module__.startswith("tensorboard.")
+        if not of_tensorboard or not isinstance(told.exc_value, OSError):
             self._hook(told)
 
     def log(self, row: Row) -> None:
@@ -147,6 +147,7 @@ class TensorBoard:
     def _log(self, row: Row) -> None:
         phase, step = str(row.get("phase", "")), int(row["step"])
         if phase not in self._writers:
+            # TensorBoard appends: it must hide the events of steps that are repeated.
             purge = self._last.get(phase, -1) + 1
             self._writers[phase] = self._make(
                 str(self._folder / phase), purge_step=purge, flush_secs=10
@@ -165,6 +166,7 @@ class TensorBoard:
                     "step",
                     error,
                 )
+        # Another hook may have been put on top, which must stay.
         if threading.excepthook == self._on_thread_error:
             threading.excepthook = self._hook
 

@@ -147,11 +147,10 @@ def resolve(name: str, kind: str = "function") -> Any:
         raise ConfigError(
             f"{kind} {name!r} is not of the form package.module:function or file.py:function"
         )
-    module = (
-        _from_file(Path(where), name, kind)
-        if where.endswith(".py")
-        else _from_package(where, name, kind)
-    )
+    if where.endswith(".py"):
+        module = _from_file(Path(where), name, kind)
+    else:
+        module = _from_package(where, name, kind)
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -166,19 +165,19 @@ def _functions_of(name: str) -> str:
     path = Path(name).expanduser()
     if not path.is_file():
         return f"write {name}:function (and there is no file {path.resolve()})"
+    # Parsed and not imported: a file that is named by mistake must not run.
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return f"write {name}:function"
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [
-        node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")
-    ]
-    return "write " + " or ".join(f"{name}:{function}" for function in found or ["function"])
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    public = [node.name for node in functions if not node.name.startswith("_")]
+    return "write " + " or ".join(f"{name}:{function}" for function in public or ["function"])
 
 
 def _from_file(path: Path, name: str, kind: str) -> ModuleType:
     path = path.expanduser().resolve()
+    # The hash, since two files may have the same name. The stem keeps tracebacks readable.
     key = f"lightrft_user_{path.stem}_{abs(hash(str(path))):x}"
     if key in sys.modules:
         return sys.modules[key]
@@ -193,6 +192,7 @@ def _from_file(path: Path, name: str, kind: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        # Otherwise the next look-up would return the half-executed module.
         del sys.modules[key]
         raise ConfigError(
             f"{kind} {name!r}: importing {path} raised {type(error).__name__}: {error}"
@@ -202,9 +202,8 @@ def _from_file(path: Path, name: str, kind: str) -> ModuleType:
 
 def _from_package(where: str, name: str, kind: str) -> ModuleType:
     here = str(Path.cwd())
-    if (
-        here not in sys.path
-    ):  # last: a module in the working directory must not hide an installed one
+    # Last: a module in the working directory must not hide an installed one.
+    if here not in sys.path:
         sys.path.append(here)
     try:
         return importlib.import_module(where)

@@ -48,6 +48,7 @@ def numpy_generator(seed: int, stream: RandomStream, *index: int) -> np.random.G
         stream: The use.
         index: Non-negative numbers within the use, e.g. the epoch. Each has its own generator.
     """
+    # NumPy takes no negative seeds.
     return np.random.default_rng([seed % 2**63, int(stream), *index])
 
 
@@ -121,9 +122,8 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
         ) from error
     kind = next((name for name in state if name not in _PARTS), None)
     saved = state.get(device.type) if _has_generator(device) else None
-    if isinstance(
-        saved, list
-    ):  # older checkpoints hold a list with the state of every visible device
+    # Older checkpoints hold a list with the state of every visible device.
+    if isinstance(saved, list):
         saved = dict(enumerate(saved)).get(device.index or 0)
     if saved is not None:
         torch.get_device_module(device).set_rng_state(saved, device)

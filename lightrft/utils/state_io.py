@@ -44,11 +44,9 @@ def load_state(path: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         earlier = path.with_name(f"{path.name}.json")
-        reason = (
-            f"there is only {earlier.name}, of an earlier version of lightrft"
-            if earlier.exists()
-            else "it is missing"
-        )
+        reason = "it is missing"
+        if earlier.exists():
+            reason = f"there is only {earlier.name}, of an earlier version of lightrft"
         raise CheckpointError(f"{file} is not a state that can be read: {reason}") from error
     except pickle.UnpicklingError as error:
         # Torch's own message advises to load the file without the restriction.
@@ -115,10 +113,9 @@ class _Plain:
         if id(value) not in self._tensors:
             tensor = value.detach().contiguous()
             storage = tensor.untyped_storage()
-            shared = (
-                storage.data_ptr() in self._storages
-                or storage.nbytes() != tensor.numel() * tensor.element_size()
-            )
+            is_view = storage.nbytes() != tensor.numel() * tensor.element_size()
+            shared = is_view or storage.data_ptr() in self._storages
+            # Empty tensors have no memory: the address of each is 0.
             if shared and tensor.numel():
                 tensor = tensor.clone()
             self._storages.add(tensor.untyped_storage().data_ptr())

@@ -68,6 +68,7 @@ class StopFlag:
         return bool(self.reason)
 
     def __enter__(self) -> Self:
+        # Python sets and runs handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
         return self

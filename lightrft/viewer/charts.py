@@ -71,13 +71,8 @@ def plots(run: RunData) -> list[str]:
     """Return a figure for each metric that the run has written."""
     drawn = [_reward(run), _accuracy(run)]
     drawn += [_plain(plot, run.points(plot.metric)) for plot in PLAIN]
-    drawn += [
-        _time(run),
-        _plain(
-            Plot("loss", "Warm-up loss", "supervised steps, nats per token", color=1),
-            run.points("loss", warm_up=True),
-        ),
-    ]
+    warm_up = Plot("loss", "Warm-up loss", "supervised steps, nats per token", color=1)
+    drawn += [_time(run), _plain(warm_up, run.points("loss", warm_up=True))]
     return [figure for figure in drawn if figure]
 
 
@@ -85,24 +80,16 @@ def _reward(run: RunData) -> str:
     points = run.points("reward/mean")
     if not points:
         return ""
-    terms = [
-        n
-        for n in run.names("reward/")
-        if n not in ("reward/mean", "reward/std", "reward/max", "reward/min")
-    ]
+    of_all = ("reward/mean", "reward/std", "reward/max", "reward/min")
+    terms = [name for name in run.names("reward/") if name not in of_all]
     series = _lines("reward", points, 0)
     if len(terms) > 1:  # a single term equals the reward, up to its weight
         for i, name in enumerate(terms[:6]):
             points_of = run.points(name)
             trend = smooth(points_of) if len(points_of) > NOISY else points_of
             series.append(Series(name.removeprefix("reward/"), trend, i + 1))
-    return _figure(
-        "Reward",
-        "mean of a step",
-        line_plot("Reward", series),
-        compact(mean_at_end(points)),
-        series,
-    )
+    svg = line_plot("Reward", series)
+    return _figure("Reward", "mean of a step", svg, compact(mean_at_end(points)), series)
 
 
 def _accuracy(run: RunData) -> str:
@@ -110,25 +97,19 @@ def _accuracy(run: RunData) -> str:
     if not points:
         return ""
     series = [Series("eval accuracy", points, 2, dots=len(points) <= NOISY)]
-    sources = [n for n in run.names("eval/") if n.count("/") == 2 and n.endswith("/accuracy")]
-    if len(sources) > 1:
-        series += [
-            Series(n.split("/")[1], run.points(n), 3 + i, dots=True)
-            for i, n in enumerate(sources[:5])
-        ]
+    by_source = [name for name in run.names("eval/") if name.endswith("/accuracy")]
+    sources = [name for name in by_source if name.count("/") == 2]
+    if len(sources) > 1:  # a single source equals the total
+        for i, name in enumerate(sources[:5]):
+            series.append(Series(name.split("/")[1], run.points(name), 3 + i, dots=True))
     before = run.summary.get("heldout_before")
+    (first, _), (last, accuracy) = points[0], points[-1]
     if isinstance(before, int | float) and len(points) > 1:
-        series.append(
-            Series("before", [(points[0][0], before), (points[-1][0], before)], 5, dashed=True)
-        )
+        level = [(first, before), (last, before)]
+        series.append(Series("before", level, 5, dashed=True))
     svg = line_plot("Held-out accuracy", series, y_format=percent, y_range=(0.0, 1.0))
-    return _figure(
-        "Held-out accuracy",
-        "on problems that were not trained on",
-        svg,
-        percent(points[-1][1]),
-        series,
-    )
+    note = "on problems that were not trained on"
+    return _figure("Held-out accuracy", note, svg, percent(accuracy), series)
 
 
 def _plain(plot: Plot, points: Points) -> str:
@@ -136,12 +117,8 @@ def _plain(plot: Plot, points: Points) -> str:
         return ""
     if plot.form is percent and not any(y for _, y in points):
         return ""  # leaves out a fraction that was always 0
-    svg = line_plot(
-        plot.title,
-        _lines(plot.title.lower(), points, plot.color),
-        y_format=plot.form,
-        zero=plot.zero,
-    )
+    lines = _lines(plot.title.lower(), points, plot.color)
+    svg = line_plot(plot.title, lines, y_format=plot.form, zero=plot.zero)
     return _figure(plot.title, plot.note, svg, plot.form(mean_at_end(points)))
 
 
@@ -162,13 +139,11 @@ def _time(run: RunData) -> str:
         return ""
     total = sum(map(sum, columns.values()))
     svg = stacked_bars("Where the time goes", [row["step"] for row in rows], columns)
-    shares = [
-        Series(f"{phase} {_share(sum(values) / total)}", [], i)
-        for i, (phase, values) in enumerate(columns.items())
-    ]
-    return _figure(
-        "Where the time goes", "seconds per step", svg, f"{compact(total / len(rows))} s", shares
-    )
+    shares = []
+    for i, (phase, values) in enumerate(columns.items()):
+        shares.append(Series(f"{phase} {_share(sum(values) / total)}", [], i))
+    now = f"{compact(total / len(rows))} s"
+    return _figure("Where the time goes", "seconds per step", svg, now, shares)
 
 
 def _share(value: float) -> str:
@@ -189,9 +164,8 @@ def _figure(title: str, note: str, svg: str, now: str, series: list[Series] | No
 
 def _key(series: Series) -> str:
     dashed = " dashed" if series.dashed else ""
-    mark = (
-        f'<rect class="f{series.color % 8}" width="14" height="8" rx="2"/>'
-        if not series.points
-        else f'<path class="line s{series.color % 8}{dashed}" d="M1 4H13"/>'
-    )
+    if series.points:
+        mark = f'<path class="line s{series.color % 8}{dashed}" d="M1 4H13"/>'
+    else:  # a bar
+        mark = f'<rect class="f{series.color % 8}" width="14" height="8" rx="2"/>'
     return f'<svg viewBox="0 0 14 8" aria-hidden="true">{mark}</svg>'

@@ -72,9 +72,8 @@ class RunData:
 
     def names(self, prefix: str) -> list[str]:
         """Return the metrics that begin with ``prefix``, in the order of their first occurrence."""
-        return list(
-            dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix))
-        )
+        every = dict.fromkeys(name for row in self.rows for name in row)
+        return [name for name in every if name.startswith(prefix)]
 
 
 def read_run(folder: Path) -> RunData:
@@ -111,11 +110,13 @@ def _answers(folder: Path) -> tuple[list[Answer], list[Answer]]:
     path = folder / "samples.json"
     samples = _mapping(_json(path), path)
     if samples:
-        return [_sample(s) for s in samples.get("before", [])], [
-            _sample(s) for s in samples.get("after", [])
-        ]
+        before = [_sample(sample) for sample in samples.get("before", [])]
+        after = [_sample(sample) for sample in samples.get("after", [])]
+        return before, after
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
-    return (_sampled(files[0]), _sampled(files[-1])) if len(files) > 1 else ([], [])
+    if len(files) < 2:  # one file is not a comparison
+        return [], []
+    return _sampled(files[0]), _sampled(files[-1])
 
 
 def _sample(sample: Mapping[str, Any]) -> Answer:
@@ -139,9 +140,8 @@ def _sampled(path: Path, most: int = 5) -> list[Answer]:
             row = json.loads(line)
             prompt = row["prompt"]
             texts = (_text(prompt["text"]), _text(row["text"]), _text(prompt["label"]))
-            found.setdefault(
-                prompt["id"], Answer(*texts, None, row["reward"], _attachments(prompt))
-            )
+            answer = Answer(*texts, None, row["reward"], _attachments(prompt))
+            found.setdefault(prompt["id"], answer)
     return list(found.values())
 
 
@@ -150,13 +150,10 @@ def _attachments(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    return (
-        ""
-        if value is None
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, ensure_ascii=False)
-    )
+    if value is None:
+        return ""
+    # A label may be any JSON value, e.g. a list of accepted answers.
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _json(path: Path) -> Any:
@@ -184,16 +181,12 @@ def mean_at_end(points: Points) -> float:
 
     A page shows this number for a curve.
     """
-    return _mean(points[-_tenth(points) :])
+    return _mean(points[-max(1, len(points) // 10) :])
 
 
 def mean_at_start(points: Points) -> float:
     """Return the mean over the first tenth of ``points``, at least one."""
-    return _mean(points[: _tenth(points)])
-
-
-def _tenth(points: Points) -> int:
-    return max(1, len(points) // 10)
+    return _mean(points[: max(1, len(points) // 10)])
 
 
 def _mean(points: Points) -> float:
@@ -201,4 +194,5 @@ def _mean(points: Points) -> float:
 
 
 def _is_number(value: Any) -> bool:
+    # None stands for a value that was not finite.
     return isinstance(value, int | float) and not isinstance(value, bool)

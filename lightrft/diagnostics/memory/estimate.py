@@ -79,8 +79,11 @@ def estimate_memory(
     phases = _left_whole(place, models, phases)
     if isinstance(config, RLConfig) and config.rollout.staleness:
         kept["sampling copies"] = _copies(place, models[0], "engine" in apart)
+        # Ranks generate the next batch while they train on this one.
         if phases[0].name == DRAWING and "engine" not in apart:
-            phases = [phases[0], *(_beside(phases[0], phase) for phase in phases[1:])]
+            at_the_same_time = {"generating at the same time": phases[0].total}
+            for i, phase in enumerate(phases[1:], 1):
+                phases[i] = replace(phase, parts={**phase.parts, **at_the_same_time})
     if device.processes > 1:
         phases.append(reading(place, models, loaded))
     if "engine" in apart and isinstance(config, RLConfig):
@@ -110,6 +113,7 @@ def workers(
         name = "policy" if role == "engine" else role
         model = next(model for model in _models(config) if model.name == name)
         if role == "engine":
+            # An engine holds no gradients and no optimizer, whatever the ranks train.
             model = replace(model, trained=False)
             phases = list(drawing_answers(place, model))
             kept = {
@@ -301,8 +305,3 @@ def _on_host(
     resting = max((phase.resting for phase in phases), default=0.0)
     found["offloaded during generation"] = resting
     return {name: size for name, size in found.items() if size} | place.host
-
-
-def _beside(drawing: MemoryPhase, phase: MemoryPhase) -> MemoryPhase:
-    """Return ``phase`` plus the memory of generating a later batch at the same time."""
-    return replace(phase, parts={**phase.parts, "generating at the same time": drawing.total})

@@ -64,6 +64,7 @@ class AllocationTracker(TorchDispatchMode):
             # The meta device has no values, so any number serves.
             return 1
         result = func(*args, **(kwargs or {}))
+        # A result in the storage of an input is a view, or was written in place: no new memory.
         inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
@@ -140,6 +141,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Attention) -> Tensor:
         out = query.new_empty(*query.shape[:3], value.shape[-1])
+        # Attention kernels keep the log-sum-exp of each query instead of its probabilities.
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         copies = FORWARD_COPIES * out.untyped_storage().nbytes()
         plan.watch.brief(copies + plan.written * query.shape[1])
@@ -152,6 +154,7 @@ class _Attend(torch.autograd.Function):
         query, key, value, out, _ = ctx.saved_tensors
         found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         copies = BACKWARD_COPIES * out.untyped_storage().nbytes()
+        # Twice the scores: the gradient of each is materialized too.
         ctx.plan.watch.brief(copies + 2 * ctx.plan.written * query.shape[1])
         return *found, None
 
@@ -266,6 +269,7 @@ def update(
         for part in range(min(parts, 2)):
             strategy.backward(state, call(), last=part == parts - 1)
         gradients = watch.live
+    # The same model is traced again for other phases, which must start without gradients.
     for each in (*trained.values(), *masters.values()):
         each.grad = None
     return Traced(watch.peak, gradients, watch.away_peak)
@@ -305,6 +309,7 @@ def _let_go(parameter: Tensor) -> None:
 
 @contextmanager
 def _training(model: Backbone) -> Generator[None]:
+    # Gradient checkpointing of transformers applies in training mode only.
     model.train()
     try:
         yield
@@ -385,4 +390,5 @@ def _from_host(kept: Tensor | _OnHost) -> Tensor:
 def _on_meta(packed: Packed, plan: _Attention) -> Packed:
     names = ("input_ids", "position_ids", "gather", "source")
     tensors = {name: getattr(packed, name).to("meta") for name in names}
+    # Without the mask, which the stand-in does not read and which would count as memory.
     return replace(packed, **tensors, plan=plan, mask=None)

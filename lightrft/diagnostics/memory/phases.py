@@ -111,6 +111,7 @@ class Model:
     def _itemsize(self, parameter: nn.Parameter, module: nn.Module, name: str) -> float:
         if not self.quantised or parameter.requires_grad:
             return parameter.itemsize
+        # bitsandbytes quantizes linear layers except the head.
         is_quantised = type(module) is nn.Linear and "head" not in name
         return QUANTISED if is_quantised else parameter.itemsize
 
@@ -210,6 +211,7 @@ def drawing_answers(
             config.eval.samples,
         )
     shares = place.shares(policy)
+    # Tensor-parallel ranks generate the same rows together.
     groups = math.ceil(lengths.groups * shares.cut / place.among)
     samples = lengths.samples
     if not decodes_by_plan(policy.model.base.config):  # then each row stores a copy of its prompt
@@ -234,9 +236,11 @@ def drawing_answers(
     forward = partial(meta_trace.forward, policy.model, prefill)
     read = traced(place, policy, forward, prefill, False)
     step = generation_phase(rows, heads, lengths.longest, text.vocab_size)
+    # Each tensor-parallel rank caches the keys of its own heads.
     parts = {"cache": cache / shares.cut, "prefill or step": float(max(read.peak, step))}
     if shares.by_blocks:
         outside, blocks = policy.units(shares.cut)
+        # Gathered once for all tokens: gathering per token would take most of the time.
         parts["policy made whole"] = outside + sum(blocks)
     yield MemoryPhase(DRAWING, parts)
 
@@ -443,6 +447,7 @@ def traced(
         batch: the micro-batch of the pass.
         trained: True for a pass with gradient.
     """
+    # The errors that code of a model may raise for a tensor without values.
     try:
         return trace()
     except (
@@ -492,6 +497,7 @@ def _heads(text: Any) -> tuple[int, int]:
     """
     fields = text.to_dict()
     heads = fields.get("num_attention_heads")
+    # ``to_dict`` has the names of the config file, such as ``n_head`` of GPT-2.
     if not heads:
         own_name = text.attribute_map.get("num_attention_heads", "")
         heads = vars(text).get(own_name)
@@ -509,6 +515,7 @@ def _widths(text: Any) -> dict[str, int]:
 
 def _inner(text: Any) -> int:
     """Return the width of the MLP that a token passes through, summed over its active experts."""
+    # GPT-2 leaves the width empty, which means four times the hidden size.
     narrow = _first(text, "moe_intermediate_size", "intermediate_size") or 4 * text.hidden_size
     experts = _first(text, "num_experts_per_tok", "num_experts_per_token")
     return narrow * experts if experts else narrow

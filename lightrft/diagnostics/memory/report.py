@@ -37,6 +37,7 @@ def _resident() -> int:
     file = Path("/proc/self/statm")
     if not file.is_file():
         return 0
+    # The fields of ``statm`` are total and resident size, in pages.
     pages = int(file.read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
