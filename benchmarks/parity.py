@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 LIMIT = 1e-5
 FLOOR = 0.02
@@ -199,10 +199,55 @@ def ended(tree: Tree) -> bool:
     return bool(found["finished"]) and found["steps"] == tree["train"]["steps"]
 
 
-def run_all(trees: Sequence[Tree], folder: Path, processes: int, seconds: float = 200) -> None:
-    """Run configs one after another in the same ``processes``: ``lightrft sft`` for those with a ``batch_size``, ``rl`` for others.
+class Start(Protocol):
+    """Run ``python words...`` and return its exit status and output.
 
-    Raises ``RuntimeError``, with what was said, when one fails; the others are not run then. In all they may take ``seconds`` for each.
+    Args:
+        words: the arguments of the interpreter.
+        env: the environment of the process.
+        seats: the number of ranks that torch's launcher starts there; 0 without the launcher.
+        timeout: seconds after which the process is killed and ``TimeoutExpired`` is raised.
+    """
+
+    def __call__(
+        self, words: Sequence[str], *, env: Mapping[str, str], seats: int, timeout: float
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+def new_interpreters(
+    words: Sequence[str], *, env: Mapping[str, str], seats: int, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Implement ``Start`` with a new interpreter for the program and for each of its ranks."""
+    # A file and not a pipe: a cluster that outlives the program would keep the pipe open.
+    with tempfile.TemporaryFile("w+") as said:
+        command = [sys.executable, *words]
+        status = subprocess.run(
+            command, stdout=said, stderr=subprocess.STDOUT, env=env, timeout=timeout, check=False
+        ).returncode
+        said.seek(0)
+        return subprocess.CompletedProcess(command, status, said.read(), "")
+
+
+def run_all(
+    trees: Sequence[Tree],
+    folder: Path,
+    processes: int,
+    seconds: float = 200,
+    start: Start = new_interpreters,
+) -> None:
+    """Run configs one after another in the same process group.
+
+    A config with a ``batch_size`` is run by ``lightrft sft``, any other by ``lightrft rl``.
+
+    Args:
+        trees: the configs.
+        folder: where the list of configs is written.
+        processes: the number of ranks.
+        seconds: the limit for each config. The limit of all is their sum.
+        start: starts the processes.
+
+    Raises:
+        RuntimeError: a run failed. The message has its output. Later configs are not run.
     """
     if not trees:
         return
@@ -223,17 +268,12 @@ def run_all(trees: Sequence[Tree], folder: Path, processes: int, seconds: float 
         if processes > 1
         else []
     )
-    words = [sys.executable, *torchrun, __file__, "--plan", str(plan)]
-    with tempfile.TemporaryFile("w+") as said:
-        limit = seconds * len(trees)
-        status = subprocess.run(
-            words, stdout=said, stderr=subprocess.STDOUT, env=env, timeout=limit, check=False
-        ).returncode
-        if status:
-            said.seek(0)
-            raise RuntimeError(
-                f"{processes} processes ended with status {status}:\n{said.read()[-8000:]}"
-            )
+    words = [*torchrun, __file__, "--plan", str(plan)]
+    seats = processes if processes > 1 else 0
+    done = start(words, env=env, seats=seats, timeout=seconds * len(trees))
+    if done.returncode:
+        said = (done.stdout + done.stderr)[-8000:]
+        raise RuntimeError(f"{processes} processes ended with status {done.returncode}:\n{said}")
 
 
 def run_here(plan: Path) -> None:
@@ -368,13 +408,24 @@ def compared(found: Path, expected: Path, since: int = 0) -> Gaps:
 COLUMNS = ("loss", "gradient norm", "other metrics", "weights")
 
 
-def run_way(way: str, cases: Sequence[str], folder: Path) -> None:
-    """Run ``cases`` in ``way``, and the first of them again. Raises ``RuntimeError`` for a run that fails or is not repeatable."""
+def run_way(way: str, cases: Sequence[str], folder: Path, start: Start = new_interpreters) -> None:
+    """Run ``cases`` in ``way``, and the first of them again.
+
+    Args:
+        way: a key of ``WAYS``.
+        cases: keys of ``CASES``. Cases that ``way`` cannot run are left out.
+        folder: the folder of models, data and runs. A finished run in it is not run again.
+        start: starts the processes.
+
+    Raises:
+        RuntimeError: a run failed, or the first case gave other numbers the second time.
+    """
     cases = [case for case in cases if case not in WAYS[way].without]
     again = tree_of(cases[0], way, folder)
     again["run"]["name"] = "again"
     trees = [*(tree_of(case, way, folder) for case in cases), again]
-    run_all([tree for tree in trees if not ended(tree)], folder / way, WAYS[way].processes)
+    left = [tree for tree in trees if not ended(tree)]
+    run_all(left, folder / way, WAYS[way].processes, start=start)
     gap, where = compared(folder / way / "again", folder / way / cases[0]).worst
     if gap:
         raise RuntimeError(
@@ -400,10 +451,20 @@ STEPS_BEFORE = 2
 
 
 def checkpoints(
-    ways: Sequence[str], folder: Path, case: str = "ppo"
+    ways: Sequence[str], folder: Path, case: str = "ppo", start: Start = new_interpreters
 ) -> Iterator[tuple[str, str, Gaps]]:
-    """Each way that has saved and each that goes on, with the differences of what comes then from ``single`` that never stopped; and for
-    those that go on as they were, how the log-probs of the model that was written differ from the run's own."""
+    """Save a run in each way, resume it in each way, and compare with ``single`` never stopped.
+
+    Args:
+        ways: keys of ``WAYS``.
+        folder: the folder of models, data and runs. A finished run in it is not run again.
+        case: a key of ``CASES``.
+        start: starts the processes.
+
+    Yields:
+        The way that saved, the way that resumed, and the differences of the steps after that. If both are the same way, also the
+        difference between log-probs of the exported model and of the run.
+    """
 
     def tree(way: str, name: str, steps: int) -> Tree:
         found = tree_of(case, way, folder)
@@ -415,14 +476,15 @@ def checkpoints(
     for way in dict.fromkeys(["single", *ways]):
         whole = [tree(way, "whole", STEPS_BEFORE + 1)] if way == "single" else []
         trees = [*whole, tree(way, "saved", STEPS_BEFORE)]
-        run_all([tree for tree in trees if not ended(tree)], folder / way, WAYS[way].processes)
+        unfinished = [tree for tree in trees if not ended(tree)]
+        run_all(unfinished, folder / way, WAYS[way].processes, start=start)
     for way in ways:
         going_on = {other: tree(way, f"from {other}", STEPS_BEFORE + 1) for other in ways}
         left = {other: its for other, its in going_on.items() if not ended(its)}
         for other in left:
             shutil.rmtree(folder / way / f"from {other}", ignore_errors=True)
             shutil.copytree(folder / other / "saved", folder / way / f"from {other}")
-        run_all(list(left.values()), folder / way, WAYS[way].processes)
+        run_all(list(left.values()), folder / way, WAYS[way].processes, start=start)
         for other in ways:
             found = folder / way / f"from {other}"
             gaps = compared(found, folder / "single" / "whole", since=STEPS_BEFORE + 1)

@@ -26,6 +26,7 @@ from benchmarks.parity import (
     run_way,
     tree_of,
 )
+from tests import warm
 from tests.e2e.several import ENVIRONMENT, train
 
 
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models and data, and every case on one process."""
     folder = tmp_path_factory.mktemp("parity")
     make(folder)
-    run_way("single", list(CASES), folder)
+    run_way("single", list(CASES), folder, warm.run)
     return folder
 
 
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_every_case_gives_the_numbers_of_one_process(folder, way, subtests):
     """Groups that the ranks do not divide, ranks without rows and without pictures; and run again, bit for bit the same."""
-    run_way(way, list(CASES), folder)
+    run_way(way, list(CASES), folder, warm.run)
     for case in CASES:
         with subtests.test(case):
             gap, where = compared(folder / way / case, folder / "single" / case).worst
@@ -56,7 +57,7 @@ def test_a_command_of_its_own_gives_bit_for_bit_what_a_run_among_others_in_the_s
     folder, tmp_path
 ):
     tree = tree_of("ppo", "fsdp2x2", folder)
-    run_way("fsdp2x2", ["grpo", "ppo"], folder)
+    run_way("fsdp2x2", ["grpo", "ppo"], folder, warm.run)
     alone = train({**tree, "run": {"seed": BASE["run"]["seed"]}}, tmp_path, "alone", 2)
     assert compared(alone, folder / "fsdp2x2" / "ppo").worst[0] == 0
 
@@ -64,7 +65,8 @@ def test_a_command_of_its_own_gives_bit_for_bit_what_a_run_among_others_in_the_s
 @pytest.mark.slow
 def test_checkpoints_of_one_process_and_of_two_are_taken_up_by_each_other(tmp_path, subtests):
     make(tmp_path)
-    for saved, taken_up, gaps in checkpoints(["single", "fsdp2x2"], tmp_path):
+    found = checkpoints(["single", "fsdp2x2"], tmp_path, start=warm.run)
+    for saved, taken_up, gaps in found:
         with subtests.test(f"{saved} by {taken_up}"):
             gap, where = gaps.worst
             assert gap <= LIMIT, where

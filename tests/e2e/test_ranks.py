@@ -83,9 +83,8 @@ def cut(run: Path, to: Path, step: int) -> None:
 def test_what_reaches_beyond_a_step_has_the_numbers_of_one_process(
     trees, whole, tmp_path, subtests, processes
 ):
-    run_all(
-        [named(trees[name], tmp_path, name) for name in (*BEYOND, "halves")], tmp_path, processes
-    )
+    configs = [named(trees[name], tmp_path, name) for name in (*BEYOND, "halves")]
+    run_all(configs, tmp_path, processes, start=warm.run)
     for name in BEYOND:
         with subtests.test(name):
             check_equal(tmp_path / name, whole(name))
@@ -104,7 +103,8 @@ def test_runs_with_a_moving_reference_or_batches_that_wait_go_on_with_another_nu
     names = ("averages", "further")
     for name in names:
         cut(whole(name), tmp_path / f"{name}-moved", 2)
-    run_all([named(trees[name], tmp_path, f"{name}-moved") for name in names], tmp_path, 3)
+    configs = [named(trees[name], tmp_path, f"{name}-moved") for name in names]
+    run_all(configs, tmp_path, 3, start=warm.run)
     for name in names:
         check_equal(tmp_path / f"{name}-moved", whole(name))
         cut(tmp_path / f"{name}-moved", tmp_path / f"{name}-back", 3)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,8 +25,8 @@ from lightrft.strategy.tensor_parallel import shard_layers
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.local import strategy_of
-from tests.architecture.tree import ROOT
-from tests.e2e.several import PRESETS, check_equal, config_file, rows_with_pictures
+from tests import warm
+from tests.e2e.several import ENVIRONMENT, PRESETS, check_equal, config_file, rows_with_pictures
 from tests.e2e.teams import MEDIA, PLANNED
 from tests.model_helpers import float32_bound, small_actor, small_model
 
@@ -124,20 +121,10 @@ def found_in(folder: Path) -> Found:
 
     @cache
     def found(ranks: int) -> list[dict[str, Any]]:
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-        ]
-        files = [str(folder / f"{name_of(ranks, *cell)}.yaml") for cell in CELLS[ranks]]
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        command = [*torchrun, str(Path(__file__).with_name("teams.py")), str(folder), *files]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=600, check=False, env=environment
-        )
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        files = [folder / f"{name_of(ranks, *cell)}.yaml" for cell in CELLS[ranks]]
+        words = [*torchrun, Path(__file__).with_name("teams.py"), folder, *files]
+        done = warm.run(words, env=ENVIRONMENT, seats=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.partition("FOUND")[2].splitlines()[0])
 
