@@ -13,8 +13,28 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 
-LONGEST = ("test_ray.py", "test_faults.py", "test_zero.py")
-"""Their tests mostly wait for other processes. At the end of all tests one worker would be left alone with them."""
+LONGEST = (
+    "test_ray.py",
+    "test_zero.py",
+    "test_teams.py",
+    "test_parity.py",
+    "test_ranks.py",
+    "test_gpu_scripts.py",
+    "test_fsdp2.py",
+    "test_demo.py",
+    "test_faults.py",
+    "test_bad_input.py",
+    "test_one_file_grpo.py",
+    "test_imports.py",
+    "test_early_ends.py",
+    "test_engine_workers.py",
+    "test_divergence.py",
+)
+"""The files that run first, longest first.
+
+A worker of pytest-xdist that has nothing left takes tests from the end of the other's list. With a long test there, one core
+would be idle at the end of all.
+"""
 
 # An example may take long on a busy machine. The search for mutants, which takes 15 examples of most properties, has a profile of
 # its own, which is loaded by then.
@@ -42,4 +62,5 @@ def exact() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
