@@ -9,7 +9,16 @@ import pytest
 from benchmarks.parity import Tree, run_all, zero
 from lightrft.config.base import deep_merge
 from lightrft.models.tiny import save_tiny_media
-from tests.e2e.several import BEYOND, DEEPSPEED, PRESETS, check_equal, named, rows_with_pictures
+from tests import warm
+from tests.e2e.several import (
+    BEYOND,
+    DEEPSPEED,
+    PRESETS,
+    beside,
+    check_equal,
+    named,
+    rows_with_pictures,
+)
 
 pytestmark = DEEPSPEED
 
@@ -29,9 +38,12 @@ MOVES: list[tuple[int, Tree]] = [
 
 
 @pytest.fixture
-def cells(uneven_tree, teacher_folder, tmp_path) -> dict[str, Tree]:
-    """Configurations by name. Adapters with all that an optimizer can be told, pictures that some rank has none of, and what reaches
-    beyond a step."""
+def cells(uneven_tree, tmp_path) -> dict[str, Tree]:
+    """Return configs by name.
+
+    They have adapters, every option of the optimizer, pictures that one rank has none of, and roles and batches that outlive a step.
+    A critic is in "long" alone: one step in each stage, with four updates of policy and critic.
+    """
     save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path))
@@ -46,7 +58,6 @@ def cells(uneven_tree, teacher_folder, tmp_path) -> dict[str, Tree]:
     }
     recomputed = {"optimizer": optimizer, "model": {"gradient_checkpointing": True}}
     trees: dict[str, Tree] = {
-        "ppo": PRESETS["ppo"],
         "lora": deep_merge(PRESETS["lora"], recomputed),
         "all": recomputed,
         "pictures": {
@@ -55,8 +66,7 @@ def cells(uneven_tree, teacher_folder, tmp_path) -> dict[str, Tree]:
             "eval": {"data": rows},
             "train": {"steps": 2},
         },
-        "averages": BEYOND["averages"],
-        "distils": BEYOND["distils"] | {"teacher": {"path": str(teacher_folder)}},
+        "roles": deep_merge(beside(tmp_path / "teacher"), {"train": {"steps": 2}}),
         "refills": BEYOND["refills"],
         "few": {"rollout": {"prompts_per_step": 2, "group_size": 2}, "train": {"steps": 2}},
         "long": deep_merge(PRESETS["ppo"], {"eval": {"every": 1}, "train": {"steps": len(MOVES)}}),
@@ -99,8 +109,8 @@ def test_every_stage_gives_the_numbers_of_one_process_and_goes_on_from_any_other
     for processes, tree in steps[:-1]:
         plans[processes].append(tree)
     for processes, trees in plans.items():
-        run_all(trees, tmp_path / f"plan{processes}", processes)
-    run_all([steps[-1][1]], tmp_path / "plan1", 1)
+        run_all(trees, tmp_path / f"plan{processes}", processes, start=warm.run)
+    run_all([steps[-1][1]], tmp_path / "plan1", 1, start=warm.run)
     for found, one in expected.items():
         with subtests.test(found):
             check_equal(tmp_path / found, tmp_path / one)
