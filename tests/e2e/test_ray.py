@@ -352,16 +352,6 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def test_an_engine_that_is_killed_while_it_generates_ahead_of_training_changes_no_number(
-    nodes, tree, tmp_path
-):
-    """Two ranks train on responses that are a step old."""
-    tree = deep_merge(tree, {**PRESETS["ppo"], "rollout": {"staleness": 1}})
-    config = config_of(tree, tmp_path, "cluster", **staffed(engines=2, weights="message"))
-    assert "restarts" not in driven(config, {2: killed(workers("engine 0"))})
-    check_equal(tmp_path / "cluster", one(tree, tmp_path))
-
-
 def store_stats() -> Any:
     """What the object store of this node says of itself."""
     here = next(
@@ -411,12 +401,16 @@ def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def test_a_teacher_that_is_compared_whole_is_started_again_when_it_is_killed_beside_a_moving_reference(
+def test_a_teacher_and_an_engine_that_are_killed_while_batches_are_generated_ahead_change_no_number(
     nodes, tree, tmp_path
 ):
+    """Two ranks train on responses that are a step old, with a reference that moves and all of the teacher's distribution."""
     tree = deep_merge(tree, beside(tmp_path / "teacher"))
-    config = config_of(tree, tmp_path, "cluster", **staffed(teachers=1))
-    assert "restarts" not in driven(config, {1: killed(workers("teacher 0"))})
+    tree = deep_merge(tree, {"rollout": {"staleness": 1}, "train": {"steps": 4}})
+    over = staffed(engines=2, teachers=1, weights="message")
+    acts = {1: killed(workers("teacher 0")), 2: killed(workers("engine 0"))}
+    assert "restarts" not in driven(config_of(tree, tmp_path, "cluster", **over), acts)
     rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")
     assert sum(row["teacher/restarts"] for row in rows)
+    assert sum(row["async_engine/restarts"] for row in rows)
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
