@@ -16,17 +16,14 @@ import pytest
 from lightrft.observability.trackers import read_rows
 
 ROOT = Path(__file__).parents[2]
-SHORT = ["sft.train.steps=4", "sft.checkpoint.every=2", "rl.checkpoint.every=1", "rl.eval.every=2"]
-
-
-FEW = [
-    "sft.train.steps=2",
+SMALL = [
     "sft.eval.limit=12",
     "rl.eval.limit=12",
-    "rl.train.steps=2",
     "rl.rollout.prompts_per_step=4",
     "rl.rollout.group_size=2",
 ]
+SHORT = ["sft.train.steps=4", "sft.checkpoint.every=2", "rl.checkpoint.every=1", "rl.eval.every=2"]
+FEW = [*SMALL, "sft.train.steps=2", "rl.train.steps=2"]
 
 
 def parity(folder: Path) -> str:
@@ -38,13 +35,13 @@ def parity(folder: Path) -> str:
 
 def command(folder: Path, steps: int) -> list[str]:
     words = [f"run.dir={folder}", "run.name=demo", f"rl.train.steps={steps}", parity(folder)]
-    return [sys.executable, "-m", "lightrft", "demo", *words, *SHORT]
+    return [sys.executable, "-m", "lightrft", "demo", *words, *SMALL, *SHORT]
 
 
 @pytest.mark.slow
 def test_a_demo_that_is_killed_goes_on_and_ends_with_its_report(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command(tmp_path, 40), env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command(tmp_path, 400), env=environment, stdout=subprocess.DEVNULL)
     metrics = tmp_path / "demo" / "rl" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while (
