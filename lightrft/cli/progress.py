@@ -86,6 +86,7 @@ def exit_status(summary: Mapping[str, Any]) -> int:
     the other ranks.
     """
     stopped = str(summary.get("stopped_by", ""))
+    # A run may also be stopped by a request that is no signal.
     if "WORLD_SIZE" in os.environ or stopped not in signal.Signals.__members__:
         return 0
     return 128 + signal.Signals[stopped]

@@ -301,7 +301,10 @@ class AlgorithmConfig(Settings):
         tree = {"preset": tree} if isinstance(tree, str) else tree
         if not isinstance(tree, dict):
             return tree
-        tree = {k: _full_parts(v) if k in PARTS else v for k, v in tree.items()}
+        tree = dict(tree)  # the caller's tree stays as it is
+        for branch in PARTS:
+            if branch in tree:
+                tree[branch] = _full_parts(tree[branch])
         name = tree.setdefault("preset", "grpo")
         if name is None:
             return tree
@@ -321,7 +324,11 @@ def _renamed(preset: Any, given: Any) -> bool:
 
     The numbers of the preset are not meant for that function.
     """
-    name = (
-        given.get("name") if isinstance(given, dict) else given if isinstance(given, str) else None
-    )
-    return isinstance(preset, dict) and name is not None and preset.get("name") not in (None, name)
+    name = None
+    if isinstance(given, dict):
+        name = given.get("name")
+    elif isinstance(given, str):
+        name = given
+    if name is None or not isinstance(preset, dict):
+        return False
+    return preset.get("name") not in (None, name)

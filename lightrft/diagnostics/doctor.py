@@ -101,7 +101,7 @@ def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
     if accelerator is not None and kind == accelerator.type:
         memory = _free_on_device()
     elif kind == "cpu":
-        memory = _free_memory() // processes
+        memory = _free_memory() // processes  # ranks on a CPU share its memory
     else:
         memory = 0
     return Device(kind, memory, processes, _kernel())
@@ -133,6 +133,7 @@ def _free_memory() -> int:
     if not file.is_file():
         return 0
     for line in file.read_text(encoding="utf-8").splitlines():
+        # Not MemFree, which leaves out caches that the kernel gives up on demand.
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024
     return 0
@@ -190,6 +191,7 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
             f"strategy.sequence_parallel) do not divide; set it to a multiple of {team}"
         )
         yield Finding("settings", "bad", "launch.processes", says)
+    # HSDP shards over the ranks that are left after tensor parallelism.
     rows = processes // strategy.tensor_parallel
     if strategy.hsdp_shard_size is not None and rows % strategy.hsdp_shard_size:
         says = (

@@ -412,12 +412,11 @@ def to_latex(explanation: Explanation, environment: str = "align*") -> str:
 
 def _latex(number: EffectiveSetting) -> str:
     name = symbol_of(number)
-    symbol = SYMBOLS.get(name) or rf"\mathrm{{{_plain(name)}}}"
+    # Outside of formulas, LaTeX takes an underscore for an error.
+    plain_name = name.replace("_", r"\_")
+    symbol = SYMBOLS.get(name) or rf"\mathrm{{{plain_name}}}"
     value = number.value
     if not isinstance(value, int | float):
-        value = rf"\text{{{_plain(str(value))}}}"
+        plain_value = str(value).replace("_", r"\_")
+        value = rf"\text{{{plain_value}}}"
     return f"{symbol}={value}"
-
-
-def _plain(text: str) -> str:
-    return text.replace("_", r"\_")

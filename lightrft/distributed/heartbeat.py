@@ -18,6 +18,9 @@ from typing import Any
 from lightrft.distributed.error_report import report_error
 from lightrft.utils.errors import RankError, first_line
 
+Sign = tuple[int, dict[str, int]]
+"""A heartbeat: its number, and the collective calls that the rank has reached on each line."""
+
 BEAT = 1.0
 """Seconds between two heartbeats."""
 MISSED = 2.5
@@ -134,14 +137,18 @@ class Heartbeat:
         )
 
     def _live(self) -> None:
-        heard = {rank: (None, time.monotonic()) for rank in range(self.size)}
+        heard: dict[int, tuple[Sign | None, float]] = {}
+        for rank in range(self.size):
+            heard[rank] = None, time.monotonic()
         woke = last_answer = time.monotonic()
         orphaned = 0.0
         while not self._over.wait(BEAT):
             slept, woke = time.monotonic() - woke, time.monotonic()
             # This process itself was suspended: the other ranks did not time out.
             if slept > 2 * MISSED * BEAT:
-                heard, last_answer = dict.fromkeys(heard, (None, woke)), woke
+                for rank in heard:
+                    heard[rank] = None, woke
+                last_answer = woke
             # A process whose parent dies gets another parent.
             if self._launcher and os.getppid() != self._launcher and not orphaned:
                 orphaned = woke
@@ -165,7 +172,7 @@ class Heartbeat:
                     )
                     os.kill(os.getpid(), signal.SIGTERM)
 
-    def _watch(self, heard: dict[int, tuple[Any, float]], now: float) -> None:
+    def _watch(self, heard: dict[int, tuple[Sign | None, float]], now: float) -> None:
         """Exit if a rank has timed out. Rank 0 watches all ranks and the others watch rank 0.
 
         This keeps the load on the store linear in the number of ranks.
@@ -198,7 +205,7 @@ class Heartbeat:
         self._beats += 1
         self._store.set(f"beat/{self.rank}", json.dumps([self._beats, self.reached.copy()]))
 
-    def _signs(self, ranks: Iterable[int]) -> dict[int, tuple[int, dict[str, int]] | None]:
+    def _signs(self, ranks: Iterable[int]) -> dict[int, Sign | None]:
         keys = {rank: f"beat/{rank}" for rank in ranks}
         names = list(keys.values())
         # One request for all ranks. It would block if a key were missing, hence the check.

@@ -6,7 +6,10 @@ import ipaddress
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 
@@ -19,7 +22,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def loopback_store(port: int, timeout: timedelta) -> Any:
+def loopback_store(port: int, timeout: timedelta) -> TCPStore:
     """Open a ``TCPStore`` at ``port`` of the loopback interface. Port 0 selects a free port.
 
     By default PyTorch listens on all interfaces.

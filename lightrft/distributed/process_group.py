@@ -26,6 +26,8 @@ from lightrft.utils.errors import ConfigError, LostRankError, RankError, first_l
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup as TorchGroup
+    from torch.distributed import Store
 
     from lightrft.distributed.heartbeat import Heartbeat
 
@@ -98,16 +100,14 @@ class TorchProcessGroup:
     heartbeat: Heartbeat | None = None  # one per process
     _lines = itertools.count()
 
-    def __init__(self, minutes: float, group: Any = None) -> None:
+    def __init__(self, minutes: float, group: TorchGroup | None = None) -> None:
         import torch.distributed as dist
 
         self._dist = dist
         self.minutes = minutes
-        self._plain = (
-            dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
-            if group is None
-            else group
-        )
+        if group is None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+        self._plain = group
         self.rank: int = dist.get_rank(self._plain)
         self.size: int = dist.get_world_size(self._plain)
         self._members: list[int] = dist.get_process_group_ranks(self._plain)
@@ -179,7 +179,7 @@ class ModelParallelGroup:
 
     place: int
     size: int
-    group: Any = None
+    group: TorchGroup | None = None
     tensor: int = 1
 
 
@@ -293,7 +293,7 @@ def init_process_group(minutes: float) -> Generator[ProcessGroup]:
             dist.destroy_process_group()
 
 
-_stores: dict[tuple[str, ...], tuple[Any, int, int]] = {}
+_stores: dict[tuple[str, ...], tuple[Store, int, int]] = {}
 """Stores by rendezvous address. Rank 0 serves the store, so it lives as long as the process."""
 
 LOOK_SECONDS = 0.02
@@ -305,7 +305,7 @@ CONNECTED = timedelta(seconds=30)
 """Minimum timeout of one attempt to connect. A busy machine needs several seconds."""
 
 
-def _meeting(minutes: float) -> tuple[Any, int, int]:
+def _meeting(minutes: float) -> tuple[Store, int, int]:
     """Wait until all ranks have arrived, and return a fresh store, this rank and the number of
     ranks.
 
@@ -332,7 +332,7 @@ def _meeting(minutes: float) -> tuple[Any, int, int]:
         ) from error
 
 
-def _store_at(address: str, port: str, limit: timedelta) -> tuple[Any, int, int]:
+def _store_at(address: str, port: str, limit: timedelta) -> tuple[Store, int, int]:
     """Return the store of the environment, this rank and the number of ranks.
 
     If all ranks are on this machine, the store is not reachable from others.
@@ -346,7 +346,7 @@ def _store_at(address: str, port: str, limit: timedelta) -> tuple[Any, int, int]
     return next(dist.rendezvous("env://", timeout=limit))
 
 
-def _room(store: Any, rank: int, size: int, limit: timedelta) -> Any:
+def _room(store: Store, rank: int, size: int, limit: timedelta) -> Store:
     """Return a fresh namespace of ``store``, once all ranks have found it.
 
     ``store`` may have been used before. A program may meet several times (e.g. SFT, then RL), with
@@ -388,7 +388,7 @@ def for_one_attempt(limit: timedelta) -> timedelta:
     return max(limit / ATTEMPTS, min(limit, CONNECTED))
 
 
-def _connect(store: Any, rank: int, size: int, limit: timedelta) -> None:
+def _connect(store: Store, rank: int, size: int, limit: timedelta) -> None:
     """Initialize torch's default process group, with about ``limit`` for ranks to connect."""
     import torch.distributed as dist
 

@@ -35,6 +35,7 @@ class EventQueue:
             except TimeoutError:
                 return []
         events, self._events = self._events, []
+        # No ``await`` since the list was taken, so no event can come in between and be missed.
         self._news.clear()
         return events
 
@@ -54,6 +55,7 @@ class EventReporter(logging.Handler):
         super().__init__(level)
         self._desk = desk
         self._last: Any = None
+        # These records are only for the log file of the run, which rank 0 writes itself.
         self.addFilter(lambda record: not any(hasattr(record, key) for key in FILE_ONLY))
 
     def begin(self, title: str, total: int, done: int) -> None:

@@ -179,6 +179,7 @@ class RankActor:
 
     def free_port(self) -> int:
         """Return a free port of this node, for the rendezvous of the ranks."""
+        # Another program may take it before the ranks do. They are then lost and start again.
         with socket.socket() as probe:
             probe.bind(("", 0))
             return probe.getsockname()[1]

@@ -129,6 +129,7 @@ class WorkerRegistry:
         """
         post = self._posts[name]
         async with post.lock:
+            # Another rank has not restarted it while this call waited for the lock.
             if post.life == life:
                 package().kill(post.actor)
                 await self._there(post, self._start(post))

@@ -8,11 +8,16 @@ import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from lightrft.distributed.error_report import SPEAKER
 from lightrft.distributed.local_store import LOOPBACK, loopback_store
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 BACKEND = "one-machine"
 GO_ON = "the same command resumes from the last checkpoint"
@@ -71,7 +76,7 @@ class OneMachine:
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self.store: Any = None
+        self.store: TCPStore | None = None
 
     def get_backend(self) -> str:
         return BACKEND
@@ -79,7 +84,7 @@ class OneMachine:
     def get_run_id(self) -> str:
         return self.run_id
 
-    def next_rendezvous(self) -> Any:
+    def next_rendezvous(self) -> RendezvousInfo:
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
@@ -107,7 +112,7 @@ class OneMachine:
         return True
 
 
-def one_machine(parameters: Any) -> Any:
+def one_machine(parameters: RendezvousParameters) -> Any:
     """Make the handler that torchelastic looks up under the name ``BACKEND``."""
     return OneMachine(parameters.run_id)
 
@@ -132,7 +137,7 @@ class Forced(logging.Handler):
             self.pids.update(pid for pid in record.args if isinstance(pid, int))
 
 
-def cause(failures: Mapping[int, Any], forced: Collection[int] = ()) -> tuple[str, int]:
+def cause(failures: Mapping[int, ProcessFailure], forced: Collection[int] = ()) -> tuple[str, int]:
     """Return a message about the first of ``failures``, and the exit status.
 
     A report about another rank counts only if that rank has reported nothing itself.
@@ -157,16 +162,18 @@ def cause(failures: Mapping[int, Any], forced: Collection[int] = ()) -> tuple[st
     return f"rank {rank} {text}; {GO_ON}", 1
 
 
-def _told(failure: Any) -> tuple[str, str]:
+def _told(failure: ProcessFailure) -> tuple[str, str]:
     """Return the kind of a failure and its message."""
     data = failure.error_file_data
     message = data.get("message", {}) if isinstance(data, dict) else {}
     if isinstance(message, dict) and "kind" in message.get("extraInfo", {}):
         kind = message["extraInfo"]["kind"]
-        return kind, f"failed with {message['message']}" if kind == "bug" else message["message"]
+        text = message["message"]
+        return kind, f"failed with {text}" if kind == "bug" else text
     if failure.exitcode in (-signal.SIGTERM, -signal.SIGINT):
         return "", f"was ended by {failure.signal_name()}"
     if failure.exitcode < 0:
+        # The kernel ends a process with SIGKILL when memory runs out.
         memory = ", as happens when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
         return "killed", f"was killed by {failure.signal_name()}{memory}"
     return "", f"ended with status {failure.exitcode}; see what it said above"

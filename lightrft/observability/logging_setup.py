@@ -24,6 +24,7 @@ class LogFile(logging.FileHandler):
     lost = 0
 
     def handleError(self, record: logging.LogRecord) -> None:
+        # Python's own method prints a traceback for each record.
         self.lost += 1
         if self.lost == 1:
             sys.stderr.write(f"{self.baseFilename} cannot be written: {sys.exception()}\n")
@@ -79,6 +80,7 @@ def stop_logging(handler: logging.Handler) -> None:
 
 def _attach(handler: logging.Handler) -> logging.Handler:
     logger = logging.getLogger(ROOT)
+    # A program that uses this package as a library may have set a level itself.
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     logger.addHandler(handler)

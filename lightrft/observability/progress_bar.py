@@ -71,9 +71,9 @@ class Progress:
         """Record that a step is done. ``row`` contains its metrics and ``step``."""
         self.done = int(row["step"])
         self._times.append(self._clock())
-        self._values |= {
-            name: row[name] for name, _, _ in SHOWN if isinstance(row.get(name), int | float)
-        }
+        for name, _, _ in SHOWN:
+            if isinstance(row.get(name), int | float):
+                self._values[name] = row[name]
         if not self._enabled:
             return
         if self._live is not None:
@@ -94,11 +94,8 @@ class Progress:
 
     def details(self) -> str:
         """Return the newest values, e.g. ``reward 0.512 · held-out 61.0%``."""
-        return " · ".join(
-            f"{label} {self._values[name]:{form}}"
-            for name, label, form in SHOWN
-            if name in self._values
-        )
+        known = [row for row in SHOWN if row[0] in self._values]
+        return " · ".join(f"{label} {self._values[name]:{form}}" for name, label, form in known)
 
     def line(self) -> str:
         """Return the plain line for the newest step."""
@@ -121,9 +118,8 @@ class Progress:
 
     def _is_due(self, row: Mapping[str, Any]) -> bool:
         evaluated = any(name.startswith("eval/") for name in row)
-        return (
-            evaluated or self.done >= self.total or self._times[-1] - self._spoke >= self._interval
-        )
+        waited = self._times[-1] - self._spoke
+        return evaluated or self.done >= self.total or waited >= self._interval
 
     def __enter__(self) -> Self:
         # restarts the clock: the setup between construction and entry is not a step

@@ -63,6 +63,7 @@ class Timers:
         now = self._clock()
         step, self._began = now - self._began, now
         phases, self._seconds = self._seconds, {}
+        # The time of a nested phase is part of the phase around it.
         charged = sum(seconds for name, seconds in phases.items() if "/" not in name)
         metrics = Metrics({f"time/{name}": Sum(seconds) for name, seconds in phases.items()})
         metrics.add("time/other", Sum(max(0.0, step - charged)))
@@ -79,7 +80,8 @@ def queued_is_done() -> None:
 
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
-        torch.accelerator.current_stream().synchronize()  # only this stream: another thread may be generating on the device
+        # Only this stream: another thread may be generating on the device.
+        torch.accelerator.current_stream().synchronize()
 
 
 def tokens_per_second(tokens: float, seconds: float) -> float:

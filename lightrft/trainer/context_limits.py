@@ -28,6 +28,7 @@ def check_lengths(
     """
     check_bound(actor.base.config, longest, sampling, key, data)
     context = context_length(actor.base.config)
+    # The largest of several calls, e.g. for training prompts and for the eval set.
     actor.longest_row = max(actor.longest_row or 0, longest + sampling.max_new_tokens)
     if context is None or longest + sampling.max_new_tokens <= context:
         return

@@ -85,9 +85,8 @@ def finished(folder: Path, config: DemoConfig) -> dict[str, Any] | None:
 
 def _phase(config: DemoConfig, phase: Any, base: Path, name: str, model: Path) -> Any:
     run = RunConfig(**{**config.run.model_dump(), "dir": str(base), "name": name})
-    return phase.model_copy(
-        update={"run": run, "model": phase.model.model_copy(update={"path": str(model)})}
-    )
+    settings = phase.model.model_copy(update={"path": str(model)})
+    return phase.model_copy(update={"run": run, "model": settings})
 
 
 def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,9 +109,9 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
     answers = samples["before"] or samples["after"]
     keep_attached(base, [name for answer in answers for name in answer["attachments"]])
     given = f"give it a file of {base / 'media'} and " if answers[0]["attachments"] else ""
-    changed = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8")).get(
-        "changed", {}
-    )
+    # Read from the file, where secrets are redacted.
+    saved = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8"))
+    changed = saved.get("changed", {})
     summary = {
         **result,
         "verb": "demo",

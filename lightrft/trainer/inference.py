@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import mimetypes
@@ -128,13 +129,11 @@ def run_generate(config: GenerateConfig) -> int:
         check_lengths(actor, longest(prompts), config.sampling, "sampling", "data")
         with closing(CheckedEngine(engine, actor, config.engine)) as checked:
             for first, part in in_parts(prompts):
-                requests = [
-                    r
-                    for g in requests_for(
-                        part, config.samples, config.run.seed, "generate", first=first
-                    )
-                    for r in g
-                ]
+                groups = requests_for(
+                    part, config.samples, config.run.seed, "generate", first=first
+                )
+                requests = list(itertools.chain.from_iterable(groups))
+                # Responses come as they are finished. Their seeds give them back their order.
                 order = {r.seed: i for i, r in enumerate(requests)}
                 for rollout in checked.generate(requests, config.sampling):
                     scorer.submit(rollout)
@@ -149,9 +148,8 @@ def run_generate(config: GenerateConfig) -> int:
         )
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text(
-        "".join(json.dumps(_line(r), ensure_ascii=False) + "\n" for r in rollouts), encoding="utf-8"
-    )
+    lines = (json.dumps(_line(rollout), ensure_ascii=False) + "\n" for rollout in rollouts)
+    temporary.write_text("".join(lines), encoding="utf-8")
     temporary.replace(output)
     return len(rollouts)
 
@@ -161,11 +159,10 @@ def _line(rollout: Rollout) -> dict[str, Any]:
         "id": rollout.prompt.id,
         "sample": rollout.sample,
         "prompt": rollout.prompt.text,
-        **(
-            {"attachments": [a.name for a in rollout.prompt.attachments]}
-            if rollout.prompt.attachments
-            else {}
-        ),
+    }
+    if rollout.prompt.attachments:
+        line["attachments"] = [attachment.name for attachment in rollout.prompt.attachments]
+    line |= {
         "response": rollout.text,
         "finish_reason": rollout.finish_reason,
         "label": rollout.prompt.label,
@@ -205,9 +202,9 @@ class Chat:
 
     def clear(self) -> None:
         """Clear the conversation and the attachments. The system message stays."""
-        self.messages = (
-            [{"role": "system", "content": self.config.system}] if self.config.system else []
-        )
+        self.messages = []
+        if self.config.system:
+            self.messages.append({"role": "system", "content": self.config.system})
         self.attached = []
 
     def attach(self, path: str, kind: str = "") -> None:
@@ -218,14 +215,13 @@ class Chat:
         """
         kind = kind or (mimetypes.guess_type(path)[0] or "").partition("/")[0]
         if kind not in self.kinds:
-            reads = (
-                f"this model reads {', '.join(self.kinds)}"
-                if self.kinds
-                else "this model reads text alone"
+            kinds = ", ".join(self.kinds) or "text alone"
+            raise DataError(
+                f"{path}: it is of kind {kind or 'unknown'}, and this model reads {kinds}"
             )
-            raise DataError(f"{path}: it is of kind {kind or 'unknown'}, and {reads}")
         where = path if "://" in path else str(Path(path).expanduser().absolute())
         part = {"type": kind, kind: where}
+        # Encoded now, so that a file that cannot be read fails here and not in the next message.
         self.encoder.ask([{"role": "user", "content": [part]}], path)
         self.attached.append(part)
 
@@ -252,19 +248,17 @@ class Chat:
             prompt, derive_seed(self.config.run.seed, "chat", self.turn), max_new_tokens=room
         )
         (answer,) = self.engine.generate([request], self.config.sampling)
-        self.messages, self.attached = (
-            [*messages, {"role": "assistant", "content": answer.text}],
-            [],
-        )
+        # Only now: an error above leaves the conversation and its attachments as they were.
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self.attached = []
         self.turn += 1
         return answer
 
 
 def attachable() -> set[str]:
     """Return all kinds of media that some model family reads."""
-    return {
-        tower.kind
-        for family in FAMILIES.values()
-        if family.reader is not None
-        for tower in family.reader.towers
-    }
+    kinds: set[str] = set()
+    for family in FAMILIES.values():
+        if family.reader is not None:
+            kinds |= {tower.kind for tower in family.reader.towers}
+    return kinds

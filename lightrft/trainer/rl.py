@@ -159,6 +159,7 @@ class RLRun(TrainingRun):
 
     def close(self) -> None:
         """Stop generation first, then close the roles that it uses."""
+        # Its thread uses the stream and the roles.
         if self.async_generator is not None:
             self.async_generator.close()
         self.stream.close()
@@ -198,6 +199,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             resume_from_checkpoint(run)
             return run_steps(run)
         except BaseException as error:
+            # Before ``close``, which may take long: other ranks need not wait until the timeout.
             broadcast_failure(error)
             raise
         finally:

@@ -238,12 +238,14 @@ class RunSession:
                     self.folder.flush()  # a saved step is not repeated, so its logs must be on disk
         except Exception as error:
             failed = error
+        # Raises on every rank if any rank failed, so the lines below need a save that succeeded.
         self._agree(failed, signs)
         self.saved_step = step
         self._saved_time = self._tried_time = _now()
 
     def _agree(self, failed: Exception | None, signs: KeepAlive) -> None:
         """Make a save end on every rank as on rank 0, which verifies what was written."""
+        # Without the connection nothing can be agreed on.
         if isinstance(failed, LostRankError):
             raise failed
         signs.wait_for_all()
@@ -420,6 +422,7 @@ def open_session(
         ranks: all ranks of the run.
     """
     path = Path(run.dir).expanduser() / run.name
+    # Before anything is loaded: new adapters and heads are initialized at random.
     seed_everything(run.seed)
     options: dict[str, Any] = {
         "tensorboard": logs.tensorboard,

@@ -84,6 +84,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
             resume_from_checkpoint(run)
             return run_steps(run)
         finally:
+            # Cancels reads of media that have not started.
             run.dataset.prefetch(())
             run.roles.close()
 
@@ -113,11 +114,13 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
         processor,
         reward=config.reward,
     )
-    first = session.ranks.rank == 0
-    run_on_all_ranks(
-        session.ranks,
-        lambda: check_rewards(config.reward, prompts, tokenizer) if first and prompts else None,
-    )
+
+    # Reward functions may be slow or call a service, so one rank tries them for all.
+    def try_rewards() -> None:
+        if prompts and session.ranks.rank == 0:
+            check_rewards(config.reward, prompts, tokenizer)
+
+    run_on_all_ranks(session.ranks, try_rewards)
     strategy, actor, engine = local_policy(
         config.model, config.strategy, config.engine, tokenizer, session.ranks
     )

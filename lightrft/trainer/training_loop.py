@@ -97,6 +97,7 @@ def resume_from_checkpoint(run: TrainingRun) -> None:
     run.health.resume(run.values)
     if state:
         run.load_state(state)
+    # After a resume too: the engine has loaded the start model.
     run.roles.publish(run.step)
 
 
@@ -237,6 +238,7 @@ def save_before_exit(run: TrainingRun, values: dict[str, Any]) -> str:
 
 def evaluate_if_due(run: TrainingRun) -> Metrics:
     """Generate responses to the eval set with the current policy, write them and return metrics."""
+    # The scorer is shared, and asynchronous generation would mix its responses with these.
     run.wait_until_idle()
     with run.roles.generation_mode():
         found = evaluate(

@@ -71,17 +71,16 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode(
-        "ascii"
-    )
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return "sha256-" + base64.b64encode(digest).decode("ascii")
 
 
 def _header(run: RunData) -> str:
     if run.summary:
         seconds = run.summary.get("seconds")
-        lede = (
-            f"Finished in {duration(seconds)}." if isinstance(seconds, int | float) else "Finished."
-        )
+        lede = "Finished."
+        if isinstance(seconds, int | float):
+            lede = f"Finished in {duration(seconds)}."
     elif run.rows:
         lede = f"Not finished: these are the numbers up to step {run.rows[-1]['step']:.0f}."
     else:
@@ -94,10 +93,10 @@ def _header(run: RunData) -> str:
 
 def _hero(run: RunData) -> str:
     headline = _headline(run)
-    facts = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
-        for label, value, note in _facts(run)
-    )
+    facts = ""
+    for label, value, note in _facts(run):
+        small = f"<small>{escape(note)}</small>" if note else ""
+        facts += f"<div><dt>{escape(label)}</dt><dd>{escape(value)}{small}</dd></div>"
     facts = f'<dl class="facts card">{facts}</dl>' if facts else ""
     return f'<div class="hero">{headline}{facts}</div>' if headline or facts else ""
 
@@ -121,7 +120,10 @@ def _headline(run: RunData) -> str:
             f'aria-label="to">→</span>{value}'
         )
         points = (after - before) * 100
-        css = "good" if points > 0 else "bad" if points < 0 else ""
+        css = ""
+        if points:
+            css = "good" if points > 0 else "bad"
+        # A minus sign, which is as wide as the plus. The names of the classes have no hyphen.
         delta = f'<p class="delta {css}">{points:+.1f} points</p>'.replace("-", "−", 1)
     return (
         f'<div class="headline card"><p class="label">Held-out accuracy{when}</p><p '
@@ -142,13 +144,9 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         facts.append(("Wall clock", duration(seconds), note))
     tokens = run.summary.get("tokens", run.total("rollout/tokens"))
     if tokens is not None:
-        facts.append(
-            (
-                "Tokens",
-                compact(tokens) if tokens >= 1e6 else f"{tokens:,.0f}",
-                "prompts and responses" if run.points("rollout/tokens") else "",
-            )
-        )
+        count = compact(tokens) if tokens >= 1e6 else f"{tokens:,.0f}"
+        note = "prompts and responses" if run.points("rollout/tokens") else ""
+        facts.append(("Tokens", count, note))
     for label, name, form in (
         ("Tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
         ("Reward", "reward/mean", compact),
@@ -185,14 +183,13 @@ def _account(run: RunData) -> str:
     sampled = run.total("rollout/tokens_sampled")
     if not sampled:
         return ""
-    parts = {
-        name: run.total(f"rollout/tokens_{name}") or 0.0
-        for name in ("trained", "filtered", "failed")
-    }
+    kinds = ("trained", "filtered", "failed")
+    parts = {kind: run.total(f"rollout/tokens_{kind}") or 0.0 for kind in kinds}
     classes = ["f2", "f5", "f1"]
-    waiting = (run.total("rollout/tokens_carried_out") or 0.0) - (
-        run.total("rollout/tokens_carried_in") or 0.0
-    )
+    # Tokens carried into a step were counted as sampled in an earlier one.
+    carried_out = run.total("rollout/tokens_carried_out") or 0.0
+    carried_in = run.total("rollout/tokens_carried_in") or 0.0
+    waiting = carried_out - carried_in
     if waiting:
         parts["left for a next step"] = waiting
         classes.append("f3")
@@ -224,18 +221,15 @@ def _settings(run: RunData) -> str:
     changed: Mapping[str, Any] = run.summary.get("changed") or {}
     if not changed and not run.config:
         return ""
-    body = (
-        _table(changed)
-        if changed
-        else "<p>Every setting is at its default.</p>"
-        if run.summary
-        else ""
-    )
-    every = (
-        f"<details><summary>All {len(run.config)} settings</summary>{_table(run.config)}</details>"
-        if run.config
-        else ""
-    )
+    body = ""
+    if changed:
+        body = _table(changed)
+    elif run.summary:  # without a summary it is not known what was changed
+        body = "<p>Every setting is at its default.</p>"
+    every = ""
+    if run.config:
+        label = f"All {len(run.config)} settings"
+        every = f"<details><summary>{label}</summary>{_table(run.config)}</details>"
     head = "Settings that were changed" if changed else "Settings"
     return f'<section aria-labelledby="settings">\n<h2 id="settings">{head}</h2>\n{body}{every}\n</section>'
 
@@ -250,11 +244,9 @@ def _table(settings: Mapping[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     """Return a value as YAML on one line."""
-    return (
-        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
-        .removesuffix("\n")
-        .removesuffix("\n...")
-    )
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
+    # YAML ends a bare scalar with a document marker.
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _next(run: RunData) -> str:

@@ -88,6 +88,7 @@ class RemoteRoleBuilder:
 
     def _engines(self, actor: Actor, strategy: Strategy, ranks: ProcessGroup) -> EngineWorkerGroup:
         config = self.config
+        # Workers load the frozen weights themselves, so only these are sent in each step.
         trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
         asked = config.launch.ray
         hand = WeightSyncConfig(

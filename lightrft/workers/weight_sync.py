@@ -219,6 +219,7 @@ class WeightSync:
         if not self._begun:
             return
         silence = self.crew.limits.call_timeout
+        # Messages, not the transport: that would need all workers of the group to take part.
         for layout, data in [*self._kept_frozen, *self._kept]:
             worker.call("weights", "put", data.numpy(), layout).result(silence)
         self._found[id(worker)] = worker.call("settle", self.version).result(silence)
