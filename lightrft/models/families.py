@@ -169,6 +169,12 @@ FAMILIES: dict[str, Family] = {
     "smolvlm": Family(
         decoder="model.text_model", loader="SmolVLMForConditionalGeneration", reader=towers.SMOL_VLM
     ),
+    # SmolVLM was derived from it: its processor, tower and connector do the same.
+    "idefics3": Family(
+        decoder="model.text_model",
+        loader="Idefics3ForConditionalGeneration",
+        reader=towers.SMOL_VLM,
+    ),
     "qwen2_5_omni_thinker": Family(
         decoder=_LANGUAGE,
         loader="Qwen2_5OmniThinkerForConditionalGeneration",

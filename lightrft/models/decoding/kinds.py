@@ -23,7 +23,14 @@ PLAN_FAMILIES: frozenset[str] = frozenset(
         *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma"),
         "youtu",
         # models of several modalities, and their text models
-        *("gemma3", "internvl", "llava_onevision", "qwen2_5_omni_text", "qwen2_5_omni_thinker"),
+        *(
+            "gemma3",
+            "idefics3",
+            "internvl",
+            "llava_onevision",
+            "qwen2_5_omni_text",
+            "qwen2_5_omni_thinker",
+        ),
         *("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_audio", "qwen2_vl", "qwen2_vl_text"),
         *("qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm"),
         "voxtral",

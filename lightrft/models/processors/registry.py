@@ -18,5 +18,6 @@ BUILD: dict[str, Build] = {
     "voxtral": audio.voxtral,
     "gemma3": gemma.build,
     "smolvlm": smolvlm.build,
+    "idefics3": smolvlm.build,
     "qwen2_5_omni_thinker": audio.omni,
 }

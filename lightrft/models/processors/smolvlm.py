@@ -1,4 +1,4 @@
-"""SmolVLM: a picture becomes square crops of one size.
+"""SmolVLM and Idefics 3: a picture becomes square crops of one size.
 
 Crops are ordered row by row, followed by the full picture at that size.
 """

@@ -1,10 +1,12 @@
-"""A tiny SmolVLM with a tower of two layers.
+"""A tiny SmolVLM and a tiny Idefics 3, with a tower of two layers.
 
 Crops of 16 pixels become 4 tokens, and a picture has at most 2 x 2 crops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import transformers
@@ -24,7 +26,12 @@ def _processor(**settings: object) -> Any:
     return SmolVLMImageProcessorPil(**sizes)
 
 
-def _smolvlm(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
+def _config(
+    kind: Callable[..., PreTrainedConfig],
+    sizes: Fields,
+    ids: dict[str, int],
+    tower: Fields,
+) -> PreTrainedConfig:
     vision = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -36,23 +43,19 @@ def _smolvlm(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedCon
         **tower,
     }
     text = {"model_type": "llama", **sizes}
-    return transformers.SmolVLMConfig(
+    return kind(
         text_config=text, vision_config=vision, scale_factor=2, image_token_id=ids["<image>"]
     )
 
 
 _CROPS = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
 
+_SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", *_CROPS)
+
 FAMILIES = {
-    "smolvlm": Tiny(
-        (
-            "<image>",
-            "<fake_token_around_image>",
-            "<global-img>",
-            *_CROPS,
-        ),
-        {"image": "<image>"},
-        _smolvlm,
-        _processor,
-    ),
+    name: Tiny(_SPECIAL, {"image": "<image>"}, partial(_config, kind), _processor)
+    for name, kind in (
+        ("smolvlm", transformers.SmolVLMConfig),
+        ("idefics3", transformers.Idefics3Config),
+    )
 }

@@ -97,7 +97,6 @@ UNKNOWN_WITH_PARTS = (
         "paligemma",
         "mistral3",
         "idefics2",
-        "idefics3",
         "glm4v",
         "aya_vision",
     ),

@@ -169,17 +169,22 @@ def cell(stage):
 """
 
 
+BOUND = rounding(4 * 48)
+"""Of float32 sums in another order: four steps, each of which adds 48 rows."""
+
+
 @needs_deepspeed
 def test_bfloat16_weights_have_float32_masters_and_sums_of_gradients_as_on_one_process(
     tmp_path: Path,
 ) -> None:
     for stage, (first, second) in zip(STAGES, on_two_ranks(HALF, tmp_path), strict=True):
         assert first["kinds"] == ["torch.bfloat16"]
-        assert first["norms"] == second["norms"] == pytest.approx(first["one"], rel=1e-5)
+        assert first["norms"] == second["norms"] == pytest.approx(first["one"], rel=BOUND)
         states = [load_file(tmp_path / name / STATE_FILE) for name in (f"zero{stage}", "one0")]
         assert states[0].keys() == states[1].keys()
         for key, tensor in states[1].items():
-            torch.testing.assert_close(states[0][key], tensor, rtol=1e-5, atol=1e-7)
+            atol = BOUND * float(tensor.abs().max())
+            torch.testing.assert_close(states[0][key], tensor, rtol=0, atol=atol)
             if key.startswith("weights/"):
                 assert tensor.dtype == torch.float32 and not torch.equal(
                     tensor, tensor.bfloat16().float()
