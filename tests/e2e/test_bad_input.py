@@ -72,8 +72,8 @@ def copied(folder: Path, to: Path) -> Path:
             ],
         ),
         (
-            "rollout.smaples=4",
-            ["unknown setting rollout.smaples", "did you mean rollout.group_size?"],
+            "rollout.group_siz=4",
+            ["unknown setting rollout.group_siz", "did you mean rollout.group_size?"],
         ),
         ("modl.path=x", ["unknown setting modl", "did you mean model?"]),
         ("train.steps=many", ["train.steps = 'many'", "integer"]),
@@ -381,8 +381,8 @@ def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(
 def test_an_evaluation_in_which_every_answer_fails_is_no_accuracy_of_zero(rl, rewards, data_folder):
     words = {
         "data__sources": None,
-        "rollout__prompts": None,
-        "rollout__samples": None,
+        "rollout__prompts_per_step": None,
+        "rollout__group_size": None,
         "sampling__max_new_tokens": None,
     }
     words |= {
@@ -494,7 +494,7 @@ def test_a_checkpoint_of_another_model_is_assert_refused(rl, model_folder, tmp_p
 def test_output_that_exists_is_refused_before_any_work(rl, tmp_path):
     (tmp_path / "answers.jsonl").write_text("mine\n")
     instead = dict.fromkeys(
-        ("rollout__prompts", "rollout__samples", "train__steps", "log__tensorboard")
+        ("rollout__prompts_per_step", "rollout__group_size", "train__steps", "log__tensorboard")
     )
     assert_refused(
         rl(verb="generate", model="nowhere/at/all", **instead),
