@@ -63,11 +63,9 @@ class Controllers:
         )
 
     def _returns_with(self, batch: Batch) -> RunningStats:
-        return (
-            self.returns
-            if batch.returns is None
-            else self.returns.including(batch.returns[batch.mask])
-        )
+        if batch.returns is None:
+            return self.returns
+        return self.returns.including(batch.returns[batch.mask])
 
     def update_from_batch(self, batch: Batch, *, frozen: bool = False) -> Metrics:
         """Report the current coefficients and update them from ``batch``.
@@ -77,9 +75,10 @@ class Controllers:
             frozen: The policy was not trained in this step. Coefficients that react to the policy
                 then do not change.
         """
-        metrics = (
-            Metrics({"policy/kl_coef": Mean(self.kl.coef)}) if self.kl.config.used else Metrics()
-        )
+        metrics = Metrics()
+        # Before the update below: it reports the coefficient that this step has used.
+        if self.kl.config.used:
+            metrics.add("policy/kl_coef", Mean(self.kl.coef))
         if batch.old_logprobs is not None and batch.ref_logprobs is not None:
             distance = TokenRows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
             metrics.add("policy/kl_per_answer", Mean(distance))
@@ -112,10 +111,8 @@ class Controllers:
         """Restore the state that ``state_dict`` returned."""
         self.kl.coef, self.kl.step = state["kl_coef"], state["kl_step"]
         self.entropy.coef = state["entropy_coef"]
-        self.rewards, self.returns = (
-            RunningStats(**state["rewards"]),
-            RunningStats(**state["returns"]),
-        )
+        self.rewards = RunningStats(**state["rewards"])
+        self.returns = RunningStats(**state["returns"])
 
 
 def _of(name: str, seen: RunningStats) -> Metrics:

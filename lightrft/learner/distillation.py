@@ -71,9 +71,9 @@ def add_distillation_reward(advantages: Tensor, batch: Batch, settings: DistillC
         return advantages
     if batch.old_logprobs is None:
         raise ValueError("distillation by the sampled token needs batch.old_logprobs")
-    ratio = (
-        batch.old_logprobs.to(advantages.dtype) - batch.teacher_logprobs.to(advantages.dtype)
-    ) * settings.coef
+    old = batch.old_logprobs.to(advantages.dtype)
+    ratio = (old - batch.teacher_logprobs.to(advantages.dtype)) * settings.coef
+    # A token that is not trained may have infinite log-probs.
     return advantages - torch.where(batch.mask, ratio, torch.zeros_like(ratio))
 
 
@@ -124,14 +124,13 @@ def gathered_head(model: Actor, strategy: Strategy) -> nn.Module:
             (p, strategy.gather(p.detach()).to(strategy.device, copy=True)) for p in own.values()
         )
         whole = {id(p): nn.Parameter(tensor, requires_grad=False) for p, tensor in copies}
+    # deepcopy takes the gathered parameters for copies that it has made already.
     if type(head) is not nn.Linear:
         return copy.deepcopy(head, whole)
     plain = nn.Linear(
         head.in_features, head.out_features, bias=head.bias is not None, device="meta"
     )
-    for (
-        name,
-        parameter,
-    ) in own.items():  # parameters only: sharding also attaches hooks to the modules of a model
+    # Parameters only, since sharding also attaches hooks to the modules of a model.
+    for name, parameter in own.items():
         setattr(plain, name, whole[id(parameter)])
     return plain

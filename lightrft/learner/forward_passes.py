@@ -39,20 +39,22 @@ def map_micro_batches(
         max_tokens: Largest number of tokens of a micro-batch.
         model: The model that ``score`` calls, if it may be remote.
     """
-    at_one_time = model.max_in_flight if isinstance(model, RemoteModelInfo) else 1
+    in_flight = model.max_in_flight if isinstance(model, RemoteModelInfo) else 1
     ranks, parts_of_column = roles.strategy.data_parallel_group, MicroBatches()
 
+    # On the function, since the gradient mode of this thread does not hold in others.
     @torch.no_grad()
     def one(index: Tensor) -> None:
         values = score(batch.select(index).to(roles.device), index)
         parts_of_column.put(rows_of(batch.lengths, index), values)
 
     parts = local_micro_batches(batch, max_tokens, roles.actor.layout, ranks)
-    if at_one_time == 1:
+    if in_flight == 1:
         for index in parts:
             one(index)
     else:
-        with ThreadPoolExecutor(at_one_time) as threads:
+        with ThreadPoolExecutor(in_flight) as threads:
+            # The list raises the first error of a thread.
             list(threads.map(one, parts))
     return ranks.sum(parts_of_column.column(batch.tokens))
 

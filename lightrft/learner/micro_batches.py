@@ -6,6 +6,7 @@ Batches of any size can be split; no size has to divide another.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -31,14 +32,14 @@ def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[T
     if count == 1:
         return [torch.arange(len(batch))]
     if len(batch.prompts) < count:
-        return [
-            part.sort().values
-            for part in torch.randperm(len(batch), generator=generator).tensor_split(count)
-            if len(part)
-        ]
+        parts = torch.randperm(len(batch), generator=generator).tensor_split(count)
+        # Sorted, so that the rows of a prompt are neighbours.
+        return [part.sort().values for part in parts if len(part)]
     parts = torch.randperm(len(batch.prompts), generator=generator).tensor_split(count)
     of = batch.prompt_of.cpu()
-    return [index for part in parts if len(index := torch.isin(of, part).nonzero()[:, 0])]
+    indices = [torch.isin(of, part).nonzero()[:, 0] for part in parts]
+    # A prompt may have no rows.
+    return [index for index in indices if len(index)]
 
 
 def local_micro_batches(
@@ -57,13 +58,15 @@ def local_micro_batches(
     """
     if ranks.size == 1:
         return micro_batches(batch, budget, layout)
-    parts = [
-        [rows[index] for index in micro_batches(batch.select(rows), budget, layout)]
-        for rows in balance_across_ranks(batch, layout, ranks.size)
-    ]
+    parts: list[list[Tensor]] = []
+    # For all ranks, on each rank: it tells the largest number without communication.
+    for rows in balance_across_ranks(batch, layout, ranks.size):
+        indices = micro_batches(batch.select(rows), budget, layout)
+        parts.append([rows[index] for index in indices])
     empty = torch.zeros(0, dtype=torch.long)
     mine = parts[ranks.rank]
-    return mine + [empty] * (max(map(len, parts)) - len(mine))
+    missing = max(map(len, parts)) - len(mine)
+    return mine + [empty] * missing
 
 
 def balance_across_ranks(batch: Batch, layout: str, count: int) -> list[Tensor]:
@@ -84,19 +87,22 @@ def balance_across_ranks(batch: Batch, layout: str, count: int) -> list[Tensor]:
         bins = _spread([(cost(p, rows), p, rows) for p, rows in pieces], count)
         loads = [_work(part, cost) for part in bins]
         fullest = bins[loads.index(max(loads))]
-        whole = [piece for piece in fullest if len(piece[2]) > 1] or [
-            piece for part in bins for piece in part if len(piece[2]) > 1
-        ]
+        whole = [piece for piece in fullest if len(piece[2]) > 1]
+        if not whole:
+            whole = [piece for piece in chain.from_iterable(bins) if len(piece[2]) > 1]
         if max(loads) <= SLACK * sum(loads) / count or not whole:
-            return [
-                torch.tensor(sorted(r for _, _, rows in part for r in rows), dtype=torch.long)
-                for part in bins
-            ]
+            return [_rows_of(part) for part in bins]
         _, prompt, rows = max(whole, key=lambda piece: piece[0])
         # Every other row by length, so that both halves have about the same work.
         order = sorted(rows, key=lambda r: (-int(batch.lengths[r]), r))
         at = pieces.index((prompt, rows))
         pieces[at : at + 1] = [(prompt, order[::2]), (prompt, order[1::2])]
+
+
+def _rows_of(part: list[tuple[int, int, list[int]]]) -> Tensor:
+    """Return the rows of all pieces of ``part``, ascending."""
+    rows = chain.from_iterable(rows for _, _, rows in part)
+    return torch.tensor(sorted(rows), dtype=torch.long)
 
 
 def _work(part: list[tuple[int, int, list[int]]], cost: Callable[[int, list[int]], int]) -> int:
@@ -113,6 +119,7 @@ def _spread(
     """Assign the most expensive pieces first, each to the part with the least work."""
     bins: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(count)]
     loads = [0] * count
+    # Ties are broken by the first row, so that all ranks find the same parts.
     for piece in sorted(pieces, key=lambda p: (-p[0], p[2][0])):
         least = loads.index(min(loads))
         bins[least].append(piece)
@@ -135,6 +142,7 @@ def _cost(batch: Batch, layout: str) -> Callable[[int, list[int]], int]:
 
     def cost(prompt: int, rows: list[int]) -> int:
         answers = [answer_length[i] for i in rows]
+        # The prompt is computed once for all of its responses.
         if layout == "prefix_shared":
             return prompt_length[prompt] + sum(answers)
         if layout == "padded":

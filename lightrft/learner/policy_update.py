@@ -107,17 +107,14 @@ class Objective:
         A row whose policy loss is 0 has none, unless another term of the loss reaches it.
         """
         rows = TokenRows.of(batch)
-        leaves = batch.old_logprobs is not None or self.algorithm.old_logprobs == "interpolated"
-        drifts = self.algorithm.policy_drift.coef > 0 and (
-            leaves or self.algorithm.policy_drift.estimator not in FLAT_AT_0
+        others = (
+            self.wants_entropy,
+            self.wants_kl,
+            self._drifts(batch),
+            self.algorithm.distill.whole,
+            batch.pull is not None,
         )
-        if (
-            self.wants_entropy
-            or self.wants_kl
-            or drifts
-            or self.algorithm.distill.whole
-            or batch.pull is not None
-        ):
+        if any(others):
             return (rows.count() > 0).nonzero()[:, 0]
         useful = require_column(batch.advantages) != 0
         if batch.token_mask is not None:
@@ -125,6 +122,15 @@ class Objective:
         if batch.positive_weights is not None:
             useful = useful | (batch.positive_weights != 0)
         return (rows.sum(useful.long()) > 0).nonzero()[:, 0]
+
+    def _drifts(self, batch: Batch) -> bool:
+        """Return whether the divergence from the old policy may have a gradient."""
+        drift = self.algorithm.policy_drift
+        if drift.coef <= 0:
+            return False
+        # Without old log-probs the policy's own take their place, and the two are equal.
+        differs = batch.old_logprobs is not None or self.algorithm.old_logprobs == "interpolated"
+        return differs or drift.estimator not in FLAT_AT_0
 
     def __call__(self, batch: Batch, scores: TokenScores) -> tuple[Tensor, Metrics]:
         """Return the contribution of ``batch`` to the global loss (0-d), and its metrics.
@@ -164,12 +170,10 @@ class Objective:
 
     def _lost(self, batch: Batch, scores: TokenScores, old: Tensor) -> Tensor:
         """Return a mask ``[N]`` of trained tokens for which a term of the loss is not finite."""
-        read = [
-            scores.logprobs,
-            old,
-            *([scores.entropy] if self.wants_entropy else []),
-            scores.divergence,
-        ]
+        read: list[Tensor | None] = [scores.logprobs, old, scores.divergence]
+        # An entropy that is only reported may be infinite.
+        if self.wants_entropy:
+            read.append(scores.entropy)
         finite = ~unread_tokens(batch, self.requirements)
         for column in read:
             if column is not None:
@@ -197,12 +201,11 @@ class Objective:
                     advantages,
                     rows,
                 )
-            losses, stats = _times(losses, factor), {**stats, "correction": factor}
+            losses = _times(losses, factor)
+            stats = {**stats, "correction": factor}
         if batch.token_mask is not None:
-            losses, stats = (
-                _times(losses, batch.token_mask),
-                {**stats, "token_mask": batch.token_mask},
-            )
+            losses = _times(losses, batch.token_mask)
+            stats = {**stats, "token_mask": batch.token_mask}
         if batch.pull is not None:
             losses = losses + batch.pull * absolute_gap(logprobs, old)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
@@ -224,15 +227,14 @@ class Objective:
         rows = TokenRows.of(batch)
         if drift.level == "response":
             old, logprobs = rows.spread(rows.sum(old)), rows.spread(rows.sum(logprobs))
-        losses = (
-            KL_ESTIMATORS[drift.estimator](old, logprobs)
-            if drift.cap is None
-            else capped_k3(old, logprobs, drift.cap)
-        )
+        if drift.cap is None:
+            losses = KL_ESTIMATORS[drift.estimator](old, logprobs)
+        else:
+            losses = capped_k3(old, logprobs, drift.cap)
         if drift.level == "response":
-            losses = losses / rows.spread(rows.count().clamp(min=1)).to(
-                losses.dtype
-            )  # sums to the response's loss
+            # Every token has the response's loss, so divide by their number.
+            counts = rows.spread(rows.count().clamp(min=1))
+            losses = losses / counts.to(losses.dtype)
         return drift.coef * weighted_sum(losses, batch)
 
     def _kl(
@@ -490,11 +492,10 @@ def optimizer_step(
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     trained.model.train()
     layout, teams = trained.model.layout, strategy.data_parallel_group
-    parts = [
-        (b, f, index)
-        for b, f in ((batch, loss_of), *additional)
-        for index in local_micro_batches(b, budget, layout, teams)
-    ]
+    parts: list[tuple[Batch, LossOf, Tensor]] = []
+    for each, loss_of_each in ((batch, loss_of), *additional):
+        indices = local_micro_batches(each, budget, layout, teams)
+        parts += [(each, loss_of_each, index) for index in indices]
     for i, (whole, loss_of_part, index) in enumerate(parts):
         loss, found = loss_of_part(whole.select(index).to(strategy.device))
         strategy.backward(trained.state, loss, last=i == len(parts) - 1)
@@ -502,6 +503,7 @@ def optimizer_step(
         metrics.merge(found)
     trained.model.eval()
     metrics = all_reduce_metrics(metrics, teams)
+    # Every rank has the same number of parts, so all take the step or none does.
     if parts:
         metrics.merge(_step_metrics(who, strategy.step(trained.state)))
     return teams.sum(total), metrics

@@ -96,9 +96,9 @@ def process_step(
     loss, metrics = optimizer_step("prm", strategy, process, batch, max_tokens, loss_of)
     metrics.add("prm/loss", Mean(loss))
     parts, teams = MicroBatches(), strategy.data_parallel_group
-    for index, values in zip(
-        local_micro_batches(batch, max_tokens, process.model.layout, teams), before, strict=True
-    ):
+    # The split is deterministic: these are the micro-batches of the step, in the same order.
+    indices = local_micro_batches(batch, max_tokens, process.model.layout, teams)
+    for index, values in zip(indices, before, strict=True):
         parts.put(rows_of(batch.lengths, index), values)
     return teams.sum(parts.column(batch.tokens)), metrics
 
@@ -126,9 +126,8 @@ def outcome_losses(
     rows = TokenRows.of(batch)
     some = rows.count() > 0
     gap = logprobs - _reference(batch).to(logprobs)
-    finite = torch.isfinite(
-        gap.detach()
-    )  # one infinite token must not determine, or invalidate, the whole response
+    # One infinite token must not determine, or invalidate, the whole response.
+    finite = torch.isfinite(gap.detach())
     now = torch.where(finite, logprobs, torch.zeros_like(logprobs))
     ref = torch.where(finite, _reference(batch).to(logprobs), torch.zeros_like(logprobs))
     logit = beta * rows.sum(now - ref)

@@ -56,9 +56,12 @@ class MovingReference(FrozenModel):
                 f"policy's shape (e.g. {odd[0]}), so it cannot be refreshed from it; leave "
                 "reference unset, or set algorithm.kl.refresh_every=0"
             )
-        with strategy.local_parameters(model) as own:
-            half = {n: p for n, p in own.items() if p.dtype in (torch.bfloat16, torch.float16)}
-            averages = {n: p.detach().float() for n, p in half.items()} if kl.refresh_decay else {}
+        averages: dict[str, Tensor] = {}
+        if kl.refresh_decay:
+            with strategy.local_parameters(model) as own:
+                for name, p in own.items():
+                    if p.dtype in (torch.bfloat16, torch.float16):
+                        averages[name] = p.detach().float()
         return MovingReference(model, strategy=strategy, averages=averages)
 
     @torch.no_grad()
@@ -68,10 +71,11 @@ class MovingReference(FrozenModel):
         ``parameters`` are gathered, not sharded.
         """
         with self._changed() as held:
+            # Lazily, so that a device has one full parameter at a time.
             for name, value in parameters:
-                held[name].lerp_(
-                    self.strategy.shard_like(value.to(held[name].dtype), held[name]), 1 - decay
-                )
+                own = held[name]
+                shard = self.strategy.shard_like(value.to(own.dtype), own)
+                own.lerp_(shard, 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the gathered weights on the first rank, and nothing on other ranks.
@@ -126,15 +130,17 @@ def update_reference(roles: Roles, kl: KLConfig, done: int) -> None:
     Raises:
         ConfigError: If the reference cannot move.
     """
-    if kl.refresh_every and done and done % kl.refresh_every == 0:
-        if not isinstance(roles.reference, MovingReference):
-            raise ConfigError(
-                f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot "
-                "move; set algorithm.kl.refresh_every=0"
-            )
-        roles.reference.update_from(
-            roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay
+    if not kl.refresh_every or not done:
+        return
+    if done % kl.refresh_every:
+        return
+    if not isinstance(roles.reference, MovingReference):
+        raise ConfigError(
+            f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot "
+            "move; set algorithm.kl.refresh_every=0"
         )
+    parameters = roles.strategy.full_parameters(roles.policy.state)
+    roles.reference.update_from(parameters, kl.refresh_decay)
 
 
 def reference_state(roles: Roles) -> dict[str, Any]:

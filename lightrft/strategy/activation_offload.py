@@ -31,16 +31,16 @@ def keep_on_host(model: nn.Module) -> None:
         calls.pop().__exit__()
 
     model.register_forward_pre_hook(begin)
+    # always_call: an error in the forward must not leave the hooks of saved tensors in place.
     model.register_forward_hook(end, always_call=True)
 
 
 def stays(tensor: Tensor) -> bool:
     """Return ``True`` if ``tensor`` is small, or a weight."""
-    return (
-        tensor.numel() <= SMALL
-        or isinstance(tensor, nn.Parameter)
-        or isinstance(tensor._base, nn.Parameter)
-    )
+    if tensor.numel() <= SMALL:
+        return True
+    # A transposed weight, as a linear layer saves it, is a view of the parameter.
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def to_host(tensor: Tensor) -> Any:

@@ -200,14 +200,11 @@ def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
     device holds at most one in full.
     """
 
-    def whole(tensor: Tensor) -> Tensor | None:
-        found = strategy.gather(tensor.detach())
-        # A gathered tensor may be a view of a larger buffer, so copy it.
-        return (
-            found.to("cpu", copy=isinstance(tensor, DTensor)).contiguous()
-            if strategy.ranks.rank == 0
-            else None
-        )
-
-    found = ((name, whole(tensor)) for name, tensor in tensors)
-    return {name: tensor for name, tensor in found if tensor is not None}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        # Before the rank is looked at, since gathering is collective.
+        whole = strategy.gather(tensor.detach())
+        if strategy.ranks.rank == 0:
+            # A gathered tensor may be a view of a larger buffer, so copy it.
+            found[name] = whole.to("cpu", copy=isinstance(tensor, DTensor)).contiguous()
+    return found

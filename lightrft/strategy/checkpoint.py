@@ -113,9 +113,9 @@ class CheckpointStore:
             temporary.mkdir()
             (temporary / WRITING).touch()
             yield temporary
-            metrics = (
-                {self._best_name: float(metric)} if self._best_name and metric is not None else {}
-            )
+            metrics: dict[str, float] = {}
+            if self._best_name and metric is not None:
+                metrics[self._best_name] = float(metric)
             self._seal(temporary, Manifest(step, {}, dict(about or {}), metrics), at_work)
             if os.path.lexists(final) and (final.is_symlink() or read_manifest(final) is None):
                 log.warning(
@@ -123,10 +123,9 @@ class CheckpointStore:
                 )
             self._publish(temporary, final)
         except BaseException as error:
-            reached, full = (
-                _folder_bytes(temporary),
-                isinstance(error, Exception) and self._is_full(error),
-            )
+            # Both before the folder is removed, which frees the space again.
+            reached = _folder_bytes(temporary)
+            full = isinstance(error, Exception) and self._is_full(error)
             if temporary.exists():
                 _empty(temporary)
                 _remove(temporary)
@@ -134,19 +133,17 @@ class CheckpointStore:
                 self.failures += 1
                 raise self._disk_full(final, reached) from error
             raise
+        # Last: the old checkpoints go only once the new one is complete.
         self._rotate()
 
     def steps(self) -> dict[int, Path]:
         """Return complete checkpoints by step, oldest first."""
         found: dict[int, Path] = {}
-        for prefix in (
-            REPLACED,
-            FINAL,
-        ):  # FINAL last: a final folder takes precedence over the one that it replaces
-            for path in self._folders(prefix):
-                manifest = read_manifest(path)
-                if manifest is not None:
-                    found[manifest.step] = path
+        # FINAL last: a final folder takes precedence over the one that it replaces.
+        for path in [*self._folders(REPLACED), *self._folders(FINAL)]:
+            manifest = read_manifest(path)
+            if manifest is not None:
+                found[manifest.step] = path
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
@@ -186,7 +183,10 @@ class CheckpointStore:
                     manifest.step,
                 )
             final = self.folder / f"{FINAL}{manifest.step:06d}"
-            return (path if path == final else path.rename(final)), manifest
+            # A process was killed between the two renames of ``_publish``.
+            if path != final:
+                path = path.rename(final)
+            return path, manifest
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is intact; repair one, or set "
@@ -220,11 +220,10 @@ class CheckpointStore:
         if self._best_name is None or metric is None or not math.isfinite(metric):
             return False
         best = self.best()
-        held = read_manifest(best) if best is not None else None
-        return (
-            held is None
-            or self._best_sign * metric > self._best_sign * held.metrics[self._best_name]
-        )
+        held = None if best is None else read_manifest(best)
+        if held is None:
+            return True
+        return self._best_sign * metric > self._best_sign * held.metrics[self._best_name]
 
     def discard_after(self, step: int) -> None:
         """Remove checkpoints newer than ``step``, since new ones will be written.
@@ -264,11 +263,9 @@ class CheckpointStore:
         if not self.folder.is_dir():
             return []
         pattern = re.compile(re.escape(prefix) + r"\d+(\.\d+)?")
-        return sorted(
-            p
-            for p in self.folder.iterdir()
-            if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()
-        )
+        named = [path for path in self.folder.iterdir() if pattern.fullmatch(path.name)]
+        # A link may lead to a folder of somebody else, which must not be removed.
+        return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
     def _sweep(self) -> None:
         """Clean up after a killed process."""
@@ -277,18 +274,18 @@ class CheckpointStore:
             if read_manifest(path) is not None and not final.exists():
                 path.rename(final)
         for path in [*self._folders(REPLACED), *self._folders(TEMPORARY)]:
-            if (
-                read_manifest(path) is not None
-                or (path / WRITING).exists()
-                or not any(path.iterdir())
-            ):
+            # A folder with neither mark may be another program's. An empty one lost its mark last.
+            is_ours = read_manifest(path) is not None or (path / WRITING).exists()
+            if is_ours or not any(path.iterdir()):
                 _remove(path)
 
     @staticmethod
     def _seal(temporary: Path, manifest: Manifest, at_work: Callable[[], None]) -> None:
         """Sync every file to disk, and write the manifest that makes the folder a checkpoint."""
         files = {}
-        for path in sorted(p for p in temporary.rglob("*") if p.is_file() and p.name != WRITING):
+        written = [path for path in temporary.rglob("*") if path.is_file()]
+        for path in sorted(path for path in written if path.name != WRITING):
+            # Before the manifest exists: it must not survive a power cut that the files do not.
             _sync(path)
             files[path.relative_to(temporary).as_posix()] = {
                 "bytes": path.stat().st_size,
@@ -325,17 +322,16 @@ class CheckpointStore:
         return is_disk_full(error) or (vague and shutil.disk_usage(self.folder).free < 64 * 1024)
 
     def _disk_full(self, final: Path, reached: int) -> DiskFullError:
-        last = [
-            manifest.bytes for path in self.steps().values() if (manifest := read_manifest(path))
-        ]
+        manifests = map(read_manifest, self.steps().values())
+        last = [manifest.bytes for manifest in manifests if manifest is not None]
+        # The failed save did not reach its full size. Earlier ones tell it.
         needed = max([reached, *last])
         free = shutil.disk_usage(self.folder if self.folder.exists() else final.anchor).free
         held = f"; {len(last)} earlier checkpoints there are intact" if last else ""
-        size = (
-            f"It needs {'about' if last else 'more than'} {human_bytes(needed)}, and "
-            if needed
-            else ""
-        )
+        size = ""
+        if needed:
+            about = "about" if last else "more than"
+            size = f"It needs {about} {human_bytes(needed)}, and "
         return DiskFullError(
             f"{final} was not saved: the disk is full. {size}{human_bytes(free)} are free{held}. "
             "Free some space, put run.dir on another disk, or lower checkpoint.keep (now "
@@ -372,19 +368,17 @@ def _sync(path: Path) -> None:
 
 
 def _folder_bytes(path: Path) -> int:
-    return (
-        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        if path.exists()
-        else 0
-    )
+    if not path.exists():
+        return 0
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _free_name(path: Path) -> Path:
     """Return ``path``, or the first unused name of ``path.1``, ``path.2`` ..."""
-    names = itertools.chain(
-        [path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
-    )
-    return next(name for name in names if not name.exists())
+    if not path.exists():
+        return path
+    numbered = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
+    return next(name for name in numbered if not name.exists())
 
 
 def _empty(path: Path) -> None:

@@ -44,13 +44,15 @@ from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import exchange
 
 OURS = (
-    *(
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    ),
-    *("optimizer", "scheduler", "fp16", "bf16", "data_types"),
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "data_types",
 )
 """Keys of DeepSpeed's configuration that settings of this program replace."""
 
@@ -102,27 +104,8 @@ class DeepSpeedStrategy(SingleStrategy):
         self.ranks = ranks
         self.config = config
         self._hooked: dict[nn.Module, Any] = {}
-        if odd := sorted(set(config.deepspeed) & set(OURS)):
-            raise ConfigError(
-                f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out"
-            )
-        if "stage" in config.deepspeed.get("zero_optimization", {}):
-            raise ConfigError(
-                "strategy.deepspeed.zero_optimization.stage: set strategy.zero_stage in its place"
-            )
-        if (config.deepspeed.get("zero_optimization", {}).get("offload_param") or {}).get(
-            "device"
-        ) == "nvme":
-            raise ConfigError(
-                "strategy.deepspeed.zero_optimization.offload_param.device = 'nvme': shards are "
-                "read into memory; set cpu"
-            )
-        for name, value in config.deepspeed.get("zero_optimization", {}).items():
-            if name.startswith("zero_quantized") and value and self.device.type == "cpu":
-                raise ConfigError(
-                    f"strategy.deepspeed.zero_optimization.{name} = {value}: DeepSpeed quantises "
-                    "on GPUs alone; leave it out on a CPU"
-                )
+        _check_settings(config.deepspeed, self.device)
+        # Before the import, which looks for an accelerator.
         if self.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.deepspeed = _deepspeed()
@@ -138,9 +121,8 @@ class DeepSpeedStrategy(SingleStrategy):
         self._spread(model)
         if self.config.zero_stage == 3:
             if isinstance(model, TrainableModule):
-                model.run_towers = (
-                    True  # a call of a sharded module is collective, so every rank must make it
-                )
+                # A call of a sharded module is collective, so every rank must make it.
+                model.run_towers = True
             self._fetch_by_blocks(model, self._engine(model, None, {}).optimizer)
 
     def _spread(self, model: nn.Module) -> None:
@@ -160,16 +142,15 @@ class DeepSpeedStrategy(SingleStrategy):
         settings = self._configuration()["zero_optimization"]
         # Pass the existing groups: DeepSpeed would create them again for each model, which fails
         # for the second.
-        near = (
-            groups._get_zero_param_intra_parallel_group()
-            if settings.get("zero_hpz_partition_size")
-            else None
-        )
+        near = None
+        if settings.get("zero_hpz_partition_size"):
+            near = groups._get_zero_param_intra_parallel_group()
         with self._refusing():
             init = zero.Init(
                 config_dict_or_path=self._configuration(), zero_param_parallel_group=near
             )
-        if init.mem_efficient_linear:  # otherwise full weights would be saved for the backward pass
+        # Otherwise full weights would be saved for the backward pass.
+        if init.mem_efficient_linear:
             init._enable_mem_efficient_linear()
         # Quantised frozen shards could not be filled with the weights that are read later.
         init.quantized_nontrainable_weights = False
@@ -189,13 +170,15 @@ class DeepSpeedStrategy(SingleStrategy):
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
         self._spread(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # A sharded parameter has the shape [0].
         shapes = {
             name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()
         }
         groups = parameter_groups(model, shapes, parameters, optimizer)
         precision = _precision(parameters.values())
         if isinstance(model, TrainableModule):
-            model.run_towers = True  # every rank waits for the gradient of every parameter, so towers must always run
+            # Every rank waits for the gradient of every parameter, so towers must always run.
+            model.run_towers = True
         adamw = torch.optim.AdamW(
             groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
         )
@@ -220,9 +203,10 @@ class DeepSpeedStrategy(SingleStrategy):
         DeepSpeed refuses."""
         config = deep_merge({"zero_optimization": _sizes(model)}, self._configuration()) | more
         with self._refusing():
-            engine = self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=config)[
-                0
-            ]
+            engine, *_ = self.deepspeed.initialize(
+                model=_Shell(model), optimizer=adamw, config=config
+            )
+        # DeepSpeed has made process groups with torch's default timeout.
         limit_groups(self.ranks)
         return engine
 
@@ -271,6 +255,7 @@ class DeepSpeedStrategy(SingleStrategy):
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         engine = state.inner.engine
+        # The number of micro-batches varies, so DeepSpeed cannot count them.
         engine.set_gradient_accumulation_boundary(last)
         engine.backward(engine(loss * self.ranks.size))
 
@@ -293,7 +278,8 @@ class DeepSpeedStrategy(SingleStrategy):
             yield
             return
         with self.deepspeed.zero.GatheredParameters(list(model.parameters())):
-            offload._remove_module_hooks()  # the hooks would release the weights after each call, and cost time in each
+            # The hooks would release the weights after each call, and cost time in each.
+            offload._remove_module_hooks()
             try:
                 yield
             finally:
@@ -309,12 +295,9 @@ class DeepSpeedStrategy(SingleStrategy):
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in state.model.named_parameters():
             with self.deepspeed.zero.GatheredParameters([parameter]):
-                yield (
-                    name,
-                    parameter.detach().clone()
-                    if hasattr(parameter, "ds_id")
-                    else parameter.detach(),
-                )
+                whole = parameter.detach()
+                # DeepSpeed frees the gathered memory when this context ends.
+                yield name, whole.clone() if hasattr(parameter, "ds_id") else whole
 
     def save(self, state: TrainState, path: Path) -> None:
         inner, utils = state.inner, self.deepspeed.utils
@@ -322,39 +305,29 @@ class DeepSpeedStrategy(SingleStrategy):
         steps = state.optimizer.state[inner.flat[0]]["step"]
         tensors: dict[str, Tensor] = {}
         for name, parameter in inner.parameters.items():
+            # On every rank, since each of these calls gathers shards.
             found = {"weights": utils.safe_get_full_fp32_param(parameter), "step": steps}
-            found |= {
-                key: utils.safe_get_full_optimizer_state(parameter, key) for key in MOMENTS[:2]
-            }
+            for key in MOMENTS[:2]:
+                found[key] = utils.safe_get_full_optimizer_state(parameter, key)
             if first:
-                tensors |= {
-                    f"{key}/{name}": tensor.detach().to("cpu", copy=True)
-                    for key, tensor in found.items()
-                }
+                for key, tensor in found.items():
+                    tensors[f"{key}/{name}"] = tensor.detach().to("cpu", copy=True)
         write_state(self.ranks, path, tensors, inner.step, inner.total)
 
     def load(self, state: TrainState, path: Path) -> None:
         inner: Zero = state.inner
-        tensors, inner.step = read_state(
-            path, {name: state.shapes[name] for name in inner.parameters}
-        )
-        self._reset_moments(
-            state,
-            max(
-                (tensors[f"step/{n}"] for n in inner.parameters if f"step/{n}" in tensors),
-                default=None,
-            ),
-        )
+        shapes = {name: state.shapes[name] for name in inner.parameters}
+        tensors, inner.step = read_state(path, shapes)
+        steps = [tensors[f"step/{n}"] for n in inner.parameters if f"step/{n}" in tensors]
+        # DeepSpeed has one step count for all parameters. Other strategies have one for each.
+        self._reset_moments(state, max(steps, default=None))
         with torch.no_grad():
             for name, parameter in inner.parameters.items():
-                found = {
-                    key: tensors[f"{key}/{name}"]
-                    for key in ("weights", *MOMENTS[:2])
-                    if f"{key}/{name}" in tensors
-                }
-                self._write(
-                    parameter, {key: tensor.to(self.device) for key, tensor in found.items()}
-                )
+                found: dict[str, Tensor] = {}
+                for key in ("weights", *MOMENTS[:2]):
+                    if f"{key}/{name}" in tensors:
+                        found[key] = tensors[f"{key}/{name}"].to(self.device)
+                self._write(parameter, found)
         set_lr(state.optimizer, state.config, inner.step, inner.total)
 
     def _reset_moments(self, state: TrainState, step: Tensor | None) -> None:
@@ -373,24 +346,53 @@ class DeepSpeedStrategy(SingleStrategy):
     def _write(self, parameter: nn.Parameter, whole: dict[str, Tensor]) -> None:
         """Set the ``weights`` and moments of ``parameter`` from full tensors."""
         utils, sharded = self.deepspeed.utils, getattr(parameter, "ds_tensor", None)
-        for key, tensor in whole.items():
+        set_weights = utils.safe_set_full_fp32_param
+        set_moment = utils.safe_set_full_optimizer_state
+        if sharded is not None:
             # DeepSpeed's full setters of stage 3 fail for sizes that the ranks do not divide.
-            mine = tensor if sharded is None else _shard(tensor, sharded.numel(), self.ranks)
+            values = {k: _shard(t, sharded.numel(), self.ranks) for k, t in whole.items()}
+            set_weights = utils.safe_set_local_fp32_param
+            set_moment = utils.safe_set_local_optimizer_state
+        else:
+            values = whole
+        for key, tensor in values.items():
             if key == "weights":
-                (
-                    utils.safe_set_full_fp32_param
-                    if sharded is None
-                    else utils.safe_set_local_fp32_param
-                )(parameter, mine)
+                set_weights(parameter, tensor)
             else:
-                change = (
-                    utils.safe_set_full_optimizer_state
-                    if sharded is None
-                    else utils.safe_set_local_optimizer_state
-                )
-                change(parameter, mine, key)
+                set_moment(parameter, tensor, key)
+        # The setters change the masters only.
         with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(whole["weights"])
+
+
+def _check_settings(settings: Mapping[str, Any], device: torch.device) -> None:
+    """Raise ``ConfigError`` for settings of DeepSpeed that do not work here.
+
+    ``settings`` is ``strategy.deepspeed``.
+    """
+    if odd := sorted(set(settings) & set(OURS)):
+        raise ConfigError(
+            f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out"
+        )
+    zero: Mapping[str, Any] = settings.get("zero_optimization", {})
+    if "stage" in zero:
+        raise ConfigError(
+            "strategy.deepspeed.zero_optimization.stage: set strategy.zero_stage in its place"
+        )
+    offload = zero.get("offload_param") or {}
+    if offload.get("device") == "nvme":
+        raise ConfigError(
+            "strategy.deepspeed.zero_optimization.offload_param.device = 'nvme': shards are "
+            "read into memory; set cpu"
+        )
+    if device.type != "cpu":
+        return
+    for name, value in zero.items():
+        if name.startswith("zero_quantized") and value:
+            raise ConfigError(
+                f"strategy.deepspeed.zero_optimization.{name} = {value}: DeepSpeed quantises "
+                "on GPUs alone; leave it out on a CPU"
+            )
 
 
 def _memory(tensor: Tensor, device: torch.device) -> Tensor | None:
@@ -430,11 +432,10 @@ def _share_masters(zero: Any) -> None:
     """Make float32 shards of stage 3 their own masters. DeepSpeed intends this, but compares a
     device with its name, and copies."""
     for master, shard in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat):
-        if shard is not None and (master.dtype, master.device, master.shape) == (
-            shard.dtype,
-            shard.device,
-            shard.shape,
-        ):
+        if shard is None:
+            continue
+        is_same_place = (master.dtype, master.device) == (shard.dtype, shard.device)
+        if is_same_place and master.shape == shard.shape:
             master.data = shard.data
 
 
@@ -463,9 +464,9 @@ def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
 def _shard(whole: Tensor, size: int, ranks: ProcessGroup) -> Tensor:
     """Return this rank's part ``[size]`` of ``whole``, padded with zeros at the end."""
     flat = whole.flatten()
-    return nn.functional.pad(flat, (0, size * ranks.size - flat.numel()))[size * ranks.rank :][
-        :size
-    ]
+    padded = nn.functional.pad(flat, (0, size * ranks.size - flat.numel()))
+    first = size * ranks.rank
+    return padded[first : first + size]
 
 
 def _deepspeed() -> Any:

@@ -35,15 +35,18 @@ def mesh_of(
     """
     rows = ranks.size // tensor
     if shard is not None and rows % shard:
-        of = f"the {ranks.size} processes of this run" + (
-            f" over strategy.tensor_parallel = {tensor}" if tensor > 1 else ""
-        )
+        of = f"the {ranks.size} processes of this run"
+        if tensor > 1:
+            of += f" over strategy.tensor_parallel = {tensor}"
         raise ConfigError(
             f"strategy.hsdp_shard_size = {shard} does not divide {of}; set it to a divisor, or "
             "leave it out to spread one copy of the weights over all of them"
         )
     shard = shard or rows
-    axes = {REPLICATE: rows // shard} if shard < rows else {}
+    axes: dict[str, int] = {}
+    # An axis of one rank would make FSDP2 all-reduce each gradient once more.
+    if shard < rows:
+        axes[REPLICATE] = rows // shard
     axes[SHARD] = shard
     data = tuple(axes)
     if tensor > 1:

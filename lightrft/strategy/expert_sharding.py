@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,24 +49,18 @@ class Experts(ParallelStyle):
 
         def forward(*inputs: Tensor) -> Tensor:
             held = dict(module._parameters)
-            here = {
-                name: weight.to_local()
-                for name, weight in held.items()
-                if isinstance(weight, DTensor)
-            }
-            module._parameters.update(here)  # ty: ignore[no-matching-overload]
+            here: dict[str, Any] = {}
+            for name, weight in held.items():
+                if isinstance(weight, DTensor):
+                    here[name] = weight.to_local()
+            # The module's code indexes and multiplies plain tensors. For the call, give it those.
+            module._parameters.update(here)
             try:
-                found = whole(
-                    *(
-                        _summed_gradient(x, device_mesh) if x.is_floating_point() else x
-                        for x in inputs
-                    )
-                )
+                found = whole(*(_replicated(x, device_mesh) for x in inputs))
             finally:
                 module._parameters.update(held)
-            return DTensor.from_local(
-                found, device_mesh, [Partial()], run_check=False
-            ).full_tensor()
+            partial = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
+            return partial.full_tensor()
 
         module.forward = forward
         return module
@@ -86,8 +81,10 @@ def cut_of(weight: Tensor, style: str, size: int) -> Placement | None:
     return Shard(dim) if side_by_side == 1 else _StridedShard(dim, split_factor=side_by_side)
 
 
-def _summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return ``x``, which is replicated. Its gradient is summed over the ranks."""
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(
-        grad_placements=[Partial()]
-    )
+def _replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return ``x``, which is replicated. Its gradient, if it has one, is summed over the ranks."""
+    # Indices of experts have no gradient.
+    if not x.is_floating_point():
+        return x
+    shared = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return shared.to_local(grad_placements=[Partial()])

@@ -77,9 +77,9 @@ class Fsdp2Strategy(SingleStrategy):
             shard_layers(model, self.across)
         if isinstance(model, TrainableModule):
             model.team = self.team
-            model.run_towers = (
-                True  # a call of a sharded module is collective, so every rank must make it
-            )
+            # A call of a sharded module is collective, so every rank must make it.
+            model.run_towers = True
+        # Before ``_shard``, which makes trained parameters float32.
         self._types[model] = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._shard(model)
         _fetch_ahead(model)
@@ -97,30 +97,27 @@ class Fsdp2Strategy(SingleStrategy):
             keep_on_host(model)
 
     def _shard(self, model: nn.Module) -> None:
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        half = next(
-            (p.dtype for p in model.parameters() if p.requires_grad and p.dtype in HALF), None
-        )
-        alone = (
-            []
-            if half is None
-            else [module for module in model.modules() if _full_precision(module)]
-        )
-        half = (
-            half if self.across is None else None
-        )  # with tensor parallelism, the optimizer keeps the float32 copy
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        half = next((p.dtype for p in trained if p.dtype in HALF), None)
+        alone: list[nn.Module] = []
         if half is not None:
-            exchange(
-                model, lambda p: p.detach().float() if p.requires_grad and p.dtype in HALF else None
-            )
+            # Float32 modules among half-precision ones keep computing in float32.
+            alone = [module for module in model.modules() if _full_precision(module)]
+        # With tensor parallelism, the optimizer keeps the float32 copy.
+        if self.across is not None:
+            half = None
+        if half is not None:
+            exchange(model, _as_float32)
+        offload = OffloadPolicy()
+        if self.config.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
         options: dict[str, Any] = {
             "mesh": self.mesh,
             # A frozen model has no backward pass to reshard it, so it must reshard after forward.
             "reshard_after_forward": self.config.reshard_after_forward if trained else True,
-            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-            if self.config.cpu_offload
-            else OffloadPolicy(),
+            "offload_policy": offload,
         }
+        # Inner modules first: ``fully_shard`` takes only parameters that no earlier call has taken.
         for module in (*alone, *outermost_blocks(model), model):
             compute = None if module in alone else half
             policy = MixedPrecisionPolicy(
@@ -132,16 +129,16 @@ class Fsdp2Strategy(SingleStrategy):
         """Allocate memory for a parameter or buffer on the meta device; ``None`` for another."""
         if not tensor.is_meta:
             return None
-        return torch.empty_like(
-            tensor, device=self.home if isinstance(tensor, nn.Parameter) else self.device
-        )
+        # FSDP2 offloads parameters only. It leaves buffers whole, on the device.
+        device = self.home if isinstance(tensor, nn.Parameter) else self.device
+        return torch.empty_like(tensor, device=device)
 
     def step(self, state: TrainState) -> StepInfo:
         if self.across is not None:
             masters = state.inner.masters
-            sum_partial(
-                [masters[n].grad for n in partial_names(state.model) if n in masters], self.across
-            )
+            # Frozen parameters have no master.
+            names = [name for name in partial_names(state.model) if name in masters]
+            sum_partial([masters[name].grad for name in names], self.across)
         return super().step(state)
 
     def alike(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -150,11 +147,10 @@ class Fsdp2Strategy(SingleStrategy):
     @contextmanager
     def gathered(self, model: nn.Module) -> Generator[None]:
         modules = list(_sharded(model))
-        groups = [
-            group
-            for module in modules
-            if (group := module._get_fsdp_state()._fsdp_param_group) is not None
-        ]
+        states = [module._get_fsdp_state() for module in modules]
+        # A module whose parameters all belong to inner modules has no group.
+        groups = [s._fsdp_param_group for s in states if s._fsdp_param_group is not None]
+        # ``set_reshard_after_forward`` overwrites it, and has no counterpart that reads it.
         after = [group.post_forward_mesh_info for group in groups]
         for module in modules:
             module.unshard()
@@ -170,7 +166,8 @@ class Fsdp2Strategy(SingleStrategy):
 
     def local_parameters(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
         for sharded in _sharded(module):
-            sharded.reshard()  # a module left unsharded by a call holds a copy, and changes to it would be lost
+            # A module left unsharded by a call has a copy, and changes to it would be lost.
+            sharded.reshard()
         return super().local_parameters(module)
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
@@ -184,9 +181,8 @@ class Fsdp2Strategy(SingleStrategy):
     def shard_like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return super().shard_like(whole, tensor)
-        own = torch.empty_like(
-            tensor, dtype=whole.dtype
-        )  # empty_like: an offloaded tensor is not on its mesh's device
+        # ``empty_like``, since an offloaded tensor is not on the device of its mesh.
+        own = torch.empty_like(tensor, dtype=whole.dtype)
         for index, part in local_shard_of(own).blocks:
             part.copy_(whole[index])
         return own
@@ -214,8 +210,13 @@ def _full_precision(module: nn.Module) -> bool:
     """Return ``True`` if ``module`` has no submodules and all of its weights are trained in
     float32."""
     own = list(module.parameters(recurse=False))
-    return (
-        bool(own)
-        and not any(module.children())
-        and all(p.dtype == torch.float32 and p.requires_grad for p in own)
-    )
+    if not own or any(module.children()):
+        return False
+    return all(p.dtype == torch.float32 and p.requires_grad for p in own)
+
+
+def _as_float32(parameter: Tensor) -> Tensor | None:
+    """Return a float32 copy of a trained half-precision parameter; ``None`` for another."""
+    if parameter.requires_grad and parameter.dtype in HALF:
+        return parameter.detach().float()
+    return None

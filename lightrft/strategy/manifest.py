@@ -55,9 +55,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "metrics": dict(manifest.metrics),
         "files": dict(manifest.files),
     }
-    write_atomic(
-        folder / MANIFEST, json.dumps({**document, "digest": _digest_of(document)}, indent=1)
-    )
+    document["digest"] = _digest_of(document)
+    write_atomic(folder / MANIFEST, json.dumps(document, indent=1))
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -83,11 +82,13 @@ def load_manifest(folder: Path) -> Manifest:
             f"{folder} is not a complete checkpoint: its {MANIFEST} is not of the format {FORMAT}"
         )
     # A flipped byte must not turn one format into the other: each has exactly the fields that it was written with.
-    digest = document.pop("digest", None) if document["format"] == FORMAT else ""
-    if document.keys() != FIELDS or (
-        document["format"] == FORMAT and digest != _digest_of(document)
-    ):
+    intact = True
+    if document["format"] == FORMAT:
+        digest = document.pop("digest", None)
+        intact = digest == _digest_of(document)
+    if not intact or document.keys() != FIELDS:
         raise DamagedError(f"{folder} is damaged: its {MANIFEST} is not what was saved")
+    # ``CheckpointStore`` sorts folders by the step in their names.
     named = re.fullmatch(r"\.?(?:[a-z]+_)?step_(\d+)(\.\d+)?", folder.name)
     if named and int(named[1]) != document["step"]:
         raise DamagedError(
@@ -161,6 +162,7 @@ def digest_file(path: Path, at_work: Callable[[], None]) -> str:
 
 
 def _check_about(path: Path, manifest: Manifest, about: Mapping[str, Any]) -> None:
+    # Through JSON, as the saved values were: a tuple would differ from the list that it became.
     expected = json.loads(json.dumps(dict(about)))
     differing = [
         f"  {key}: {manifest.about.get(key)!r} in the checkpoint, {value!r} here"

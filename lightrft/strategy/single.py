@@ -73,15 +73,15 @@ class SingleStrategy:
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
         self.place(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        masters = {
-            n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float()
-            for n, p in parameters.items()
-        }
+        masters: dict[str, Tensor] = {}
+        for name, p in parameters.items():
+            is_full = p.dtype in (torch.float32, torch.float64)
+            # bfloat16 has 8 bits of precision: a step of a learning rate of 1e-6 would be lost.
+            masters[name] = p if is_full else p.detach().float()
         shapes = shapes_of(model)
-        groups = parameter_groups(model, shapes, masters, optimizer)
-        groups = [
-            {**group, "params": part} for group in groups for part in self.alike(group["params"])
-        ]
+        groups: list[dict[str, Any]] = []
+        for group in parameter_groups(model, shapes, masters, optimizer):
+            groups += [{**group, "params": part} for part in self.alike(group["params"])]
         adamw = torch.optim.AdamW(
             groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
         )
@@ -107,10 +107,11 @@ class SingleStrategy:
         limit = state.config.max_grad_norm
         parts = self.alike([m.grad for m in masters if m.grad is not None])
         norms = [self.gather(torch.nn.utils.get_total_norm(part)) for part in parts]
+        # Of one part, not the norm of its norm, which may differ in the last bit.
         norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-        info = StepInfo(
-            float(norm), state.config.lr * lr_factor(inner.step, inner.total, state.config)
-        )
+        lr = state.config.lr * lr_factor(inner.step, inner.total, state.config)
+        info = StepInfo(float(norm), lr)
+        # The norm is global, so every rank skips the same steps.
         if not math.isfinite(info.grad_norm):
             info.skipped = "gradient not finite"
         else:
@@ -128,9 +129,8 @@ class SingleStrategy:
     def offloaded(
         self, states: Iterable[TrainState], frozen: Iterable[nn.Module]
     ) -> Generator[None]:
-        if (
-            not self.config.offload_during_generation or self.config.cpu_offload
-        ):  # offloaded state stays on the host all the time
+        # With ``cpu_offload``, the state is on the host all the time.
+        if not self.config.offload_during_generation or self.config.cpu_offload:
             yield
             return
         states, frozen = list(states), list(frozen)
@@ -148,14 +148,11 @@ class SingleStrategy:
         for state in states:
             inner: Masters = state.inner
             for name, master in inner.masters.items():
-                if (
-                    master is not inner.parameters[name]
-                    and (other := moved(master, device)) is not master
-                ):
-                    torch.utils.swap_tensors(
-                        master, other
-                    )  # setting the data of a DTensor would not move its shard
+                # The engine may generate with the parameters, so they stay.
+                if master is not inner.parameters[name]:
+                    _move_in_place(master, device)
                 held = state.optimizer.state.get(master, {})
+                # Not the step count, which is a single number.
                 for key in MOMENTS[:2]:
                     if key in held:
                         held[key] = moved(held[key], device)
@@ -195,17 +192,16 @@ class SingleStrategy:
         with torch.no_grad():
             for name, master in inner.masters.items():
                 master.copy_(self.shard_like(tensors[f"weights/{name}"], master))
-                if f"exp_avg/{name}" in tensors:
-                    moments = {
-                        key: self.shard_like(tensors[f"{key}/{name}"], master)
-                        for key in MOMENTS
-                        if key != "step"
-                    }
-                    on = torch.device("cpu") if not master.is_cuda else master.device
-                    state.optimizer.state[master] = {
-                        **moments,
-                        "step": tensors[f"step/{name}"].to(on),
-                    }
+                # A parameter that never had a gradient has no moments.
+                if f"exp_avg/{name}" not in tensors:
+                    continue
+                held = {
+                    key: self.shard_like(tensors[f"{key}/{name}"], master) for key in MOMENTS[:2]
+                }
+                # AdamW with ``fused`` expects the step count on the GPU.
+                on = master.device if master.is_cuda else HOST
+                held["step"] = tensors[f"step/{name}"].to(on)
+                state.optimizer.state[master] = held
         self._write_back(inner)
         set_lr(state.optimizer, state.config, inner.step, inner.total)
 
@@ -215,6 +211,13 @@ class SingleStrategy:
             for name, parameter in inner.parameters.items():
                 if inner.masters[name] is not parameter:
                     parameter.copy_(inner.masters[name])
+
+
+def _move_in_place(tensor: Tensor, device: torch.device) -> None:
+    other = moved(tensor, device)
+    if other is not tensor:
+        # Setting the data of a DTensor would not move its shard.
+        torch.utils.swap_tensors(tensor, other)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -263,15 +266,15 @@ def parameter_groups(
     """
     rates = rates_of(model, masters, config)
     groups: list[dict[str, Any]] = []
+    # A dictionary, not a set, so that the groups have the same order in every run.
     for rate in dict.fromkeys(rates.values()):
         mine = {n: m for n, m in masters.items() if rates[n] == rate}
+        # By full shapes: in ZeRO stage 3, every parameter has the shape [0].
         decayed = [m for n, m in mine.items() if len(shapes[n]) >= 2]
         plain = [m for n, m in mine.items() if len(shapes[n]) < 2]
-        groups += [
-            {"params": g, "weight_decay": d, "rate": rate}
-            for g, d in ((decayed, config.weight_decay), (plain, 0.0))
-            if g
-        ]
+        for params, decay in ((decayed, config.weight_decay), (plain, 0.0)):
+            if params:
+                groups.append({"params": params, "weight_decay": decay, "rate": rate})
     return groups
 
 
@@ -310,15 +313,9 @@ def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
             f"{path} cannot be read ({error}); resume from an older step, or set "
             "run.overwrite=true to start over"
         ) from error
-    check_shapes(
-        path,
-        shapes,
-        {
-            k.removeprefix(WEIGHTS): tuple(t.shape)
-            for k, t in tensors.items()
-            if k.startswith(WEIGHTS)
-        },
-    )
+    weights = [name for name in tensors if name.startswith(WEIGHTS)]
+    there = {name.removeprefix(WEIGHTS): tuple(tensors[name].shape) for name in weights}
+    check_shapes(path, shapes, there)
     return tensors, about["step"]
 
 
@@ -329,11 +326,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
     ``CheckpointError`` unless the file has exactly the trained parameters of ``model``.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    expected = {name: tuple(p.shape) for name, p in trained.items()}
     try:
         with safe_open(path / STATE_FILE, "pt") as file:
             names = [key.removeprefix(WEIGHTS) for key in file.keys() if key.startswith(WEIGHTS)]  # noqa: SIM118 not a mapping
+            # From the header, before any tensor is read and any weight is changed.
             there = {name: tuple(file.get_slice(WEIGHTS + name).get_shape()) for name in names}
-            check_shapes(path, {name: tuple(p.shape) for name, p in trained.items()}, there)
+            check_shapes(path, expected, there)
             with torch.no_grad():
                 for name, parameter in trained.items():
                     parameter.copy_(file.get_tensor(WEIGHTS + name))
@@ -409,10 +408,8 @@ def _device(name: str) -> torch.device:
     """Return the device ``name``. Raises ``ConfigError`` if it does not exist."""
     try:
         return torch.empty(0, device=name).device
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # torch asserts that it was built for the device
+    # torch raises AssertionError for a device that it was not built for.
+    except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"strategy.device = {name!r} cannot be used ({first_line(error)}); set it to auto, "
             "cpu or one that is there"

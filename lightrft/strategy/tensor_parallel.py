@@ -50,18 +50,18 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     size = mesh.size()
     if not plan:
         raise _refused(size, f"transformers has no plan for {type(_planned(model)).__name__}")
-    if odd := next((pattern for pattern in plan if not _known(plan, pattern)), None):
-        raise _refused(
-            size,
-            f"{odd} of {type(_planned(model)).__name__} is {plan[odd]}, which is not known here",
-        )
-    _check_sizes(_planned(model).config.get_text_config(decoder=True), size)
-    parts = [
-        part
-        for name, module in _planned(model).named_modules()
-        for part in _parts(name, module, plan, size)
-    ]
+    inner = _planned(model)
+    for pattern, style in plan.items():
+        if not _known(plan, pattern):
+            name = type(inner).__name__
+            raise _refused(size, f"{pattern} of {name} is {style}, which is not known here")
+    _check_sizes(inner.config.get_text_config(decoder=True), size)
+    parts: list[tuple[nn.Module, ParallelStyle]] = []
+    # All of them first, so that a refusal leaves the model as it was.
+    for name, module in inner.named_modules():
+        parts += _parts(name, module, plan, size)
     for part, style in parts:
+        # None: every rank has the same weights, so none has to be broadcast.
         parallelize_module(part, mesh, style, src_data_rank=None)
 
 
@@ -81,32 +81,28 @@ def partial_names(model: nn.Module) -> list[str]:
     """
     inner = _planned(model)
     prefix = next(name for name, module in model.named_modules() if module is inner)
-    patterns = [
-        f"{prefix}.{pattern}.*".lstrip(".")
-        for pattern, style in plan_of(model).items()
-        if style == PARTIAL
-    ]
-    return [
-        name
-        for name, _ in model.named_parameters()
-        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-    ]
+    partial = [pattern for pattern, style in plan_of(model).items() if style == PARTIAL]
+    patterns = [f"{prefix}.{pattern}.*".lstrip(".") for pattern in partial]
+    names: list[str] = []
+    for name, _ in model.named_parameters():
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            names.append(name)
+    return names
 
 
 def cut_names(model: nn.Module) -> frozenset[str]:
     """Return the parameters of ``model`` that its plan shards."""
-    plan, cut = plan_of(model), set[nn.Parameter]()
+    plan = plan_of(model)
+    cut: set[nn.Parameter] = set()
     for name, module in _planned(model).named_modules():
         style = _style(plan, name)
         if style == EXPERTS:
             cut |= set(module.parameters())
         elif style in STYLES:
-            sides = getattr(module, ADAPTERS[style], {}).values()
-            cut |= {
-                p
-                for part in (getattr(module, "base_layer", module), *sides)
-                for p in part.parameters()
-            }
+            adapters = getattr(module, ADAPTERS[style], {}).values()
+            for part in (getattr(module, "base_layer", module), *adapters):
+                cut |= set(part.parameters())
+    # By identity, since the inner model has other names for its parameters.
     return frozenset(name for name, parameter in model.named_parameters() if parameter in cut)
 
 
@@ -114,26 +110,28 @@ def sum_partial(gradients: Iterable[Tensor | None], mesh: DeviceMesh) -> None:
     """All-reduce, in place, ``gradients`` of which each rank of ``mesh`` has a partial sum."""
     for gradient in gradients:
         if gradient is not None:
-            dist.all_reduce(
-                gradient.to_local() if isinstance(gradient, DTensor) else gradient,
-                group=mesh.get_group(),
-            )
+            # The mesh of a DTensor is that of data parallelism, so reduce its shard over ``mesh``.
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            dist.all_reduce(local, group=mesh.get_group())
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group ``tensors`` by their mesh, since one call can only process tensors of one mesh."""
-    found: dict[Any, list[Tensor]] = {}
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(
-            tensor
-        )
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        found.setdefault(mesh, []).append(tensor)
+    # At least one group, so that the norm of no tensors is 0.
     return list(found.values()) or [[]]
 
 
 def _planned(model: nn.Module) -> Any:
     """Return the transformers model inside. A wrapper with adapters forwards attributes, so look at
     classes."""
-    return next((module for module in model.modules() if hasattr(type(module), "tp_plan")), model)
+    for module in model.modules():
+        if hasattr(type(module), "tp_plan"):
+            return module
+    return model
 
 
 def _known(plan: Mapping[str, str], pattern: str) -> bool:
@@ -147,12 +145,11 @@ def _known(plan: Mapping[str, str], pattern: str) -> bool:
 def _style(plan: Mapping[str, str], name: str) -> str:
     """Return the style of ``name`` in ``plan``, or an empty string. Each star of a pattern matches
     one component of a name."""
-    matching = (
-        style
-        for pattern, style in plan.items()
-        if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name)
-    )
-    return next(matching, "")
+    for pattern, style in plan.items():
+        expression = re.escape(pattern).replace(r"\*", "[^.]+")
+        if re.fullmatch(expression, name):
+            return style
+    return ""
 
 
 def _parts(
@@ -170,12 +167,8 @@ def _parts(
         yield module, STYLES[style]()
     elif style in STYLES:
         if len(getattr(module, "lora_magnitude_vector", ())):
-            raise _refused(
-                size,
-                "model.lora.dora = true needs the norms of whole weights; set "
-                "model.lora.dora=false",
-                "or ",
-            )
+            why = "model.lora.dora = true needs the norms of whole weights"
+            raise _refused(size, f"{why}; set model.lora.dora=false", "or ")
         for part in (module.base_layer, *getattr(module, ADAPTERS[style]).values()):
             yield part, STYLES[style]()
 
@@ -186,10 +179,10 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> d
         style = _style(plan, f"{name}.{own}")
         if style not in WIDTHS:
             raise _refused(size, f"the plan for {name} says nothing of its {own}")
-        if (cut := cut_of(weight, style, size)) is None:
-            raise _refused(
-                size, f"{own} of {name} is {list(weight.shape)}, whose width it does not divide"
-            )
+        cut = cut_of(weight, style, size)
+        if cut is None:
+            shape = list(weight.shape)
+            raise _refused(size, f"{own} of {name} is {shape}, whose width it does not divide")
         if isinstance(cut, _StridedShard) and TorchVersion(torch.__version__) < "2.12":
             why = (
                 f"torch {torch.__version__} cannot put {own} of {name} together, two matrices "
@@ -202,11 +195,9 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> d
 
 def _check_sizes(config: Any, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (
-            hasattr(config, name)
-            and isinstance(value := getattr(config, name), int)
-            and value % size
-        ):
+        value = getattr(config, name, None)
+        # Some configs have a list, one number per layer.
+        if isinstance(value, int) and value % size:
             raise _refused(size, f"the model's {name} is {value}, which it does not divide")
 
 
