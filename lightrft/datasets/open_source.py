@@ -68,21 +68,13 @@ def open_source(
     if len(rows) == 0:
         skipped = f"; {rows.malformed} malformed rows were skipped" if rows.malformed else ""
         raise DataError(f"data.sources: {source.path} has no rows{skipped}")
+    setting = "data.sources.reader_options"
     if source.reader is None:
-        _refuse(
-            source.reader_options,
-            "data.sources.reader_options",
-            "a reader; name one in data.sources.reader",
-        )
+        _refuse(source.reader_options, setting, "a reader; name one in data.sources.reader")
         return rows
     reader = READERS[source.reader]
-    _check_keywords(
-        reader,
-        source.reader_options,
-        f"reader {source.reader!r}",
-        "data.sources.reader_options",
-        ({},),
-    )
+    # here, so that a wrong option is an error of the setting, not of the first row
+    _check_keywords(reader, source.reader_options, f"reader {source.reader!r}", setting, ({},))
     return MappedRows(rows, reader, source.reader, source.reader_options)
 
 
@@ -319,6 +311,7 @@ def _load(kind: str, shown_as: str, **options: Any) -> Any:
     """
     import datasets
 
+    # restored below, since the setting belongs to the whole process
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:

@@ -211,18 +211,16 @@ class Sources:
     def _restore(self, entry: Entry, kept: Columns) -> tuple[list[int], Sequence[str]]:
         """Restore columns, counts and indexes from ``entry``. Return the same as ``_encode``."""
         facts, columns = entry.facts, entry.columns
-        self._open(
-            [
-                {
-                    path: TextIndex(
-                        columns[f"offsets/{s}/{k}"], columns[f"lines/{s}/{k}"], malformed, problem
-                    )
-                    for k, (path, malformed, problem) in enumerate(files)
-                }
-                for s, files in enumerate(facts["files"])
-            ]
-        )
+        indexes: list[Indexes] = []
+        for s, files in enumerate(facts["files"]):
+            index: Indexes = {}
+            for k, (path, malformed, problem) in enumerate(files):
+                offsets, lines = columns[f"offsets/{s}/{k}"], columns[f"lines/{s}/{k}"]
+                index[path] = TextIndex(offsets, lines, malformed, problem)
+            indexes.append(index)
+        self._open(indexes)
         kept.update({name: columns[f"kept/{name}"] for name in kept})
+        # _open() has counted malformed rows, which the stored counts contain
         self.counts.clear()
         self.counts.update(facts["counts"])
         self.first_problem, self.data_sources = facts["first_problem"], set(facts["data_sources"])
@@ -326,14 +324,15 @@ class PromptDataset:
             raise IndexError(f"prompt {i} of {len(self)}")
         k = int(self._order[i])
         source, ends = int(self._kept["source"][k]), self._kept["ends"]
+        start = ends[k - 1] if k else 0
         record = self._sources.record(source, int(self._kept["row"][k]))
         text = self.encoder.prompt(record, self._cuts.get(k, 0))
         prompt = Prompt(
             id=self._ids[i],
-            token_ids=self._kept["tokens"][ends[k - 1] if k else 0 : ends[k]].tolist(),
+            token_ids=self._kept["tokens"][start : ends[k]].tolist(),
             text=self.encoder.readable(text),
             label=record.label,
-            reference=record.reference if record.reference is not None else record.answer,
+            reference=_reference(record),
             data_source=record.data_source or self._sources.names[source],
             columns=record.columns,
         )
@@ -409,52 +408,54 @@ class PromptDataset:
                 shown.append((row, record, self.encoder.prompt(record)))
             except MalformedRow as error:
                 self._sources.skip(error)
-        good = self._sources.made(
-            shown, self.encoder.expanded([(record, [text]) for _, record, text in shown])
-        )
-        names, kept = [], self._kept
-        for (
-            (
-                row,
-                record,
-                text,
-            ),
-            _,
-        ), ids in zip(good, self.encoder.encode_prompts([full for _, (full,) in good])):
-            cut = 0
-            if len(ids) > self.config.max_prompt_tokens:
-                shorter = (
-                    self._truncate(record, ids)
-                    if self.config.overlong_prompts == "truncate" and not record.media
-                    else None
-                )
-                if shorter is None:
-                    self._sources.overlong(
-                        record.where,
-                        len(ids),
-                        self.config.max_prompt_tokens,
-                        "data.max_prompt_tokens",
-                    )
-                    continue
-                cut, ids = shorter
-                self.counts["truncated"] += 1
+        expanded = self.encoder.expanded([(record, [text]) for _, record, text in shown])
+        good = self._sources.made(shown, expanded)
+        # one call for all: a fast tokenizer encodes them in parallel
+        encoded = self.encoder.encode_prompts([full for _, (full,) in good])
+        names = []
+        for ((row, record, text), _), ids in zip(good, encoded):
+            fitting = self._fitting(record, ids)
+            if fitting is None:
+                continue
+            cut, ids = fitting
             self.counts["special_tokens"] += self.encoder.is_shielded(text)
-            if cut:
-                kept["cut_rows"].append(len(kept["ends"]))
-                kept["cuts"].append(cut)
-            kept["tokens"].extend(ids)
-            kept["ends"].append(len(kept["tokens"]))
-            kept["source"].append(source)
-            kept["row"].append(row)
-            self._sources.data_sources.add(record.data_source or self._sources.names[source])
-            names.append(record.id or f"{self._sources.names[source]}/{row}")
+            self._keep(source, row, cut, ids)
             note_text(self.counts, self._unknown.count(text, ids), len(ids), source, row)
-            reference = record.reference if record.reference is not None else record.answer
-            gold = record.label if record.label is not None else reference
-            note_label(
-                self.counts, record.data_source or self._sources.names[source], gold, source, row
-            )
+            data_source = record.data_source or self._sources.names[source]
+            self._sources.data_sources.add(data_source)
+            gold = _reference(record) if record.label is None else record.label
+            note_label(self.counts, data_source, gold, source, row)
+            names.append(record.id or f"{self._sources.names[source]}/{row}")
         return names
+
+    def _fitting(self, record: ParsedRow, ids: list[int]) -> tuple[int, list[int]] | None:
+        """Return the cut of a prompt and its tokens, or None for a prompt that is left out.
+
+        Raises ``DataError`` if ``data.overlong_prompts`` is ``error`` and the prompt is too long.
+        """
+        limit = self.config.max_prompt_tokens
+        if len(ids) <= limit:
+            return 0, ids
+        shorter = None
+        # media cannot be cut: their placeholders must fit their features
+        if self.config.overlong_prompts == "truncate" and not record.media:
+            shorter = self._truncate(record, ids)
+        if shorter is None:
+            self._sources.overlong(record.where, len(ids), limit, "data.max_prompt_tokens")
+        else:
+            self.counts["truncated"] += 1
+        return shorter
+
+    def _keep(self, source: int, row: int, cut: int, ids: list[int]) -> None:
+        kept = self._kept
+        # cuts are rare, so they are stored by the index of their prompt
+        if cut:
+            kept["cut_rows"].append(len(kept["ends"]))
+            kept["cuts"].append(cut)
+        kept["tokens"].extend(ids)
+        kept["ends"].append(len(kept["tokens"]))
+        kept["source"].append(source)
+        kept["row"].append(row)
 
     def _truncate(self, record: ParsedRow, ids: list[int]) -> tuple[int, list[int]] | None:
         """Return the smallest cut of the last message that fits, and the resulting tokens.
@@ -480,6 +481,11 @@ class PromptDataset:
 
     def _at(self, record: ParsedRow, cut: int) -> list[int]:
         return self.encoder.encode_prompts([self.encoder.prompt(record, cut)])[0]
+
+
+def _reference(record: ParsedRow) -> object:
+    """Return the worked solution of a row, else its answer."""
+    return record.answer if record.reference is None else record.reference
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

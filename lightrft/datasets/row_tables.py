@@ -152,6 +152,7 @@ def utf8_of(path: Path) -> bytes | None:
     opener = OPENERS.get(path.suffix)
     try:
         with opener(path) if opener else path.open("rb") as file:
+            # the encoding shows in the positions of null bytes among the first four
             head = file.read(4)
             encoding = json.detect_encoding(head)
             is_utf8 = encoding.startswith("utf-8")
@@ -332,7 +333,8 @@ class Csv(InMemoryRows):
                     raise ValueError(f"{len(values)} values under a header of {len(names)}")
             except ValueError as error:
                 skipped.add(line + 1, error)
-                used, values = 1, []  # a malformed record may have taken in the good ones after it
+                # an open quote takes in all lines after it, so go on with the next line
+                used, values = 1, []
             if values:
                 rows.append({name: value or None for name, value in zip(names, values)})
                 self.lines.append(line + 1)

@@ -204,6 +204,7 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
         DataError: as many entries in a row as the dataset has are unreadable.
     """
     drawn: list[T] = []
+    # unreadable entries since the last readable one: without this count, the loop might not end
     lost = 0
     while len(drawn) < count:
         fetched = dataset.fetch(sampler.next(count - len(drawn)))
@@ -213,9 +214,8 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
             problem = f"{lost} rows in a row cannot be read any more"
             raise DataError(f"data.sources: {problem}; the last: {fetched[-1]}")
         drawn += kept
-    if isinstance(
-        sampler, PromptSampler
-    ):  # a curriculum has no peek(): its next indices depend on the results of this step
+    # a curriculum has no peek(): its next indices depend on the results of this step
+    if isinstance(sampler, PromptSampler):
         dataset.prefetch(sampler.peek(count))
     return drawn
 

@@ -128,6 +128,7 @@ class SFTDataset:
         self._checked = False
         self._marks = self.encoder.chat and bool(GENERATION.search(str(tokenizer.chat_template)))
         self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}
+        # source, row and item numbers by stored example
         self._media: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
         self._unknown = UnknownText(tokenizer)
@@ -299,6 +300,7 @@ class SFTDataset:
             return [_Part(row, record, turns[-1:], [])]
         if self._marks_answers(record, turns):
             return [_Part(row, record, turns, shown[: spoken[-1] + ahead + 1])]
+        # once is enough, since it depends on the template alone
         if len(turns) > 1 and not self._checked:
             check_template(self.encoder.tokenizer, self.config.chat_template_options)
             self._checked = True
@@ -346,17 +348,16 @@ class SFTDataset:
         ids: list[int] = []
         trained: list[bool] = []
         before, last, closed = "", 0, False
+        # an image in an answer does not end it
+        closing = self.encoder.special_ids - self.encoder.placeholders
         for asking, said in part.turns:
             ids = self._extend(ids, before, asking, known)
             trained += [False] * (len(ids) - len(trained))
             start = len(ids)
             ids = self._extend(ids, asking, said, known)
-            ends = [
-                k
-                for k in range(start, len(ids))
-                if ids[k] in self.encoder.special_ids - self.encoder.placeholders
-            ]
+            ends = [k for k in range(start, len(ids)) if ids[k] in closing]
             closed = bool(ends)
+            # what follows, such as a line break of the template, is never sampled
             last = ends[-1] + 1 if closed else len(ids)
             trained += [True] * (last - start) + [False] * (len(ids) - last)
             before = said

@@ -138,9 +138,8 @@ class TokenCache:
         table = pa.table(rows).replace_schema_metadata({FACTS: json.dumps(dict(entry.facts))})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.path.parent.glob(
-                f".{self.path.name}.*.tmp"
-            ):  # left by a killed process; this process has the lock
+            # left by a killed process: this one has the lock, so no other is writing
+            for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):
                 left.unlink(missing_ok=True)
             with temporary.open("wb") as file:
                 with pa.ipc.new_file(file, table.schema) as writer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightrft.rewards.registry import REWARDS, Reward, load_reward
 from lightrft.rewards.sandbox.trial import calls_on, try_rewards
@@ -66,7 +65,7 @@ def is_reward(name: str) -> bool:
     return bool(parameters) and parameters[0].name in ("rollout", "rollouts")
 
 
-def reward_verdicts(name: str, options: Mapping[str, Any], limit: float) -> list[CheckResult]:
+def reward_verdicts(name: str, options: Mapping[str, object], limit: float) -> list[CheckResult]:
     """Run every check on a reward function.
 
     Args:

@@ -61,7 +61,7 @@ class Reward:
 
     name: str
     function: Callable[..., Any]
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     batched: bool
     asynchronous: bool
     cpu_seconds: float | None = None
@@ -72,7 +72,7 @@ class Reward:
         return self.batched or self.asynchronous
 
 
-def load_reward(name: str, options: Mapping[str, Any]) -> Reward:
+def load_reward(name: str, options: Mapping[str, object]) -> Reward:
     """Return the reward function ``name``, checked to take a rollout and ``options``.
 
     Raises:
@@ -109,7 +109,9 @@ def _budget(function: Callable[..., Any]) -> float | None:
         return None
 
 
-def _check_signature(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
+def _check_signature(
+    name: str, signature: inspect.Signature, options: Mapping[str, object]
+) -> None:
     arguments = "".join(f", {option}=..." for option in options)
     shown = f"reward {name!r} is called as function(rollout{arguments})"
     first = next(iter(signature.parameters.values()), None)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.rewards.registry import load_reward
 from lightrft.rewards.sandbox.trial import TrialOutcome, calls_on, try_rewards
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import RewardError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +30,9 @@ class Trial:
     rollouts: Sequence[Rollout]
 
 
-def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenizer: Any) -> None:
+def check_rewards(
+    config: RewardConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Score made-up responses to some of ``prompts`` with the configured rewards.
 
     If only some calls of a term fail, log a warning.
@@ -100,7 +105,7 @@ def _trials(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[Trial
             yield from (Trial(term, by_source[source]) for term in terms)
 
 
-def made_up(prompts: Sequence[Prompt], tokenizer: Any) -> list[Rollout]:
+def made_up(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Rollout]:
     """Return a made-up response to each prompt.
 
     In turn it is the label or reference of the row, nothing, and a wrong number.
@@ -120,7 +125,9 @@ def answer_of(prompt: Prompt) -> str | None:
     return str(own)
 
 
-def answered(prompt: Prompt, text: str, tokenizer: Any, sample: int = 0) -> Rollout:
+def answered(
+    prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, sample: int = 0
+) -> Rollout:
     """Build a rollout with the response ``text``.
 
     Args:

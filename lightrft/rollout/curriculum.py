@@ -123,6 +123,7 @@ class Curriculum:
         self.rates = np.full(len(ids), np.nan)
         self._place = {name: i for i, name in enumerate(ids)}
         self._out = np.zeros(len(ids), dtype=bool)  # sampled in this step
+        # Pass rates are stored by position, so a checkpoint must belong to the same prompts.
         self._about = hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest()
 
     def next(self, count: int) -> list[int]:
@@ -130,6 +131,7 @@ class Curriculum:
         weights = self._weights()
         taken: list[int] = []
         while len(taken) < count:
+            # A step that needs more prompts than there are begins to repeat them.
             if self._out.all():
                 self._out[:] = False
             part = self._pick(weights, np.flatnonzero(~self._out), count - len(taken))
@@ -191,11 +193,8 @@ class Curriculum:
         weights = np.asarray(
             CURRICULA[name](self.rates.copy(), self.epoch, **self.config.options), dtype=np.float64
         )
-        if (
-            weights.shape != self.rates.shape
-            or not np.isfinite(weights).all()
-            or (weights < 0).any()
-        ):
+        is_valid = weights.shape == self.rates.shape and np.isfinite(weights).all()
+        if not is_valid or (weights < 0).any():
             raise ConfigError(
                 f"rollout.curriculum: {name!r} must give {len(self.rates)} finite weights that "
                 "are not negative, one for each prompt"
@@ -207,18 +206,21 @@ class Curriculum:
 
         Positions of weight 0 are sampled only when all others are used.
         """
-        noise = numpy_generator(self.seed, RandomStream.CURRICULUM, self.draws).gumbel(
-            size=len(weights)
-        )[free]
+        generator = numpy_generator(self.seed, RandomStream.CURRICULUM, self.draws)
+        # For all positions, so that the noise of one does not depend on which others are free.
+        noise = generator.gumbel(size=len(weights))[free]
+        # Part of the seed, so that two samplings of one step differ.
         self.draws += 1
         given = weights[free]
+        # ``where`` computes both sides, and the logarithm of 0 would warn.
+        positive = np.maximum(given, np.finfo(np.float64).tiny)
         # -1e6 is far below any noise, so that positions of weight 0 come last.
-        keys = (
-            np.where(given > 0, np.log(np.maximum(given, np.finfo(np.float64).tiny)), -1e6) + noise
-        )
-        best = (
-            np.argpartition(-keys, count - 1)[:count] if count < len(keys) else np.arange(len(keys))
-        )
+        keys = np.where(given > 0, np.log(positive), -1e6) + noise
+        if count < len(keys):
+            best = np.argpartition(-keys, count - 1)[:count]
+        else:
+            best = np.arange(len(keys))
+        # The order of ``argpartition`` within the best is not defined.
         return free[best[np.argsort(-keys[best], kind="stable")]]
 
 

@@ -87,15 +87,16 @@ class LogprobComparison:
         likeliest = sampling.model_copy(update={"temperature": 0.0})
         gaps = torch.empty_like(self.reported)
         for where, settings in ((self.greedy, likeliest), (~self.greedy, sampling)):
-            seen = (
-                None if self.seen is None or settings.repetition_penalty == 1 else self.seen[where]
-            )
+            seen = None
+            if self.seen is not None and settings.repetition_penalty != 1:
+                seen = self.seen[where]
             logits = draws.process(self.logits[where], settings, seen)
             chosen = logits.gather(1, self.tokens[where, None])[:, 0]
             if settings is likeliest:
                 gaps[where] = logits.amax(-1) - chosen
             else:
                 gaps[where] = (chosen - logits.logsumexp(-1) - self.reported[where]).abs()
+        # A token at the border of ``top_p`` may be inside for the engine and outside here.
         removed = gaps.isinf()
         if int(removed.sum()) <= math.ceil(REMOVED * len(gaps)):
             gaps = gaps[~removed]
@@ -103,12 +104,17 @@ class LogprobComparison:
 
     def is_of_older_weights(self, bound: float) -> bool:
         """Return whether the reported log-probs match older weights within ``bound``."""
-        if self.before is None or bool((unknown := self.before.isnan()).all()):
+        if self.before is None:
+            return False
+        unknown = self.before.isnan()
+        if bool(unknown.all()):
             return False
         return self._summed_up((self.before - self.reported)[~unknown].abs()) <= bound
 
     def _summed_up(self, gaps: Tensor) -> float:
-        return float(gaps.mean() if self.dtype in HALF else gaps.max()) if len(gaps) else 0.0
+        if not len(gaps):
+            return 0.0
+        return float(gaps.mean() if self.dtype in HALF else gaps.max())
 
 
 @torch.no_grad()
@@ -133,12 +139,8 @@ def compare_logprobs(
         return None
     few = few.to(actor.device)
     places = _comparable(few, sampling, version).nonzero()[:, 0]
-    places = places[
-        torch.linspace(0, len(places) - 1, min(len(places), room(actor)))
-        .round()
-        .long()
-        .to(places.device)
-    ]
+    chosen = torch.linspace(0, len(places) - 1, min(len(places), room(actor))).round().long()
+    places = places[chosen.to(places.device)]
     logits, dtype = logits_at(actor, few, places)
     assert few.behavior_logprobs is not None
     greedy = torch.full_like(places, sampling.temperature == 0, dtype=torch.bool)
@@ -177,11 +179,8 @@ def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch
     finally:
         actor.train(training)
     # Sharded weights are float32 outside of a call, whatever the call computes in.
-    kinds = {
-        states.dtype,
-        torch.float32,
-        *(p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING),
-    }
+    kinds = {p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING}
+    kinds |= {states.dtype, torch.float32}
     return logits, max(kinds, key=ROUNDING.__getitem__)
 
 
@@ -390,11 +389,10 @@ def check_batch(
     Raises:
         ModelError: With the cause, if the log-probs differ.
     """
-    if (
-        not engine.check_logprobs
-        or not len(batch)
-        or (roles.logprobs_checked and roles.engine.shares_weights)
-    ):
+    if not engine.check_logprobs or not len(batch):
+        return
+    # Shared weights cannot go out of step later.
+    if roles.logprobs_checked and roles.engine.shares_weights:
         return
     with roles.strategy.gathered(roles.actor):
         found = compare_logprobs(roles.actor, batch, sampling, version)
@@ -424,11 +422,9 @@ class CheckedEngine:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        self.shared_by_all_ranks, self.tensor_parallel_size, self.shares_weights = (
-            self.engine.shared_by_all_ranks,
-            self.engine.tensor_parallel_size,
-            self.engine.shares_weights,
-        )
+        self.shared_by_all_ranks = self.engine.shared_by_all_ranks
+        self.tensor_parallel_size = self.engine.tensor_parallel_size
+        self.shares_weights = self.engine.shares_weights
 
     def generate(
         self,
@@ -473,10 +469,10 @@ class CheckedEngine:
         self.engine.close()
 
     def _check(self, rollouts: Sequence[Rollout], sampling: SamplingConfig) -> None:
-        self.checked = True
         batch = batch_of(rollouts)
+        # Empty responses prove nothing, so check the next ones.
+        self.checked = bool(batch.tokens)
         if not batch.tokens:
-            self.checked = False
             return
         if self.actor.config.check_layout:
             self.actor.check_layout(batch.to(self.actor.device))

@@ -75,7 +75,7 @@ class PromptStream:
         return Bare(self.dataset)
 
     def draw(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts and count the unreadable ones in ``lost``."""
+        """Return the next ``count`` prompts and add the unreadable ones to ``unreadable_rows``."""
         before = self.dataset.counts["unreadable"]
         drawn = draw(self.dataset, self.sampler, count)
         self.unreadable_rows += self.dataset.counts["unreadable"] - before
@@ -92,12 +92,8 @@ class PromptStream:
     @contextmanager
     def restore_on_error(self) -> Generator[None]:
         """Rewind the stream to the start of the body if the body raises."""
-        before, carried, begun, lost = (
-            self.sampler.state_dict(),
-            self.carried,
-            self.partial,
-            self.unreadable_rows,
-        )
+        before = self.sampler.state_dict()
+        carried, begun, lost = self.carried, self.partial, self.unreadable_rows
         try:
             yield
         except BaseException:
@@ -136,7 +132,5 @@ class PromptStream:
             CheckpointError: If it belongs to another data set.
         """
         self.sampler.load_state_dict(state["sampler"])
-        self.carried, self.partial = (
-            [unpack_rollouts(group, self.named) for group in state[name]]
-            for name in ("carried", "begun")
-        )
+        self.carried = [unpack_rollouts(group, self.named) for group in state["carried"]]
+        self.partial = [unpack_rollouts(group, self.named) for group in state["begun"]]

@@ -23,11 +23,11 @@ def keep_on_host(model: nn.Module) -> None:
     """
     calls: list[saved_tensors_hooks] = []
 
-    def begin(*_: Any) -> None:
+    def begin(*_: object) -> None:
         calls.append(saved_tensors_hooks(to_host, from_host))
         calls[-1].__enter__()
 
-    def end(*_: Any) -> None:
+    def end(*_: object) -> None:
         calls.pop().__exit__()
 
     model.register_forward_pre_hook(begin)

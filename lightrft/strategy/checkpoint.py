@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from lightrft.strategy.manifest import (
     MANIFEST,
@@ -84,7 +83,7 @@ class CheckpointStore:
     def writing(
         self,
         step: int,
-        about: Mapping[str, Any] | None = None,
+        about: Mapping[str, object] | None = None,
         metric: float | None = None,
         at_work: Callable[[], None] = lambda: None,
     ) -> Generator[Path]:
@@ -151,7 +150,7 @@ class CheckpointStore:
         return next(reversed(self.steps().values()), None)
 
     def newest_intact(
-        self, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None
+        self, about: Mapping[str, object] | None = None, at_work: Callable[[], None] = lambda: None
     ) -> tuple[Path, Manifest] | None:
         """Find the newest checkpoint whose files all match their digests.
 

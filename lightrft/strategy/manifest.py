@@ -38,7 +38,7 @@ class Manifest:
 
     step: int
     files: Mapping[str, Mapping[str, Any]]
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -48,7 +48,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` with its digest. From then on ``folder`` is a checkpoint."""
-    document: dict[str, Any] = {
+    document: dict[str, object] = {
         "format": FORMAT,
         "step": manifest.step,
         "about": dict(manifest.about),
@@ -107,7 +107,9 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def verify(
-    path: Path, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None
+    path: Path,
+    about: Mapping[str, object] | None = None,
+    at_work: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Compare every file of the checkpoint ``path`` with the manifest.
 
@@ -161,7 +163,7 @@ def digest_file(path: Path, at_work: Callable[[], None]) -> str:
     return found.hexdigest()
 
 
-def _check_about(path: Path, manifest: Manifest, about: Mapping[str, Any]) -> None:
+def _check_about(path: Path, manifest: Manifest, about: Mapping[str, object]) -> None:
     # Through JSON, as the saved values were: a tuple would differ from the list that it became.
     expected = json.loads(json.dumps(dict(about)))
     differing = [
@@ -177,7 +179,7 @@ def _check_about(path: Path, manifest: Manifest, about: Mapping[str, Any]) -> No
         )
 
 
-def _digest_of(document: Mapping[str, Any]) -> str:
+def _digest_of(document: Mapping[str, object]) -> str:
     """Return the SHA-256 of a manifest without its digest, independent of white space and of the
     order of keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

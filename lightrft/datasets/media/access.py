@@ -95,6 +95,7 @@ class Access:
     def _networks(self) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
         found = []
         for entry in self.hosts:
+            # strict=False accepts an address with a prefix, such as 10.0.0.1/8
             with suppress(ValueError):  # the entry is a host name
                 found.append(ipaddress.ip_network(entry, strict=False))
         return found

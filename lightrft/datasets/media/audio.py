@@ -27,6 +27,8 @@ _BLOCK = 1 << 18
 """Number of values decoded per step."""
 _BANK = 1 << 19
 """Largest number of values of a cached filter bank. Larger filter banks are computed in parts."""
+_EXACT = ("WAV", "WAVEX", "FLAC", "AIFF", "RF64", "W64", "AU", "CAF")
+"""Formats whose headers have the exact number of samples."""
 _CROSSINGS, _BETA = 24, 9.0
 """Zero crossings of the resampling filter on each side, and the beta of its Kaiser window."""
 
@@ -57,12 +59,12 @@ class AudioSettings:
         if self.max_seconds is not None and samples > self.max_seconds * rate:
             reason = f"the sound lasts {samples / rate:.1f} s"
             raise ValueError(f"{reason}, more than data.media.max_seconds = {self.max_seconds:g}")
-        if (size := SAMPLE_BYTES * (samples + samples * self.rate / rate)) > self.most_bytes:
-            raise ValueError(
-                f"to decode {samples / rate:.1f} s of sound takes {human_bytes(size)}, "
-                "more than data.media.max_decoded_mb = "
-                f"{self.most_bytes / 2**20:g}"
-            )
+        # the decoded samples and the resampled ones are in memory together
+        size = SAMPLE_BYTES * (samples + samples * self.rate / rate)
+        if size > self.most_bytes:
+            taken = f"to decode {samples / rate:.1f} s of sound takes {human_bytes(size)}"
+            limit = f"data.media.max_decoded_mb = {self.most_bytes / 2**20:g}"
+            raise ValueError(f"{taken}, more than {limit}")
 
 
 def sound_length(content: Content, hearing: AudioSettings) -> int:
@@ -178,10 +180,9 @@ def _checked(
 
 def _read(file: Any, library: Any) -> Iterator[np.ndarray]:
     with file:
+        count = max(1, _BLOCK // file.channels)
         try:
-            while len(
-                block := file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)
-            ):
+            while len(block := file.read(count, dtype="float32", always_2d=True)):
                 yield block.mean(axis=1)
         except library.LibsndfileError as error:
             raise ValueError(f"the sound is damaged: {error}") from None
@@ -194,21 +195,7 @@ def _header(content: Path | bytes) -> Any:
         info = library.info(stream(content))
     except library.LibsndfileError:
         return None
-    return (
-        info
-        if info.format
-        in (
-            "WAV",
-            "WAVEX",
-            "FLAC",
-            "AIFF",
-            "RF64",
-            "W64",
-            "AU",
-            "CAF",
-        )
-        else None
-    )
+    return info if info.format in _EXACT else None
 
 
 def _of_container(
@@ -231,14 +218,11 @@ def _of_container(
             source = container.streams.audio[0]
             # Keeps the channels: FFmpeg's mix from stereo to mono is louder than their mean.
             convert = av.AudioResampler(format="fltp", rate=source.rate)
-            frames = (
-                f
-                for frame in chain(container.decode(source), [None])
-                for f in convert.resample(frame)
-            )
-            found += _checked(
-                (f.to_ndarray().mean(axis=0) for f in frames), int(source.rate), hearing
-            )
+            # None makes the resampler return the samples that it still has
+            given = chain(container.decode(source), [None])
+            frames = chain.from_iterable(map(convert.resample, given))
+            blocks = (frame.to_ndarray().mean(axis=0) for frame in frames)
+            found += _checked(blocks, int(source.rate), hearing)
             return int(source.rate), iter(found)
     except av.FFmpegError as error:
         raise ValueError(f"the sound cannot be read: {problem}; {error.strerror}") from None
@@ -270,4 +254,5 @@ def _mono(values: np.ndarray) -> np.ndarray:
     if values.ndim != 2:
         problem = f"an array of shape {values.shape} is no sound"
         raise ValueError(f"{problem}; it must be [samples] or [channels, samples]")
+    # there are fewer channels than samples
     return values.mean(axis=int(np.argmin(values.shape)))

@@ -102,18 +102,18 @@ def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> st
         scheme=address.raw_scheme, host=address.raw_host, port=address.port, target=address.raw_path
     )
     headers = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "lightrft"}
+    # of this address alone: a redirect to another host must not get the password
     if address.userinfo:
-        headers["Authorization"] = (
-            f"Basic {base64.b64encode(unquote(address.userinfo.decode()).encode()).decode()}"
-        )
+        account = unquote(address.userinfo.decode())
+        headers["Authorization"] = f"Basic {base64.b64encode(account.encode()).decode()}"
     with (
         _pool(address, bounds, ends) as pool,
         pool.stream("GET", target, headers=headers) as response,
     ):
-        found = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in response.headers
-        }
+        # latin-1 decodes any byte, and headers may hold any
+        found: dict[str, str] = {}
+        for name, value in response.headers:
+            found[name.decode("latin-1").lower()] = value.decode("latin-1")
         if response.status in _MOVED and "location" in found:
             return found["location"]
         if response.status != 200:
@@ -121,12 +121,8 @@ def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> st
         # 20 digits exceed every limit, and int() refuses very long texts
         if (length := found.get("content-length", "")).isdigit():
             _check_size(int(length[:20]), bounds)
-        _copy(
-            _plain(response.iter_stream(), found.get("content-encoding", "").lower().strip()),
-            file,
-            bounds,
-            ends,
-        )
+        encoding = found.get("content-encoding", "").lower().strip()
+        _copy(_plain(response.iter_stream(), encoding), file, bounds, ends)
     return None
 
 
@@ -174,12 +170,11 @@ def _pool(address: httpx.URL, bounds: Bounds, ends: float) -> Any:
     import httpcore
     import httpx
 
-    proxy = (
-        None
-        if urllib.request.proxy_bypass(address.host)
-        else urllib.request.getproxies().get(address.scheme)
-    )
+    proxy = None
+    if not urllib.request.proxy_bypass(address.host):
+        proxy = urllib.request.getproxies().get(address.scheme)
     options: dict[str, Any] = {
+        # a proxy may have a private address; the user chose it, not a row
         "ssl_context": httpx.create_ssl_context(),
         "network_backend": _network(None if proxy else bounds.access, ends),
     }

@@ -174,9 +174,8 @@ class Fetch:
             problem = f"{public(url)} has not been downloaded to {self.folder}"
             raise ValueError(f"{problem}, and data.media.offline is set")
         self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=self.folder, suffix=".part", delete=False
-        ) as file:  # a unique name, since several workers may download the same file
+        # a unique name, since several workers may download the same file
+        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
             part = Path(file.name)
             try:
                 receive(url, file, Bounds(self.timeout, self.largest, self.access))
@@ -255,11 +254,10 @@ def held(content: Content) -> AbstractContextManager[object]:
 
     An image in memory has one file and one current frame for all threads.
     """
-    return (
-        _HOLDS[id(content) // 64 % len(_HOLDS)]
-        if isinstance(content, Image.Image)
-        else nullcontext()
-    )
+    if not isinstance(content, Image.Image):
+        return nullcontext()
+    # a fixed set of locks, since an image has no place for its own; low bits of ids are equal
+    return _HOLDS[id(content) // 64 % len(_HOLDS)]
 
 
 def frame_count(picture: Image.Image) -> int:

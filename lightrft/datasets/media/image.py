@@ -52,10 +52,10 @@ def read_picture(content: Content, limit: int) -> np.ndarray:
 
 def to_rgb(picture: Image.Image) -> Image.Image:
     """Return ``picture`` in RGB, with transparent pixels blended onto white."""
-    if picture.mode.startswith("I"):  # 16 bits per pixel, which convert() would clip at 255
-        return Image.fromarray((np.asarray(picture).clip(0, 65535) >> 8).astype(np.uint8)).convert(
-            "RGB"
-        )
+    # 16 bits per pixel, which convert() would clip at 255
+    if picture.mode.startswith("I"):
+        high_bytes = np.asarray(picture).clip(0, 65535) >> 8
+        return Image.fromarray(high_bytes.astype(np.uint8)).convert("RGB")
     if picture.mode == "F":
         raise ValueError("a picture of floating-point numbers; save it with 8 or 16 bits")
     if picture.has_transparency_data:

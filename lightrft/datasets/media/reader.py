@@ -221,6 +221,7 @@ class MediaReader:
 
     def _load(self, item: Item) -> PreparedMedia:
         content = self._fetch.content(item.value, item.root)
+        # by content: rows may name one file in several ways, and a file may change
         key = (item.kind, digest(content), item.min_pixels, item.max_pixels, item.fps)
         return self._ready.get(key, lambda: self._made(item, content))
 
@@ -258,9 +259,8 @@ class MediaReader:
 
     def _viewing(self, item: Item) -> VideoSettings:
         config = self.config
-        least = getattr(
-            self.parts[item.kind], "least", 1
-        )  # only some video processors require a minimum
+        # only some video processors require a minimum
+        least = getattr(self.parts[item.kind], "least", 1)
         fps = config.fps if item.fps is None else item.fps
         most = config.max_decoded_mb * 2**20
         return VideoSettings(
@@ -309,6 +309,7 @@ class _Recent:
         # outside the lock, so that items are made concurrently
         made = make()
         with self._lock:
+            # another thread may have made it meanwhile
             if key not in self._kept:
                 self._kept[key] = made
                 self._size += made.size

@@ -109,16 +109,18 @@ class VideoSettings:
             )
         if self.fps is None:
             return self.spread(len(times))
+        # times are multiples of a time base, so sums of them miss a frame by a rounding error
         count = int(last * self.fps + 1e-6) + 1
-        wanted = (
-            np.arange(count) / self.fps
-            if count <= self.max_frames
-            else np.linspace(0, last, self.max_frames)
-        )
-        found = np.unique(
-            np.searchsorted(np.asarray(times) - times[0], wanted + 1e-6, side="right") - 1
-        )
-        return found.tolist() if len(found) >= self.least else self.spread(len(times), self.least)
+        if count <= self.max_frames:
+            wanted = np.arange(count) / self.fps
+        else:
+            wanted = np.linspace(0, last, self.max_frames)
+        since_start = np.asarray(times) - times[0]
+        # the last frame at or before each wanted time: the frame that a player shows then
+        found = np.unique(np.searchsorted(since_start, wanted + 1e-6, side="right") - 1)
+        if len(found) < self.least:
+            return self.spread(len(times), self.least)
+        return found.tolist()
 
     def spread(self, count: int, most: int | None = None) -> list[int]:
         """Return evenly spread positions below ``count``.
@@ -176,10 +178,8 @@ def _one_size(
     """Return the common size of all ``chosen`` frames, from their headers."""
     sizes = {picture_size(_frame(content, k), viewing.max_source_pixels) for k in chosen}
     if len(sizes) > 1:
-        raise ValueError(
-            "frames of different sizes: "
-            f"{', '.join(sorted(f'{width} x {height}' for height, width, _ in sizes))}"
-        )
+        listed = sorted(f"{width} x {height}" for height, width, _ in sizes)
+        raise ValueError(f"frames of different sizes: {', '.join(listed)}")
     ((height, width, channels),) = sizes
     viewing.check(len(chosen), height, width)
     return height, width, channels
@@ -251,13 +251,11 @@ def _plan(library: Any, container: Any, viewing: VideoSettings) -> tuple[list[in
     if not container.streams.video:
         raise ValueError("no video in the file")
     source = container.streams.video[0]
-    viewing.check(
-        1, source.codec_context.height, source.codec_context.width
-    )  # must come before the first frame is decoded
-    source.codec_context.options = {
-        **source.codec_context.options,
-        "max_pixels": str(viewing.max_source_pixels),
-    }
+    codec = source.codec_context
+    # before the first frame is decoded, which would allocate its memory
+    viewing.check(1, codec.height, codec.width)
+    # the header may understate the size, so the decoder has the limit, too
+    codec.options = {**codec.options, "max_pixels": str(viewing.max_source_pixels)}
     try:
         packets = islice(container.demux(source), MOST_PACKETS)
         stamps = sorted(p.pts for p in packets if p.pts is not None and not p.is_discard)
@@ -274,21 +272,13 @@ def _plan(library: Any, container: Any, viewing: VideoSettings) -> tuple[list[in
     chosen = viewing.choose(times)
     height, width = _upright(first).shape[:2]
     viewing.check(len(chosen), height, width)
-    return [stamps[k] for k in chosen], Extent(
-        (
-            len(chosen),
-            height,
-            width,
-            3,
-        ),
-        tuple(times[k] for k in chosen),
-    )
+    extent = Extent((len(chosen), height, width, 3), tuple(times[k] for k in chosen))
+    return [stamps[k] for k in chosen], extent
 
 
 def _upright(frame: Any) -> np.ndarray:
-    return np.ascontiguousarray(
-        np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90) % 4)
-    )
+    turns = round(frame.rotation / 90) % 4
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=turns))
 
 
 def _even(
@@ -355,13 +345,13 @@ def _extent_of(picture: Image.Image, viewing: VideoSettings) -> tuple[list[int],
     for k in range(count):
         with _damage(k):
             picture.seek(k)
-        height, width, channels = picture_size(
-            picture, viewing.max_source_pixels
-        )  # a GIF may grow from frame to frame
+        # a GIF may grow from frame to frame
+        height, width, channels = picture_size(picture, viewing.max_source_pixels)
         viewing.check(count, height, width, PASSED_BY)
         with _damage(k):
             picture.load()  # Pillow reads the duration of a WebP frame only on loading it
         times.append(now)
+        # browsers show a frame without a duration for 100 ms
         now += (picture.info.get("duration") or 100) / 1000
     chosen = viewing.choose(times)
     viewing.check(len(chosen), height, width)

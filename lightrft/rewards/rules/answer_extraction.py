@@ -6,7 +6,6 @@ Only the response is searched, since a prompt may contain tags and boxes too.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
@@ -14,7 +13,7 @@ _BOX = re.compile(r"\\f?box(?:ed)?\s*(?=[{\s\\\w])")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
-def reference_answer(rollout: RolloutView) -> Any:
+def reference_answer(rollout: RolloutView) -> object:
     """Return the expected answer: the prompt's label, else its reference.
 
     Raises:

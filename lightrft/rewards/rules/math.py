@@ -120,7 +120,7 @@ def _unmarked_answer(text: str, tagged: bool, last_number: bool) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def gold_text(gold: Any) -> str:
+def gold_text(gold: object) -> str:
     """Return a label as text; of a worked solution, its final answer.
 
     Raises:

@@ -71,7 +71,7 @@ def message_of(line: bytes) -> WorkerMessage:
     return found
 
 
-def _message(tree: dict[str, Any]) -> WorkerMessage | None:
+def _message(tree: dict[str, object]) -> WorkerMessage | None:
     if len(tree) != 1:
         outcome = _outcome(tree)
         return None if outcome is None else WorkerMessage(outcome=outcome)

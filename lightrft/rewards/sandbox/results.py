@@ -47,7 +47,7 @@ def number_of(value: Any) -> float:
     return number
 
 
-def terms_of(result: Any) -> dict[str, float]:
+def terms_of(result: object) -> dict[str, float]:
     """Return the reward under ``VALUE`` and, for a dict, every other named term.
 
     The reward of a dict is its ``"reward"`` if present, else the sum of its values.

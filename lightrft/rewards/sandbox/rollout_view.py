@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightrft.types import Rollout
@@ -22,10 +22,10 @@ class PromptView:
     id: str
     token_ids: list[int]
     text: str
-    label: Any
-    reference: Any
+    label: object
+    reference: object
     data_source: str
-    columns: Mapping[str, Any]
+    columns: Mapping[str, object]
 
 
 @dataclass(slots=True)

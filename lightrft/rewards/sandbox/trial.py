@@ -80,7 +80,7 @@ def calls_on(reward: Reward, rollouts: Sequence[Rollout]) -> list[Call]:
 
 
 def try_rewards(
-    rewards: Sequence[tuple[str, dict[str, Any]]],
+    rewards: Sequence[tuple[str, dict[str, object]]],
     calls: Sequence[Call],
     deadline: float,
 ) -> list[TrialOutcome]:

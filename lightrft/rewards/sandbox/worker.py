@@ -49,7 +49,7 @@ class WorkerInit:
         memory_mb: MiB beyond the memory in use after loading the functions.
     """
 
-    rewards: list[tuple[str, dict[str, Any]]]
+    rewards: list[tuple[str, dict[str, object]]]
     deadline: float
     memory_mb: int
 
@@ -123,7 +123,7 @@ class RewardWorker:
         self.rang = False
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    def tell(self, **message: Any) -> None:
+    def tell(self, **message: object) -> None:
         """Send ``message`` to the parent as one JSON line."""
         if os.getpid() != self.pid:  # a function forked and its child came back here
             os._exit(0)
@@ -207,7 +207,7 @@ class RewardWorker:
             calls = [one(index, view) for index, view in enumerate(views)]
             await asyncio.gather(*calls, return_exceptions=True)
 
-        def run() -> Any:
+        def run() -> object:
             return self._event_loop().run_until_complete(all_of_them())
 
         outcome = self._guarded(run, self.deadline + LOOP_SLACK)
@@ -224,7 +224,7 @@ class RewardWorker:
 
     def _guarded(
         self,
-        call: Callable[[], Any],
+        call: Callable[[], object],
         seconds: float,
         cpu_seconds: float | None = None,
     ) -> dict[str, Any]:
@@ -269,12 +269,12 @@ class RewardWorker:
             signal.setitimer(signal.ITIMER_PROF, KILL_FACTOR * cpu_seconds)
             signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
 
-    def _spend(self, *_: Any) -> None:
+    def _spend(self, *_: object) -> None:
         if self.armed:
             self.armed = False
             raise OverBudget
 
-    def _ring(self, *_: Any) -> None:
+    def _ring(self, *_: object) -> None:
         if self.armed:
             self.armed = False
             self.rang = True
