@@ -329,7 +329,7 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
             found["elsewhere"] = elsewhere(ranks)
         else:
             found["refused"] = refused(ranks)
-            found["families"] = families(folder / "families", ranks, PLANNED, tensor=2)
+            found["families"] = families(folder / "families", ranks, PLANNED, tensor_parallel=2)
         torch.save(found, folder / f"found-{size}-{rank}.pt")
 
 
