@@ -74,8 +74,7 @@ class MovingReference(FrozenModel):
             # Lazily, so that a device has one full parameter at a time.
             for name, value in parameters:
                 own = held[name]
-                shard = self.strategy.shard_like(value.to(own.dtype), own)
-                own.lerp_(shard, 1 - decay)
+                own.lerp_(self.strategy.shard_like(value.to(own.dtype), own), 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the gathered weights on the first rank, and nothing on other ranks.

@@ -207,4 +207,6 @@ def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
         if strategy.ranks.rank == 0:
             # A gathered tensor may be a view of a larger buffer, so copy it.
             found[name] = whole.to("cpu", copy=isinstance(tensor, DTensor)).contiguous()
+        # Without this, the next tensor would be gathered while this one is still in memory.
+        del whole
     return found

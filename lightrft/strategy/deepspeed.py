@@ -295,9 +295,9 @@ class DeepSpeedStrategy(SingleStrategy):
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in state.model.named_parameters():
             with self.deepspeed.zero.GatheredParameters([parameter]):
-                whole = parameter.detach()
                 # DeepSpeed frees the gathered memory when this context ends.
-                yield name, whole.clone() if hasattr(parameter, "ds_id") else whole
+                is_sharded = hasattr(parameter, "ds_id")
+                yield name, parameter.detach().clone() if is_sharded else parameter.detach()
 
     def save(self, state: TrainState, path: Path) -> None:
         inner, utils = state.inner, self.deepspeed.utils
