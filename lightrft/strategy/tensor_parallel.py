@@ -195,7 +195,9 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> d
 
 def _check_sizes(config: Any, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        value = getattr(config, name, None)
+        if not hasattr(config, name):
+            continue
+        value = getattr(config, name)
         # Some configs have a list, one number per layer.
         if isinstance(value, int) and value % size:
             raise _refused(size, f"the model's {name} is {value}, which it does not divide")
