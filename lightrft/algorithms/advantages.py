@@ -55,6 +55,7 @@ def scores(batch: Batch, token_rewards: Tensor, rows: TokenRows) -> Tensor:
     if batch.rewards is None:
         raise ValueError("advantages need batch.rewards")
     rewards = batch.rewards.to(token_rewards.dtype)
+    # token_rewards hold the outcome of rows with sampled tokens; the rest of a row is the penalty
     placed = torch.where(rows.count() > 0, rewards, torch.zeros_like(rewards))
     return rewards + (rows.sum(token_rewards) - placed)
 
@@ -120,6 +121,7 @@ def rloo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     """
     groups = by_prompt(batch, token_rewards)
     size = groups.size()
+    # R_i minus the mean of the others equals (R_i - mean) * n / (n - 1)
     return on_tokens(groups.centred() * size / (size - 1).clamp(min=1), batch)
 
 
@@ -139,6 +141,7 @@ def opo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple
     groups = by_prompt(batch, token_rewards)
     length = TokenRows.of(batch).count()
     baseline = groups.sum(length * groups.x) / groups.sum(length).clamp(min=1)
+    # equal rewards get exactly 0, which rounding of the baseline would miss
     advantage = torch.where(groups.uneven(), groups.x - baseline, torch.zeros_like(baseline))
     return on_tokens(advantage, batch)
 
@@ -162,6 +165,7 @@ def pass_at_k(
     """
     groups = by_prompt(batch, token_rewards)
     best = groups.x == groups.highest()
+    # minus infinity in a group of equal rewards, where ``alone`` is false
     second = groups.highest(torch.where(best, -torch.inf, groups.x))
     alone = best & groups.uneven() & (groups.sum(best.to(groups.x.dtype)) == 1)
     gap = torch.where(alone, groups.x - second, torch.zeros_like(groups.x))
@@ -272,6 +276,7 @@ def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     if batch.sample is None:
         raise ValueError("raft needs batch.sample")
     groups = by_prompt(batch, token_rewards)
+    # negative, so that the first sample has the highest number
     order = -batch.sample.to(groups.x.dtype)
     earliest = torch.where(groups.x == groups.highest(), order, -torch.inf)
     chosen = earliest == groups.highest(earliest)
@@ -426,11 +431,13 @@ def traced(
     if batch.values is None:
         raise ValueError("a trace of temporal differences needs batch.values")
     rows = TokenRows.of(batch)
+    # without the tokens that the policy did not sample: time passes at sampled tokens only
     rewards, row, column = compact(token_rewards, rows)
     values, _, _ = compact(batch.values.to(token_rewards.dtype), rows)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     if batch.final_values is not None and batch.truncated is not None:
         cut = (rows.count() > 0) & batch.truncated
+        # a finished response ends in a state of value 0, a truncated one does not
         following[cut, rows.count()[cut] - 1] = batch.final_values[cut].to(values.dtype)
     inside = torch.arange(values.shape[1], device=values.device) < rows.count()[:, None]
     delta = torch.where(inside, rewards + gamma * following - values, torch.zeros_like(values))
@@ -539,6 +546,7 @@ def otb(
     togo = discounted(padded, 1.0)[row, column]
     work = compact(batch.energy.to(togo.dtype), rows)[0].cumsum(1)[row, column]
     longest = padded.shape[1]
+    # every token position of every prompt is a group
     places = GroupStats(togo, batch.prompt_of[row] * longest + column, len(batch.prompts) * longest)
     baseline = places.sum(togo * work) / (places.sum(work) + settings.eps)
     # Equal returns have exactly no advantage, whatever eps is.
@@ -598,11 +606,13 @@ def gigpo(
     # `number [S, 2]` is the response and the step of each step; `step` is the step of each token.
     number, step = torch.unique(_pairs(row_of, batch.steps[mask]), dim=0, return_inverse=True)
     response = number[:, 0]
+    # a step earns the sum of its tokens' rewards
     back = group_sum(token_rewards[mask], step, len(number)).clone()
     for k in range(len(number) - 2, -1, -1):  # sorted by response, then by step
         if response[k] == response[k + 1]:
             back[k] += settings.gamma * back[k + 1]
     state = batch.states.new_zeros(len(number)).index_copy(0, step, batch.states[mask])
+    # states are compared within the responses to one prompt only
     same_state = _pairs(batch.prompt_of[response], state)
     states, state_of = torch.unique(same_state, dim=0, return_inverse=True)
     episodes = by_prompt(batch, token_rewards)

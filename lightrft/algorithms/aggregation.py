@@ -77,6 +77,7 @@ def constant_norm(rows: TokenRows, constant: int) -> Tensor:
 def prompt(rows: TokenRows, constant: int) -> Tensor:
     """Weight every prompt whose responses have tokens equally."""
     groups = int(rows.prompt_of.max()) + 1 if len(rows) else 0
+    # prompts whose responses have no token do not count for the mean
     tokens = group_sum(rows.count(), rows.prompt_of, groups)
     prompts = max(1, int((tokens > 0).sum()))
     share = 1 / (tokens.clamp(min=1).double() * prompts)
@@ -85,5 +86,6 @@ def prompt(rows: TokenRows, constant: int) -> Tensor:
 
 def _shares(rows: TokenRows, per_row: Tensor) -> Tensor:
     """Expand one weight per response, ``[B]``, to its counted tokens; 0 at other tokens."""
+    # float64, so that splitting the batch into parts adds no rounding of float32
     nothing = torch.zeros_like(rows.mask, dtype=torch.float64)
     return torch.where(rows.mask, rows.spread(per_row), nothing)

@@ -192,6 +192,7 @@ def drop_reason(group: Group, parts: Sequence[ComponentConfig], least: int) -> s
 
 def _perplexity(rollout: Rollout) -> float | None:
     """Return the perplexity of the sampled tokens, or None if there are none."""
+    # tokens of an environment have no log-prob under the sampler
     own = [x for x, sampled in zip(rollout.logprobs, rollout.sampled) if sampled]
     if not own:
         return None

@@ -52,6 +52,7 @@ class GroupStats:
         Minus infinity excludes a response.
         """
         x = self.x if x is None else x
+        # scatter_reduce includes the initial value, so it must be the smallest
         none = torch.full((self.count,), -torch.inf, dtype=x.dtype, device=x.device)
         return none.scatter_reduce(0, self.of, x, "amax")[self.of]
 

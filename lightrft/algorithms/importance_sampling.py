@@ -282,6 +282,7 @@ def row_maximum(x: Tensor, rows: TokenRows) -> Tensor:
     ``x`` must not be negative. A row without counted tokens gets 0.
     """
     counted = torch.where(rows.mask, x, torch.zeros_like(x))
+    # the initial 0 is the result of a row without tokens
     return x.new_zeros(len(rows)).scatter_reduce(0, rows.row_of, counted, "amax")
 
 
@@ -324,6 +325,7 @@ def divergence_reject(
         estimator: ``k2`` or ``k3``.
         level: Unit of the divergence: a token, or the sum, mean or maximum over a response.
     """
+    # the tokens come from the sampler, so this estimates KL(sampler, old policy)
     far = KL_ESTIMATORS[estimator](behavior, old)
     return (DIVERGENCE_LEVELS[level](far, rows) <= limit).to(old.dtype)
 
@@ -400,6 +402,7 @@ def version_share(versions: Tensor, proximal: int, current: int) -> Tensor:
         proximal: Version of the proximal policy.
         current: Version of the current policy.
     """
+    # a token of the current version is at distance 0, which cannot divide
     way = (current - versions).clamp(min=1).double()
     return ((proximal - versions).double() / way).clamp(0, 1)
 

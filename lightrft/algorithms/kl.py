@@ -55,6 +55,7 @@ def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
     As a loss its expected gradient is the gradient of KL(reference, policy).
     """
     d = logprobs - ref
+    # expm1: exp(-d) - 1 would lose every digit at a small d
     return torch.expm1(clamp_log_ratio(-d)) + d
 
 
@@ -118,6 +119,7 @@ class KLController:
             samples: Number of responses.
         """
         if self.config.controller == "adaptive":
+            # bounds of the paper: one outlier must not move the coefficient far
             error = min(max(kl / self.config.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * samples / self.config.horizon
 

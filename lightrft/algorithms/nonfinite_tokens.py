@@ -21,6 +21,7 @@ def unread_tokens(batch: Batch, requirements: Requirements) -> Tensor:
     Only columns that the algorithm reads count.
     """
     columns = [getattr(batch, name) for name in COLUMNS]
+    # if nothing reads the sampler's log-probs, infinite ones do no harm
     if requirements.sampler:
         columns.append(batch.behavior_logprobs)
     finite = torch.ones_like(batch.mask)
@@ -49,6 +50,7 @@ def readable(batch: Batch, requirements: Requirements) -> Batch:
     Without such tokens this is the same object.
     """
     lost = unread_tokens(batch, requirements)
+    # the same object in the usual case, so nothing is copied
     return without_tokens(batch, lost) if bool(lost.any()) else batch
 
 

@@ -111,6 +111,7 @@ def ppo_clip(
     capped = ratio if settings.ratio_cap is None else ratio.clamp(max=settings.ratio_cap)
     plain = -capped * advantages
     clipped = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    # the maximum of losses is the minimum of objectives
     losses = torch.maximum(plain, clipped)
     held = clipped > plain
     if settings.dual_clip is not None:
@@ -177,6 +178,7 @@ def gmpo(
     sign = advantages.sign()
     clipped = gap.clamp(-settings.clip_low, settings.clip_high)
     held_back = sign * torch.minimum(sign * gap, sign * clipped)
+    # detached: the factor below brings the gradient, token by token
     level = rows.spread(torch.exp(clamp_log_ratio(rows.mean(held_back.detach()))))
     held = (held_back != gap) & (sign != 0)
     losses = -advantages * level * torch.exp(held_back - held_back.detach())
@@ -250,6 +252,7 @@ def cpgd(
     A large ratio therefore does not scale the gradient.
     """
     gap = logprobs - old
+    # from clip_low = 1 on, no ratio is too small
     low = math.log(1 - settings.clip_low) if settings.clip_low < 1 else -math.inf
     plain = -gap * advantages
     clipped = -gap.clamp(low, math.log(1 + settings.clip_high)) * advantages

@@ -59,6 +59,7 @@ class Requirements:
         """Determine what ``algorithm`` reads."""
         needs = _needs(algorithm)
         kl = algorithm.kl
+        # otherwise the sampler's log-probs stand in, or are interpolated
         from_policy = algorithm.old_logprobs == "policy"
         read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
         read_by_teacher = algorithm.distill.kind == "sampled"
@@ -71,6 +72,7 @@ class Requirements:
             critic="critic" in needs,
             prm="prm" in needs,
             teacher="teacher" in needs,
+            # process rewards are log-ratios to the reference
             reference=kl.used or "prm" in needs,
             reward="teacher" not in needs or _reads_reward(algorithm),
             old=from_policy and "old" in needs,

@@ -88,6 +88,7 @@ def overlong(
             f"shaping overlong: options.buffer is {buffer}; give a number of tokens, or a share "
             "of the limit above 0"
         )
+    # below 1 it is a fraction of the limit
     tokens = buffer if buffer >= 1 else max(1, round(buffer * max_new_tokens))
     over = (max_new_tokens - tokens - batch.lengths.to(rewards.dtype)) / tokens
     return rewards + penalty * over.clamp(-1, 0)
@@ -194,6 +195,7 @@ def with_rewards(
     settings = algorithm.normalize
     outcomes = _rewards_of(batch).double()
     if settings.rewards != "none":
+        # the batch counts for its own normalization, so the first step has statistics too
         seen = seen.including(outcomes)
     terms = TERMS[settings.terms](batch, settings.eps)
     scaled = RUNNING[settings.rewards](seen, terms, settings.eps)
@@ -206,10 +208,10 @@ def _plain(batch: Batch, eps: float) -> Tensor:
 
 
 def _by_group(batch: Batch, eps: float) -> Tensor:
-    def grouped(x: Tensor, there: Tensor) -> GroupStats:
-        return GroupStats(x, batch.prompt_of[there], len(batch.prompts))
-
-    return normalized_terms(batch, grouped, eps)
+    prompts = len(batch.prompts)
+    return normalized_terms(
+        batch, lambda x, there: GroupStats(x, batch.prompt_of[there], prompts), eps
+    )
 
 
 def _by_batch(batch: Batch, eps: float) -> Tensor:

@@ -35,6 +35,7 @@ class RunningStats:
 
         The sums are rounded once (``math.fsum``), so the order of the numbers does not matter.
         """
+        # math.fsum works on Python numbers
         x = x.detach().double().flatten().cpu()
         if not len(x):
             return self

@@ -83,6 +83,7 @@ def max_variance(group: Group, *, keep: int) -> list[int]:
 
     def quality(best: int) -> tuple[float, int]:
         rewards = [_reward(group[i]) for i in _both_ends(ranked, keep, best)]
+        # second key: decides between splits of equal variance
         evenness = -abs(2 * best - keep)
         return _spread(rewards), evenness
 
@@ -100,7 +101,8 @@ def random(group: Group, *, keep: int) -> list[int]:
     _at_least("random", keep, 1)
 
     def order(i: int) -> tuple[bytes, tuple[int, int]]:
-        return _shuffled(group[i]), _place(group[i])
+        seed = f"select/{group[i].seed}"
+        return hashlib.blake2b(seed.encode(), digest_size=8).digest(), _place(group[i])
 
     return sorted(range(len(group)), key=order)[:keep]
 
@@ -121,6 +123,7 @@ def selected(group: Group, part: ComponentConfig | None) -> list[Rollout]:
             f"rollout.select: {part.name!r} gave {sorted(kept)} for a group of {len(group)} "
             "responses"
         )
+    # in the order of the group, whatever order the selection returned
     return [rollout for i, rollout in enumerate(group) if i in kept]
 
 
@@ -129,6 +132,7 @@ def _reward(rollout: Rollout) -> float:
 
 
 def _place(rollout: Rollout) -> tuple[int, int]:
+    # identifies a response: engines return responses in any order
     return rollout.sample, rollout.seed
 
 
@@ -148,10 +152,6 @@ def _both_ends(ranked: list[int], keep: int, best: int) -> list[int]:
 def _spread(rewards: Sequence[float]) -> float:
     mean = sum(rewards) / len(rewards)
     return sum((r - mean) ** 2 for r in rewards)
-
-
-def _shuffled(rollout: Rollout) -> bytes:
-    return hashlib.blake2b(f"select/{rollout.seed}".encode(), digest_size=8).digest()
 
 
 def _at_least(name: str, keep: int, least: int) -> None:

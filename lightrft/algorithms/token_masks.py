@@ -60,6 +60,7 @@ def high_entropy(
     Args:
         rho: Fraction of tokens that is kept.
     """
+    # one group: the quantile is over the whole mini-batch
     one = torch.zeros_like(batch.row_of)
     return TokenMask(_top(require_column(batch.entropy), one, batch.mask, rho))
 
@@ -185,6 +186,7 @@ def m2po(
     kept = int((mean <= tau).sum())
     if kept == len(ordered):
         return TokenMask(batch.mask.clone())
+    # strictly below, so that tokens equal to the first masked one are masked too
     return TokenMask(batch.mask & (moment < ordered[kept]))
 
 
@@ -281,6 +283,7 @@ def _top(x: Tensor, group: Tensor, mask: Tensor, rho: float) -> Tensor:
     places = mask.nonzero()[:, 0]
     values, of = x[places].double(), group[places]
     order = values.argsort(stable=True)
+    # sorted by group, and by value within a group, since the second sort is stable
     order = order[of[order].argsort(stable=True)]
     ordered = values[order]
     groups = int(group.max()) + 1 if group.numel() else 0

@@ -34,6 +34,7 @@ class TokenRows:
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum ``x [N]`` over the counted tokens of each row, ``[B]``. Differentiable."""
+        # not a product: a NaN outside the mask times 0 is NaN
         kept = torch.where(self.mask, x, torch.zeros_like(x))
         return torch.zeros(len(self), dtype=x.dtype, device=x.device).index_add(
             0, self.row_of, kept
@@ -88,6 +89,7 @@ def compact(x: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, Tensor]:
     row = rows.row_of[rows.mask]
     count = rows.count()
     start = torch.cumsum(count, 0) - count
+    # counted tokens of a row are consecutive in ``row``, in their order
     column = torch.arange(row.numel(), device=row.device) - start[row]
     longest = int(count.max()) if count.numel() else 0
     padded = torch.zeros(len(rows), longest, dtype=x.dtype, device=x.device)
@@ -170,6 +172,7 @@ def discounted(x: Tensor, decay: float | Tensor) -> Tensor:
     ``decay`` is one number for all rows, or ``[B]``.
     """
     if not isinstance(decay, Tensor) and decay == 1:
+        # one call instead of one per token
         return x.flip(-1).cumsum(-1).flip(-1)
     y = torch.empty_like(x)
     carry = torch.zeros_like(x[:, 0]) if x.shape[1] else x.new_zeros(len(x))

@@ -51,6 +51,7 @@ LONG_ROW_BYTES = 2 * 2**30
 """Upper bound, in bytes, of the attention scores of such a row under an eager implementation.
 Larger models are not checked under it."""
 
+# from the fastest to the most general, the order in which check_layout falls back
 _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 
 
@@ -99,8 +100,10 @@ class Backbone(nn.Module):
         self.family = family_of(self.base.config)
         loaded = self.text_config._attn_implementation
         self._own_attention = None if loaded == interface.NAME else loaded
+        # the more general of the two: the family names the fastest layout that is exact for it
         self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
         self._run_towers: bool | None = None
+        # a group of one rank, until the strategy sets the real one
         self._team = ModelParallelGroup(0, 1)
         self.unread: DeferredWeights | None = None
         self.longest_row: int | None = None
@@ -207,6 +210,7 @@ class Backbone(nn.Module):
         if seen is not None:
             inputs |= seen.inputs(self.base, inputs.pop("input_ids"), source)
         if packed.plan is not None:
+            # no loss reads a prompt's last states but one, so the last layer skips the others
             packed.plan.last_layer = self.text_config.num_hidden_layers - 1
             packed.plan.spans = [] if seen is None else seen.spans(packed.source)
         elif seen is not None:
@@ -286,6 +290,7 @@ class Backbone(nn.Module):
         transformers does so only while the model is in training mode.
         """
         options = (
+            # the reentrant kind gives no gradients if the embeddings are frozen, as under LoRA
             {"use_reentrant": False}
             if gradient_checkpointing_kwargs is None
             else gradient_checkpointing_kwargs
@@ -493,8 +498,10 @@ class Actor(Backbone):
         # no setting selects float64, and the experts' fused kernels do not support it
         if self.base.dtype == torch.float64:
             return
+        # not the first ids: many vocabularies begin with special tokens
         ids = torch.arange(4, 8, device=self.device)[None] % self.text_config.vocab_size
         self.use_attention("padded")
+        # taken by a hook: the forward itself returns logits only
         states: list[Tensor] = []
         hook = self.decoder.register_forward_hook(lambda module, given, out: states.append(out[0]))
         try:
@@ -509,6 +516,7 @@ class Actor(Backbone):
             problem = f"its own forward does not call {decoder}"
             raise ModelError(f"model type {kind!r} cannot be scored: {problem}")
         found = self.logits(states[-1])
+        # half precision rounds the two ways to the logits differently
         bound = 1e-3 if self._exact else 0.1
         if found.shape != expected.shape:
             raise ModelError(
@@ -582,11 +590,13 @@ class Actor(Backbone):
         )
         if length < 16:
             return []
+        # the eager implementation holds the scores of all heads in float32
         score_bytes = 4 * self.text_config.num_attention_heads * length**2
         if self._padded_attention == "eager" and score_bytes > LONG_ROW_BYTES:
             return []
         row = tokens.repeat(length // len(tokens) + 1)[:length].tolist()
         prompts = Segments.of([row[8:]])
+        # two responses of unequal length: prefix_shared shares the prompt, padded pads a row
         responses = Segments.of([row[:8], row[4:8]])
         return [Batch(prompts, responses, torch.zeros(2, dtype=torch.long)).to(self.device)]
 
@@ -611,6 +621,7 @@ class Actor(Backbone):
         try:
             found = self.score(batch).logprobs[at]
         except (
+            # a family that does not support a layout fails in any of these ways
             RuntimeError,
             TypeError,
             ValueError,
@@ -623,6 +634,7 @@ class Actor(Backbone):
         finally:
             self._layout = before
         gap = (found - truth).abs()
+        # in half precision single tokens differ by rounding, but their mean does not
         worst = float((gap.max() if self._exact else gap.mean()) if gap.numel() else 0.0)
         return (
             ""

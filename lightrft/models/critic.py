@@ -63,6 +63,7 @@ class Critic(Backbone):
     @torch.no_grad()
     def _draw_head(self, seed: int) -> None:
         weight = self.value_head.weight
+        # on the CPU, so that every device and every rank gets the same head
         drawn = torch.randn(weight.shape, generator=torch_generator(seed))
         weight.copy_(drawn / (weight.shape[1] + 1))
 

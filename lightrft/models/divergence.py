@@ -105,6 +105,7 @@ def token_divergence(
         return _generic(hidden, head, target, bend, width, rows)
     weight, bias = head.weight, head.bias
     if width < own:
+        # a slice, so the gradient of the head's other rows is 0
         weight, bias = weight[:width], None if bias is None else bias[:width]
     return _TokenDivergence.apply(hidden, weight, bias, target, bend, rows)
 
@@ -137,6 +138,7 @@ class _TokenDivergence(torch.autograd.Function):
         sums = HeadGradient.of(ctx.needs_input_grad, hidden, weight, bias, grad.dtype)
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
+            # logits of both models are computed again: to keep them would take [N, V]
             student, slope = _logprobs(hidden[part], weight, bias, ctx.bend)
             teacher = target.logprobs(part, weight.shape[0], grad.dtype)
             d = GRADIENTS[target.kind](student, teacher, target.beta).mul_(grad[part, None])
@@ -178,5 +180,6 @@ def _generic(
         teacher = target.logprobs(part, width, logits.dtype)
         return DIVERGENCES[target.kind](logits.log_softmax(-1), teacher, target.beta)
 
+    # one chunk even without rows: the head must take part in the graph on every rank
     parts = [slice(start, start + rows) for start in range(0, max(1, hidden.shape[0]), rows)]
     return torch.cat([checkpoint(chunk, hidden[part], part, use_reentrant=False) for part in parts])

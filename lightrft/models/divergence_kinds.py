@@ -22,6 +22,7 @@ log-probs ``[n, V]``. It returns the gradient ``[n, V]`` of the divergence in th
 def _expected(weights: Tensor, x: Tensor) -> Tensor:
     """Return ``[n]``, the expectation of ``x`` under the distribution of log-probs ``weights``.
     Impossible tokens count as 0."""
+    # 0 times infinity would be NaN
     return (weights.exp() * x.masked_fill(weights == -torch.inf, 0.0)).sum(-1)
 
 
@@ -34,6 +35,7 @@ def _centred(student: Tensor, x: Tensor) -> Tensor:
 
 
 def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    # in logs: the mixture is finite where only one of the two is minus infinity
     return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
 
 

@@ -256,6 +256,7 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
             raise ModelError(f"{where}: models of type {kind!r} are not supported: {row.refused}")
         return
     unknown = f"{where}: the family {kind!r} is not known"
+    # a config that holds a text config belongs to a multimodal model
     if config.get_text_config(decoder=True) is not config:
         known = ", ".join(name for name, family in FAMILIES.items() if family.reader is not None)
         raise ModelError(

@@ -109,6 +109,7 @@ def token_logprobs(
         chunk_mb: Upper bound, in MiB, of the logits that exist at a time.
     """
     bend = LogitTransform(scale, softcap, temperature)
+    # exactly this class: subclasses may add adapters or hold quantised weights
     if type(head) is nn.Linear:
         rows = rows_per_chunk(hidden, head.out_features, chunk_mb)
         logprobs, entropies = _TokenLogprobs.apply(
@@ -165,6 +166,7 @@ class HeadGradient:
             bias: ``[V]`` bias of the head, or ``None``.
             dtype: Dtype of the head's sums.
         """
+        # add() writes each row once, so there is no need for zeros
         d_hidden = torch.empty_like(hidden) if needed[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
@@ -176,11 +178,14 @@ class HeadGradient:
         Each row must be added once.
         """
         if self.d_bias is not None:
+            # before the cast: the sum over rows keeps the wider dtype
             self.d_bias += d.sum(0)
+        # the products run in the model's dtype; only the sums over chunks are wider
         d = d.to(self.hidden.dtype)
         if self.d_hidden is not None:
             torch.mm(d, self.weight, out=self.d_hidden[part])
         if self.d_weight is not None:
+            # addmm_ saves a temporary [V, H], but takes tensors of one dtype only
             if self.d_weight.dtype == d.dtype:
                 self.d_weight.addmm_(d.T, self.hidden[part])
             else:
@@ -240,6 +245,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropies, kept = ctx.saved_tensors
         on_logprob, on_entropy = grads
+        # without entropy, forward returns an empty tensor in its place
         if on_entropy is not None and not on_entropy.numel():
             on_entropy = None
         sums = HeadGradient.of(ctx.needs_input_grad, hidden, weight, bias, log_sums.dtype)
@@ -335,6 +341,7 @@ def _generic(
         )
 
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
+    # one chunk even without rows: the head must take part in the graph on every rank
     starts = range(0, max(1, hidden.shape[0]), rows)
     parts = [
         checkpoint(chunk, hidden[s : s + rows], targets[s : s + rows], use_reentrant=False)
@@ -382,6 +389,7 @@ def logit_energy(
 
 def head_width(head: nn.Module, hidden: Tensor) -> int:
     """Return the number of logits that ``head`` computes for one state."""
+    # a head of another class does not have to say its width, but shows it on one state
     known = getattr(head, "out_features", None)
     if isinstance(known, int):
         return known
@@ -453,6 +461,7 @@ def logits_at(head: nn.Module, places: Tensor) -> Generator[None]:
             *given[1:],
         )
 
+    # the states are cut before the head, so the other logits never exist
     hook = head.register_forward_pre_hook(cut)
     try:
         yield

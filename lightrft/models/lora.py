@@ -42,6 +42,7 @@ def add_adapters(
 
     check_parts(model.config, "model.lora.parts", config.parts)
     exclude = tuple(exclude)
+    # a text model without exclusions leaves the search for targets to peft
     some = bool(exclude) or family_of(model.config).reader is not None
     targets = target_modules(model, config, exclude) if some else config.targets
     settings = LoraConfig(
@@ -175,6 +176,7 @@ def apply_lora_configuration(
         targets=targets if isinstance(targets, str) else tuple(targets),
         parts=(LANGUAGE, *towers),
     )
+    # with frozen embeddings, gradient checkpointing would see no input that needs a gradient
     model.enable_input_require_grads()
     return add_adapters(model, config, exclude=_excluded(freeze_vision_tower))
 

@@ -29,6 +29,7 @@ class ModuleActor(Actor):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # not the constructor of Actor, which needs the config of a transformers model
         nn.Module.__init__(self)
         taken = inspect.signature(model.forward).parameters
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -151,6 +152,7 @@ class ModuleActor(Actor):
             ].float()
             if rows.shape[1] - width < options["min_new_tokens"]:
                 logits[:, ends] = -torch.inf
+            # rows that have ended are padded until all have ended
             token = torch.where(open_rows, _pick(rows, logits, options), options["pad_token_id"])
             rows = torch.cat([rows, token[:, None]], 1)
             mask = torch.cat([mask, open_rows[:, None].long()], 1)

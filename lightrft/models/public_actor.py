@@ -253,12 +253,14 @@ class PublicActor(PublicModel):
         for name in ("eos_token_id", "pad_token_id"):
             options.setdefault(name, getattr(generation, name, None))
         eos = options["eos_token_id"]
+        # process_sequences writes one end token, and configs may list several
         eos = eos[0] if isinstance(eos, list | tuple) else eos
         pad = eos if options["pad_token_id"] is None else options["pad_token_id"]
         if eos is None:
             raise ModelError(
                 "generate() needs eos_token_id: the model's generation config has none"
             )
+        # generate() passes no attention plan
         self.actor.use_attention("padded")
         rows = PaddedRows.of(input_ids, options.get("attention_mask"), None, None, packing=False)
         base: Any = self.actor.base
@@ -419,12 +421,14 @@ class _Loader:
         if ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3:
             from transformers.integrations import HfDeepSpeedConfig
 
+            # while this object lives, transformers shards weights as it loads them (ZeRO stage 3)
             self.deepspeed = HfDeepSpeedConfig(ds_config)
 
     def model(self, source: str | nn.Module) -> tuple[nn.Module, ModelConfig]:
         if isinstance(source, nn.Module):
             return source, ModelConfig()
         config = ModelConfig(path=str(source), **self.settings)
+        # under a meta-device context no weights exist that could be placed
         device_map = None if torch.empty(0).device.type == "meta" else self.device_map
         return load_model(config, device=torch.empty(0).device, device_map=device_map), config
 

@@ -37,6 +37,7 @@ def reset_position_ids(attention_mask: Tensor) -> Tensor:
     )
     starts = torch.ones_like(attention_mask, dtype=torch.bool)
     starts[:, 1:] = attention_mask[:, 1:] != attention_mask[:, :-1]
+    # the running maximum carries each start to the end of its sample
     start_of = torch.where(starts, steps, 0).cummax(1).values
     return torch.where(attention_mask != 0, steps - start_of, 0)
 
@@ -51,6 +52,7 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     """
     if mask is None:
         return tensor.mean() if dim is None else tensor.mean(dim)
+    # not a product: NaN outside the mask times 0 is NaN
     kept = torch.where(mask.bool(), tensor, 0)
     total, count = (
         (kept.sum(), mask.bool().sum()) if dim is None else (kept.sum(dim), mask.bool().sum(dim))
@@ -116,6 +118,7 @@ def compute_approx_kl(
         else log_probs - log_probs_base
     )
     if action_mask is not None:
+        # before the estimate, whose exponential may overflow at padding
         d = torch.where(action_mask.bool(), d, 0)
     if kl_estimator == "k1":
         return d
@@ -160,6 +163,7 @@ def compute_reward(
         assert isinstance(kl, Tensor)
         mask = action_mask.bool()
         rewards = torch.where(mask, -kl_coef * kl, 0.0)
+        # argmax returns the first maximum, hence the last action of the flipped row
         last = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
         given = torch.where(mask.any(1), outcome.to(rewards), 0.0)
         return rewards.scatter_add(1, last[:, None], given[:, None])
@@ -197,6 +201,7 @@ def create_high_entropy_mask(
     mask = action_mask.bool()
     counts = mask.sum(1)
     keep = torch.where(counts > 0, (counts * high_entropy_ratio).long().clamp(min=1), 0)
+    # stable, so that of equal entropies the earlier token is kept
     order = torch.where(mask, entropy.detach().to(torch.float64), -torch.inf).argsort(
         dim=1, descending=True, stable=True
     )

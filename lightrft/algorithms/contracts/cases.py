@@ -45,6 +45,7 @@ def plain_batch(
         prompt_of: Group label of each response.
         rewards: One per response. ``None`` alternates 0 and 1.
     """
+    # fixed: a violation must show the same numbers in every run
     rng = random.Random(0)
     columns = ("logprobs", "old_logprobs", "behavior_logprobs", "ref_logprobs", "values")
     rows = {name: [-rng.uniform(0.1, 2) for row in mask for _ in row] for name in columns}
@@ -118,6 +119,7 @@ def with_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 def extremes() -> Iterator[tuple[str, Batch]]:
     """Yield batches whose policy is 20 nats above or below the old policy and the reference."""
     for name, batch in batches():
+        # 40 nats from the reference: the largest log-ratio that is not clamped
         for gap in (20.0, -20.0):
             old = there(batch.old_logprobs)
             far = (old + gap, old - gap)

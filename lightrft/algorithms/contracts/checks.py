@@ -37,6 +37,7 @@ from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Function = Callable[..., Any]
+# of float64 results that may differ by the order of sums, and of float32 results
 TOLERANCE, ROUNDING = 1e-12, 1e-4
 LIMIT = 8
 
@@ -366,6 +367,7 @@ def check_aggregation_is_by_response(function: Function) -> None:
 def check_aggregation_is_a_mean(function: Function) -> None:
     """A batch concatenated with a copy of itself has the same loss."""
     for name, batch in batches():
+        # twice the tokens, so each has half its weight
         twice = Batch.cat([batch, batch])
         expected = function(TokenRows.of(batch), LIMIT) / 2
         expect_close(function(TokenRows.of(twice), LIMIT), torch.cat([expected, expected]), name)
@@ -473,6 +475,7 @@ def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None
         batch: The batch.
         settings: ``None`` uses the defaults.
     """
+    # seeded in each call, so that two calls make the same random choices
     generator = torch.Generator().manual_seed(3)
     found = function(batch, settings or LossConfig(), generator, **example_options(function))
     pull = torch.zeros(batch.tokens) if found.kl_pull_coef is None else found.kl_pull_coef

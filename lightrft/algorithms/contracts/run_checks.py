@@ -78,6 +78,7 @@ def verdict(check: FunctionType, function: Function) -> CheckResult:
         check(function)
     except ContractViolation as error:
         return CheckResult(words, asks, str(error))
+    # a user's function may raise anything, and the other checks must still run
     except Exception as error:
         return CheckResult(words, asks, f"raised {type(error).__name__}: {error}")
     return CheckResult(words, asks, "")

@@ -34,11 +34,13 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         row = COMPONENT_KINDS[kind]
         yield from signature_problems(key, row.registry, part, len(row.arguments), *row.given)
     advantage = algorithm.advantage
+    # whitening reads eps too, even if the advantage's function does not
     read_by_whitening = {"eps"} if advantage.normalize != "none" else set()
     yield from _unread("algorithm.advantage", ADVANTAGES, advantage, read_by_whitening)
     read_by_masks: set[str] = set()
     for mask in algorithm.token_masks:
         if mask.name in TOKEN_MASKS:
+            # token masks share the bounds of ``algorithm.loss``
             read_by_masks |= TOKEN_MASKS.about(mask.name).reads
     yield from _unread("algorithm.loss", POLICY_LOSSES, algorithm.loss, read_by_masks)
     yield from _unfit_scales(algorithm)

@@ -18,6 +18,7 @@ from lightrft.config.base import Settings
 
 def incompatible_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield one line for each combination that cannot be intended."""
+    # every problem is reported at once, so none of these raises
     yield from _ratio(algorithm)
     yield from _old_logprobs(algorithm)
     yield from _kl(algorithm)

@@ -65,6 +65,7 @@ def _taken(tokenizer: PreTrainedTokenizerBase, template: str | None, kinds: set[
     def apply(messages: list[dict[str, Any]]) -> str:
         return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
 
+    # a template takes a kind if a part of that kind changes the text next to this word
     word = {"type": "text", "text": "(word)"}
     alone = rendered(apply, [word])
     taken = set()

@@ -108,6 +108,7 @@ def load_model(
     except ImportError as error:
         raise ModelError(f"model.attention = {implementation!r}: {first_line(error)}") from error
     except BROKEN as error:
+        # first the class: if it cannot be built at all, the weights are not to blame
         check_class(config, settings)
         raise ModelError(
             f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)})"
@@ -116,6 +117,7 @@ def load_model(
         lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
         problem = f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen"
         raise ModelError(f"{problem}, e.g. {lacking[0]}")
+    # parts placed by a device map stay there, and a 4-bit model refuses to be moved
     if "device_map" not in options:
         model = model.to(device)
     freeze(model, config.freeze)
@@ -139,6 +141,7 @@ def from_settings(
 ) -> PreTrainedModel:
     """Build a model of ``settings`` by transformers, on torch's default device."""
     loader: Any = getattr(transformers, family_of(settings).loader)
+    # auto classes have from_config; the classes of single families only _from_config
     make = getattr(loader, "from_config", None) or loader._from_config
     with suppress_hf_warnings(local=True):
         return make(settings, dtype=dtype, **options)
@@ -270,6 +273,7 @@ def _options(
             bnb_4bit_compute_dtype=compute,
             bnb_4bit_use_double_quant=True,
         )
+        # bitsandbytes quantises weights as they are loaded, so they are loaded onto the device
         options["device_map"] = {"": str(device)}
     return options
 
@@ -315,7 +319,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     text alone. Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, or
     an unreadable chat template.
     """
-    is_adapter = _is_adapter(config.path)
+    is_adapter = (Path(config.path).expanduser() / "adapter_config.json").is_file()
     if config.tokenizer:
         where = config.tokenizer
     else:
@@ -366,10 +370,6 @@ def _read_tokenizer(config: ModelConfig, where: str) -> PreTrainedTokenizerBase:
     except (*BROKEN, TypeError, AttributeError, ImportError) as error:
         problem = f"no tokenizer can be loaded from there ({first_line(error)})"
         raise ModelError(f"{setting} = {where!r}: {problem}") from error
-
-
-def _is_adapter(path: str) -> bool:
-    return (Path(path).expanduser() / "adapter_config.json").is_file()
 
 
 def _own_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> None:
@@ -426,6 +426,7 @@ def save_model(
         merge: Add adapters into the written weights, not into the model in memory. If ``False``,
             write only the adapters.
     """
+    # an actor holds its transformers or peft model in ``model``
     inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
     with suppress_hf_warnings(local=True):
         if is_adapted(inner) and not merge:

@@ -20,6 +20,8 @@ def suppress_hf_warnings(*, local: bool) -> Generator[None]:
         transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
+            # they tell library authors what will change, and a user of a run can do nothing about
+            # it
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:

@@ -59,6 +59,7 @@ def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:
     from peft import PeftConfig, get_peft_model
 
     saved = PeftConfig.from_pretrained(str(folder))
+    # peft saves adapters with inference_mode set, which would freeze them
     saved.inference_mode = False
     with torch.device("meta"), suppress_hf_warnings(local=True):
         return get_peft_model(base_model(model), saved).eval()

@@ -167,6 +167,7 @@ class DeferredWeights:
         failure = [""]
         if first:
             try:
+                # only the values are used; the model that gets them is frozen already
                 unfrozen = self.config.model_copy(update={"freeze": ()})
                 whole = load_model(unfrozen, dtype=self.dtype).state_dict()
             except ModelError as error:
@@ -179,6 +180,7 @@ class DeferredWeights:
         for name, (shape, tensor) in wanted.items():
             value = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             if first:
+                # popped, so that rank 0 releases each weight once it is sent
                 value.copy_(whole.pop(name))
             if several:
                 dist.broadcast(value, src=0)
@@ -251,9 +253,11 @@ def build_on_meta(
         ),
         keys,
     )
+    # before adapters are added, which stay trainable
     freeze(base, config.freeze)
     # peft puts adapters on the weights' device, so the weights must not be on the meta device yet.
     exchange(base, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
+    # the adapters are not among them: they get memory and initial values
     hollow = {id(p) for p in base.parameters()}
     model: nn.Module = base
     if found is not None:
@@ -352,6 +356,7 @@ def _located(
     # in natural order, as transformers reads them: experts are stacked in the order of their keys
     for key, file in sorted(keys.items(), key=lambda item: dot_natural_key(item[0])):
         name, pattern = rename_source_key(key, renamings, converters, prefix, targets)
+        # a renaming may match a key that is already right
         if name not in targets and key in targets:
             name, pattern = rename_source_key(key, [], [], prefix, targets)
         if name not in targets:
@@ -359,6 +364,7 @@ def _located(
         if pattern is None:
             unread.stored.setdefault(name, StoredTensor(file, key))
             continue
+        # a copy, since a converter collects the tensors of one weight
         converter = unread.converted.setdefault(name, deepcopy(by_pattern[pattern]))
         whole: Any = StoredTensor(file, key).whole  # called only when the weight is needed
         converter.add_tensor(name, key, pattern, whole)

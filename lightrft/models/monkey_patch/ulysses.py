@@ -39,12 +39,14 @@ class Slices:
 
         ``positions [1 or B, t]`` belong to this rank's tokens.
         """
+        # all layers of one model call pass the same positions object
         if self._plan is None or self._positions is not positions:
             own = positions.expand(rows, -1).contiguous()
             every = [torch.empty_like(own) for _ in range(self.size)]
             dist.all_gather(every, own, group=self.group)
             whole = torch.cat(every, 1)
             begins = whole == 0
+            # a row may begin in the middle of a sample
             begins[:, 0] = True
             starts = [*begins.flatten().nonzero()[:, 0].tolist(), whole.numel()]
             runs = [(a, b - a) for a, b in itertools.pairwise(starts)]

@@ -100,6 +100,7 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
     tower = model.model.audio_tower
     clips, own = _clips(inputs, _window(tower), frames_around)
     weight = tower.conv1.weight
+    # padded to the longest clip of the call only
     mels = pad_sequence(clips, batch_first=True).to(weight.device, weight.dtype).transpose(1, 2)
     states = gelu(tower.conv2(gelu(tower.conv1(mels)))).transpose(1, 2)
     states = states + tower.embed_positions.weight[: states.shape[1]]
@@ -132,7 +133,9 @@ def _own_frames(
         own
         if places is None
         else [
-            n if qwen2_audio_features(n) <= f else 4 * f for n, f in zip(own, places, strict=True)
+            # four frames make one feature
+            n if qwen2_audio_features(n) <= f else 4 * f
+            for n, f in zip(own, places, strict=True)
         ]
     )
 
@@ -182,6 +185,7 @@ def _voxtral(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, obj
     clip."""
     window = _window(model.model.audio_tower)
     clips, _ = _clips(inputs, window, frames_to_silence)
+    # the last kept frame is silence, which fills the window
     whole = [torch.cat([c, c[-1:].expand(-len(c) % window, -1)]) for c in clips]
     return {"input_features": torch.cat(whole).unflatten(0, (-1, window)).transpose(1, 2)}
 
@@ -234,6 +238,7 @@ def _omni_arranged(
 
 
 def _omni_video(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
+    # Qwen2.5-Omni names this input differently than Qwen2.5-VL
     names = {"second_per_grid_ts": "video_second_per_grid"}
     return {names.get(name, name): values for name, values in inputs.items()}
 
@@ -254,6 +259,7 @@ def _omni_positions(
     # The token before each run of placeholders: its mark.
     first = torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real
     return model.get_rope_index(
+        # -1 is no token id, so get_rope_index finds no media there
         torch.where(real | first, ids, -1),
         media.get("image_grid_thw"),
         media.get("video_grid_thw"),

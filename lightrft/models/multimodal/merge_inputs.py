@@ -58,6 +58,7 @@ class MergedInputs:
         places = (row >= 0).nonzero()[:, 0]
         embeddings = model.get_input_embeddings()(ids)
         flat, taken = embeddings.flatten(0, 1), row[places]
+        # not in place: autograd may need the embeddings as they were
         flat = flat.index_copy(0, places, self.features[taken].to(flat.dtype))
         if self.idle is not None:
             flat = flat + self.idle.to(flat.dtype)
@@ -107,6 +108,8 @@ class MergedInputs:
         block = self._block_of(source).view(embeddings.shape[:2])
         masks: dict[str, object] = {}
         for kind in set(config.layer_types):
+            # the blocks are added to the causal mask by ``or``, so a window must be applied again
+            # by ``and``
             near = (
                 sliding_window_overlay(config.sliding_window)
                 if kind == "sliding_attention"
@@ -160,6 +163,7 @@ def merge_multimodal_inputs(
     if not any_media and (reader is None or not every_tower):
         return None
     reader = _check_readable(model, reader, (prompts, responses))
+    # one tower call for prompts and responses; the batch may have no responses
     both = prompts
     if len(responses):
         both = Segments.cat([prompts, responses.to(prompts.tokens.device)])
@@ -189,6 +193,7 @@ def merge_multimodal_inputs(
         positions = _positions(model, reader, prompts, responses, prompt_of, begun)
     blocks = _blocks(row, both.lengths) if reader.both_ways and found else None
     embeddings: Any = model.get_input_embeddings()
+    # without features, an empty tensor of the right width, dtype and device
     values = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
     zero = torch.stack(idle).sum() if idle else None
     return MergedInputs(row, values, deep, positions, blocks, zero)
@@ -318,6 +323,7 @@ def _positions(
     after = []
     for p, n in zip(groups, responses.lengths.tolist()):
         steps = torch.arange(n, device=prompts.tokens.device)
+        # text after media continues from the largest position of all axes
         after.append(rows[p][:, -1].max() + 1 + steps.expand(len(rows[p]), -1))
     # responses with media of their own: the positions depend on prompt and response together
     rich = []
@@ -336,6 +342,7 @@ def _positions(
 def _joined(first: Segments, second: Segments) -> Segments:
     """Return run b of ``first`` followed by run b of ``second``, as one run."""
     count = len(first)
+    # 0, B, 1, B + 1, ...: each run of ``first`` followed by its partner
     order = torch.arange(2 * count, device=first.tokens.device).view(2, -1).t().reshape(-1)
     both = Segments.cat([first, second]).select(order)
     media = {name: Ragged(r.values, r.lengths.view(-1, 2).sum(1)) for name, r in both.media.items()}
@@ -415,6 +422,7 @@ def own_keywords(
         if inputs := given(tower, media, hints=True):
             made |= tower.adapt(model, inputs)
             types[ids == tower.token_id(model.config)] = tower.type_id
+    # families name the same keyword differently
     names = {"mm_token_type_ids", "token_type_ids"} & set(
         inspect.signature(model.forward).parameters
     )

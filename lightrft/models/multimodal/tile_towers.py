@@ -24,6 +24,7 @@ def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
         0, : len(frames) * each
     ]
     clips = made.split((lengths * each).tolist())
+    # the model marks the end of a clip with the token that ends a line of tiles
     end = model.model.image_newline[None].to(made)
     return Features(torch.cat([part for clip in clips for part in (clip, end)]))
 
@@ -74,5 +75,6 @@ ONEVISION = ModalityEncoder(
     (_PICTURES, _CLIPS),
     parts={**_PARTS, "projector": ("model.multi_modal_projector.", "model.image_newline")},
     alone=True,
+    # features are the hidden states before this norm
     unread=("model.vision_tower.post_layernorm.",),
 )

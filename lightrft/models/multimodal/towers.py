@@ -105,6 +105,7 @@ def patch_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Ten
 
 def picture_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return one picture of the only size that the tower accepts."""
+    # an integer for square pictures, else height and width
     size = model.config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return {names[0]: torch.ones(1, 3, height, width)}
@@ -139,6 +140,7 @@ class ModalityEncoder:
 
 def pooled(output: Any) -> Features:
     """Return the features in the output of a ``get_..._features`` method."""
+    # some families return the features, others an object that holds them
     values = getattr(output, "pooler_output", output)
     deep = getattr(output, "deepstack_features", None) or ()
     return Features(_joined(values), tuple(_joined(d) for d in deep))

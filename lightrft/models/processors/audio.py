@@ -193,6 +193,7 @@ class Clip:
             longest = f"{self.windows * self.extractor.chunk_length} s"
             problem = f"{clip}, and the model hears at most {longest}"
             raise ValueError(f"{problem}: cut it into shorter clips")
+        # the last frame may be incomplete: the extractor pads it with silence
         frames = -(-samples // self.extractor.hop_length)
         if not samples or not self.features(frames):
             clip = f"a clip of {samples} samples ({samples / self.rate:.3g} s)"

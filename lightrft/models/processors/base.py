@@ -160,6 +160,7 @@ def load_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> P
     from lightrft.models.processors.registry import BUILD
 
     folder = Path(config.path).expanduser()
+    # transformers does not expand ``~`` in a path
     placed = config.model_copy(update={"path": str(folder)}) if folder.is_dir() else config
     try:
         parts = BUILD[settings.model_type](placed, settings, tokenizer)

@@ -105,5 +105,6 @@ class GemmaImage:
     def _crops(self, height: int, width: int) -> int:
         if not self.processor.do_pan_and_scan:
             return 0
+        # only the shape is read, and a broadcast array takes no memory
         shape = np.broadcast_to(np.uint8(0), (3, height, width))
         return len(self.processor.pan_and_scan(shape, **self._options))

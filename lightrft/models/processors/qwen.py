@@ -134,10 +134,12 @@ class QwenVideo:
         which needs torchvision."""
         per_patch, side = self.processor.temporal_patch_size, self.processor.patch_size
         size = (int(grid[2]) * side, int(grid[1]) * side)
+        # the last frame completes an incomplete pair
         taken = [min(t, len(value) - 1) for t in range(int(grid[0]) * per_patch)]
         frames = [
             Image.fromarray(value[t]).resize(size, resample=self.processor.resample) for t in taken
         ]
+        # frames are resized above, to the size of the clip
         patches = self.processor(images=frames, do_resize=False, return_tensors="pt")[
             "pixel_values"
         ]

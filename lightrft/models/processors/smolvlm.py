@@ -107,6 +107,7 @@ class SmolImage:
         if not self.processor.do_image_splitting:
             return 0, 0
         if self.processor.do_resize:
+            # only the shape is read, and a broadcast array takes no memory
             shape = np.broadcast_to(np.uint8(0), (height, width))
             height, width = get_resize_output_image_size(shape, self.processor.size["longest_edge"])
         side, ratio = self._side, width / height

@@ -70,6 +70,7 @@ def tiny_media_model(
     sizes.setdefault("intermediate_size", 2 * sizes["hidden_size"])
     ids = {name: int(tokenizer.convert_tokens_to_ids(name)) for name in tiny.special}  # ty: ignore[invalid-argument-type]
     config = tiny.config(sizes, ids, tower or {})
+    # the weights depend on ``seed`` alone, and the caller's random numbers stay as they are
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, FAMILIES[config.model_type].loader)(config)
