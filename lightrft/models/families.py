@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -300,7 +299,7 @@ def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | No
     return _field(config, family.softcap), scale
 
 
-def _field(config: PreTrainedConfig, name: str | None) -> Any:
+def _field(config: PreTrainedConfig, name: str | None) -> float | None:
     """Return the value of a field or property of ``config``; ``None`` for a family without it."""
     if not name or not hasattr(config, name):
         return None

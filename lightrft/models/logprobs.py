@@ -6,7 +6,7 @@ the bound, they are kept instead.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -429,7 +429,7 @@ def log_probs_from_logits(
     return (chosen - flat.logsumexp(-1)).reshape(labels.shape)
 
 
-def _fused_cross_entropy() -> Any:
+def _fused_cross_entropy() -> Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None:
     try:
         from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
     except ImportError:

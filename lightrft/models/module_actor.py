@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import (
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor, TokenScores
@@ -114,7 +119,7 @@ class ModuleActor(Actor):
         """Call the module's method of the same name. Raises ``ModelError`` if it has none."""
         self._call("gradient_checkpointing_disable")
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         if not hasattr(self.model, name):
             raise ModelError(f"{type(self.model).__name__} has no method {name}")
         getattr(self.model, name)(*arguments)
@@ -176,7 +181,7 @@ def _pick(rows: Tensor, logits: Tensor, options: dict[str, Any]) -> Tensor:
     ``generate``."""
     if not options["do_sample"]:
         return logits.argmax(-1)
-    filters: list[Any] = [TemperatureLogitsWarper(float(options["temperature"]))]
+    filters: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options["temperature"]))]
     if options.get("top_k"):
         filters.append(TopKLogitsWarper(options["top_k"]))
     if options.get("top_p", 1.0) < 1.0:

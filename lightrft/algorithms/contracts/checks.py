@@ -112,7 +112,7 @@ def expect_unchanged(batch: Batch, before: Batch, where: str) -> None:
             expect(torch.equal(getattr(batch, key), column), f"{where}: {key} was written to")
 
 
-def _short(x: Tensor) -> list[Any]:
+def _short(x: Tensor) -> list[object]:
     """Return the numbers of ``x``, rounded for an error message."""
     return [round(v, 6) if isinstance(v, float) else v for v in x.detach().tolist()]
 
@@ -522,7 +522,7 @@ def check_gate_leaves_its_input_alone(function: Function) -> None:
 # Shapings and filters
 
 
-def example_options(function: Function) -> dict[str, Any]:
+def example_options(function: Function) -> dict[str, float]:
     """Return a value for every required keyword option: 2 for an integer, else 0.5."""
     needed = [
         p

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any
 
 from lightrft.algorithms.contracts import checks
 from lightrft.algorithms.contracts.checks import ContractViolation
@@ -31,7 +30,7 @@ CHECKS: Mapping[str, Sequence[FunctionType]] = {
 """The checks of each kind of ``COMPONENT_KINDS``."""
 
 
-def run_contract_checks(name: str, kind: str, options: Mapping[str, Any]) -> list[CheckResult]:
+def run_contract_checks(name: str, kind: str, options: Mapping[str, object]) -> list[CheckResult]:
     """Run every check of a kind on a function and return one verdict per check.
 
     A failed check does not stop the others.
@@ -60,11 +59,11 @@ def run_contract_checks(name: str, kind: str, options: Mapping[str, Any]) -> lis
     return [verdict(check, function) for check in CHECKS[kind]]
 
 
-def with_options(function: Function, options: Mapping[str, Any]) -> Function:
+def with_options(function: Function, options: Mapping[str, object]) -> Function:
     """Bind ``options`` to ``function``; they override other keywords."""
 
     @functools.wraps(function)
-    def held(*values: Any, **keywords: Any) -> Any:
+    def held(*values: object, **keywords: object) -> object:
         return function(*values, **{**keywords, **options})
 
     return held

@@ -7,7 +7,7 @@ attention is then ``plan.attend(...)``.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -54,7 +54,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     attention_plan: AttentionPlan | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Call the plan's ``attend``. transformers calls this function in every text attention layer.
 

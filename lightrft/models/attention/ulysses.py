@@ -197,7 +197,7 @@ def _copies(heads: int, keys: int, team: ModelParallelGroup) -> int:
     raise ModelError(f"strategy.sequence_parallel = {size} {problem}; {way_out}")
 
 
-def exchange(x: Tensor, group: Any) -> Tensor:
+def exchange(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Send entry ``i`` of ``x [size, ...]`` to rank ``i`` of ``group``.
 
     Return one entry from each rank. Differentiable.
@@ -209,7 +209,7 @@ class _Exchange(torch.autograd.Function):
     """All-to-all of ``x [size, ...]``, one entry per rank. Its gradient is the same exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _exchanged(x, group)
 
@@ -218,7 +218,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(grads[0].contiguous(), ctx.group), None
 
 
-def _exchanged(x: Tensor, group: Any) -> Tensor:
+def _exchanged(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     got = torch.empty_like(x)
     dist.all_to_all_single(got, x, group=group)
     return got
@@ -226,7 +226,7 @@ def _exchanged(x: Tensor, group: Any) -> Tensor:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         # all_reduce writes in place, and autograd may still need ``x``
         total = x.clone()
         dist.all_reduce(total, group=group)

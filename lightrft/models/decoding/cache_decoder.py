@@ -46,7 +46,7 @@ class _Cache:
     length: int
     shift: int
     name: str = ""
-    state: Any = None
+    state: object = None
     tokens: Tensor | None = None
 
     def joins(self, other: _Cache) -> bool:
@@ -362,7 +362,7 @@ class CachedDecodeSession:
 
 
 @contextmanager
-def _last_alone(head: Any) -> Generator[None]:
+def _last_alone(head: nn.Module) -> Generator[None]:
     """Make ``head`` compute the logits of each row's last state alone."""
 
     def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -397,7 +397,7 @@ def _mapped(change: Callable[..., Tensor], *trees: Any) -> Any:
     return made
 
 
-def _is_state(value: Any) -> bool:
+def _is_state(value: object) -> bool:
     """Return ``True`` if ``value`` is a cache of transformers, or a layer of one."""
     kind = type(value)
     ours = kind.__module__.partition(".")[0] == "transformers" and not isinstance(

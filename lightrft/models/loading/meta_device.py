@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.from_pretrained import (
@@ -65,7 +65,7 @@ def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:
         return get_peft_model(base_model(model), saved).eval()
 
 
-def dtype_of(config: ModelConfig, settings: Any = None) -> torch.dtype:
+def dtype_of(config: ModelConfig, settings: PreTrainedConfig | None = None) -> torch.dtype:
     """Return the dtype of the weights.
 
     ``auto`` means the dtype in the model's config, or float32 if there is none.

@@ -79,6 +79,10 @@ class StoredTensor:
             return tensor[...]
 
 
+Source = StoredTensor | Tensor
+"""A weight to read: in a file, or in memory."""
+
+
 @dataclass(slots=True)
 class DeferredWeights:
     """The sources of a model's weights.
@@ -112,7 +116,7 @@ class DeferredWeights:
         magnitudes = _magnitudes(model) if self.dora else {}
         filled: set[int] = set()
 
-        def fill(name: str, tensor: Tensor, source: Any) -> None:
+        def fill(name: str, tensor: Tensor, source: Source) -> None:
             self._fill(name, tensor, source, held)
             for magnitude in magnitudes.get(id(tensor), []):
                 self._fill_norms(name, magnitude, source, held)
@@ -133,14 +137,14 @@ class DeferredWeights:
             for name, whole in self._from_first_rank(wanted):
                 fill(name, left[name], whole)
 
-    def _sources(self, base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    def _sources(self, base: PreTrainedModel) -> Iterator[tuple[str, Source]]:
         yield from self.stored.items()
         for first, converter in self.converted.items():
             made = converter.convert(first, model=base, config=base.config)
             for name, tensor in made.items():
                 yield name, tensor[0] if isinstance(tensor, list) else tensor
 
-    def _check_tied(self, name: str, tensor: Tensor, source: Any, held: ShardLayout) -> None:
+    def _check_tied(self, name: str, tensor: Tensor, source: Source, held: ShardLayout) -> None:
         known = held(tensor)
         with _opened(source) as stored:
             pieces = known.pieces(PIECE)
@@ -186,7 +190,7 @@ class DeferredWeights:
                 dist.broadcast(value, src=0)
             yield name, value
 
-    def _fill(self, name: str, tensor: Tensor, source: Any, held: ShardLayout) -> None:
+    def _fill(self, name: str, tensor: Tensor, source: Source, held: ShardLayout) -> None:
         here = held(tensor)
         if _shape(source) != here.shape:
             found = f"{name}, {list(_shape(source))} where the model has {list(here.shape)}"
@@ -198,7 +202,7 @@ class DeferredWeights:
                 # weights.
                 part.copy_(stored[index or ...].to(self.types[name]))
 
-    def _fill_norms(self, name: str, magnitude: Tensor, source: Any, held: ShardLayout) -> None:
+    def _fill_norms(self, name: str, magnitude: Tensor, source: Source, held: ShardLayout) -> None:
         """Fill a new adapter's weight-decomposition magnitude: the norm of each row of the weight,
         which only its source has."""
         width = PIECE // max(1, _shape(source)[1])
@@ -416,11 +420,11 @@ def _by_plain_name(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _opened(source: Any) -> AbstractContextManager[Any]:
+def _opened(source: Source) -> AbstractContextManager[Any]:
     return source.opened() if isinstance(source, StoredTensor) else nullcontext(source)
 
 
-def _shape(source: Any) -> tuple[int, ...]:
+def _shape(source: Source) -> tuple[int, ...]:
     return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
 
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightrft.models.monkey_patch.replaced import original, remove_monkey_patches, replace
 from lightrft.models.monkey_patch.ulysses import Slices, attend
@@ -53,7 +54,7 @@ def _patch(module: str, name: str, group: dist.ProcessGroup | None) -> None:
     own = original(owner, "forward")
     slices = Slices(group)
 
-    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> object:
         if slices.size == 1:
             return own(self, hidden_states, *args, **kwargs)
         return attend(self, slices, modeling.apply_rotary_pos_emb, hidden_states, *args, **kwargs)

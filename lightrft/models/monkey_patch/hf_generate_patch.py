@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightrft.models.monkey_patch.replaced import original, replace
 
 
@@ -14,14 +12,18 @@ def apply_monkey_patch_to_generation_mixin() -> None:
     another rank never makes. Criteria that the caller passes as ``stopping_criteria`` stay. Logs a
     warning.
     """
-    from transformers import GenerationMixin
+    from transformers import GenerationConfig, GenerationMixin
     from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList
 
     built = original(GenerationMixin, "_get_stopping_criteria")
 
     def without_end_token(
-        self: Any, generation_config: Any, stopping_criteria: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        self: GenerationMixin,
+        generation_config: GenerationConfig,
+        stopping_criteria: StoppingCriteriaList | None,
+        *args: object,
+        **kwargs: object,
+    ) -> StoppingCriteriaList:
         own = list(stopping_criteria or ())
         criteria = built(self, generation_config, stopping_criteria, *args, **kwargs)
         return StoppingCriteriaList(

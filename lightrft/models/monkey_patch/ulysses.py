@@ -61,9 +61,9 @@ def attend(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    past_key_values: object = None,
     position_ids: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Compute ``layer``'s attention for this rank's slice.
 
@@ -101,7 +101,7 @@ def attend(
     return layer.o_proj(_scatter_rows(out, slices, len(hidden_states))), None
 
 
-def _check(layer: Any, slices: Slices, cache: Any) -> int:
+def _check(layer: Any, slices: Slices, cache: object) -> int:
     """Return the number of copies of each key head that the ranks need."""
     if cache is not None:
         raise ModelError("the patched attention has no cache: pass use_cache=False")

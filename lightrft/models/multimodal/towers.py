@@ -138,7 +138,7 @@ class ModalityEncoder:
     unread: tuple[str, ...] = ()
 
 
-def pooled(output: Any) -> Features:
+def pooled(output: object) -> Features:
     """Return the features in the output of a ``get_..._features`` method."""
     # some families return the features, others an object that holds them
     values = getattr(output, "pooler_output", output)

@@ -117,7 +117,7 @@ def omni(
     return {**qwen.build(config, settings, tokenizer), "audio": clip}
 
 
-def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
+def _extractor(config: ModelConfig, tower: Any) -> tuple[WhisperFeatureExtractor, int]:
     """Return the folder's extractor and the tower's window in frames. Raises ``ValueError`` if they
     do not fit."""
     extractor = WhisperFeatureExtractor.from_pretrained(
@@ -145,7 +145,7 @@ class Clip:
         windows: Upper bound of windows of a clip. ``None`` for any length.
     """
 
-    extractor: Any
+    extractor: WhisperFeatureExtractor
     written: str
     around: tuple[str, str]
     features: Callable[[int], int]
@@ -215,7 +215,7 @@ class OmniClip(Clip):
         save_beside_pictures(self.extractor, path)
 
 
-def save_beside_pictures(extractor: Any, path: Path) -> None:
+def save_beside_pictures(extractor: WhisperFeatureExtractor, path: Path) -> None:
     """Add the config of ``extractor`` to the file with the picture processor's config."""
     file = path / "preprocessor_config.json"
     pictures = json.loads(file.read_text(encoding="utf-8"))

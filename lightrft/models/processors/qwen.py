@@ -71,7 +71,7 @@ class QwenImage:
     ``written`` is one placeholder. Only the vision marks ``around`` it show where a picture begins.
     """
 
-    processor: Any
+    processor: Qwen2VLImageProcessorPil
     written: str
     around: tuple[str, str]
     rate: int = 0
@@ -110,7 +110,7 @@ class QwenVideo:
     follow the frame times.
     """
 
-    processor: Any
+    processor: Qwen2VLImageProcessorPil
     written: str
     fields: Mapping[str, Any]
     timed: bool = False
@@ -242,7 +242,7 @@ class Qwen3Video(QwenVideo):
         return clip_resize(frames, height, width, step, _side(self.processor), low, high)
 
 
-def _side(processor: Any) -> int:
+def _side(processor: Qwen2VLImageProcessorPil) -> int:
     """Return the side, in pixels, of the square that becomes one feature."""
     return processor.patch_size * processor.merge_size
 
@@ -261,7 +261,9 @@ def _spacing(extent: Extent) -> float:
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
-def _limited(processor: Any, min_pixels: int | None, max_pixels: int | None) -> Any:
+def _limited(
+    processor: Qwen2VLImageProcessorPil, min_pixels: int | None, max_pixels: int | None
+) -> Qwen2VLImageProcessorPil:
     size = processor.size
     fields = processor.to_dict()
     fields["size"] = {

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, isqrt
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -59,7 +58,7 @@ class SmolImage:
     row and column.
     """
 
-    processor: Any
+    processor: SmolVLMImageProcessorPil
     written: str
     features: int
     around: tuple[str, str] = ("", "")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class InternImage:
     The number of tiles fits the aspect ratio best. ``each`` is the number of features of a tile.
     """
 
-    processor: Any
+    processor: GotOcr2ImageProcessorPil
     written: str
     marks: tuple[str, str]
     each: int
@@ -156,7 +155,7 @@ class OnevisionImage:
     transformers does not cut.
     """
 
-    processor: Any
+    processor: LlavaOnevisionImageProcessorPil
     written: str
     side: int
     most: int
@@ -235,7 +234,7 @@ class OnevisionVideo:
     The features of a tile are halved along each side.
     """
 
-    processor: Any
+    processor: SiglipImageProcessorPil
     written: str
     side: int
     fields: Mapping[str, object]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
@@ -13,7 +12,7 @@ from lightrft.models.tiny import qwen
 from lightrft.models.tiny.spec import Fields, Tiny
 
 
-def _whisper_extractor(**settings: object) -> Any:
+def _whisper_extractor(**settings: object) -> transformers.WhisperFeatureExtractor:
     """Build an extractor with windows of one second at 16 kHz and 16 mel bins: 100 frames."""
     sizes: Fields = {
         "feature_size": 16,

@@ -5,15 +5,13 @@ A picture is 9 tokens, one more than the window of the sliding layers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from transformers import PreTrainedConfig
 
-from lightrft.models.tiny.spec import Fields, Tiny
+from lightrft.models.tiny.spec import Fields, SavedProcessor, Tiny
 
 
-def _processor(**settings: object) -> Any:
+def _processor(**settings: object) -> SavedProcessor:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     sizes: Fields = {"size": {"height": 24, "width": 24}, **settings}

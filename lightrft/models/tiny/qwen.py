@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from transformers import PreTrainedConfig
 
-from lightrft.models.tiny.spec import Fields, Tiny
+from lightrft.models.tiny.spec import Fields, SavedProcessor, Tiny
 
 _SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WRITTEN = {
@@ -21,7 +19,7 @@ def _ids(ids: dict[str, int]) -> Fields:
     return dict(zip(names, ids.values()))
 
 
-def processor(**settings: object) -> Any:
+def processor(**settings: object) -> SavedProcessor:
     """Build a processor with patches of 4 pixels, 2 x 2 of which make a feature."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
 
-from lightrft.models.tiny.spec import Fields, Tiny
+from lightrft.models.tiny.spec import Fields, SavedProcessor, Tiny
 
 
-def _processor(**settings: object) -> Any:
+def _processor(**settings: object) -> SavedProcessor:
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     sizes: Fields = {

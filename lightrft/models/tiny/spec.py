@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedConfig
 
 Fields = dict[str, Any]
 """Fields of a config: numbers, texts, lists, and configs of parts."""
+
+
+class SavedProcessor(Protocol):
+    """A processor that can write its files into a model folder."""
+
+    def save_pretrained(self, path: str, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,4 +33,4 @@ class Tiny:
     special: tuple[str, ...]
     written: dict[str, str]
     config: Callable[[Fields, dict[str, int], Fields], PreTrainedConfig]
-    processor: Callable[..., Any]
+    processor: Callable[..., SavedProcessor]

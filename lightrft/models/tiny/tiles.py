@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from transformers import PreTrainedConfig
 
-from lightrft.models.tiny.spec import Fields, Tiny
+from lightrft.models.tiny.spec import Fields, SavedProcessor, Tiny
 
 
 def _tower(tower: Fields, **fields: object) -> Fields:
@@ -36,7 +34,7 @@ def _internvl(
     return transformers.InternVLConfig(text_config=text, vision_config=vision, **settings)
 
 
-def _internvl_processor(**settings: object) -> Any:
+def _internvl_processor(**settings: object) -> SavedProcessor:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     fields: Fields = {"size": {"height": 16, "width": 16}, "max_patches": 4, **settings}
@@ -64,7 +62,7 @@ def _onevision(
     )
 
 
-def _onevision_processor(**settings: object) -> Any:
+def _onevision_processor(**settings: object) -> SavedProcessor:
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
         LlavaOnevisionImageProcessorPil,
     )
