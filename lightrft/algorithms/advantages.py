@@ -276,7 +276,6 @@ def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     if batch.sample is None:
         raise ValueError("raft needs batch.sample")
     groups = by_prompt(batch, token_rewards)
-    # negative, so that the first sample has the highest number
     order = -batch.sample.to(groups.x.dtype)
     earliest = torch.where(groups.x == groups.highest(), order, -torch.inf)
     chosen = earliest == groups.highest(earliest)
@@ -606,7 +605,6 @@ def gigpo(
     # `number [S, 2]` is the response and the step of each step; `step` is the step of each token.
     number, step = torch.unique(_pairs(row_of, batch.steps[mask]), dim=0, return_inverse=True)
     response = number[:, 0]
-    # a step earns the sum of its tokens' rewards
     back = group_sum(token_rewards[mask], step, len(number)).clone()
     for k in range(len(number) - 2, -1, -1):  # sorted by response, then by step
         if response[k] == response[k + 1]:

@@ -103,7 +103,6 @@ class Backbone(nn.Module):
         # the more general of the two: the family names the fastest layout that is exact for it
         self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
         self._run_towers: bool | None = None
-        # a group of one rank, until the strategy sets the real one
         self._team = ModelParallelGroup(0, 1)
         self.unread: DeferredWeights | None = None
         self.longest_row: int | None = None
@@ -498,10 +497,8 @@ class Actor(Backbone):
         # no setting selects float64, and the experts' fused kernels do not support it
         if self.base.dtype == torch.float64:
             return
-        # not the first ids: many vocabularies begin with special tokens
         ids = torch.arange(4, 8, device=self.device)[None] % self.text_config.vocab_size
         self.use_attention("padded")
-        # taken by a hook: the forward itself returns logits only
         states: list[Tensor] = []
         hook = self.decoder.register_forward_hook(lambda module, given, out: states.append(out[0]))
         try:
@@ -621,7 +618,6 @@ class Actor(Backbone):
         try:
             found = self.score(batch).logprobs[at]
         except (
-            # a family that does not support a layout fails in any of these ways
             RuntimeError,
             TypeError,
             ValueError,
