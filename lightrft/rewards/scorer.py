@@ -547,12 +547,16 @@ class Scorer:
         for index in pending.terms:
             term = self._terms[index]
             values = pending.values[index]
+            # The product with a weight may be infinite although the value is finite.
             weighted.append(term.weight * values[VALUE])
             rollout.weights[term.name] = term.weight
             for key, value in values.items():
                 rollout.terms[f"{term.name}/{key}" if key else term.name] = value
-        # A product with a weight may be infinite although the value is finite.
-        total = math.fsum(weighted)
+        try:
+            total = math.fsum(weighted)
+        except (OverflowError, ValueError):
+            # fsum raises where the sum of finite numbers, or of both infinities, is none.
+            total = sum(weighted)
         if math.isfinite(total):
             rollout.reward = total
         else:

@@ -11,7 +11,11 @@ import time
 import pytest
 
 from lightrft import __version__
+from lightrft.cli.demo import preset
 from lightrft.cli.main import VERBS
+from lightrft.config.base import build, parse_yaml
+from lightrft.config.verbs import DemoConfig
+from lightrft.trainer.demo import make_start
 from tests.e2e.command import ROOT, assert_refused, command, process
 
 
@@ -311,16 +315,18 @@ def importing() -> float:
 
 
 @pytest.mark.slow
-def test_a_run_asks_for_its_first_token_within_six_seconds_of_a_processor(
-    model_folder, data_folder, tmp_path
+def test_a_run_of_the_demos_model_asks_for_its_first_token_within_six_seconds_of_a_processor(
+    data_folder, tmp_path
 ):
     """Of one that imports torch and transformers, which is most of it, in four; in proportion on a slower or a shared one.
 
     What is only needed later is imported later.
     """
+    settings = parse_yaml(preset("arithmetic").read_text(encoding="utf-8"))
+    make_start(build(DemoConfig, settings), tmp_path / "start")
     words = [
         "rl",
-        f"model={model_folder}",
+        f"model={tmp_path / 'start'}",
         f"data.sources={data_folder / 'train.jsonl'}",
         "reward.terms=[math]",
         "rollout.prompts_per_step=4",

@@ -98,6 +98,23 @@ def patient(monkeypatch):
     monkeypatch.setattr("lightrft.rewards.scorer.GRACE_SECONDS", 60.0)
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [((1.0, 1.0), "inf"), ((1.0, -1.0), "0.0"), ((1e10, 1e10), "inf"), ((1e10, -1e10), "nan")],
+)
+def test_a_sum_of_terms_that_is_not_finite_fails_its_response_alone(weights, said):
+    terms = [
+        {"function": name, "weight": weight}
+        for name, weight in zip(("plain", "asynchronous"), weights, strict=True)
+    ]
+    (large, small), _ = score(["1e308", "1"], *terms)
+    if said == "0.0":
+        assert (large.failed, large.reward) == ("", 0.0)
+    else:
+        assert large.failed == f"the weighted sum of terms is {said}"
+    assert (small.failed, small.reward) == ("", sum(weights))
+
+
 def test_an_endless_python_loop_costs_its_deadline_but_no_process(patient):
     _, scorer = score(["loop", "1"], "plain", timeout=2)
     assert scorer.restarts == 0
