@@ -341,7 +341,9 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}})
     staff = {"engine": 1, "scorer": 1, "reference": 1, "teacher": 1}
     # Loads within it on a busy machine too.
-    over = staffed(**{f"{role}s": count for role, count in staff.items()}, silence=0.5, restarts=9)
+    over = staffed(
+        **{f"{role}s": count for role, count in staff.items()}, call_timeout_minutes=0.5, restarts=9
+    )
     all_of = workers(*(f"{role} 0" for role in staff))
     acts = {1: stopped(all_of, seconds=3), 2: killed(all_of), 3: stopped(workers("engine 0"))}
     assert "restarts" not in driven(config_of(tree, tmp_path, "cluster", **over), acts)

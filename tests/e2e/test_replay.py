@@ -151,7 +151,7 @@ def test_a_step_with_others_beside_the_policy_is_replayed_as_it_was(
     process = {"threshold": 0.02, "optimizer": {"lr": 1e-2}}
     run_rl(
         rl_config(
-            algorithm={"preset": "prime", "filters": [], "kl": kl}, process=process, ptx=ptx, **KEPT
+            algorithm={"preset": "prime", "filters": [], "kl": kl}, prm=process, ptx=ptx, **KEPT
         )
     )
     kept = load_batch(tmp_path / "run" / "batches" / "step_000003")

@@ -128,7 +128,7 @@ def test_a_policy_that_gives_a_token_no_probability_gives_the_loss_without_that_
 def test_a_correction_leaves_out_a_token_whose_log_prob_is_not_finite(
     correction: str, options: dict[str, Any]
 ) -> None:
-    algorithm = algorithm_of("grpo", corrections=[{"name": correction, "options": options}])
+    algorithm = algorithm_of("grpo", importance_sampling=[{"name": correction, "options": options}])
     batch, logprobs = batch_for(random.Random(1))
     for column in ("behavior_logprobs", "old_logprobs"):
         for value, token in FAULTS:
