@@ -184,7 +184,7 @@ def test_processes_that_teams_do_not_divide_are_refused():
             strategy_of(StrategyConfig(sequence_parallel=2, tensor_parallel=2, device="cpu"), ranks)
 
 
-@pytest.mark.parametrize("name", ["tensor", "sequence"])
+@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel"])
 @pytest.mark.parametrize("kind", ["single", "deepspeed"])
 def test_teams_are_refused_with_a_strategy_that_has_none(kind, name):
     with pytest.raises(
