@@ -384,7 +384,9 @@ SOURCES: dict[str, dict[str, str]] = {
         "loss.clip_low": "MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound",
         "loss.clip_high": f"{DAPO}; MiniMax-M1 prints none",
     },
-    "cispo_cap": {"loss": "ScaleRL, arXiv 2510.13786, section 3.2"},
+    "cispo_cap": {
+        "loss": "ScaleRL, arXiv 2510.13786; the cap of 5 as TRL's documentation gives it for the paper"
+    },
     "cpgd": {
         "loss": f"{CPGD_SCRIPT}: the default of eps_clip",
         "policy_drift.coef": CPGD_SCRIPT,
