@@ -195,8 +195,8 @@ def test_a_verb_that_a_signal_ends_while_it_generates_has_the_status_of_that_sig
         "rl": [
             f"data.sources={data}",
             reward,
-            "rollout.prompts=2",
-            "rollout.samples=2",
+            "rollout.prompts_per_step=2",
+            "rollout.group_size=2",
             "sampling.max_new_tokens=4",
         ],
     }

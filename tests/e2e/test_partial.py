@@ -69,7 +69,7 @@ def test_answers_grow_over_several_versions_and_no_token_is_lost(tree, tmp_path,
         assert max(rollout["versions"]) <= max(0, rollout["step"] - staleness)
         assert rollout["finish_reason"] in ("stop", "length")
     assert any(len(set(r["versions"])) > 2 for r in written)
-    total = {kind: sum(r.get(f"rollout/{kind}", 0) for r in rows) for kind in KINDS}
+    total = {kind: sum(r.get(f"rollout/tokens_{kind}", 0) for r in rows) for kind in KINDS}
     in_flight = total["carried_out"] - total["carried_in"]
     assert total["sampled"] == total["trained"] + total["filtered"] + total["failed"] + in_flight
     trainer = load_state(tmp_path / "run" / "checkpoints" / "step_000007" / "trainer")
