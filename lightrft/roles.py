@@ -141,7 +141,7 @@ class Roles:
         reference: The distribution that the policy is kept close to.
         teacher: The model that distillation trains towards.
         critic: Estimates values.
-        process: The process reward model.
+        prm: The process reward model.
         ptx: Supervised data mixed into the policy's optimizer steps.
         async_engine: An engine with separate weights, for generation during training.
         async_process_group: Process group of the threads that generate with ``async_engine``.

@@ -364,7 +364,7 @@ def gae(
 
     Args:
         lam_critic: Trace decay of the returns. ``None`` uses ``gae_lambda`` for advantages and
-        returns.
+            returns.
     """
     return traced(batch, token_rewards, settings.gamma, settings.gae_lambda, lam_critic)
 

@@ -23,7 +23,7 @@ class Requirements:
         greedy: The advantage reads the reward of a greedy response.
         steps: The advantage compares steps by the states that they were taken in.
         critic: The advantage reads values.
-        process: The advantage reads process rewards.
+        prm: The advantage reads process rewards.
         teacher: The advantage learns from a teacher.
         reference: A KL term or a process reward reads the reference model.
         reward: Something reads a reward; otherwise only a teacher trains the policy.

@@ -93,7 +93,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
         )
     if not requirements.prm and config.prm != type(config.prm)():
         raise ConfigError(
-            f"process changes nothing: advantage {algorithm.advantage.name!r} has no process "
+            f"prm changes nothing: advantage {algorithm.advantage.name!r} has no process "
             "reward; take prime"
         )
     if config.ptx.coef and not config.ptx.data.sources:

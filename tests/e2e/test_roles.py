@@ -260,7 +260,7 @@ def test_supervised_data_is_learned_also_where_no_answer_has_an_advantage(
             {"algorithm": {"kl": {"refresh_every": 3}}, "model": {"lora": {"rank": 2}}},
             "model.lora=null",
         ),
-        ({"prm": {"beta": 0.1}}, "process changes nothing"),
+        ({"prm": {"beta": 0.1}}, "prm changes nothing: advantage"),
         ({"critic": {"warmup_steps": 3}}, "critic changes nothing: advantage 'grpo' has no critic"),
         ({"algorithm": "dr_grpo", "reference": "x"}, "reference = 'x' changes nothing"),
         ({"ptx": {"coef": 0.1}}, "needs ptx.data.sources"),

@@ -484,7 +484,7 @@ def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None
     return torch.stack([found.weight.double(), pull.double()])
 
 
-def check_gate_keeps_a_share_between_nothing_and_all(function: Function) -> None:
+def check_token_mask_keeps_a_share_between_nothing_and_all(function: Function) -> None:
     """``weight`` is in [0, 1] and ``kl_pull_coef`` is finite and not negative; both are exactly 0
     where nothing was sampled.
     """
@@ -497,13 +497,13 @@ def check_gate_keeps_a_share_between_nothing_and_all(function: Function) -> None
         expect_zero(pull[~batch.mask], f"{name}, pull of the tokens that were not sampled")
 
 
-def check_gate_ignores_what_was_not_sampled(function: Function) -> None:
+def check_token_mask_ignores_what_was_not_sampled(function: Function) -> None:
     """Values at tokens that were not sampled do not change the result."""
     for name, batch in batches():
         expect_close(gate_of(function, spoiled(batch)), gate_of(function, batch), name)
 
 
-def check_gate_is_by_content_not_by_place(function: Function) -> None:
+def check_token_mask_is_by_content_not_by_place(function: Function) -> None:
     """The choice, also a random one, does not depend on the order of responses or the labels of
     prompts.
     """
@@ -511,7 +511,7 @@ def check_gate_is_by_content_not_by_place(function: Function) -> None:
         check_order(lambda batch, index=index: gate_of(function, batch)[index], "token", whole_part)
 
 
-def check_gate_leaves_its_input_alone(function: Function) -> None:
+def check_token_mask_leaves_its_input_alone(function: Function) -> None:
     """The function writes to no column of the batch."""
     for name, batch in batches():
         before = copy.deepcopy(batch)
@@ -633,10 +633,10 @@ CORRECTION_CHECKS = [
     check_correction_is_by_response,
 ]
 TOKEN_MASK_CHECKS = [
-    check_gate_keeps_a_share_between_nothing_and_all,
-    check_gate_ignores_what_was_not_sampled,
-    check_gate_is_by_content_not_by_place,
-    check_gate_leaves_its_input_alone,
+    check_token_mask_keeps_a_share_between_nothing_and_all,
+    check_token_mask_ignores_what_was_not_sampled,
+    check_token_mask_is_by_content_not_by_place,
+    check_token_mask_leaves_its_input_alone,
 ]
 SHAPING_CHECKS = [
     check_shaping_is_finite,
