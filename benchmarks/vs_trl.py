@@ -356,11 +356,11 @@ def open_run(config: Any) -> Any:
 
     @contextmanager
     def opened() -> Any:
-        check_config(config)
+        requirements = check_config(config)
         with open_session(
             config, config.run, config.checkpoint, config.log, "rl", NullObserver()
         ) as session:
-            run = prepare(config, session)
+            run = prepare(config, requirements, session)
             try:
                 yield session, run
             finally:
@@ -370,23 +370,14 @@ def open_run(config: Any) -> Any:
 
 
 def run_lightrft(job: Job) -> dict[str, Any]:
-    from lightrft.trainer.rl_step import rl_step
-
     rows = []
     work = job.work
     with open_run(rl_config(job, job.steps + 1)) as (session, run):
         before = work.peak_mb()
         for step in range(job.steps + 1):  # the first one warms up
             start, cpu = time.perf_counter(), time.process_time()
-            result = rl_step(
-                run.roles,
-                run.config,
-                run.requirements,
-                step,
-                run.controllers,
-                run.stream,
-                session.timers,
-            )
+            run.step = step
+            result = run.learn_next()
             values = session.record(step + 1, result.metrics)
             work.wait()
             spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}

@@ -25,7 +25,6 @@ from lightrft.config.verbs import RLConfig
 from lightrft.diagnostics.memory.estimate import estimate_memory
 from lightrft.diagnostics.memory.formulas import shown
 from lightrft.diagnostics.memory.phases import Device, Lengths
-from lightrft.trainer.rl_step import rl_step
 
 PHASES = (
     "generate",
@@ -71,15 +70,8 @@ def measure(config: RLConfig, size: str, steps: int) -> dict[str, Any]:
         for step in range(steps + 1):
             common.wait()
             began = time.perf_counter()
-            result = rl_step(
-                run.roles,
-                run.config,
-                run.requirements,
-                step,
-                run.controllers,
-                run.stream,
-                session.timers,
-            )
+            run.step = step
+            result = run.learn_next()
             common.wait()
             seconds = time.perf_counter() - began
             values, batch = session.record(step + 1, result.metrics), result.batch

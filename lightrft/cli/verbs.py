@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.cli.arguments import (
     memory_errors,
@@ -111,7 +112,7 @@ def train(verb: str, row: TrainingVerb, arguments: Sequence[str]) -> int:
         return 0
     if isinstance(config, RLConfig):  # done here too: reject a wrong name before importing torch
         check_parts(config.algorithm)
-        check_rollout(config)
+        check_rollout(config, Requirements.of(config.algorithm))
     if (status := started(verb, arguments, config)) is not None:
         return status
     with memory_errors(), watching(config.run) as observer:

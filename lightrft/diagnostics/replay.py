@@ -75,6 +75,7 @@ def replay(
     folder = Path(folder)
     config = load_settings(RLConfig, [folder / "config.yaml"], overrides).settings
     check_parts(config.algorithm)
+    requirements = Requirements.of(config.algorithm)
     batch = _saved_batch(folder, step)
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
@@ -83,13 +84,14 @@ def replay(
         # The learning-rate schedule spans the steps of a run, which the prompts then determine.
         seed = config.run.seed
         prompts = len(PromptStream.of(config.data, tokenizer, seed, processor=processor).dataset)
-    roles = local_roles(config, tokenizer, rollout_steps(config, prompts), processor)
+    steps = rollout_steps(config, prompts)
+    roles = local_roles(config, requirements, tokenizer, steps, processor)
     try:
         controls = Controllers.of(config.algorithm)
         _take_up(roles, controls, config, folder, step - 1)
         update_reference(roles, config.algorithm.kl, step - 1)
         verify_layouts(roles, batch)
-        return _run(roles, controls, config, step - 1, batch, phases)
+        return _run(roles, controls, config, requirements, step - 1, batch, phases)
     finally:
         roles.close()
 
@@ -98,6 +100,7 @@ def _run(
     roles: Roles,
     controls: Controllers,
     config: RLConfig,
+    requirements: Requirements,
     step: int,
     batch: Batch,
     phases: Sequence[str],
@@ -108,12 +111,12 @@ def _run(
         roles: The models.
         controls: Coefficients that change from step to step.
         config: Settings, with overrides.
+        requirements: What the algorithm reads.
         step: Number of steps before this one.
         batch: The batch that the run saved.
         phases: Some of ``PHASES``.
     """
     replayed = Replayed(batch)
-    requirements = Requirements.of(config.algorithm)
     max_tokens = config.train.max_tokens_per_micro_batch
     temperature = sampling_temperature(config.sampling)
     if "policy" in phases:

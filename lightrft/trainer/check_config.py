@@ -15,9 +15,13 @@ from lightrft.workers.build_remote import check_workers
 log = logging.getLogger(__name__)
 
 
-def check(config: RLConfig) -> None:
-    """Raise ``ConfigError`` for problems that can be found without a model or data."""
-    check_reward(config)
+def check(config: RLConfig) -> Requirements:
+    """Return what the algorithm reads.
+
+    Raises ``ConfigError`` for problems that can be found without a model or data.
+    """
+    requirements = Requirements.of(config.algorithm)
+    check_reward(config, requirements)
     if not config.data.sources:
         raise ConfigError(
             "data.sources is empty; name what prompts come from, e.g. data.sources=[{path: "
@@ -32,9 +36,8 @@ def check(config: RLConfig) -> None:
             f"turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
-    requirements = Requirements.of(config.algorithm)
-    check_learning(config)
-    check_rollout(config)
+    check_learning(config, requirements)
+    check_rollout(config, requirements)
     check_roles(config, requirements)
     check_workers(config, requirements)
     warn_of_staleness(config, requirements)
@@ -44,13 +47,14 @@ def check(config: RLConfig) -> None:
             f"rollout.group_size = {config.rollout.group_size}: advantage {name!r} compares the "
             "responses of a group; set it to 2 or more"
         )
+    return requirements
 
 
-def check_reward(config: RLConfig) -> None:
+def check_reward(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` if something reads a reward and no reward is configured."""
     if config.reward.terms or config.reward.per_source:
         return
-    if Requirements.of(config.algorithm).reward:
+    if requirements.reward:
         raise ConfigError(
             "reward.terms is empty; name what scores a response, e.g. reward.terms=[math] or "
             "reward.terms=[file.py:function]"

@@ -19,9 +19,9 @@ from lightrft.utils.lazy_imports import np
 from lightrft.utils.registry import Registry
 
 
-def check_rollout(config: RLConfig) -> None:
+def check_rollout(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` with every setting of ``rollout`` and of filters that cannot work."""
-    problems = list(_rollout_problems(config, Requirements.of(config.algorithm)))
+    problems = list(_rollout_problems(config, requirements))
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -35,9 +35,10 @@ BARE = ("loss", "seconds", "tokens_per_second")
 """Metrics without a prefix."""
 
 
-def check_learning(config: RLConfig) -> None:
+def check_learning(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` with every setting that prevents the policy from learning."""
-    _raise([*_sampling(config), *_weights(config.reward), *evaluation_problems(config)])
+    problems = [*_sampling(config, requirements), *_weights(config.reward)]
+    _raise([*problems, *evaluation_problems(config)])
     if not config.optimizer.lr and not any(config.optimizer.lr_of.values()):
         log.warning("optimizer.lr = %g: the policy does not change", config.optimizer.lr)
 
@@ -85,12 +86,12 @@ def _raise(problems: Sequence[str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _sampling(config: RLConfig) -> Iterator[str]:
+def _sampling(config: RLConfig, requirements: Requirements) -> Iterator[str]:
     """Yield problems of sampling that generates the same response to a prompt every time."""
     why = greedy_setting(config.sampling)
     if not why:
         return
-    if Requirements.of(config.algorithm).groups:
+    if requirements.groups:
         name = config.algorithm.advantage.name
         yield (
             f"{why}: all responses of a group are the same, and advantage {name!r} compares "

@@ -168,7 +168,7 @@ class RLRun(TrainingRun):
 
 def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
     """Train as configured and return the content of ``summary.json``."""
-    check(config)
+    requirements = check(config)
     with (
         init_process_group(config.strategy.timeout_minutes) as ranks,
         open_session(
@@ -181,7 +181,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             ranks,
         ) as session,
     ):
-        run = prepare(config, session)
+        run = prepare(config, requirements, session)
         try:
             # A row of a source without reward could otherwise be sampled after hours of training.
             if not config.reward.terms:
@@ -206,9 +206,14 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             run.close()
 
 
-def prepare(config: RLConfig, session: RunSession) -> RLRun:
-    """Load data and roles of a run, at step 0."""
-    requirements = Requirements.of(config.algorithm)
+def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -> RLRun:
+    """Load data and roles of a run, at step 0.
+
+    Args:
+        config: settings of the run.
+        requirements: what the algorithm reads.
+        session: folder, metrics and timers of the run.
+    """
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     stream = PromptStream.of(
@@ -236,7 +241,7 @@ def prepare(config: RLConfig, session: RunSession) -> RLRun:
             lambda: check_rewards(config.reward, stream.bare, tokenizer) if first else None,
         )
     # Must come last: an error after this would leave workers running.
-    roles = roles_of(config, tokenizer, steps, processor, session.ranks)
+    roles = roles_of(config, requirements, tokenizer, steps, processor, session.ranks)
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,
@@ -285,22 +290,35 @@ def build_async_generator(
 
 
 def roles_of(
-    config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: ProcessGroup
+    config: RLConfig,
+    requirements: Requirements,
+    tokenizer: Any,
+    steps: int,
+    processor: Any,
+    ranks: ProcessGroup,
 ) -> Roles:
     """Build the roles of a run, in this process or in workers as ``launch.ray`` says.
 
     Args:
         config: settings of the run.
+        requirements: what the algorithm reads.
         tokenizer: tokenizer of the policy.
         steps: number of steps of the run.
         processor: processor of the policy, or None for a text-only model.
         ranks: all ranks of the run.
     """
     if not any(config.launch.ray.staff.values()):
-        return local_roles(config, tokenizer, steps, processor, ranks)
+        return local_roles(config, requirements, tokenizer, steps, processor, ranks)
     office = current_allocator()
     return remote_roles(
-        config, tokenizer, steps, processor, ranks, hire=office.hire, host=office.host
+        config,
+        requirements,
+        tokenizer,
+        steps,
+        processor,
+        ranks,
+        hire=office.hire,
+        host=office.host,
     )
 
 

@@ -29,6 +29,7 @@ Hire = Callable[[str, Maker], Sequence[Worker]]
 
 def remote_roles(
     config: RLConfig,
+    requirements: Requirements,
     tokenizer: Any,
     steps: int,
     processor: Processor | None = None,
@@ -45,6 +46,7 @@ def remote_roles(
 
     Args:
         config: settings of the run.
+        requirements: what the algorithm reads.
         tokenizer: tokenizer of the policy.
         steps: number of steps of the run.
         processor: processor of the policy, or None for a text-only model.
@@ -59,7 +61,7 @@ def remote_roles(
             continue
         name = "async_engine" if kind == "engine" and config.rollout.staleness else kind
         makers[name] = getattr(apart, name)
-    return local_roles(config, tokenizer, steps, processor, ranks, makers)
+    return local_roles(config, requirements, tokenizer, steps, processor, ranks, makers)
 
 
 class RemoteRoleBuilder:

@@ -119,6 +119,7 @@ def local_scorer(config: RewardConfig, unscored: float | None = None) -> RewardS
 
 def local_roles(
     config: RLConfig,
+    requirements: Requirements,
     tokenizer: Any,
     steps: int,
     processor: Processor | None = None,
@@ -129,13 +130,13 @@ def local_roles(
 
     Args:
         config: settings of the run.
+        requirements: what the algorithm reads.
         tokenizer: tokenizer of the policy.
         steps: number of steps of the run.
         processor: processor of the policy, or None for a text-only model.
         ranks: all ranks of the run.
         apart: functions that build some roles in another way, by role name.
     """
-    requirements = Requirements.of(config.algorithm)
     # Must come first: its processes start while models are loaded.
     scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
     try:

@@ -254,7 +254,7 @@ def test_an_advantage_of_steps_is_refused_at_the_start_while_nothing_names_state
         },
     )
     with pytest.raises(ConfigError, match="no environment of this version names states; take grpo"):
-        check_rollout(config)
+        check_rollout(config, Requirements.of(config.algorithm))
 
 
 @every_case(max_gap=1.0)

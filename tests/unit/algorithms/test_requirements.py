@@ -169,8 +169,9 @@ def test_a_scale_that_the_advantage_has_no_use_for_is_refused_with_the_reason() 
 
 
 def rollout_problems(**tree: Any) -> list[str]:
+    config = build(RLConfig, tree)
     with pytest.raises(ConfigError) as caught:
-        check_rollout(build(RLConfig, tree))
+        check_rollout(config, Requirements.of(config.algorithm))
     return str(caught.value).splitlines()
 
 
@@ -253,7 +254,7 @@ def test_settings_of_rollouts_that_fit_are_accepted() -> None:
             "algorithm": {"filters": filters, "importance_sampling": ["tis"]},
         },
     )
-    check_rollout(chosen)
+    check_rollout(chosen, Requirements.of(chosen.algorithm))
     assert chosen.rollout.select == ComponentConfig(name="balanced", options={"keep": 4})
 
 

@@ -89,7 +89,7 @@ def test_the_policys_schedule_begins_when_its_steps_do(tmp_path: Path) -> None:
     config = config_of(
         model={"path": str(tmp_path)}, critic={"warmup_steps": 3}, strategy={"device": "cpu"}
     )
-    roles = local_roles(config, None, 10)
+    roles = local_roles(config, Requirements.of(config.algorithm), None, 10)
     try:
         assert roles.critic is not None
         assert (roles.policy.state.inner.total, roles.critic.state.inner.total) == (14, 20)

@@ -670,8 +670,9 @@ def test_what_is_begun_goes_on_before_new_prompts_are_drawn() -> None:
 def test_settings_of_partial_answers_that_would_do_nothing_are_refused(
     over: dict[str, Any], said: str
 ) -> None:
+    config = config_of(rollout=over)
     with pytest.raises(ConfigError, match=said):
-        check_rollout(config_of(rollout=over))
+        check_rollout(config, Requirements.of(config.algorithm))
 
 
 def test_answers_that_could_not_be_graded_are_counted_and_are_not_part_of_a_mean() -> None:

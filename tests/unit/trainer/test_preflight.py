@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import build
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
@@ -76,7 +77,7 @@ def test_a_setting_that_teaches_nothing_is_refused(tree, said) -> None:
     base = {"data": {"sources": ["train.jsonl"]}, "reward": {"terms": ["math"]}}
     config = build(RLConfig, {**base, **tree})
     with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace("?", r"\?")):
-        check_learning(config)
+        check_learning(config, Requirements.of(config.algorithm))
     with pytest.raises(ConfigError):
         check(config)
 
@@ -93,7 +94,8 @@ def test_a_setting_that_teaches_nothing_is_refused(tree, said) -> None:
     ],
 )
 def test_a_setting_that_means_something_passes(tree) -> None:
-    check_learning(build(RLConfig, tree))
+    config = build(RLConfig, tree)
+    check_learning(config, Requirements.of(config.algorithm))
 
 
 def test_supervised_training_refuses_what_asks_for_an_evaluation_without_data() -> None:
