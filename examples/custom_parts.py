@@ -1,10 +1,12 @@
-"""One part of each kind, as a user writes it: a function in a file of your own, and one line of YAML that names it.
+"""One function of each kind, as a user writes it, and the setting that names it.
 
     lightrft check examples/custom_parts.py:soft_clip width=0.3
-    lightrft rl my_run.yaml "algorithm.loss={name: examples/custom_parts.py:soft_clip, options: {width: 0.3}}"
+    lightrft rl my_run.yaml \
+        "algorithm.loss={name: examples/custom_parts.py:soft_clip, options: {width: 0.3}}"
 
-``docs/extending.md`` says what each kind is given and must give back. Letters in shapes: B answers, N tokens of all answers laid end to
-end. ``rows`` knows which answer a token belongs to and which tokens the policy sampled (``rows.mask``).
+``docs/extending.md`` gives the arguments and the result of each kind. In shapes, B is the number of
+responses, and N the number of tokens of all responses, concatenated. ``rows`` gives the response of
+each token, and the tokens that the policy sampled (``rows.mask``).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from lightrft.types import Batch, Rollout
 def above_median(
     batch: Batch, token_rewards: Tensor, settings: AdvantageConfig
 ) -> tuple[Tensor, Tensor]:
-    """Advantage: the reward of an answer less the median of its group, on each of its sampled tokens."""
+    """Advantage: subtract the median of the group from the reward of each response."""
     rows = TokenRows.of(batch)
     rewards = rows.sum(token_rewards)
     advantage = torch.zeros_like(rewards)
@@ -34,7 +36,7 @@ def above_median(
     return tokens, tokens
 
 
-above_median.needs = ("groups",)  # a run with one answer per prompt is then refused at the start
+above_median.needs = ("groups",)  # a run with one response per prompt is refused at start
 
 
 def soft_clip(
@@ -46,22 +48,25 @@ def soft_clip(
     *,
     width: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss: instead of a clip, a parabola with its best ratio at ``1 ± width`` (SPO, arXiv 2401.16025)."""
+    """Policy loss: a parabola in place of the clip, with its optimum at a ratio of ``1 ± width``.
+
+    See SPO, arXiv 2401.16025.
+    """
     ratio = torch.exp(logprobs - old)
     losses = -ratio * advantages + advantages.abs() * (ratio - 1).square() / (2 * width)
     return losses, {"ratio": ratio.detach()}
 
 
 def too_short(group: Sequence[Rollout], *, tokens: int) -> str:
-    """Filter: drop the groups whose answers have fewer than ``tokens`` tokens on average."""
-    mean = sum(len(answer) for answer in group) / max(1, len(group))
+    """Filter: drop groups whose responses have fewer than ``tokens`` tokens on average."""
+    mean = sum(len(response) for response in group) / max(1, len(group))
     return "too_short" if mean < tokens else ""
 
 
 def per_token_cost(
     batch: Batch, rewards: Tensor, *, max_new_tokens: int, cost: float = 0.1
 ) -> Tensor:
-    """Shaping: an answer as long as the limit loses ``cost``, shorter ones their share of it."""
+    """Shaping: subtract ``cost`` times the length of a response, as a share of the limit."""
     return rewards - cost * batch.lengths / max_new_tokens
 
 
@@ -74,17 +79,20 @@ def fading(
     *,
     width: float = 1.0,
 ) -> Tensor:
-    """Correction: a token counts the less the further trainer and sampler are apart, to ``1/e`` at ``width`` nats."""
+    """Correction: weight a token by its distance between trainer and sampler.
+
+    The weight falls from 1 to ``1/e`` at ``width`` nats.
+    """
     return torch.exp(-(old - behavior).abs() / width)
 
 
 def undecided(
     batch: Batch, settings: LossConfig, generator: torch.Generator, *, nats: float = 0.1
 ) -> TokenMask:
-    """Gate: only tokens at which the policy had at least ``nats`` of entropy get gradient."""
+    """Token mask: train tokens at which the policy had at least ``nats`` of entropy."""
     if batch.entropy is None:
         raise ValueError("undecided reads batch.entropy")
     return TokenMask(weight=(batch.entropy >= nats) & batch.mask)
 
 
-undecided.needs = ("entropy",)  # a column that is filled in only where a part asks for it
+undecided.needs = ("entropy",)  # the column exists only if a function asks for it
