@@ -1,11 +1,12 @@
-"""A reward of your own: the countdown game.
+"""A reward for the countdown game.
 
-The policy is given some numbers and a target, and must write an expression that uses each number at most once and equals the
-target, between <answer> and </answer>. A data row looks like
+The prompt gives some numbers and a target. The policy writes an expression that uses each number at
+most once and equals the target, between <answer> and </answer>. A row of data:
 
-    {"prompt": "Reach 24 with 3, 8, 4, 2. Write <answer>your expression</answer>.", "label": 24, "numbers": [3, 8, 4, 2]}
+    {"prompt": "Reach 24 with 3, 8, 4, 2. Write <answer>your expression</answer>.",
+     "label": 24, "numbers": [3, 8, 4, 2]}
 
-and the run's YAML names this function, with its options:
+The config names this function and its options:
 
     reward:
       terms:
@@ -13,22 +14,25 @@ and the run's YAML names this function, with its options:
           weight: 1.0
           options: {form: 0.1}
         - {function: length, weight: 0.2, options: {limit: 512, buffer: 128}}
-      workers: 2        # processes that score while the engine is still drawing answers
-      timeout: 5       # seconds for one call; one that takes longer fails its own sample, never the run
+      workers: 2        # processes that score while the engine still generates
+      timeout: 5        # seconds per call; a call that takes longer fails its own response
       memory_mb: 512
 
-What a reward function may rely on:
+Rules for a reward function:
 
-* It is called as ``function(rollout, **options)``. ``rollout`` has the answer (``text``, ``token_ids``, ``finish_reason``, ...)
-  and the task (``rollout.prompt.label``, ``.reference``, ``.text``, ``.data_source``, and ``.columns`` with every other column).
-* It returns a number, or named terms: then "reward" is the one that counts and the others are logged
-  (without "reward", their sum counts).
-* It may be ``async def``, to wait for a server, and its first parameter may be called ``rollouts``: then it gets a list of
-  them and returns a list.
-* It runs in a process of its own, so it may raise, hang or crash: that sample is counted as failed and never trained on.
-* A function called ``warm_up`` in the same file runs once in each process before the clock starts: load what is slow there.
+* It is called as ``function(rollout, **options)``. ``rollout`` has the response (``text``,
+  ``token_ids``, ``finish_reason``) and the prompt (``prompt.label``, ``.reference``, ``.text``,
+  ``.data_source``, and ``.columns`` with every other column of the row).
+* It returns a number, or named terms. The term "reward" counts, and the others are logged. Without
+  "reward", the sum counts.
+* It may be ``async def``, to wait for a server. If its first parameter is called ``rollouts``, it
+  gets a list of rollouts and returns a list.
+* It runs in a worker process, so it may raise, hang or crash. The response then counts as failed
+  and is not trained on.
+* A function called ``warm_up`` in the same file runs once per process, before the first time limit
+  starts. Load slow things there.
 
-Grade what the model wrote, never the prompt with it, and never ``eval`` it.
+Grade the response, not the prompt, and never ``eval`` it.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # importing it for real would load torch in every worker
+if TYPE_CHECKING:  # the import would load torch in every worker
     from lightrft.types import Rollout
 
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
@@ -53,7 +57,10 @@ OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def reward(rollout: Rollout, *, form: float = 0.1) -> dict[str, float]:
-    """1 for an expression that reaches the target; ``form`` for one that is legal and does not; 0 for anything else."""
+    """Return 1 for a legal expression that reaches the target, and ``form`` for one that does not.
+
+    Anything else gives 0.
+    """
     answers = re.findall(r"<answer>(.*?)</answer>", rollout.text, re.DOTALL)
     used: Counter[int] = Counter()
     try:
@@ -68,7 +75,10 @@ def reward(rollout: Rollout, *, form: float = 0.1) -> dict[str, float]:
 
 
 def evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
-    """The exact value of an expression of integers and + - * /; counts the integers in ``used``. Raises ``ValueError``."""
+    """Return the exact value of an expression of integers and + - * /.
+
+    Counts the integers in ``used``. Raises ``ValueError`` for any other expression.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used[node.value] += 1
         return Fraction(node.value)

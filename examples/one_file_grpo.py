@@ -1,12 +1,14 @@
 """GRPO with no framework: one file, torch and transformers only, one CPU core, under a minute.
 
-A two-layer Qwen2 with random weights learns to write a string of digits backwards: "4821>" -> "1284" and an end token. A little
-supervised warm-up teaches it the form of an answer, so that some answers are right; reinforcement from "right or wrong"
-does the rest. Read it from top to bottom, or run it:
+A two-layer Qwen2 with random weights learns to write a string of digits backwards: "4821>" gives
+"1284" and an end token. A short supervised warm-up teaches it the form of an answer, so that some
+answers are right. GRPO then learns from right and wrong answers. Read it from top to bottom, or run
+it:
 
     python examples/one_file_grpo.py
 
-Group Relative Policy Optimization: DeepSeekMath, arXiv 2402.03300, section 4.1. Its clipped ratio is PPO's, arXiv 1707.06347.
+Group Relative Policy Optimization: DeepSeekMath, arXiv 2402.03300, section 4.1. Its clipped ratio
+is PPO's, arXiv 1707.06347.
 """
 
 from __future__ import annotations
@@ -18,29 +20,29 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-# ---------------------------------------------------------------------------------------------------------------- the task
+# ----------------------------------------------------------------------------------------- the task
 DIGITS = 4
 END, ARROW = 10, 11  # tokens 0-9 are the digits
 VOCABULARY = 12
-ANSWER = DIGITS + 1  # the longest answer we let the model write, end token included
+ANSWER = DIGITS + 1  # longest answer, with its end token
 
 
 def make_prompts(n: int, rng: random.Random) -> Tensor:
-    """``[n, DIGITS + 1]``: random digits, then the arrow."""
+    """Return random digits, then the arrow: ``[n, DIGITS + 1]``."""
     return torch.tensor([[rng.randrange(10) for _ in range(DIGITS)] + [ARROW] for _ in range(n)])
 
 
 def right_answers(prompts: Tensor) -> Tensor:
-    """``[n, ANSWER]``: the digits backwards, then the end token."""
+    """Return the digits backwards, then the end token: ``[n, ANSWER]``."""
     return torch.cat([prompts[:, :DIGITS].flip(1), torch.full((len(prompts), 1), END)], dim=1)
 
 
 def reward(prompts: Tensor, answers: Tensor) -> Tensor:
-    """``[n]``: 1 if every token is right, else 0. This is all that reinforcement learning is told."""
+    """Return 1 if every token is right, else 0: ``[n]``. GRPO learns from nothing else."""
     return (answers == right_answers(prompts)).all(dim=1).float()
 
 
-# --------------------------------------------------------------------------------------------------------------- the policy
+# --------------------------------------------------------------------------------------- the policy
 def make_policy() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -59,7 +61,10 @@ def make_policy() -> Qwen2ForCausalLM:
 
 
 def logprobs_of(policy: Qwen2ForCausalLM, prompts: Tensor, answers: Tensor) -> Tensor:
-    """``[n, ANSWER]``: log pi(y_t | x, y_<t). The logits at position t - 1 predict token t, hence the shift by one."""
+    """Return log pi(y_t | x, y_<t), ``[n, ANSWER]``.
+
+    The logits at position t - 1 predict token t, hence the shift by one.
+    """
     logits = policy(input_ids=torch.cat([prompts, answers], dim=1)).logits
     logits = logits[:, prompts.shape[1] - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, answers.unsqueeze(-1)).squeeze(-1)
@@ -69,9 +74,10 @@ def logprobs_of(policy: Qwen2ForCausalLM, prompts: Tensor, answers: Tensor) -> T
 def sample(
     policy: Qwen2ForCausalLM, prompts: Tensor, greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Answers ``[n, ANSWER]`` token by token, and which of their tokens count: all up to the end token, itself included.
+    """Sample answers ``[n, ANSWER]`` token by token, with the mask of the tokens that count.
 
-    After its end token a row goes on writing, because rows of a tensor have one length; ``mask`` is what keeps that out.
+    The tokens up to the end token count. Rows of a tensor have one length, so a row continues after
+    its end token, and the mask excludes these tokens.
     """
     tokens, cache, written = prompts, None, []
     for _ in range(ANSWER):
@@ -86,12 +92,17 @@ def sample(
     return answers, ended_before == 0
 
 
-# --------------------------------------------------------------------------------------------------------------------- GRPO
+# --------------------------------------------------------------------------------------------- GRPO
 def group_advantages(rewards: Tensor, group: int, eps: float = 1e-6) -> Tensor:
-    """``A_i = (R_i - mean(R)) / (std(R) + eps)`` over the ``group`` answers to one prompt: ``[n] -> [n]``.
+    """Return ``A_i = (R_i - mean(R)) / (std(R) + eps)`` over the answers to one prompt.
 
-    The other answers to a prompt say how hard it is, so no value model is needed. Where all are right or all are wrong,
-    nothing can be learned from their difference: A = 0.
+    The other answers to a prompt show how hard it is, so no value model is needed. If all answers
+    are right, or all are wrong, A = 0.
+
+    Args:
+        rewards: ``[n]``. The answers to one prompt are consecutive.
+        group: Number of answers to each prompt.
+        eps: Added to the standard deviation.
     """
     r = rewards.view(-1, group)
     return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + eps)).view(-1)
@@ -100,10 +111,19 @@ def group_advantages(rewards: Tensor, group: int, eps: float = 1e-6) -> Tensor:
 def grpo_loss(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2
 ) -> Tensor:
-    """``-1/N sum_t min(r_t A, clip(r_t, 1 - clip, 1 + clip) A)``, ``r_t = pi(y_t) / pi_old(y_t)``, N all tokens that count.
+    """Return ``-1/N sum_t min(r_t A, clip(r_t, 1 - clip, 1 + clip) A)``.
 
-    The ratio corrects for answers that a slightly older policy wrote; the clip takes away the reason to move far from it.
-    Every token of an answer has the answer's advantage. Dividing once, by the tokens of the whole batch, weighs tokens alike.
+    ``r_t = pi(y_t) / pi_old(y_t)``, and N is the number of tokens that count. The ratio corrects
+    for answers of a slightly older policy. The clip removes the incentive to move far from it.
+    Every token has the advantage of its answer. Dividing once, by the tokens of the whole batch,
+    gives all tokens the same weight.
+
+    Args:
+        new: ``[n, ANSWER]``. Log-probs of the current policy.
+        old: ``[n, ANSWER]``. Log-probs of the policy that sampled.
+        advantages: ``[n]``.
+        mask: ``[n, ANSWER]``. The tokens that count.
+        clip: Width of the clip.
     """
     ratio = (new - old).exp()
     a = advantages.unsqueeze(1)
@@ -119,17 +139,26 @@ def train(
     group: int = 8,
     updates: int = 2,
 ) -> tuple[float, float]:
-    """Warm up, then reinforce. Returns the share of right answers to held-out prompts before and after GRPO."""
+    """Warm up, then run GRPO. Return the accuracy on held-out prompts before and after GRPO.
+
+    Args:
+        seed: Determines weights, prompts and samples.
+        enough: Accuracy that ends the warm-up.
+        rl_steps: Number of GRPO steps.
+        prompts_per_step: Number of prompts in a step.
+        group: Number of answers to each prompt.
+        updates: Optimizer steps on each batch.
+    """
     torch.manual_seed(seed)
     rng = random.Random(seed)
     policy = make_policy()
-    # 10,000 prompts exist: most are never met in training.
+    # 10,000 prompts exist, and training uses few of them.
     held_out = make_prompts(256, random.Random(-1 - seed))
 
     def accuracy() -> float:
         return reward(held_out, sample(policy, held_out, greedy=True)[0]).mean().item()
 
-    # Supervised warm-up: raise the log-probability of right answers. Stops while half of the answers are still wrong.
+    # Supervised warm-up: raise the log-probs of right answers, and stop while most are still wrong.
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     while (before := accuracy()) < enough:
         prompts = make_prompts(32, rng)
@@ -139,7 +168,7 @@ def train(
         optimizer.step()
     print(f"after the supervised warm-up: {before:.0%} of held-out answers right")
 
-    # Reinforcement: the model's own answers, and whether they were right.
+    # GRPO: sample answers, and learn from their rewards.
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     for step in range(1, rl_steps + 1):
         prompts = make_prompts(prompts_per_step, rng).repeat_interleave(group, dim=0)
@@ -162,7 +191,7 @@ def train(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the model is so small that a second thread costs more than it brings
+    torch.set_num_threads(1)  # the model is too small for a second thread
     start = time.perf_counter()
     train()
     print(f"{time.perf_counter() - start:.0f} s")

@@ -32,7 +32,7 @@ def test_the_example_grades_as_its_yaml_says(monkeypatch):
     monkeypatch.chdir(ROOT)
     text = ast.get_docstring(ast.parse(EXAMPLE.read_text()), clean=False)
     assert text is not None
-    block = text[text.index("    reward:") : text.index("What a reward function may rely on")]
+    block = text[text.index("    reward:") : text.index("Rules for a reward function")]
     config = RewardConfig.model_validate(yaml.safe_load(textwrap.dedent(block))["reward"])
     prompt = Prompt(
         "c", [1], r"Reach 24. <answer>8 * 3</answer>", label=24, columns={"numbers": [3, 8, 4, 2]}
