@@ -130,7 +130,7 @@ class RemoteReference:
         self.crew = WorkerGroup(workers, limits)
 
     @property
-    def in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """The maximum number of pending calls: two per worker, so that none waits for its next."""
         return max(1, 2 * len(self.crew.workers))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from lightrft.models.divergence import token_divergence
 from lightrft.models.tiny.text import tiny_model
 from lightrft.roles import FrozenModel
 from lightrft.strategy.single import SingleStrategy
+from lightrft.types import Batch
 from lightrft.workers.local import local_frozen
 from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
 from lightrft.workers.worker_group import FaultPolicy
@@ -91,6 +94,51 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
         assert remote.score(empty, temperature=1.0).logprobs.shape == (0,)
     finally:
         remote.close()
+
+
+class OneThread:
+    """A worker that runs its calls one after another. The first waits for a second one."""
+
+    name = "reference 0"
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._lock = threading.Lock()
+        self._second = threading.Event()
+        self._pending = 0
+        self.most_pending = 0
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        with self._lock:
+            self._pending += 1
+            self.most_pending = max(self.most_pending, self._pending)
+            if self._pending > 1:
+                self._second.set()
+        return self._thread.submit(self._answer, args[0])
+
+    def _answer(self, batch: Batch) -> torch.Tensor:
+        self._second.wait(2)
+        with self._lock:
+            self._pending -= 1
+        return torch.zeros(batch.tokens)
+
+    def restart(self) -> None:
+        raise AssertionError("no call is lost")
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def test_a_worker_has_its_next_micro_batch_before_it_has_returned_the_last() -> None:
+    config = build(RLConfig, {})
+    worker = OneThread()
+    remote = RemoteReference([worker], LIMITS)
+    try:
+        batch = batch_of(groups=12)
+        compute_logprobs(remote, batch, roles_of(config), 24, 1.0)
+    finally:
+        remote.close()
+    assert worker.most_pending == 2
 
 
 @pytest.mark.parametrize("padded", [0, 5])
