@@ -81,6 +81,24 @@ def test_the_index_names_every_page() -> None:
     ] == []
 
 
+def test_the_index_lists_each_page_under_exactly_one_of_four_kinds() -> None:
+    """The pages of ``algorithms`` are listed by ``algorithms.md``."""
+    index = ROOT / "docs" / "index.md"
+    kinds: dict[Path, list[str]] = {}
+    for section in prose(index).split("\n## ")[1:]:
+        title, _, body = section.partition("\n")
+        targets = {found["target"].partition("#")[0] for found in LINK.finditer(body)}
+        for target in targets:
+            kinds.setdefault((index.parent / target).resolve(), []).append(title)
+    unlisted = {index, *(ROOT / "docs" / "algorithms").glob("*.md")}
+    listed = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and page not in unlisted]
+    assert {
+        by_name(page): kinds.get(page) for page in listed if len(kinds.get(page, [])) != 1
+    } == {}
+    titles = {title for page in listed for title in kinds[page]}
+    assert titles == {"Tutorials", "How-to pages", "Reference", "Explanation"}
+
+
 @pytest.mark.parametrize("page", pages(), ids=str)
 def test_a_page_made_from_the_code_is_up_to_date(page: Path) -> None:
     """``make docs`` mends it."""
