@@ -129,6 +129,18 @@ def test_the_page_of_parts_has_every_registered_part_with_its_formula() -> None:
             )
 
 
+def test_the_readme_counts_the_families_as_the_page_of_families_does() -> None:
+    readme = prose(ROOT / "README.md")
+    counts = re.search(r"(\d+) families of causal language models and (\d+) that read", readme)
+    assert counts is not None
+    page = pages()[Path("families.md")]
+    verified = re.search(r"(\d+) text families are verified", page)
+    assert verified is not None
+    media = page.partition("## Families that read media")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `", media, re.M)
+    assert counts.groups() == (verified[1], str(len(rows)))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
