@@ -27,11 +27,11 @@ class Columns(Settings):
     id: str = ""
     """Column of the row's name."""
     images: str | None = ""
-    """Column of one picture or a list; ``null``: there is none."""
+    """Column of one image or a list; ``null``: there is none."""
     videos: str | None = ""
     """Column of one video or a list; ``null``: there is none."""
     audios: str | None = ""
-    """Column of one sound or a list; ``null``: there is none."""
+    """Column of one audio clip or a list; ``null``: there is none."""
 
 
 class AllowConfig(Settings):
@@ -50,7 +50,7 @@ class AllowConfig(Settings):
 
 
 class MediaConfig(Settings):
-    """The pictures, video and sound of rows: where they are found and how they are decoded."""
+    """Images, video and audio of rows: their location and decoding."""
 
     paths: ClassVar[tuple[str, ...]] = ("root",)
     """The settings of this section that are paths."""
@@ -65,25 +65,25 @@ class MediaConfig(Settings):
     timeout: float = Field(30.0, gt=0)
     """Limit of each download in seconds. A download that takes longer makes its row malformed."""
     min_pixels: int | None = Field(None, ge=1)
-    """Smallest picture or frame that the model gets, in pixels; ``null`` leaves it to the model's
+    """Smallest image or frame that the model gets, in pixels; ``null`` leaves it to the model's
     processor."""
     max_pixels: int | None = Field(None, ge=1)
-    """Largest picture or frame that the model gets, in pixels; ``null`` leaves it to the model's
+    """Largest image or frame that the model gets, in pixels; ``null`` leaves it to the model's
     processor. Lower it for shorter prompts."""
     max_source_pixels: int = Field(64_000_000, ge=1)
-    """Largest picture or frame that is decoded at all, in pixels. A larger one is a malformed
+    """Largest image or frame that is decoded at all, in pixels. A larger one is a malformed
     row."""
     fps: float | None = Field(2.0, gt=0)
-    """Frames taken per second of video; ``null`` takes all of them. A list of pictures counts as
+    """Frames taken per second of video; ``null`` takes all of them. A list of images counts as
     taken at that rate."""
     max_frames: int = Field(64, ge=1)
     """Most frames taken of one video. They are spread evenly over its length if there would be
     more."""
     max_seconds: float | None = Field(None, gt=0)
-    """Longest video or sound, in seconds. A longer one is a malformed row; ``null`` sets no
+    """Longest video or audio, in seconds. A longer one is a malformed row; ``null`` sets no
     limit."""
     resample: bool = True
-    """Convert sound to the sampling rate of the model. Off, sound of another rate is a malformed
+    """Convert audio to the sampling rate of the model. Off, audio of another rate is a malformed
     row."""
     workers: int = Field(4, ge=0)
     """Threads that decode in parallel; 0 decodes in the calling thread."""
@@ -95,7 +95,7 @@ class MediaConfig(Settings):
     """Largest file, download or value with media in it, in MiB. A larger one is a malformed row."""
     max_decoded_mb: float = Field(2048, gt=0)
     """Memory in MiB that decoding one item may take: 3 bytes a pixel of all its frames, 12 bytes a
-    sample of sound. A larger item is a malformed row, and is not decoded. Raise it for long sound,
+    sample of audio. A larger item is a malformed row, and is not decoded. Raise it for long audio,
     or for long clips of large frames."""
     max_row_mb: float = Field(4096, gt=0)
     """Memory in MiB that decoding all items of one row may take. Checked before any of them is
@@ -157,7 +157,7 @@ class DataConfig(Settings):
     columns: Columns = Columns()
     """Columns of a row."""
     media: MediaConfig = MediaConfig()
-    """Pictures, video and sound of rows."""
+    """Images, video and audio of rows."""
     apply_chat_template: bool | Literal["auto"] = "auto"
     """Write prompts by the chat template of the tokenizer. ``auto`` does so if there is one and no
     ``template``."""

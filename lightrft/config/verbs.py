@@ -157,7 +157,7 @@ class ChatConfig(Settings):
     attach: tuple[str, ...] = ()
     """Files that go with the first message."""
     media: MediaConfig = MediaConfig()
-    """Pictures, video and sound of messages."""
+    """Images, video and audio of messages."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.95, max_new_tokens=512)
     """Generation of responses."""
     engine: EngineConfig = EngineConfig()
@@ -205,7 +205,7 @@ class DoctorConfig(Settings):
     """Kind of the devices of a machine that is not here. ``auto``: the kind of
     ``strategy.device``."""
     rows: int = Field(10, ge=0)
-    """Number of prompts to score, with their own answer and with an empty one; 0 scores none."""
+    """Number of prompts to score, with their own response and with an empty one; 0 scores none."""
     probe: bool = False
     """Load the policy, measure, and compare the engine's log-probs with the policy's."""
     output: str | None = None
