@@ -50,7 +50,9 @@ def report_error(error: BaseException) -> bool:
         kind = "user"
     else:
         kind = "bug"
-        text = f"{type(error).__name__}: {error}{_where(error)}"
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        text = f"{type(error).__name__}: {error}{where}"
     # The keys are torchelastic's, whose launcher reads the file. Only ``kind`` is ours.
     details = {"py_callstack": text, "timestamp": str(int(time.time())), "kind": kind}
     Path(file).write_text(
@@ -58,9 +60,3 @@ def report_error(error: BaseException) -> bool:
     )
     # A bug is printed by the process too, since the launcher's one line has no traceback.
     return SPEAKER in os.environ and isinstance(error, UserError)
-
-
-def _where(error: BaseException) -> str:
-    """Return the file and line of the innermost frame of ``error``'s traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

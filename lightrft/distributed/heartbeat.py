@@ -45,11 +45,13 @@ class Heartbeat:
         minutes: silence, in minutes, after which a rank counts as lost.
     """
 
+    # ``Any``: torch's type stubs of a store lack ``clone``.
     def __init__(self, store: Any, rank: int, size: int, minutes: float) -> None:
         import torch.distributed as dist
 
         self.rank, self.size, self.limit = rank, size, 60 * minutes
         self.reached: dict[str, int] = {}
+        # The run of a failure is kept too, so that one of an earlier run does not count.
         self._run, self._failing = 0, -1
         # A clone has a connection of its own: the main thread may block in the store for minutes.
         self._store = dist.PrefixStore("pulse", store.clone())
@@ -101,7 +103,7 @@ class Heartbeat:
         have made fewer calls on ``line`` than this one. The check takes a few seconds.
 
         Args:
-            line: name of a sequence of collective calls, as passed to ``come``.
+            line: name of a sequence of collective calls, as passed to ``count_collective``.
             members: ranks that take part in the calls of ``line``.
         """
         mine = self.reached.get(line, 0)
@@ -180,14 +182,13 @@ class Heartbeat:
         run = self._run
         if self._store.check([f"failing/{run}"]):
             self._failing = run
-        for rank, sign in self._signs(range(self.size) if self.rank == 0 else [0]).items():
+        watched = range(self.size) if self.rank == 0 else [0]
+        late = []
+        for rank, sign in self._signs(watched).items():
             if sign != heard[rank][0]:
                 heard[rank] = (sign, now)
-        late = [
-            rank
-            for rank, (_, at) in heard.items()
-            if now - at > self.limit + GRACE and (self.rank == 0 or rank == 0)
-        ]
+            elif now - heard[rank][1] > self.limit + GRACE:
+                late.append(rank)
         # A rank that is done sends no heartbeats while it waits for others to clean up.
         silent = [rank for rank in late if not self._store.check([f"done/{rank}"])]
         if silent:

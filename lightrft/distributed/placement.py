@@ -89,7 +89,6 @@ def _share(asked: float | None, accelerated: bool) -> float:
 
 
 def _bundle(cpus: float, devices: float) -> Bundle:
-
     return {"CPU": cpus, "GPU": devices} if devices else {"CPU": cpus}
 
 

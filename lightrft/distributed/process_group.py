@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,9 +116,9 @@ class TorchProcessGroup:
 
     def gather(self, value: T) -> list[T]:
         """See ``ProcessGroup.gather``."""
-        found: list[Any] = [None] * self.size
+        found: list[T] = [value] * self.size
         with self._waiting():
-            # Unpickles what the other ranks of this run sent: they are trusted as this process is.
+            # Overwrites every entry. Unpickles what the other ranks of this run sent: they are trusted as this process is.
             self._dist.all_gather_object(found, value, group=self._plain)
         return found
 
@@ -131,7 +131,7 @@ class TorchProcessGroup:
         return total.to(tensor.device)
 
     def duplicate(self) -> TorchProcessGroup:
-        """See ``ProcessGroup.apart``."""
+        """See ``ProcessGroup.duplicate``."""
         limit = timedelta(minutes=self.minutes)
         return TorchProcessGroup(
             self.minutes,
@@ -159,13 +159,6 @@ def _lost(error: RuntimeError, minutes: float, blame: str) -> LostRankError:
         f"{blame} (strategy.timeout_minutes = {minutes:g} minutes; {first_line(error)}). The "
         "same command resumes from the last checkpoint"
     )
-
-
-def _of_connection(error: RuntimeError) -> bool:
-    """Return True if torch's collectives raised ``error``. Gloo raises a plain ``RuntimeError``."""
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +230,6 @@ def first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def restart_count() -> int:
-    """Return how many times the launcher has restarted all ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 @contextmanager
 def init_process_group(minutes: float) -> Generator[ProcessGroup]:
     """Join the ranks that a launcher such as torchrun has started, or run alone without one.
@@ -271,11 +259,17 @@ def init_process_group(minutes: float) -> Generator[ProcessGroup]:
         store, rank, size = _meeting(minutes)
         # Before connecting, so that a rank that fails to connect can name the one that is missing.
         pulse = TorchProcessGroup.heartbeat = Heartbeat(store, rank, size, minutes)
-        _connect(store, rank, size, timedelta(minutes=minutes))
+        limit = timedelta(minutes=minutes)
+        dist.init_process_group(
+            store=store, rank=rank, world_size=size, timeout=for_one_attempt(limit)
+        )
+        # The short timeout is for connecting only. Collective calls get the full one.
+        dist.distributed_c10d._set_pg_timeout(limit)
         yield TorchProcessGroup(minutes)
     except RuntimeError as error:
         failed = error
-        if not _of_connection(error):
+        # Gloo raises a plain ``RuntimeError``, which only its text tells from one of the program.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         _stores.clear()  # the next rendezvous must not reuse a broken store
         failed = _lost(error, minutes, "" if pulse is None else pulse.diagnose_peers())
@@ -388,15 +382,6 @@ def for_one_attempt(limit: timedelta) -> timedelta:
     return max(limit / ATTEMPTS, min(limit, CONNECTED))
 
 
-def _connect(store: Store, rank: int, size: int, limit: timedelta) -> None:
-    """Initialize torch's default process group, with about ``limit`` for ranks to connect."""
-    import torch.distributed as dist
-
-    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=for_one_attempt(limit))
-    # The short timeout is for connecting only. Collective calls get the full one.
-    dist.distributed_c10d._set_pg_timeout(limit)
-
-
 def broadcast_failure(error: BaseException) -> None:
     """Report the ``error`` that ends this rank to the other ranks, before it has cleaned up."""
     if TorchProcessGroup.heartbeat is not None:
@@ -406,11 +391,6 @@ def broadcast_failure(error: BaseException) -> None:
 def peer_failed() -> bool:
     """Return True if some rank is known to end with an error, so waiting for it is useless."""
     return TorchProcessGroup.heartbeat is not None and TorchProcessGroup.heartbeat.failing
-
-
-def shard_for_rank(items: Sequence[T], ranks: ProcessGroup) -> list[T]:
-    """Return this rank's part of ``items``. Each item belongs to exactly one rank."""
-    return list(items[ranks.rank :: ranks.size])
 
 
 def run_on_all_ranks(ranks: ProcessGroup, work: Callable[[], T]) -> list[T]:
@@ -427,7 +407,9 @@ def run_on_all_ranks(ranks: ProcessGroup, work: Callable[[], T]) -> list[T]:
         value = work()
     except Exception as error:  # gathered first: all ranks must reach the collective call
         failure = error
-    told = ranks.gather((value, None if failure is None else (type(failure), str(failure))))
+    # The class and the text, since an exception itself may not be picklable.
+    report = None if failure is None else (type(failure), str(failure))
+    told = ranks.gather((value, report))
     if failure is not None:
         raise failure
     for rank, (_, found) in enumerate(told):
@@ -462,12 +444,14 @@ class KeepAlive:
 
         Raises the error of the last signal.
         """
-        if time.monotonic() >= self._due and (self._given is None or self._given.done()):
-            self.end()
-            self._given = Future()
-            signal = partial(self._tell, self._given)
-            threading.Thread(target=signal, name="sign of life", daemon=True).start()
-            self._due = time.monotonic() + self._pause
+        last_is_pending = self._given is not None and not self._given.done()
+        if last_is_pending or time.monotonic() < self._due:
+            return
+        self.end()
+        self._given = Future()
+        signal = partial(self._tell, self._given)
+        threading.Thread(target=signal, name="keep-alive", daemon=True).start()
+        self._due = time.monotonic() + self._pause
 
     def end(self) -> None:
         """Wait until all ranks have received the last signal."""
@@ -481,13 +465,14 @@ class KeepAlive:
         Ranks that still work continue to send signals.
         """
         self.end()
+        # Meets the ``gather(False)`` of ranks that still work, until every rank has come here.
         while not all(self._ranks.gather(True)):
             pass
 
     def _tell(self, given: Future[list[bool]]) -> None:
         try:
             given.set_result(self._ranks.gather(False))
-        except BaseException as error:
+        except BaseException as error:  # raised by the next ``give`` or ``end``, in its thread
             given.set_exception(error)
 
 
@@ -500,15 +485,13 @@ def run_with_keepalive(ranks: ProcessGroup, work: Callable[[Callable[[], None]],
     signs = KeepAlive(ranks)
 
     def awaited() -> T:
-        failure: Exception | None = None
-        value: Any = None
         try:
             value = work(signs.give)
-        except Exception as error:  # raised below: the others wait for this rank's last signal
-            failure = error
+        except Exception:
+            # Before this rank reports the error: the others still wait for its last signal.
+            signs.wait_for_all()
+            raise
         signs.wait_for_all()
-        if failure is not None:
-            raise failure
         return value
 
     return run_on_all_ranks(ranks, awaited) if ranks.size > 1 else [work(signs.give)]

@@ -6,9 +6,11 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Generator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from lightrft.config.launch import LaunchConfig, RayConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
@@ -21,7 +23,32 @@ log = logging.getLogger(__name__)
 INSTALL = "pip install 'lightrft[ray]'"
 
 
-def package() -> Any:
+class ResultRef(Awaitable[Any], Protocol):
+    """A reference to the result of a remote call. ``package().get`` waits for the result."""
+
+    def future(self) -> Future[Any]:
+        """Return a future of the result."""
+        ...
+
+
+class RemoteMethod(Protocol):
+    """A method of an actor."""
+
+    def remote(self, *args: object) -> ResultRef:
+        """Start a call, without waiting for it."""
+        ...
+
+
+class ActorHandle(Protocol):
+    """A handle of an actor, which has the methods of its class.
+
+    Ray types every attribute of its own handle as ``Never``, so that no call could be checked.
+    """
+
+    def __getattr__(self, name: str) -> RemoteMethod: ...
+
+
+def package() -> ModuleType:
     """Import and return the package ray. Raises ``ConfigError`` with the install command."""
     try:
         import ray
@@ -67,7 +94,7 @@ def cluster(config: RayConfig) -> Generator[None]:
             ray.shutdown()
 
 
-def _join(ray: Any, address: str) -> None:
+def _join(ray: ModuleType, address: str) -> None:
     """Connect to the cluster at ``address``. Raises ``ConfigError``."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -80,7 +107,7 @@ def _join(ray: Any, address: str) -> None:
         ) from error
 
 
-def _start(ray: Any, minutes: float) -> None:
+def _start(ray: ModuleType, minutes: float) -> None:
     """Start a cluster of this machine alone. Raises ``ResourceError``.
 
     Ray allows a node 30 s to start, which is too short on a busy machine. It is restarted until
@@ -116,7 +143,7 @@ def _start(ray: Any, minutes: float) -> None:
 
 
 @contextmanager
-def _token(ray: Any) -> Generator[None]:
+def _token(ray: ModuleType) -> Generator[None]:
     """Set an authentication token of the local cluster, unless the user has set one.
 
     Without it Ray would generate a token and write it into the user's home directory. The token is
@@ -138,7 +165,7 @@ def _token(ray: Any) -> Generator[None]:
         _reread(ray)
 
 
-def _reread(ray: Any) -> None:
+def _reread(ray: ModuleType) -> None:
     """Clear Ray's caches of the authentication mode and of the token.
 
     The mode comes first: threads of Ray that are still ending would fail without a token.
@@ -161,7 +188,7 @@ def uses_devices(config: RLConfig | SFTConfig) -> bool:
 @contextmanager
 def create_placement_group(
     plan: PlacementPlan, launch: LaunchConfig, stop: StopFlag
-) -> Generator[Any]:
+) -> Generator[object]:
     """Reserve a placement group for ``plan`` and remove it on exit.
 
     Args:
@@ -183,7 +210,8 @@ def create_placement_group(
         while not group.wait(1):
             if stop:
                 raise RankError("stopped before the ranks had a place")
-            hopeless = own and missing_resources(plan.asked, cluster_resources())
+            there = cluster_resources()
+            hopeless = own and any(there.get(name, 0.0) < n for name, n in plan.asked.items())
             if hopeless or time.monotonic() > until:
                 raise ResourceError(no_room(plan, launch))
         yield group
@@ -195,11 +223,6 @@ def cluster_resources() -> Bundle:
     """Return the resources of all nodes of the cluster, used or free."""
     there = package().cluster_resources()
     return {name: there[name] for name in ("CPU", "GPU") if name in there}
-
-
-def missing_resources(asked: Bundle, there: Bundle) -> list[str]:
-    """Return the names of resources of which the cluster has less than ``asked``."""
-    return [name for name, value in asked.items() if value > there.get(name, 0.0)]
 
 
 def no_room(plan: PlacementPlan, launch: LaunchConfig) -> str:
@@ -223,19 +246,20 @@ def no_room(plan: PlacementPlan, launch: LaunchConfig) -> str:
     )
 
 
-def actor(kind: type, group: Any, slot: BundleSlot) -> Any:
-    """Return ``kind`` as an actor class that is scheduled in ``slot``, without automatic restarts.
+def start_actor(kind: type, group: object, slot: BundleSlot, *args: object) -> ActorHandle:
+    """Start an actor that is scheduled in ``slot``, without automatic restarts.
 
     Args:
         kind: plain Python class.
         group: placement group of the run.
         slot: bundle index and resources of the actor.
+        args: arguments of ``kind``.
     """
     ray = package()
     scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=slot.bundle
     )
-    return ray.remote(kind).options(
+    actor_class = ray.remote(kind).options(
         num_cpus=slot.cpus,
         num_gpus=slot.devices,
         # This package restarts actors itself: Ray would start them without their weights.
@@ -243,9 +267,10 @@ def actor(kind: type, group: Any, slot: BundleSlot) -> Any:
         max_task_retries=0,
         scheduling_strategy=scheduling,
     )
+    return actor_class.remote(*args)
 
 
-def beside_driver(kind: type, *args: Any) -> Any:
+def beside_driver(kind: type, *args: object) -> ActorHandle:
     """Start an actor on the driver's node."""
     ray = package()
     node = ray.get_runtime_context().get_node_id()

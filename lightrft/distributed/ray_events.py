@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from typing import Any
 
-from lightrft.distributed.ray_cluster import package
+from lightrft.distributed.ray_cluster import ActorHandle, ResultRef, package
 from lightrft.observability.logging_setup import FILE_ONLY, ROOT
+from lightrft.observability.trackers import Row
+
+Event = tuple[str, Any]
+"""A message of a rank: its kind, e.g. ``log``, and the arguments of that kind."""
 
 LEAVING = 5.0
 """Seconds that a process which ends waits for delivery of its last message."""
@@ -18,16 +21,16 @@ class EventQueue:
     """An actor on the driver's node that collects events of ranks and holds the stop flag."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[str, Any]] = []
+        self._events: list[Event] = []
         self._news = asyncio.Event()
         self._stop = asyncio.Event()
 
-    async def tell(self, event: tuple[str, Any]) -> None:
+    async def tell(self, event: Event) -> None:
         """Queue an event of a rank."""
         self._events.append(event)
         self._news.set()
 
-    async def news(self, seconds: float) -> list[tuple[str, Any]]:
+    async def news(self, seconds: float) -> list[Event]:
         """Return all events since the last call, and wait up to ``seconds`` for the first one."""
         if seconds:
             try:
@@ -51,10 +54,10 @@ class EventQueue:
 class EventReporter(logging.Handler):
     """An observer and log handler of a rank that forwards everything to the desk."""
 
-    def __init__(self, desk: Any, level: int) -> None:
+    def __init__(self, desk: ActorHandle, level: int) -> None:
         super().__init__(level)
         self._desk = desk
-        self._last: Any = None
+        self._last: ResultRef | None = None
         # These records are only for the log file of the run, which rank 0 writes itself.
         self.addFilter(lambda record: not any(hasattr(record, key) for key in FILE_ONLY))
 
@@ -68,7 +71,7 @@ class EventReporter(logging.Handler):
         """
         self.tell("begin", (title, total, done))
 
-    def update(self, row: Mapping[str, Any]) -> None:
+    def update(self, row: Row) -> None:
         """Forward the metrics of a step."""
         self.tell("update", dict(row))
 
@@ -76,7 +79,7 @@ class EventReporter(logging.Handler):
         """Forward a log record."""
         self.tell("log", (record.levelno, record.getMessage()))
 
-    def tell(self, kind: str, value: Any) -> None:
+    def tell(self, kind: str, value: object) -> None:
         """Send an event to the desk, without waiting for delivery."""
         self._last = self._desk.tell.remote((kind, value))
 

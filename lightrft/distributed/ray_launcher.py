@@ -32,16 +32,18 @@ from lightrft.distributed.placement import (
     side_by_side,
 )
 from lightrft.distributed.ray_cluster import (
-    actor,
+    ActorHandle,
+    ResultRef,
     adopt,
     beside_driver,
     cluster,
     create_placement_group,
     package,
     reason_of,
+    start_actor,
     uses_devices,
 )
-from lightrft.distributed.ray_events import EventQueue, EventReporter, report_logs_and_errors
+from lightrft.distributed.ray_events import Event, EventQueue, EventReporter, report_logs_and_errors
 from lightrft.distributed.ray_workers import WorkerAllocator, WorkerRegistry, use_allocator
 from lightrft.observability.logging_setup import ROOT
 from lightrft.observability.redaction import check_complete
@@ -51,6 +53,7 @@ from lightrft.utils.stop_signal import StopFlag
 
 if TYPE_CHECKING:
     from lightrft.observability.observer import Observer
+    from lightrft.observability.trackers import Summary
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ SETTLING = 30.0
 """Seconds for a shared file system to show a new file, and for previous ranks to end."""
 
 
-def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> dict[str, Any]:
+def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> Summary:
     """Call ``module:name`` in ``launch.processes`` actors and forward the reports of rank 0.
 
     Args:
@@ -92,19 +95,16 @@ def check_launch(config: RLConfig | SFTConfig) -> None:
     asked = config.launch.ray
     if config.strategy.device == "cpu":
         for name in ("devices", "engine_devices", "model_devices"):
-            if (share := getattr(asked, name)) is not None:
+            share = getattr(asked, name)
+            if share is not None:
                 raise ConfigError(
                     f"launch.ray.{name} = {share} changes nothing: strategy.device is cpu; leave "
                     "one of them out"
                 )
-    limit = config.strategy.timeout_minutes
-    if (
-        asked.call_timeout_minutes is not None
-        and asked.call_timeout_minutes >= limit
-        and config.launch.processes > 1
-    ):
+    limit, call = config.strategy.timeout_minutes, asked.call_timeout_minutes
+    if config.launch.processes > 1 and call is not None and call >= limit:
         raise ConfigError(
-            f"launch.ray.call_timeout_minutes = {asked.call_timeout_minutes:g} minutes is not "
+            f"launch.ray.call_timeout_minutes = {call:g} minutes is not "
             f"below strategy.timeout_minutes = {limit:g}: ranks that wait for a worker would "
             "time out before it is restarted; lower the first or raise the second"
         )
@@ -129,10 +129,10 @@ class RankTask:
     kind: str
     tree: str
     environment: Mapping[str, str]
-    desk: Any
+    desk: ActorHandle
     again: bool
     before: tuple[RankPlacement, ...] = ()
-    roster: Any = None
+    roster: ActorHandle | None = None
     slots: Mapping[str, BundleSlot] = field(default_factory=dict)
 
 
@@ -167,6 +167,7 @@ class RankActor:
         ray = package()
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
+        # Settings may hold relative paths, and Ray starts actors in a folder of its own.
         try:
             os.chdir(folder)
         except OSError as error:
@@ -278,7 +279,7 @@ def alive(pid: int) -> bool:
 
 
 @contextmanager
-def stopping(desk: Any) -> Generator[None]:
+def stopping(desk: ActorHandle) -> Generator[None]:
     """Within this context, turn a stop request at the desk into SIGTERM to this process.
 
     The signal is repeated every 2 s until the program ends.
@@ -310,9 +311,9 @@ class RayLauncher:
     losses: int = 0
     began: bool = False
     places: tuple[RankPlacement, ...] = ()
-    roster: Any = None
+    roster: ActorHandle | None = None
     _asked_to_stop: bool = False
-    _desk: Any = None
+    _desk: Any = None  # an ``ActorHandle`` once ``run`` has started it
     _left: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -320,7 +321,7 @@ class RayLauncher:
         """The Ray settings of the run."""
         return self.config.launch.ray
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Summary:
         """Start the ranks, restart them when some are lost, and return the result of rank 0."""
         self._desk = beside_driver(EventQueue)
         while True:
@@ -351,7 +352,7 @@ class RayLauncher:
             self.asked.restarts,
         )
 
-    def attempt(self) -> dict[str, Any]:
+    def attempt(self) -> Summary:
         """Place the ranks and workers once, run them and return the result of rank 0."""
         plan = plan_placement(self.config.launch, uses_devices(self.config))
         with create_placement_group(plan, self.config.launch, self.stop) as group:
@@ -360,7 +361,7 @@ class RayLauncher:
             if plan.workers:
                 seconds = 60 * self.asked.placement_timeout_minutes
                 self.roster = beside_driver(WorkerRegistry, group, seconds, host)
-            actors = [actor(RankActor, group, slot).remote() for slot in plan.ranks]
+            actors = [start_actor(RankActor, group, slot) for slot in plan.ranks]
             try:
                 return self.see_through(actors, plan)
             finally:
@@ -370,20 +371,22 @@ class RayLauncher:
                 if self.roster is not None:
                     package().kill(self.roster)
 
-    def see_through(self, actors: list[Any], plan: PlacementPlan) -> dict[str, Any]:
+    def see_through(self, actors: list[ActorHandle], plan: PlacementPlan) -> Summary:
         """Assign a rank and an order to every actor, and wait for all of them."""
         before, self._left = self.places, {}
         folder = str(Path.cwd())
         found = self.all_of(actors, [one.place.remote(folder) for one in actors], "start")
         order = side_by_side(found)
-        actors, self.places = [actors[i] for i in order], tuple(found[i] for i in order)
+        actors = [actors[i] for i in order]
+        self.places = tuple(found[i] for i in order)
+        # Before the program runs: otherwise every rank would load the model first, and then fail.
         self.check_shared(actors)
         (port,) = self.all_of(actors[:1], [actors[0].free_port.remote()], "find a port")
         orders = self.orders(port, plan, before)
-        ended = self.watch(
-            {one.run.remote(order): rank for rank, (one, order) in enumerate(zip(actors, orders))}
-        )
-        return self.outcome(ended)
+        waiting: dict[ResultRef, int] = {}
+        for rank, (one, task) in enumerate(zip(actors, orders)):
+            waiting[one.run.remote(task)] = rank
+        return self.outcome(self.watch(waiting))
 
     def orders(
         self, port: int, plan: PlacementPlan, before: tuple[RankPlacement, ...] = ()
@@ -412,7 +415,7 @@ class RayLauncher:
             for own in environments(self.places, port)
         ]
 
-    def all_of(self, actors: Sequence[Any], refs: list[Any], what: str) -> list[Any]:
+    def all_of(self, actors: Sequence[ActorHandle], refs: list[ResultRef], what: str) -> list[Any]:
         """Return the results of ``refs``.
 
         Args:
@@ -438,7 +441,7 @@ class RayLauncher:
             # An actor died, or a node or a connection is gone.
             raise RankLost(f"a rank ended before it could {what} ({reason_of(error)})") from None
 
-    def check_shared(self, actors: list[Any]) -> None:
+    def check_shared(self, actors: list[ActorHandle]) -> None:
         """Raise ``ConfigError`` when a node does not see a file that rank 0 writes."""
         folder = str(Path(self.config.run.dir).expanduser())
         # One rank per node is enough. Ranks of one node see the same file systems.
@@ -451,6 +454,7 @@ class RayLauncher:
             [actors[i].sees.remote(mark, SETTLING) for i in others.values()],
             "look at run.dir",
         )
+        # Also if a node does not see it: the file must not stay in the user's folder.
         self.all_of(actors[:1], [actors[0].remove_mark.remote(mark)], "write to run.dir")
         for rank, found in zip(others.values(), seen):
             if not found:
@@ -460,7 +464,7 @@ class RayLauncher:
                     "folder of a file system that all nodes share"
                 )
 
-    def watch(self, waiting: dict[Any, int]) -> dict[int, RankResult]:
+    def watch(self, waiting: dict[ResultRef, int]) -> dict[int, RankResult]:
         """Forward events of ranks until each has ended, or until ``GRACE`` seconds after a failure.
 
         Raises ``RankLost`` for a rank that is gone.
@@ -492,7 +496,7 @@ class RayLauncher:
         self.pass_on([*ray.get(news), *ray.get(self._desk.news.remote(0.0))])
         return ended
 
-    def pass_on(self, events: Sequence[tuple[str, Any]]) -> None:
+    def pass_on(self, events: Sequence[Event]) -> None:
         """Forward the events of rank 0 to the observer, and the log records of all ranks to the
         log.
         """
@@ -514,13 +518,11 @@ class RayLauncher:
         """
         place = f"rank {rank} on node {self.places[rank]}"
         said = self._left.get(rank)
-        return RankLost(
-            f"{place} has given up: {without_way_on(said)}"
-            if said
-            else f"{place} was lost: {reason}"
-        )
+        if said:
+            return RankLost(f"{place} has given up: {without_way_on(said)}")
+        return RankLost(f"{place} was lost: {reason}")
 
-    def outcome(self, ended: Mapping[int, RankResult]) -> dict[str, Any]:
+    def outcome(self, ended: Mapping[int, RankResult]) -> Summary:
         """Return the result of rank 0, or raise the error of the rank that caused the failure.
 
         Errors that only report another rank's failure are considered last.
@@ -536,8 +538,7 @@ class RayLauncher:
         if silent:
             where = ", ".join(f"rank {rank} on node {self.places[rank]}" for rank in silent)
             raise RankLost(
-                f"{where} did not respond after another ended "
-                f"({without_way_on(next(iter(failed.values())).text)})"
+                f"{where} did not respond after another ended ({without_way_on(next(iter(failed.values())).text)})"
             )
         if failed:
             raise RankLost(f"ranks lost one another: {without_way_on(failed[min(failed)].text)}")

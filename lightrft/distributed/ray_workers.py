@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.distributed.placement import BundleSlot
-from lightrft.distributed.ray_cluster import actor, adopt, package, reason_of
+from lightrft.distributed.ray_cluster import (
+    ActorHandle,
+    ResultRef,
+    adopt,
+    package,
+    reason_of,
+    start_actor,
+)
 from lightrft.distributed.ray_events import EventReporter, report_logs_and_errors
 from lightrft.distributed.worker_api import Maker, Worker, WorkerLost
 from lightrft.utils.errors import ConfigError, ResourceError, UserError
@@ -31,18 +38,18 @@ class WorkerActor:
         desk: receives log records.
     """
 
-    def __init__(self, folder: str, environment: Mapping[str, str], desk: Any) -> None:
+    def __init__(self, folder: str, environment: Mapping[str, str], desk: ActorHandle) -> None:
         adopt(environment)
         os.chdir(folder)
         report_logs_and_errors(EventReporter(desk, logging.WARNING))
-        self._object: Any = None
+        self._object: object = None
         self._made = False
         self._failure: Exception | None = None
 
     def ready(self) -> None:
         """Do nothing: a reply proves that the actor is scheduled and alive."""
 
-    def make(self, make: list[Any]) -> None:
+    def make(self, make: list[ResultRef]) -> None:
         """Make the object unless it exists. If that fails, every later call raises the error."""
         if not self._made:
             self._made = True
@@ -52,7 +59,7 @@ class WorkerActor:
                 # Raised by each later call, since nobody waits for the result of ``make``.
                 self._failure = error
 
-    def call(self, make: list[Any], method: str, *args: Any) -> Any:
+    def call(self, make: list[ResultRef], method: str, *args: object) -> object:
         """Call ``method`` of the object, which is made first if needed, and return the result.
 
         Args:
@@ -79,9 +86,9 @@ class WorkerRecord:
 
     name: str
     slot: BundleSlot
-    make: list[Any]
-    actor: Any = None
-    life: int = 0
+    make: list[ResultRef]
+    actor: ActorHandle
+    life: int = 1
     held: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -96,14 +103,16 @@ class WorkerRegistry:
     """
 
     def __init__(
-        self, group: Any, seconds: float, host: tuple[str, Mapping[str, str], Any]
+        self, group: object, seconds: float, host: tuple[str, Mapping[str, str], ActorHandle]
     ) -> None:
         self._group = group
         self._seconds = seconds
         self._host = host
         self._posts: dict[str, WorkerRecord] = {}
 
-    async def hold(self, name: str, slot: BundleSlot, make: list[Any]) -> tuple[Any, int]:
+    async def hold(
+        self, name: str, slot: BundleSlot, make: list[ResultRef]
+    ) -> tuple[ActorHandle, int]:
         """Return the worker ``name`` and its number of starts. The first rank that asks starts it.
 
         Args:
@@ -111,13 +120,15 @@ class WorkerRegistry:
             slot: its share of a bundle.
             make: one-element list with a Ray reference to its ``Maker``.
         """
-        post = self._posts.setdefault(name, WorkerRecord(name, slot, make))
+        # No ``await`` in here, so two ranks that ask at the same time do not both start it.
+        if name not in self._posts:
+            worker, _ = self._start(slot, make)
+            self._posts[name] = WorkerRecord(name, slot, make, worker)
+        post = self._posts[name]
         post.held += 1
-        if post.actor is None:
-            self._start(post)
         return post.actor, post.life
 
-    async def again(self, name: str, life: int) -> tuple[Any, int]:
+    async def again(self, name: str, life: int) -> tuple[ActorHandle, int]:
         """Restart the worker unless that has happened since start ``life``, and return it.
 
         Every rank that has lost the worker passes the start it knew, so one restart serves all
@@ -129,10 +140,23 @@ class WorkerRegistry:
         """
         post = self._posts[name]
         async with post.lock:
-            # Another rank has not restarted it while this call waited for the lock.
-            if post.life == life:
+            # Another rank may have restarted it while this call waited for the lock.
+            if post.life != life:
+                return post.actor, post.life
+            package().kill(post.actor)
+            post.actor, scheduled = self._start(post.slot, post.make)
+            post.life += 1
+            try:
+                await asyncio.wait_for(scheduled, self._seconds)
+            except TimeoutError:
                 package().kill(post.actor)
-                await self._there(post, self._start(post))
+                raise ResourceError(
+                    f"{post.name} found no place within launch.ray.placement_timeout_minutes = "
+                    f"{self._seconds / 60:g} minutes: its node is gone, and no other has what it "
+                    "asks for; add one, and give the same command again"
+                ) from None
+            except package().exceptions.RayActorError:
+                pass  # it has died again, and the next call will report that
             return post.actor, post.life
 
     async def leave(self, name: str) -> None:
@@ -146,29 +170,16 @@ class WorkerRegistry:
         """Return the process id of each worker, by name."""
         return {name: await post.actor.process.remote() for name, post in self._posts.items()}
 
-    def _start(self, post: WorkerRecord) -> Any:
-        """Start an actor that makes the object. Return a reference that is ready once it is
-        scheduled.
-        """
-        post.actor = actor(WorkerActor, self._group, post.slot).remote(*self._host)
-        post.life += 1
-        # Must come first: calls run in order, and making the object may take long.
-        there = post.actor.ready.remote()
-        post.actor.make.remote(post.make)
-        return there
+    def _start(self, slot: BundleSlot, make: list[ResultRef]) -> tuple[ActorHandle, ResultRef]:
+        """Start an actor that makes the object.
 
-    async def _there(self, post: WorkerRecord, there: Any) -> None:
-        try:
-            await asyncio.wait_for(there, self._seconds)
-        except TimeoutError:
-            package().kill(post.actor)
-            raise ResourceError(
-                f"{post.name} found no place within launch.ray.placement_timeout_minutes = "
-                f"{self._seconds / 60:g} minutes: its node is gone, and no other has what it "
-                "asks for; add one, and give the same command again"
-            ) from None
-        except package().exceptions.RayActorError:
-            return  # it has died again, and the next call will report that
+        Return it with a reference that is ready once it is scheduled.
+        """
+        worker = start_actor(WorkerActor, self._group, slot, *self._host)
+        # Must come first: calls run in order, and making the object may take long.
+        scheduled = worker.ready.remote()
+        worker.make.remote(make)
+        return worker, scheduled
 
 
 class RayWorker:
@@ -181,14 +192,14 @@ class RayWorker:
         make: makes the object inside the worker.
     """
 
-    def __init__(self, roster: Any, name: str, slot: BundleSlot, make: Maker) -> None:
+    def __init__(self, roster: ActorHandle, name: str, slot: BundleSlot, make: Maker) -> None:
         self.name = name
         self._roster = roster
         # In a list Ray passes the reference itself, so only the worker unpickles the maker.
         self._make = [package().put(make)]
         self._actor, self._life = answer_of(roster.hold.remote(name, slot, self._make))
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: object) -> Future[Any]:
         """See ``Worker.call``."""
         return answered(self._actor.call.remote(self._make, method, *args))
 
@@ -201,7 +212,7 @@ class RayWorker:
         self._roster.leave.remote(self.name)
 
 
-def answer_of(ref: Any) -> Any:
+def answer_of(ref: ResultRef) -> Any:
     """Return the value of ``ref``. A ``UserError`` is raised in its original class."""
     try:
         return package().get(ref)
@@ -209,13 +220,13 @@ def answer_of(ref: Any) -> Any:
         raise error.cause if isinstance(error.cause, UserError) else error from None
 
 
-def answered(ref: Any) -> Future[Any]:
+def answered(ref: ResultRef) -> Future[object]:
     """Return a future of the call ``ref``, which raises ``WorkerLost`` if the actor is lost."""
-    found: Future[Any] = Future()
+    found: Future[object] = Future()
     found.set_running_or_notify_cancel()
     errors = package().exceptions
 
-    def settle(inner: Future[Any]) -> None:
+    def settle(inner: Future[object]) -> None:
         error = inner.exception()
         if error is None:
             found.set_result(inner.result())
@@ -234,7 +245,7 @@ def answered(ref: Any) -> Future[Any]:
 class WorkerAllocator:
     """Access of a rank to its workers: ``slots`` by worker name, and its own address ``host``."""
 
-    roster: Any
+    roster: ActorHandle
     slots: Mapping[str, BundleSlot]
     host: str
 

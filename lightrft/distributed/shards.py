@@ -79,19 +79,17 @@ def _runs(size: int, splits: list[tuple[int, int, int]]) -> list[tuple[slice, sl
     # a strided split the rest may consist of several stretches.
     here = torch.arange(size)
     for groups, rank, count in splits:
-        parts = here.split(max(1, -(-len(here) // groups)))
-        here = torch.cat([_chunk(part, rank, count) for part in parts])
+        kept = []
+        for part in here.split(max(1, -(-len(here) // groups))):
+            # As ``torch.chunk``: sizes are rounded up, so the last ranks may get less, or nothing.
+            rows = -(-len(part) // count)
+            kept.append(part[rank * rows : (rank + 1) * rows])
+        here = torch.cat(kept)
     if not len(here):
         return []
     jumps = (here.diff() != 1).nonzero().flatten() + 1
     ends = [0, *jumps.tolist(), len(here)]
     return [(slice(int(here[a]), int(here[b - 1]) + 1), slice(a, b)) for a, b in pairwise(ends)]
-
-
-def _chunk(part: Tensor, rank: int, count: int) -> Tensor:
-    # As ``torch.chunk``: sizes are rounded up, so the last ranks may get less, or nothing.
-    size = -(-len(part) // count)
-    return part[rank * size : (rank + 1) * size]
 
 
 def _cut(index: Index, values: Tensor, size: int) -> Iterator[Block]:

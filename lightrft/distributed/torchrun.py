@@ -146,10 +146,9 @@ def cause(failures: Mapping[int, ProcessFailure], forced: Collection[int] = ()) 
         failures: torchelastic's failures, by rank.
         forced: ids of processes that the launcher killed afterwards.
     """
-    told = {
-        rank: ("", "was killed") if failure.pid in forced else _told(failure)
-        for rank, failure in failures.items()
-    }
+    told: dict[int, tuple[str, str]] = {}
+    for rank, failure in failures.items():
+        told[rank] = ("", "was killed") if failure.pid in forced else _told(failure)
     # A killed process comes first: the errors of the others are its consequences.
     order = {"killed": 0, "bug": 1, "user": 1, "rank": 2, "": 3}
     rank = min(told, key=lambda r: (order[told[r][0]], failures[r].timestamp, r))

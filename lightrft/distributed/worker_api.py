@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-Maker = Callable[[], Any]
+Maker = Callable[[], object]
 """A function that makes the object of a worker inside its process. It is pickled and sent there."""
 
 
@@ -26,7 +26,7 @@ class Worker(Protocol):
         """The name of the worker in messages, e.g. ``engine 1``."""
         ...
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: object) -> Future[Any]:
         """Return a future with the result or exception of ``method`` of the object.
 
         The future raises ``WorkerLost`` when the process ends first, and at once if it is already

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
+
+from lightrft.observability.trackers import Row
 
 
 class Observer(Protocol):
@@ -19,7 +20,7 @@ class Observer(Protocol):
         """
         ...
 
-    def update(self, row: Mapping[str, Any]) -> None:
+    def update(self, row: Row) -> None:
         """Report a step. ``row`` contains its metrics and ``step``."""
         ...
 
@@ -30,5 +31,5 @@ class NullObserver:
     def begin(self, title: str, total: int, done: int) -> None:
         return
 
-    def update(self, row: Mapping[str, Any]) -> None:
+    def update(self, row: Row) -> None:
         return

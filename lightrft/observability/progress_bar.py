@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Self
+
+from lightrft.observability.trackers import Row
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Live
+    from rich.progress import ProgressColumn, TaskID
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("loss", "loss", ".4f"),
@@ -61,24 +67,25 @@ class Progress:
         self._interval = interval
         self._clock = clock
         self._console = Console(file=stream, stderr=stream is None, highlight=False)
-        self._live: Any = None
-        self._task: Any = None
+        self._live: tuple[Live, TaskID] | None = None
         self._values: dict[str, float] = {}
         self._times: deque[float] = deque([clock()], maxlen=RECENT + 1)
         self._spoke = -float("inf")
 
-    def update(self, row: Mapping[str, Any]) -> None:
+    def update(self, row: Row) -> None:
         """Record that a step is done. ``row`` contains its metrics and ``step``."""
         self.done = int(row["step"])
         self._times.append(self._clock())
         for name, _, _ in SHOWN:
-            if isinstance(row.get(name), int | float):
-                self._values[name] = row[name]
+            value = row.get(name)
+            if isinstance(value, int | float):
+                self._values[name] = value
         if not self._enabled:
             return
         if self._live is not None:
-            self._live.update(
-                self._task,
+            live, task = self._live
+            live.update(
+                task,
                 completed=self.done,
                 details=self.details(),
                 left=clock_time(self.seconds_left()),
@@ -116,7 +123,7 @@ class Progress:
             return None
         return max(0, self.total - self.done) * (self._times[-1] - self._times[0]) / steps
 
-    def _is_due(self, row: Mapping[str, Any]) -> bool:
+    def _is_due(self, row: Row) -> bool:
         evaluated = any(name.startswith("eval/") for name in row)
         waited = self._times[-1] - self._spoke
         return evaluated or self.done >= self.total or waited >= self._interval
@@ -125,11 +132,12 @@ class Progress:
         # restarts the clock: the setup between construction and entry is not a step
         self._times = deque([self._clock()], maxlen=RECENT + 1)
         if self._enabled and self._console.is_terminal:
-            self._live = self._make_live()
-            self._live.start()
-            self._task = self._live.add_task(
+            live = self._make_live()
+            live.start()
+            task = live.add_task(
                 self._title, total=self.total, completed=self.done, details="", left="--:--"
             )
+            self._live = live, task
         return self
 
     def __exit__(
@@ -139,15 +147,15 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            self._live[0].stop()
             self._live = None
 
-    def _make_live(self) -> Any:
+    def _make_live(self) -> Live:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Live
 
         narrow = self._console.width < 100
-        columns: list[Any] = [TextColumn("[bold]{task.description}")]
+        columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}")]
         if not narrow:
             columns.append(BarColumn(bar_width=24))
         columns += [

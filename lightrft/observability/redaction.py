@@ -32,12 +32,6 @@ def redacted(settings: Settings, *, exclude_defaults: bool = False) -> Tree:
     return {name: _cleaned(getattr(settings, name), value, name) for name, value in tree.items()}
 
 
-def is_secret(name: str, table: str) -> bool:
-    """Return True if the name of entry ``name`` of ``table`` marks a secret."""
-    pattern = _VARIABLE if table == ENVIRONMENT else _OPTION
-    return bool(pattern.search(name))
-
-
 def check_complete(settings: Settings) -> None:
     """Raise ``ConfigError`` if ``settings`` contain redacted secrets.
 
@@ -55,7 +49,7 @@ def check_complete(settings: Settings) -> None:
         )
 
 
-def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Tree) -> Iterator[tuple[str, object]]:
     for name, value in dotted(tree):
         if isinstance(value, list):
             yield from _leaves({f"{name}.{number}": one for number, one in enumerate(value)})
@@ -77,10 +71,11 @@ def _cleaned(held: object, value: Any, table: str) -> Any:
             cleaned[name] = _cleaned(getattr(held, name), one, name)
         return cleaned
     if isinstance(held, Mapping):
+        # An option ``key`` may name a column, but a variable ``KEY`` holds a secret.
+        secret = _VARIABLE if table == ENVIRONMENT else _OPTION
         cleaned = {}
         for (name, one), old in zip(value.items(), held.values(), strict=True):
-            is_text = isinstance(one, str) and bool(one)
-            if is_text and is_secret(str(name), table):
+            if isinstance(one, str) and one and secret.search(str(name)):
                 cleaned[name] = MARK
             else:
                 cleaned[name] = _cleaned(old, one, table)

@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from lightrft.utils.atomic_files import is_disk_full, json_line, sync_folder, write_atomic
 from lightrft.utils.errors import ResourceError
+
+ExtraColumns = Mapping[str, Sequence[object]]
+"""Further fields of rollouts by name, each with one entry per rollout."""
 
 
 class Attached(Protocol):
@@ -30,8 +33,8 @@ class Attached(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Job:
     path: Path
-    rollouts: Sequence[Any]
-    columns: Mapping[str, Sequence[Any]]
+    rollouts: Sequence[object]
+    columns: ExtraColumns
     attached: Sequence[Attached]
 
 
@@ -61,8 +64,8 @@ class RolloutWriter:
     def write(
         self,
         path: Path,
-        rollouts: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]],
+        rollouts: Sequence[object],
+        columns: ExtraColumns,
         attached: Iterable[Attached] = (),
     ) -> None:
         """Queue one file with one line per rollout.
@@ -152,6 +155,7 @@ class RolloutWriter:
                 # stays queued until it is written, so that a failed write is retried
                 job = self._jobs[0]
             try:
+                # First: a file of rollouts must not name media that are not there.
                 _write_attached(self.folder.parent / "media", job.attached)
                 _write_file(job)
             except Exception as error:
@@ -177,8 +181,13 @@ def _write_file(job: _Job) -> None:
     try:
         with temporary.open("w", encoding="utf-8") as file:
             for i, rollout in enumerate(job.rollouts):
+                line = json_line(rollout)
                 extra = {name: column[i] for name, column in job.columns.items()}
-                file.write(_line(rollout, extra) + "\n")
+                if extra:
+                    # Joined as text: a merged dictionary would copy every field of the rollout.
+                    line = f"{line[:-1]},{json_line(extra)[1:]}"
+                file.write(line + "\n")
+            # On disk before it gets its name, so that a power failure leaves no empty file.
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(job.path)
@@ -186,9 +195,3 @@ def _write_file(job: _Job) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(job.path.parent)
-
-
-def _line(rollout: Any, extra: Mapping[str, Any]) -> str:
-    # joins two JSON objects as text, without building a merged dictionary
-    line = json_line(rollout)
-    return line if not extra else f"{line[:-1]},{json_line(extra)[1:]}"

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import yaml
 
@@ -30,7 +30,8 @@ LATER = (
     "free some space, or restore the folder and the right to write there; the same command then "
     "resumes from the last checkpoint"
 )
-SUPERVISED = "sft"  # this phase has no rollouts and runs before the phases that have, so a rewind into it removes all rollouts
+# This phase has no rollouts and runs before the phases that have, so a rewind into it removes all.
+SUPERVISED = "sft"
 OURS = (
     *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "wandb_id"),
     *(
@@ -48,6 +49,19 @@ OURS = (
 
 ``config.yaml`` is removed last, because it marks the folder as a run folder.
 """
+
+
+class EvalSample(TypedDict):
+    """A response to an eval prompt, as in ``samples.json``.
+
+    ``attachments`` are names of files in ``media/``.
+    """
+
+    prompt: str
+    attachments: list[str]
+    text: str
+    label: str
+    correct: bool
 
 
 class RunDirectory:
@@ -71,11 +85,13 @@ class RunDirectory:
         self.fresh = fresh
         self.checkpoint = checkpoint
         self._lock = lock
-        self._changed: dict[str, Any] = {}
+        # The settings that differ from their defaults, by dotted name.
+        self._changed: dict[str, object] = {}
         self._tensorboard = False
         self._trackers: list[Tracker] = []
         self._names: set[str] = set()
         (path / "rollouts").mkdir(exist_ok=True)
+        # A killed process leaves the file that it was writing.
         for torn in [*(path / "rollouts").glob(".*.jsonl.tmp"), *(path / "media").glob(".*.tmp")]:
             torn.unlink()
         self.metrics = JsonLinesTracker(path / "metrics.jsonl")
@@ -161,7 +177,8 @@ class RunDirectory:
 
         The process may have been killed between saving the checkpoint and writing the metrics.
         """
-        if self.metrics.last_steps().get(str(row["phase"]), -1) < int(row["step"]):
+        written = self.metrics.last_steps().get(str(row["phase"]), -1)
+        if written < int(row["step"]):
             self.log(row)
 
     def log(self, row: Row) -> None:
@@ -180,11 +197,11 @@ class RunDirectory:
     def write_rollouts(
         self,
         step: int,
-        rollouts: Sequence[Any],
+        rollouts: Sequence[object],
         *,
         name: str = "step",
         attached: Iterable[Attached] = (),
-        **columns: Sequence[Any],
+        **columns: Sequence[object],
     ) -> None:
         """Queue ``rollouts/<name>_000012.jsonl`` with one line per rollout.
 
@@ -208,30 +225,24 @@ class RunDirectory:
         self._names.add(file)
         self._writer.write(self.path / "rollouts" / file, rollouts, columns, attached)
 
-    def write_summary(self, values: Mapping[str, Any]) -> None:
+    def write_summary(self, values: Mapping[str, object]) -> None:
         """Write ``summary.json`` with ``values`` and the settings that differ from their defaults.
 
         The settings are written under ``changed``.
         """
-        lost: dict[str, int] = {}
+        summary = {**values}
         if self._log.lost:
-            lost["log_lines_lost"] = self._log.lost
+            summary["log_lines_lost"] = self._log.lost
         rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
         if rows:
-            lost["tensorboard_rows_lost"] = rows
+            summary["tensorboard_rows_lost"] = rows
+        summary["changed"] = self._changed
         # Redaction may miss a secret, so settings that hold one are only for the user.
         private = MARK in str(self._changed)
-        summary = {**values, **lost, "changed": self._changed}
         write_json(self.path / "summary.json", summary, private=private)
 
-    def write_samples(
-        self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Write ``samples.json`` with responses to the same prompts before and after training.
-
-        Each entry has ``prompt``, ``attachments`` (names of files in ``media/``), ``text``,
-        ``label`` and ``correct``.
-        """
+    def write_samples(self, before: Sequence[EvalSample], after: Sequence[EvalSample]) -> None:
+        """Write ``samples.json`` with responses to the same prompts before and after training."""
         write_json(self.path / "samples.json", {"before": list(before), "after": list(after)})
 
     def flush(self) -> None:
@@ -293,20 +304,18 @@ class ReadOnlyRunDirectory(RunDirectory):
     def write_rollouts(
         self,
         step: int,
-        rollouts: Sequence[Any],
+        rollouts: Sequence[object],
         *,
         name: str = "step",
         attached: Iterable[Attached] = (),
-        **columns: Sequence[Any],
+        **columns: Sequence[object],
     ) -> None:
         return
 
-    def write_summary(self, values: Mapping[str, Any]) -> None:
+    def write_summary(self, values: Mapping[str, object]) -> None:
         return
 
-    def write_samples(
-        self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def write_samples(self, before: Sequence[EvalSample], after: Sequence[EvalSample]) -> None:
         return
 
     def flush(self) -> None:
@@ -379,23 +388,19 @@ def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
     new = dict(dotted(yaml.safe_load(_saved_yaml(config))))
     missing = object()  # None is a value of a setting
     differing = []
+    # A dictionary keeps the order of the file, which a set would lose.
     for key in dict.fromkeys([*old, *new]):
         before, now = old.get(key, missing), new.get(key, missing)
         ignored = any(key == name or key.startswith(f"{name}.") for name in ignore)
         if before != now and not ignored:
-            differing.append(
-                f"  {key}: {_shown(before, missing)} in the folder, {_shown(now, missing)} now"
-            )
+            was, is_now = ("not set" if v is missing else repr(v) for v in (before, now))
+            differing.append(f"  {key}: {was} in the folder, {is_now} now")
     if differing:
         raise ConfigError(
             f"{saved.parent} holds a run of another config; set another run.name, "
             "run.overwrite=true to start over, or give the same settings. They differ in:\n"
             + "\n".join(differing)
         )
-
-
-def _shown(value: Any, missing: object) -> str:
-    return "not set" if value is missing else repr(value)
 
 
 def _clear(path: Path) -> None:

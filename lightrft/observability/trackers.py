@@ -12,13 +12,21 @@ import threading
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightrft.utils.atomic_files import json_line, write_atomic
 from lightrft.utils.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 log = logging.getLogger(__name__)
 Row = Mapping[str, float | int | str]
+"""The metrics of one step by name, with ``step`` and ``phase``."""
+ReadRow = dict[str, Any]
+"""A row that was read from a file. A metric may be None there, and ``step`` is a number."""
+Summary = dict[str, Any]
+"""The content of ``summary.json``: values that JSON can hold, by name."""
 
 
 class Tracker(Protocol):
@@ -43,17 +51,13 @@ class JsonLinesTracker:
 
     def rewind(self, step: int, phase: str = "") -> None:
         """Remove the rows of ``phase`` after ``step``, and every row after the first of them."""
-        cut = len(self.rows)
-        for i, row in enumerate(self.rows):
+        for cut, row in enumerate(self.rows):
             if row.get("phase", "") == phase and row["step"] > step:
-                cut = i
-                break
-        if cut == len(self.rows):
-            return
-        # Rows of later phases follow, and they started from what is now taken back.
-        self.rows = self.rows[:cut]
-        self._last = self.last_steps()
-        self._write_all()
+                # Rows of later phases follow, and they started from what is now taken back.
+                self.rows = self.rows[:cut]
+                self._last = self.last_steps()
+                self._write_all()
+                return
 
     def restore(self) -> None:
         """Write all rows again if the file was removed."""
@@ -117,12 +121,12 @@ class TensorBoard:
         self._make = SummaryWriter
         self._folder = folder
         self._last = dict(last)
-        self._writers: dict[str, Any] = {}
+        self._writers: dict[str, SummaryWriter] = {}
         self.lost = 0
         self._hook = threading.excepthook
         threading.excepthook = self._on_thread_error
 
-    def _on_thread_error(self, told: Any) -> None:
+    def _on_thread_error(self, told: threading.ExceptHookArgs) -> None:
         """Suppress the traceback of TensorBoard's writer thread.
 
         The next call raises its error again.
@@ -174,7 +178,7 @@ class TensorBoard:
 class Wandb:
     """A wandb run. A resumed run folder continues the same wandb run."""
 
-    def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, object]) -> None:
         """Start or continue the wandb run of ``folder``.
 
         Args:
@@ -215,7 +219,7 @@ class Wandb:
         self._run.finish()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[ReadRow]:
     """Return the rows of a ``metrics.jsonl`` file.
 
     An incomplete last line, which a killed process leaves, is ignored.
@@ -237,7 +241,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _whole_rows(path: Path) -> list[dict[str, Any]]:
+def _whole_rows(path: Path) -> list[ReadRow]:
     """Return the rows of ``path`` after removing an incomplete last line from the file.
 
     The line must not stay, because new rows are appended.

@@ -212,13 +212,12 @@ class CollectedRollouts:
                 self.failures[rollout.failed] += 1
                 self.tokens["failed"] += len(rollout)
             elif id(rollout) not in kept:
-                self._count_filtered(rollout, verdict.reason or "not_selected")
-
-    def _count_filtered(self, rollout: Rollout, reason: str) -> None:
-        # The greedy response is never trained on, whatever becomes of its group.
-        why = "baseline" if rollout.sample == GREEDY else reason
-        self.filtered[why] += len(rollout)
-        self.tokens["filtered"] += len(rollout)
+                reason = verdict.reason or "not_selected"
+                # The greedy response is never trained on, whatever becomes of its group.
+                if rollout.sample == GREEDY:
+                    reason = "baseline"
+                self.filtered[reason] += len(rollout)
+                self.tokens["filtered"] += len(rollout)
 
 
 def tokens_of(group: Sequence[Rollout]) -> int:
@@ -238,7 +237,8 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
     if answers:
         failed = sum(bool(r.failed) for r in answers)
         metrics.add("rollout/frac_reward_failed", Mean(failed, len(answers)))
-    if groups := collected.compared["groups"]:
+    groups = collected.compared["groups"]
+    if groups:
         metrics.add("rollout/frac_reward_zero_std", Mean(collected.compared["zero_std"], groups))
     greedy = [r for r in collected.rollouts if r.sample == GREEDY]
     for rollout in greedy:
@@ -275,25 +275,22 @@ def _reward_metrics(scored: Sequence[Rollout]) -> Metrics:
 
 def _account(collected: CollectedRollouts) -> Metrics:
     metrics, tokens = Metrics(), collected.tokens
-    for name in ("sampled", "trained", "filtered", "failed"):
+    # Only runs that carry tokens between steps report these two.
+    carried = [name for name in ("carried_in", "carried_out") if name in tokens]
+    for name in ("sampled", "trained", "filtered", "failed", *carried):
         metrics.add(f"rollout/tokens_{name}", Sum(tokens[name]))
-    for name in ("carried_in", "carried_out"):
-        if name in tokens:
-            metrics.add(f"rollout/tokens_{name}", Sum(tokens[name]))
     for reason, count in collected.filtered.items():
         metrics.add(f"rollout/tokens_filtered/{reason}", Sum(count))
     for reason, count in collected.dropped.items():
         metrics.add(f"rollout/dropped/{reason}", Sum(count))
     metrics.add("rollout/frac_dropped", Mean(tokens["dropped"], tokens["sampled"]))
     metrics.add("rollout/num_failed", Sum(sum(collected.failures.values())))
-    ungraded = sum(map(_is_ungraded, collected.rollouts))
+    ungraded = aborted = 0
+    for rollout in collected.rollouts:
+        ungraded += any(name.endswith(f"/{UNGRADED}") for name in rollout.terms)
+        aborted += rollout.finish_reason == "abort"
     metrics.add("rollout/num_ungraded", Sum(ungraded))
-    aborted = sum(r.finish_reason == "abort" for r in collected.rollouts)
     metrics.add("rollout/num_aborted", Sum(aborted))
     metrics.add("rollout/rounds", Sum(collected.rounds))
     metrics.add("rollout/groups", Sum(len(collected.groups)))
     return metrics
-
-
-def _is_ungraded(rollout: Rollout) -> bool:
-    return any(name.endswith(f"/{UNGRADED}") for name in rollout.terms)

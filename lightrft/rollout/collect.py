@@ -11,7 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import ComponentConfig
@@ -32,7 +32,7 @@ from lightrft.rollout.generation import (
     unfinished_requests,
     with_token_budget,
 )
-from lightrft.rollout.serialization import pack_rollout, unpack_rollout
+from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import RewardError
 
@@ -192,9 +192,9 @@ def plan_round(
     # The round is part of the seed: a prompt that comes back in a later round gets new responses.
     seeds = (settings.seed, step, collected.rounds)
     fresh = requests_for(prompts, rollout.group_size, *seeds, greedy=settings.requirements.greedy)
-    requests = with_token_budget(
-        [*map(unfinished_requests, begun), *fresh], rollout.max_tokens_per_step
-    )
+    # Unfinished groups come first: ``Round.ready`` and ``admit`` match them by position.
+    asked = [*map(unfinished_requests, begun), *fresh]
+    requests = with_token_budget(asked, rollout.max_tokens_per_step)
     return Round(requests, begun, GroupQuota(missing, settings.judge))
 
 
@@ -259,7 +259,7 @@ class RankGroups:
         counted: Indices of the groups that the rank counted towards the quota, in order.
     """
 
-    groups: dict[int, list[dict[str, Any]]]
+    groups: dict[int, list[PackedRollout]]
     counted: Sequence[int] = ()
 
     @staticmethod
@@ -281,7 +281,7 @@ def unpack_groups(
     parts: Sequence[RankGroups], requests: Sequence[Sequence[Request]]
 ) -> list[list[Rollout]]:
     """Return the groups of all ranks in the order of ``requests``."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, list[PackedRollout]] = {}
     for part in parts:
         found |= part.groups
     groups: list[list[Rollout]] = []

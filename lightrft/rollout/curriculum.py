@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from lightrft.algorithms.group_filters import pass_rate_of
 from lightrft.config.rollout import CurriculumConfig
@@ -21,6 +20,7 @@ from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.lazy_imports import np, torch
 from lightrft.utils.registry import Registry
 from lightrft.utils.seeding import RandomStream, numpy_generator
+from lightrft.utils.state_io import State
 
 Weights = Callable[..., "np.ndarray"]
 CURRICULA: Registry[Weights] = Registry("curriculum")
@@ -162,7 +162,7 @@ class Curriculum:
         """Return the number of sampled prompts divided by the number of prompts."""
         return self.drawn / len(self.rates)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the pass rates and the number of samples so far."""
         seen = np.flatnonzero(~np.isnan(self.rates))
         return {
@@ -173,7 +173,7 @@ class Curriculum:
             "rates": torch.from_numpy(self.rates[seen]),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Resume from ``state`` at the beginning of a step.
 
         Raises:

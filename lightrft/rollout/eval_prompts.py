@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightrft.config.data import DataConfig
 from lightrft.config.reward import RewardConfig
@@ -13,13 +13,18 @@ from lightrft.datasets.sampler import EvalPrompts, report
 from lightrft.rollout.row_check import check_labels
 from lightrft.types import Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.models.processors import Processor
+
 
 def load_eval_prompts(
     config: DataConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     seed: int,
     limit: int | None,
-    processor: Any = None,
+    processor: Processor | None = None,
     *,
     reward: RewardConfig | None = None,
     key: str = "eval.data.sources",

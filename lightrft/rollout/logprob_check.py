@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -218,7 +217,8 @@ def seen_before(batch: Batch, places: Tensor, vocabulary: int) -> Tensor:
     starts = batch.lengths.cumsum(0) - batch.lengths
     for row, place, of in zip(seen, places.tolist(), batch.row_of[places].tolist()):
         row[prompts[int(batch.prompt_of[of])]] = True
-        row[batch.responses.tokens[int(starts[of]) : place]] = True
+        earlier = batch.responses.tokens[int(starts[of]) : place]
+        row[earlier] = True
     return seen
 
 
@@ -243,9 +243,8 @@ class Agreement:
     def __str__(self) -> str:
         gap = f"the engine's log-probs differ from the trainer's by {self.gap:.3g} nats"
         bound = f"rounding in {self.dtype} explains {self.bound:.2g}"
-        return (
-            f"{gap} on {self.tokens} tokens it sampled; {bound}{self.cause and '. ' + self.cause}"
-        )
+        text = f"{gap} on {self.tokens} tokens it sampled; {bound}"
+        return f"{text}. {self.cause}" if self.cause else text
 
 
 def agreement(
@@ -266,9 +265,12 @@ def agreement(
     Returns:
         The result; its cause is empty if rounding explains the difference.
     """
-    bound, gap = gap_bound(found.dtype, actor.text_config.num_hidden_layers), found.gap(sampling)
+    bound = gap_bound(found.dtype, actor.text_config.num_hidden_layers)
+    gap = found.gap(sampling)
+    # Not ``gap > bound``: a NaN gap must count as a difference.
     cause = "" if gap <= bound else _cause(actor, found, sampling, bound, unequal)
-    return Agreement(gap, bound, len(found.tokens), str(found.dtype).removeprefix("torch."), cause)
+    dtype = str(found.dtype).removeprefix("torch.")
+    return Agreement(gap, bound, len(found.tokens), dtype, cause)
 
 
 def refuse_gap(
@@ -287,8 +289,11 @@ def refuse_gap(
         unequal: See ``agreement``.
         when: Start of the error message.
     """
-    if found is not None and (said := agreement(actor, found, sampling, unequal)).cause:
-        raise ModelError(f"{when}{said} (engine.check_logprobs=false turns this comparison off)")
+    if found is None:
+        return
+    result = agreement(actor, found, sampling, unequal)
+    if result.cause:
+        raise ModelError(f"{when}{result} (engine.check_logprobs=false turns this comparison off)")
 
 
 def _cause(
@@ -298,7 +303,8 @@ def _cause(
     bound: float,
     unequal: Callable[[], str] | None,
 ) -> str:
-    if unequal is not None and (name := unequal()):
+    name = unequal() if unequal is not None else ""
+    if name:
         return f"Cause: weights were not transferred, the engine holds another {name!r}."
     if found.is_of_older_weights(bound):
         hides = "whatever its fingerprint says"
@@ -396,14 +402,14 @@ def check_batch(
         return
     with roles.strategy.gathered(roles.actor):
         found = compare_logprobs(roles.actor, batch, sampling, version)
-    if found is not None:
-        unequal = None if roles.engine.shares_weights else partial(_unequal, roles)
-        refuse_gap(roles.actor, found, sampling, unequal)
-        roles.logprobs_checked = True
+    if found is None:
+        return
 
+    def unequal() -> str:
+        return unequal_weight(roles.engine_fingerprint, roles.weights())
 
-def _unequal(roles: Roles) -> str:
-    return unequal_weight(roles.engine_fingerprint, roles.weights())
+    refuse_gap(roles.actor, found, sampling, None if roles.engine.shares_weights else unequal)
+    roles.logprobs_checked = True
 
 
 @dataclass(slots=True)

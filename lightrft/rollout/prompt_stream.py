@@ -5,11 +5,11 @@ The position is saved with the run.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lightrft.config.data import DataConfig
 from lightrft.config.rollout import CurriculumConfig
@@ -20,6 +20,12 @@ from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.curriculum import Curriculum
 from lightrft.rollout.serialization import pack_rollout, unpack_rollouts
 from lightrft.types import Prompt, Rollout
+from lightrft.utils.state_io import State
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.models.processors import Processor
 
 log = getLogger(__name__)
 
@@ -47,10 +53,10 @@ class PromptStream:
     @staticmethod
     def of(
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         seed: int,
         curriculum: CurriculumConfig | None = None,
-        processor: Any = None,
+        processor: Processor | None = None,
     ) -> PromptStream:
         """Build a stream over the data set of ``config``.
 
@@ -116,7 +122,7 @@ class PromptStream:
         """Cancel the prefetch of prompts that will not be sampled."""
         self.dataset.prefetch(())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the position in the data set and the groups for the next step, as plain data."""
         waiting = {"carried": self.carried, "begun": self.partial}
         packed = {
@@ -125,7 +131,7 @@ class PromptStream:
         }
         return {"sampler": self.sampler.state_dict(), **packed}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Resume from ``state``.
 
         Raises:

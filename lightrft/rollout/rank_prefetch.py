@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.weight_probe import WeightProbe, load_checked
 from lightrft.types import Rollout
 from lightrft.utils.errors import GenerationInterrupted
+from lightrft.utils.state_io import State
 
 LOOK_SECONDS = 0.02
 """Seconds between two polls for the finished part."""
@@ -52,12 +52,9 @@ def can_prefetch_per_rank(rollout: RolloutConfig, engine: Engine, ranks: Process
         ranks: The process group that generates.
     """
     settled = rollout.max_rounds == 1 and rollout.curriculum is None and not rollout.partial
-    return (
-        settled
-        and ranks.size > 1
-        and engine.tensor_parallel_size == 1
-        and not engine.shared_by_all_ranks
-    )
+    # Ranks that share an engine or a model must generate the same batch at the same time.
+    separate = engine.tensor_parallel_size == 1 and not engine.shared_by_all_ranks
+    return settled and separate and ranks.size > 1
 
 
 @dataclass(slots=True)
@@ -89,7 +86,7 @@ class PrefetchJob:
     """
 
     future: Future[RankPart] = field(default_factory=Future)
-    before: dict[str, Any] | None = None
+    before: State | None = None
 
 
 class RankPrefetcher:
@@ -181,7 +178,8 @@ class RankPrefetcher:
         """Wait for a part, and call ``keep_alive`` whenever generation has advanced."""
         seen = -1
         while not job.future.done():
-            if (now := self._moves) != seen:
+            now = self._moves
+            if now != seen:
                 seen = now
                 keep_alive()
             wait([job.future], LOOK_SECONDS)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
-from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.config.reward import RewardConfig
 from lightrft.datasets.row_warnings import UNLABELLED, CountedRows, unlabelled
 from lightrft.rewards.registry import REWARDS
 from lightrft.utils.errors import DataError
@@ -27,29 +26,18 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
     missing = unlabelled(rows.counts)
     for source, count in missing.items():
         where = rows.first_with(f"{UNLABELLED}/{source}")
-        if needy := next(_needing_labels(reward.per_source.get(source) or reward.terms), ""):
-            raise DataError(
-                f"{key}: {where}: there is no label (or reference), and reward {needy!r} "
-                f"compares responses with it. {_are(count)} without one; name the column in "
-                f"{key.removesuffix('.sources')}.columns.label, or mend the rows"
-            )
+        lacking = "1 row is" if count == 1 else f"{count} rows are"
+        for term in reward.per_source.get(source) or reward.terms:
+            if "label" in REWARDS.about(term.function).needs:
+                raise DataError(
+                    f"{key}: {where}: there is no label (or reference), and reward "
+                    f"{term.function!r} compares responses with it. {lacking} without one; name "
+                    f"the column in {key.removesuffix('.sources')}.columns.label, or mend the rows"
+                )
     every, count = rows.counts["prompts"], sum(missing.values())
     if 0 < count < every:
         where = rows.first_with(f"{UNLABELLED}/{next(iter(missing))}")
+        have = "has" if count == 1 else "have"
         log.warning(
-            "%s: %s no label; the first is %s",
-            key,
-            f"{count} of {every} rows {'has' if count == 1 else 'have'}",
-            where,
+            "%s: %d of %d rows %s no label; the first is %s", key, count, every, have, where
         )
-
-
-def _are(count: int) -> str:
-    return "1 row is" if count == 1 else f"{count} rows are"
-
-
-def _needing_labels(terms: tuple[RewardTerm, ...]) -> Iterator[str]:
-    """Yield the functions of ``terms`` that are registered as needing a label."""
-    for term in terms:
-        if "label" in REWARDS.about(term.function).needs:
-            yield term.function

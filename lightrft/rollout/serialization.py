@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,26 @@ from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.atomic_files import is_disk_full
 from lightrft.utils.errors import CheckpointError, ResourceError
-from lightrft.utils.state_io import SUFFIX, load_state, save_state
+from lightrft.utils.state_io import SUFFIX, State, load_state, save_state
 
 FORMAT = "lightrft-batch/1"
 
 COUNTS = {f.name for f in dataclasses.fields(CollectedRollouts) if f.default_factory is Counter}
 
+PackedRollout = dict[str, Any]
+"""The fields of a rollout as plain data, with the id of its prompt in place of the prompt."""
+
 FindPrompts = Callable[[Sequence[str]], list[Prompt]]
 """Finds prompts of the run's data set by their ids."""
 
 
-def pack_rollout(rollout: Rollout) -> dict[str, Any]:
-    """Return ``rollout`` as plain data, with the id of its prompt in place of the prompt."""
+def pack_rollout(rollout: Rollout) -> PackedRollout:
+    """Return ``rollout`` as plain data."""
     fields = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
     return {**fields, "prompt": rollout.prompt.id}
 
 
-def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> list[Rollout]:
+def unpack_rollouts(packed: Sequence[PackedRollout], find: FindPrompts) -> list[Rollout]:
     """Invert ``pack_rollout``.
 
     Responses to one prompt share one prompt object again, since its identity defines groups.
@@ -40,20 +43,19 @@ def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> l
     return [unpack_rollout(fields, prompts[fields["prompt"]]) for fields in packed]
 
 
-def unpack_rollout(packed: Mapping[str, Any], prompt: Prompt) -> Rollout:
+def unpack_rollout(packed: PackedRollout, prompt: Prompt) -> Rollout:
     """Invert ``pack_rollout`` for a response to ``prompt``."""
-    whole: dict[str, Any] = {**packed, "prompt": prompt}
-    return Rollout(**whole)
+    return Rollout(**{**packed, "prompt": prompt})
 
 
-def pack_collected(collected: CollectedRollouts) -> dict[str, Any]:
+def pack_collected(collected: CollectedRollouts) -> State:
     """Return a settled ``CollectedRollouts`` as plain data; groups refer to responses by index."""
     # Groups carried in from an earlier step are not among the rollouts of this one.
     known = {id(rollout) for rollout in collected.rollouts}
     earlier = [r for group in collected.groups for r in group if id(r) not in known]
     place = {id(rollout): i for i, rollout in enumerate([*collected.rollouts, *earlier])}
     fields = {f.name: getattr(collected, f.name) for f in dataclasses.fields(collected)}
-    packed: dict[str, Any] = {}
+    packed: State = {}
     for name, value in fields.items():
         packed[name] = dict(value) if isinstance(value, Counter) else value
     packed["groups"] = [[place[id(rollout)] for rollout in group] for group in collected.groups]
@@ -62,11 +64,11 @@ def pack_collected(collected: CollectedRollouts) -> dict[str, Any]:
     return packed
 
 
-def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> CollectedRollouts:
+def unpack_collected(packed: State, find: FindPrompts) -> CollectedRollouts:
     """Invert ``pack_collected``."""
     # In one call, so that responses of both lists to one prompt share its prompt object.
     found = unpack_rollouts([*packed["rollouts"], *packed["earlier"]], find)
-    whole: dict[str, Any] = {}
+    whole: State = {}
     for field in dataclasses.fields(CollectedRollouts):
         value = packed[field.name]
         whole[field.name] = Counter(value) if field.name in COUNTS else value
@@ -120,7 +122,7 @@ def load_batch(path: Path) -> Batch:
         ) from None
 
 
-def _segments_state(segments: Segments) -> dict[str, Any]:
+def _segments_state(segments: Segments) -> State:
     media = {
         name: {"values": rows.values, "lengths": rows.lengths}
         for name, rows in segments.media.items()
@@ -128,7 +130,7 @@ def _segments_state(segments: Segments) -> dict[str, Any]:
     return {"tokens": segments.tokens, "lengths": segments.lengths, "media": media}
 
 
-def _segments_of(state: Mapping[str, Any]) -> Segments:
+def _segments_of(state: State) -> Segments:
     media = {name: Ragged(**rows) for name, rows in state["media"].items()}
     return Segments(state["tokens"], state["lengths"], media)
 

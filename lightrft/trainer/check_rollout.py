@@ -128,7 +128,7 @@ def _kept(config: RLConfig, part: ComponentConfig, requirements: Requirements) -
 
 
 def _refused(
-    key: str, registry: Registry[Any], part: ComponentConfig, *example: Any
+    key: str, registry: Registry[Any], part: ComponentConfig, *example: object
 ) -> Iterator[str]:
     """Yield the errors of a built-in function about its options, when called with an example."""
     if part.name not in registry:

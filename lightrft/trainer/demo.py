@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightrft.config.run import RunConfig
-from lightrft.config.verbs import DemoConfig
+from lightrft.config.verbs import DemoConfig, RLConfig, SFTConfig
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.observer import Observer
+from lightrft.observability.trackers import Summary
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
 from lightrft.utils.errors import ConfigError
 
+C = TypeVar("C", RLConfig, SFTConfig)
 
-def run_demo(config: DemoConfig, observer: Observer | None = None) -> dict[str, Any]:
+
+def run_demo(config: DemoConfig, observer: Observer | None = None) -> Summary:
     """Run the remaining phases of the demo, write ``summary.json`` and return it.
 
     It also writes the files that a report reads. An interrupted demo resumes where it stopped, and
@@ -28,20 +31,16 @@ def run_demo(config: DemoConfig, observer: Observer | None = None) -> dict[str, 
     """
     base = Path(config.run.dir).expanduser() / config.run.name
     with disk_errors(base, "free some space, or set run.overwrite=true to start over"):
-        return _run_phases(config, base, observer)
-
-
-def _run_phases(config: DemoConfig, base: Path, observer: Observer | None) -> dict[str, Any]:
-    start = base / "start"
-    if config.run.overwrite or not (start / "config.json").exists():
-        make_start(config, start)
-    sft = _phase(config, config.sft, base, "sft", start)
-    warm = finished(base / "sft", config) or run_sft(sft, observer)
-    if not warm.get("finished"):
-        return {**warm, "verb": "demo"}
-    rl = _phase(config, config.rl, base, "rl", base / "sft" / "model")
-    result = finished(base / "rl", config) or run_rl(rl, observer)
-    return sum_up(base, warm, result)
+        start = base / "start"
+        if config.run.overwrite or not (start / "config.json").exists():
+            make_start(config, start)
+        sft = _phase(config, config.sft, base, "sft", start)
+        warm = finished(base / "sft", config) or run_sft(sft, observer)
+        if not warm.get("finished"):
+            return {**warm, "verb": "demo"}
+        rl = _phase(config, config.rl, base, "rl", base / "sft" / "model")
+        result = finished(base / "rl", config) or run_rl(rl, observer)
+        return sum_up(base, warm, result)
 
 
 def make_start(config: DemoConfig, folder: Path) -> None:
@@ -58,12 +57,15 @@ def make_start(config: DemoConfig, folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     if config.family in MEDIA_FAMILIES:
-        more: dict[str, Any] = {
-            "tower": config.tower,
-            "processor": config.processor,
-            "whole_roles": True,
-        }
-        save_tiny_media(config.family, temporary, seed=config.run.seed, **more, **config.model)
+        save_tiny_media(
+            config.family,
+            temporary,
+            seed=config.run.seed,
+            tower=config.tower,
+            processor=config.processor,
+            whole_roles=True,
+            **config.model,
+        )
     else:
         tokenizer = tiny_tokenizer(whole_roles=True)
         sizes: dict[str, Any] = {**config.model, "vocab_size": len(tokenizer)}
@@ -71,7 +73,7 @@ def make_start(config: DemoConfig, folder: Path) -> None:
     temporary.rename(folder)
 
 
-def finished(folder: Path, config: DemoConfig) -> dict[str, Any] | None:
+def finished(folder: Path, config: DemoConfig) -> Summary | None:
     """Return the summary of a phase that is complete, else None."""
     file = folder / "summary.json"
     if config.run.overwrite or not file.exists():
@@ -83,13 +85,14 @@ def finished(folder: Path, config: DemoConfig) -> dict[str, Any] | None:
     return summary if summary.get("finished") else None
 
 
-def _phase(config: DemoConfig, phase: Any, base: Path, name: str, model: Path) -> Any:
+def _phase(config: DemoConfig, phase: C, base: Path, name: str, model: Path) -> C:
+    """Return the settings of a phase, which starts from ``model``."""
     run = RunConfig(**{**config.run.model_dump(), "dir": str(base), "name": name})
     settings = phase.model.model_copy(update={"path": str(model)})
     return phase.model_copy(update={"run": run, "model": settings})
 
 
-def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+def sum_up(base: Path, warm: Summary, result: Summary) -> Summary:
     """Join the results of both phases for the report and return the summary.
 
     The headline is the accuracy on the eval set after warm-up and after RL.

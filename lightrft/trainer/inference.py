@@ -9,7 +9,6 @@ import mimetypes
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from lightrft.config.data import DataConfig
 from lightrft.config.verbs import ChatConfig, EvaluateConfig, GenerateConfig
@@ -154,8 +153,8 @@ def run_generate(config: GenerateConfig) -> int:
     return len(rollouts)
 
 
-def _line(rollout: Rollout) -> dict[str, Any]:
-    line: dict[str, Any] = {
+def _line(rollout: Rollout) -> dict[str, object]:
+    line: dict[str, object] = {
         "id": rollout.prompt.id,
         "sample": rollout.sample,
         "prompt": rollout.prompt.text,
@@ -190,7 +189,7 @@ class Chat:
         self.encoder = ChatEncoder(
             DataConfig(apply_chat_template=True, media=config.media), tokenizer, self.processor
         )
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[dict[str, object]] = []
         self.attached: list[dict[str, str]] = []
         self.turn = 0
         self.clear()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -149,9 +148,8 @@ def learn(
     with timers("values"):
         batch = with_values(batch, roles, config, controls)
     readable_tokens = readable(batch, requirements)
-    metrics.add(
-        "policy/nonfinite_tokens", Sum(int(batch.mask.sum()) - int(readable_tokens.mask.sum()))
-    )
+    unreadable = int(batch.mask.sum()) - int(readable_tokens.mask.sum())
+    metrics.add("policy/nonfinite_tokens", Sum(unreadable))
     with timers("prm"):
         batch = with_process_rewards(
             readable_tokens, roles, config.prm, max_tokens, temperature, metrics
@@ -166,11 +164,9 @@ def learn(
     metrics.add("policy/frac_rows_with_advantage", Mean(rows_with_advantage(batch), len(batch)))
     with timers("update"):
         metrics.merge(update(roles, batch, update_settings(config, requirements), controls, step))
-    metrics.merge(
-        controls.update_from_batch(
-            batch, frozen=actor_frozen(roles, config.critic.warmup_steps, step)
-        )
-    )
+    # After the update, which must see the coefficients that the rewards were shaped with.
+    frozen = actor_frozen(roles, config.critic.warmup_steps, step)
+    metrics.merge(controls.update_from_batch(batch, frozen=frozen))
     publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
 
@@ -223,7 +219,7 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requ
     if not wanted and not requirements.old_logprobs(train.ppo_epochs * train.num_mini_batches):
         return batch
 
-    asked: dict[str, Any] = dict.fromkeys(wanted, True)
+    asked = dict.fromkeys(wanted, True)
 
     def score(part: Batch, index: Tensor) -> Tensor:
         scores = roles.actor.score(part, temperature=temperature, **asked)
@@ -320,10 +316,15 @@ def with_shaped_rewards(
         The remaining responses and their indices ``[K]`` in ``batch``.
     """
     scored = rewarded(batch)
-    batch = readable(batch.select(scored) if len(scored) < len(batch) else batch, requirements)
+    if len(scored) < len(batch):
+        batch = batch.select(scored)
+    batch = readable(batch, requirements)
     batch = with_rewards(batch, config.algorithm, config.sampling.max_new_tokens, controls.rewards)
+    # Again: shaping can make a finite reward infinite.
     shaped = rewarded(batch)
-    return (batch.select(shaped) if len(shaped) < len(batch) else batch), scored[shaped]
+    if len(shaped) < len(batch):
+        batch = batch.select(shaped)
+    return batch, scored[shaped]
 
 
 def advantages_from(batch: Batch, config: RLConfig, controls: Controllers) -> Batch:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightrft.config.base import Settings, build, parse_yaml, to_yaml
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
@@ -20,7 +19,6 @@ from lightrft.distributed.process_group import (
     SINGLE_PROCESS,
     KeepAlive,
     ProcessGroup,
-    restart_count,
     run_on_all_ranks,
     run_with_keepalive,
 )
@@ -28,6 +26,7 @@ from lightrft.observability.metrics import Metrics, Sum
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.run_directory import ReadOnlyRunDirectory, RunDirectory
 from lightrft.observability.timers import Timers, queued_is_done, tokens_per_second
+from lightrft.observability.trackers import ReadRow, Summary
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import (
@@ -41,6 +40,7 @@ from lightrft.trainer.run_summary import headline, samples
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import LostRankError, RankError
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
+from lightrft.utils.state_io import State
 from lightrft.utils.stop_signal import StopFlag
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class RunSession:
 
     def resume(
         self, strategy: Strategy, trained: Mapping[str, TrainableModel]
-    ) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    ) -> tuple[int, State, ReadRow]:
         """Load the newest intact checkpoint of the folder. Repeated steps are logged.
 
         A fresh start returns step 0 and empty mappings. So does a folder whose run ended before its
@@ -123,7 +123,8 @@ class RunSession:
             self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign)
         )[0]
         if path is None:
-            if again := self.folder.rewind(-1, self.phase):
+            again = self.folder.rewind(-1, self.phase)
+            if again:
                 log.warning(
                     "%s holds no checkpoint: the run starts over. Steps taken again: %d",
                     self.path,
@@ -141,9 +142,8 @@ class RunSession:
             self.store.discard_after(step)
         again = self.folder.rewind(step, self.phase)
         if row:
-            self.folder.recall(
-                {**row, "step": step, "phase": self.phase, "seconds": self.seconds_before_resume}
-            )
+            place = {"step": step, "phase": self.phase, "seconds": self.seconds_before_resume}
+            self.folder.recall({**row, **place})
         self.saved_step = self._first_step = step
         log.info("resumed from %s", path)
         if again:
@@ -153,7 +153,7 @@ class RunSession:
         return step, state, row
 
     def _newest(
-        self, about: Mapping[str, Any], sign: Callable[[], None]
+        self, about: Mapping[str, object], sign: Callable[[], None]
     ) -> tuple[Path | None, int]:
         """Return the checkpoint to resume from and its step. One that the user named is never
         replaced.
@@ -188,7 +188,7 @@ class RunSession:
         step: int,
         strategy: Strategy,
         trained: Mapping[str, TrainableModel],
-        state: Mapping[str, Any],
+        state: State,
         values: Mapping[str, float],
     ) -> None:
         """Write the checkpoint of ``step``: everything that the next step reads.
@@ -264,7 +264,7 @@ class RunSession:
         last: bool,
         strategy: Strategy,
         trained: Mapping[str, TrainableModel],
-        state: Callable[[], Mapping[str, Any]],
+        state: Callable[[], State],
         values: Mapping[str, float],
     ) -> Metrics:
         """Save when ``checkpoint`` says so, at the ``last`` step, and when asked to stop.
@@ -310,34 +310,31 @@ class RunSession:
         # Only rank 0 has a store with the checkpoints, and its answer counts.
         return self.ranks.rank == 0 and self.store.improves(values.get(metric))
 
-    def record(self, step: int, metrics: Metrics, **more: Any) -> dict[str, Any]:
-        """Log the metrics and timers of one step, show them, and return the row.
-
-        Args:
-            step: number of completed steps.
-            metrics: metrics of the step.
-            more: further columns of the row.
-        """
+    def record(self, step: int, metrics: Metrics) -> ReadRow:
+        """Log the metrics and timers of one step, show them, and return the row."""
         metrics.merge(self.timers.take())
         values = metrics.compute()
         tokens = values.get("rollout/tokens_sampled", values.get("sft/tokens", 0.0))
-        row = {"step": step, "phase": self.phase, "seconds": self.seconds, **values, **more}
+        row: ReadRow = {"step": step, "phase": self.phase, "seconds": self.seconds, **values}
         if tokens:  # an evaluation before the first step has no throughput
             row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))
         self.folder.log(row)
         self.observer.update(row)
         return row
 
-    def _about(self, trained: Mapping[str, TrainableModel]) -> dict[str, Any]:
-        return {
-            "phase": self.phase,
-            **{f"{name} parameters": shapes_digest(t.shapes) for name, t in trained.items()},
-        }
+    def _about(self, trained: Mapping[str, TrainableModel]) -> dict[str, str]:
+        # A checkpoint of other parameters is refused before any of its files is read.
+        about = {"phase": self.phase}
+        for name, role in trained.items():
+            shapes = "\n".join(f"{key} {shape}" for key, shape in role.shapes.items())
+            digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+            about[f"{name} parameters"] = digest
+        return about
 
 
 def close_session(
-    session: RunSession, threshold: float, about: Mapping[str, Any], step: int
-) -> dict[str, Any]:
+    session: RunSession, threshold: float, about: Mapping[str, object], step: int
+) -> Summary:
     """Write ``samples.json`` and ``summary.json`` from the run folder, and return the summary.
 
     Args:
@@ -350,20 +347,20 @@ def close_session(
     before, after = samples(session.path, threshold)
     if before or after:
         session.folder.write_samples(before, after)
-    summary = {
+    seconds, steps = session.at_risk
+    summary: Summary = {
         "verb": session.phase,
         "steps": step,
         "seconds": session.seconds,
         **about,
         **headline(session.path, session.phase),
-    }
-    seconds, steps = session.at_risk
-    summary |= {
         "saved_step": session.saved_step,
         "most_unsaved_seconds": seconds,
         "most_unsaved_steps": steps,
     }
-    if restarts := restart_count():
+    # Torchrun and the Ray launcher count here how often they have restarted all ranks.
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts:
         summary["restarts"] = restarts
     if session.stop and not about.get("finished"):
         summary["stopped_by"] = session.stop.reason
@@ -394,12 +391,6 @@ def next_commands(session: RunSession) -> list[str]:
     return commands
 
 
-def shapes_digest(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return a short hash of the names and shapes of all parameters."""
-    text = "\n".join(f"{name} {shape}" for name, shape in shapes.items())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 @contextmanager
 def open_session(
     config: Settings,
@@ -424,21 +415,23 @@ def open_session(
     path = Path(run.dir).expanduser() / run.name
     # Before anything is loaded: new adapters and heads are initialized at random.
     seed_everything(run.seed)
-    options: dict[str, Any] = {
-        "tensorboard": logs.tensorboard,
-        "wandb": logs.wandb,
-        "ignore": MAY_DIFFER,
-    }
     made: list[RunDirectory] = []
 
     # Only rank 0 opens the folder, which locks it. On all ranks at once, since it may fail.
     def take() -> tuple[bool, Path | None]:
         if ranks.rank:
             return False, None
-        made.append(
-            RunDirectory.open(path, config, resume=run.resume, overwrite=run.overwrite, **options)
+        opened = RunDirectory.open(
+            path,
+            config,
+            resume=run.resume,
+            overwrite=run.overwrite,
+            tensorboard=logs.tensorboard,
+            wandb=logs.wandb,
+            ignore=MAY_DIFFER,
         )
-        return made[0].fresh, made[0].checkpoint
+        made.append(opened)
+        return opened.fresh, opened.checkpoint
 
     fresh, named = run_on_all_ranks(ranks, take)[0]
     folder = made[0] if made else ReadOnlyRunDirectory(path, fresh=fresh, checkpoint=named)

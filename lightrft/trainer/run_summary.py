@@ -6,17 +6,17 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from lightrft.observability.run_directory import EvalSample
 from lightrft.observability.run_health import is_not_trained
 from lightrft.observability.trackers import read_rows
 
 SHOWN, GALLERY = 5, 40
-Answers = dict[str, dict[str, Any]]
+Answers = dict[str, EvalSample]
 """The response to show for each eval prompt, by prompt id."""
 
 
-def headline(path: Path, phase: str) -> dict[str, Any]:
+def headline(path: Path, phase: str) -> dict[str, float]:
     """Return eval accuracy, the number of steps that trained, and token counts of ``phase``.
 
     They are read from ``metrics.jsonl``. ``heldout_before`` is the evaluation at step 0 and
@@ -24,13 +24,14 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
     ``tokens_waiting`` were carried over to a step that never came.
     """
     rows = [r for r in read_rows(path / "metrics.jsonl") if r.get("phase") == phase]
-    found: dict[str, Any] = {}
+    found: dict[str, float] = {}
     accuracy = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
     if accuracy:
         found["heldout_best"] = max(accuracy.values())
         if 0 in accuracy:
             found["heldout_before"] = accuracy[0]
-        if last := max(accuracy):
+        last = max(accuracy)
+        if last:
             found["heldout_after"] = accuracy[last]
     # ``is False``: rows without the metrics, such as an evaluation, give None.
     found["steps_trained"] = sum(is_not_trained(row) is False for row in rows)
@@ -47,7 +48,7 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
     return found
 
 
-def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def samples(path: Path, threshold: float) -> tuple[list[EvalSample], list[EvalSample]]:
     """Return responses to the same eval prompts at the first and at the last evaluation.
 
     Responses that became correct come first. With a single evaluation, one of the two lists is
@@ -101,7 +102,7 @@ def _first_answers(file: Path, threshold: float) -> Answers:
         prompt = row["prompt"]
         reward = row["reward"]
         correct = not row["failed"] and reward is not None and reward >= threshold
-        answer = {
+        answer: EvalSample = {
             "prompt": question(prompt["text"], bool(prompt["attachments"])),
             "attachments": prompt["attachments"],
             "text": row["text"],

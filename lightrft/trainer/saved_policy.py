@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
+from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.base import build, parse_yaml
+from lightrft.config.base import Tree, build, parse_yaml
 from lightrft.config.model import ModelConfig
 from lightrft.config.verbs import ExportConfig
 from lightrft.models.actor import Actor
@@ -116,7 +116,7 @@ def _chosen(run: Path, which: str, step: int | None) -> Path:
     return found
 
 
-def _config_of(checkpoint: Path) -> dict[str, Any]:
+def _config_of(checkpoint: Path) -> Tree:
     """Return the config of the run that wrote ``checkpoint``, from its copy or the run folder."""
     for file in (checkpoint / "config.yaml", checkpoint.parent.parent / "config.yaml"):
         if file.is_file():
@@ -126,7 +126,7 @@ def _config_of(checkpoint: Path) -> dict[str, Any]:
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> Tree:
     try:
         tree = parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -167,7 +167,7 @@ def write_policy(
     model: ModelConfig,
     weights: Path,
     path: Path,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     processor: Writes | None,
     *,
     merge: bool = True,

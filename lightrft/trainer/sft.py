@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from lightrft.config.verbs import SFTConfig
 from lightrft.datasets.row_warnings import check_text
@@ -15,6 +14,7 @@ from lightrft.learner.sft_step import examples_to_batch, sft_step
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import NullObserver, Observer
+from lightrft.observability.trackers import Summary
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.roles import Roles, TrainableModel
 from lightrft.rollout.eval_prompts import load_eval_prompts
@@ -23,6 +23,7 @@ from lightrft.trainer.preflight import check_enough, check_evaluation
 from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.state_io import State
 from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
 
 
@@ -45,16 +46,16 @@ class SFTRun(TrainingRun):
                 self.config.train.max_tokens_per_micro_batch,
             )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return the state of the sampler."""
         return {"sampler": self.sampler.state_dict()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Restore the result of ``state``."""
         self.sampler.load_state_dict(state["sampler"])
 
 
-def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, Any]:
+def run_sft(config: SFTConfig, observer: Observer | None = None) -> Summary:
     """Train as configured and return the content of ``summary.json``."""
     if not config.data.sources:
         raise ConfigError(

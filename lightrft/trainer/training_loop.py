@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightrft.config.rollout import EvalConfig
 from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
@@ -16,6 +15,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.observability.run_health import Health
+from lightrft.observability.trackers import ReadRow, Summary
 from lightrft.roles import Roles, TrainableModel
 from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
@@ -28,6 +28,7 @@ from lightrft.trainer.saved_policy import POLICY, write_policy
 from lightrft.types import Prompt
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import GenerationInterrupted, RewardError
+from lightrft.utils.state_io import State
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class TrainingRun(ABC):
     seed: int
     steps: int
     step: int = 0
-    values: dict[str, Any] = field(default_factory=dict)
+    values: ReadRow = field(default_factory=dict)
     health: Health = field(default_factory=Health)
 
     @abstractmethod
@@ -55,13 +56,13 @@ class TrainingRun(ABC):
         unchanged."""
 
     @abstractmethod
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return the plain data that the next step reads, except weights, optimizer and random
         state.
         """
 
     @abstractmethod
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Restore the result of ``state``."""
 
     def start(self) -> None:
@@ -72,7 +73,7 @@ class TrainingRun(ABC):
         """Wait until engine and scorer are idle."""
         return
 
-    def summary_fields(self) -> dict[str, Any]:
+    def summary_fields(self) -> Summary:
         """Return further fields of the summary."""
         return {}
 
@@ -101,7 +102,7 @@ def resume_from_checkpoint(run: TrainingRun) -> None:
     run.roles.publish(run.step)
 
 
-def run_steps(run: TrainingRun) -> dict[str, Any]:
+def run_steps(run: TrainingRun) -> Summary:
     """Take all remaining steps, write the summary and return it."""
     session = run.session
     session.observer.begin(session.phase, run.steps, run.step)
@@ -129,7 +130,7 @@ def run_steps(run: TrainingRun) -> dict[str, Any]:
     written = {"model_step": export(run)} if finished else {}
     about = {**run.summary_fields(), "finished": finished, **written}
 
-    def close() -> dict[str, Any]:
+    def close() -> Summary:
         if session.ranks.rank:
             return {}
         return close_session(session, run.eval.threshold, about, run.step)
@@ -166,6 +167,7 @@ def export(run: TrainingRun) -> int:
     for name, tensor in roles.strategy.full_parameters(roles.policy.state):
         if copy is not None:
             parameters[name].data.copy_(tensor)
+    # On all ranks, so that a full disk on rank 0 ends the run everywhere.
     run_on_all_ranks(ranks, lambda: None if copy is None else save_whole(copy, run))
     return step
 
@@ -193,14 +195,18 @@ def best_checkpoint(run: TrainingRun, sign: Callable[[], None]) -> tuple[Path | 
         )
         return None, run.step
     step = load_manifest(best).step
-    return (None if step == run.step else best), step
+    # The current weights are those of the newest checkpoint, and need not be read again.
+    if step == run.step:
+        return None, step
+    return best, step
 
 
-def finish_step(run: TrainingRun, metrics: Metrics) -> dict[str, Any]:
+def finish_step(run: TrainingRun, metrics: Metrics) -> ReadRow:
     """Evaluate and save if due, and log the metrics of the step."""
     session = run.session
     last = run.step >= run.steps
-    if run.eval_prompts and (last or (run.eval.every and run.step % run.eval.every == 0)):
+    eval_is_due = last or (run.eval.every and run.step % run.eval.every == 0)
+    if run.eval_prompts and eval_is_due:
         try:
             with session.timers("eval"):
                 metrics.merge(evaluate_if_due(run))
@@ -222,13 +228,13 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> dict[str, Any]:
     return session.record(run.step, metrics)
 
 
-def warn(run: TrainingRun, values: dict[str, Any]) -> None:
+def warn(run: TrainingRun, values: Mapping[str, float]) -> None:
     """Log warnings if the metrics of the step show that the run learns nothing or too little."""
     for message in run.health.warnings(values):
         log.warning("step %d: %s", run.step, message)
 
 
-def save_before_exit(run: TrainingRun, values: dict[str, Any]) -> str:
+def save_before_exit(run: TrainingRun, values: Mapping[str, float]) -> str:
     """Save a checkpoint before an unplanned end. Return a hint for the error message, or ""."""
     if not run.step:
         return ""

@@ -12,6 +12,8 @@ from typing import Any
 from lightrft.utils.errors import CheckpointError, first_line
 
 SUFFIX = ".pt"
+State = dict[str, Any]
+"""Plain values and tensors by name, possibly nested, as ``save_state`` writes them."""
 
 
 def save_state(path: Path, tree: Any) -> None:

@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +23,13 @@ from lightrft.engines.native import GenerationBatch, NativeEngine, check_request
 from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
-from lightrft.rollout.serialization import pack_rollout, unpack_rollout
+from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
 from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import WorkerError
 from lightrft.workers.local import local_frozen
 from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig, led
-from lightrft.workers.worker_group import FaultPolicy, PendingCall, WorkerGroup
+from lightrft.workers.worker_group import FaultPolicy, PendingCall, Reply, WorkerGroup
 
 TURN_SECONDS = 0.25
 """Seconds a worker generates before it returns finished responses and takes new requests.
@@ -69,7 +68,7 @@ class EngineWorker:
 
     def draw(
         self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float
-    ) -> list[dict[str, Any]]:
+    ) -> list[PackedRollout]:
         """Generate for ``job`` for about ``seconds`` and return the finished responses, packed.
 
         Args:
@@ -88,12 +87,15 @@ class EngineWorker:
             del self._drawings[job]
         return [pack_rollout(rollout) for rollout in found]
 
-    def abort(self, job: str) -> list[dict[str, Any]]:
+    def abort(self, job: str) -> list[PackedRollout]:
         """Abort ``job`` and return its unfinished responses, packed."""
         drawing = self._drawings.pop(job, None)
-        return [] if drawing is None else [pack_rollout(rollout) for rollout in drawing.abort()]
+        # The job has ended already, or this worker was restarted since.
+        if drawing is None:
+            return []
+        return [pack_rollout(rollout) for rollout in drawing.abort()]
 
-    def weights(self, method: str, *args: Any) -> None:
+    def weights(self, method: str, *args: object) -> None:
         """Call ``method`` of the inbox, on behalf of the transport."""
         getattr(self.inbox, method)(*args)
 
@@ -207,12 +209,12 @@ class EngineWorkerGroup:
         return led(self._ranks, weights, lambda stream: self.delivery.sync(stream, version))
 
     def sleep(self, level: int) -> None:
-        """See ``Engine.sleep``."""
-        self._tell("sleep", level)
+        """See ``Engine.sleep``. A worker that restarts is skipped, and comes back awake."""
+        self.crew.each("sleep", level)
 
     def wake(self) -> None:
         """See ``Engine.wake``."""
-        self._tell("wake")
+        self.crew.each("wake")
 
     def take_counts(self) -> dict[str, int]:
         """See ``HasEventCounts``."""
@@ -221,12 +223,6 @@ class EngineWorkerGroup:
     def close(self) -> None:
         """End the workers."""
         self.delivery.close()
-
-    def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of every worker. A restarting worker is skipped and returns in its initial
-        state.
-        """
-        self.crew.each(method, *args)
 
 
 def split_requests(requests: Sequence[Request], workers: int) -> Iterator[list[Request]]:
@@ -286,7 +282,10 @@ class _Job:
             wait(calls, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
         else:
             time.sleep(LOOK_SECONDS)
-        return [rollout for desk in self.desks for rollout in self._settle(desk, self.crew.take)]
+        found: list[Rollout] = []
+        for desk in self.desks:
+            found += self._settle(desk, self.crew.take)
+        return found
 
     def abort(self) -> list[Rollout]:
         """Stop the job and return all responses, finished or not."""
@@ -301,6 +300,7 @@ class _Job:
                 self.crew.begin(desk, "abort", self.name)
         for desk in busy:
             found += self._settle(desk, self.crew.outcome)
+        # Those that no worker has begun, and those of workers that were lost meanwhile.
         left = list(itertools.chain(*self.waiting))
         for desk in self.desks:
             left += desk.asked.values()
@@ -337,9 +337,7 @@ class _Job:
                 self.crew.begin(desk, "draw", self.name, desk.fresh, self.sampling, TURN_SECONDS)
                 desk.fresh = []
 
-    def _settle(
-        self, desk: _WorkerSlot, how: Callable[[PendingCall], tuple[Any, ...]]
-    ) -> list[Rollout]:
+    def _settle(self, desk: _WorkerSlot, how: Callable[[PendingCall], Reply]) -> list[Rollout]:
         """Return the responses from the call of ``desk``. If the worker is lost, requeue its
         requests.
         """
@@ -372,7 +370,8 @@ class _Job:
         desk.fresh.clear()
         restarts = self.crew.limits.restarts
         # One more than a worker's restarts: that error comes first and describes the cause better.
-        if often := [request for request in known if self.losses[request.seed] > restarts + 1]:
+        often = [request for request in known if self.losses[request.seed] > restarts + 1]
+        if often:
             raise WorkerError(
                 f"{restarts + 2} engines were lost one after another while they generated the "
                 f"same {len(often)} responses, e.g. to prompt {often[0].prompt.id!r} (the last: "

@@ -9,7 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lightrft.config.reward import RewardConfig
 from lightrft.distributed.worker_api import Worker, WorkerLost
@@ -25,8 +24,9 @@ LOOK_SECONDS = 0.002
 TRIES = 3
 """Number of workers that may be lost with a rollout before it counts as failed."""
 
-Outcome = dict[str, Any]
-"""The fields of a rollout that scoring sets."""
+SCORED = ("reward", "terms", "weights", "failed")
+Outcome = dict[str, object]
+"""The values of the fields ``SCORED`` of a rollout, by name."""
 
 
 def reward_scorer_worker(config: RewardConfig) -> RewardScorerWorker:
@@ -60,7 +60,8 @@ class RewardScorerWorker:
         while True:
             for rollout in self.scorer.results(wait=False):
                 whose, number, _ = self._asked.pop(id(rollout))
-                self._done[whose].append((number, outcome_of(rollout)))
+                outcome: Outcome = {name: getattr(rollout, name) for name in SCORED}
+                self._done[whose].append((number, outcome))
             if self._done[client] or time.monotonic() >= ends:
                 return self._done.pop(client)
             time.sleep(LOOK_SECONDS)
@@ -68,11 +69,6 @@ class RewardScorerWorker:
     def check_sources(self, sources: Iterable[str]) -> None:
         """See ``RewardScorer.check_sources``."""
         self.scorer.check_sources(sources)
-
-
-def outcome_of(rollout: Rollout) -> Outcome:
-    """Return the fields of ``rollout`` that scoring sets."""
-    return {name: getattr(rollout, name) for name in ("reward", "terms", "weights", "failed")}
 
 
 @dataclass(slots=True, eq=False)

@@ -104,7 +104,11 @@ class WeightSync:
                 if found:
                     self._found[id(worker)] = found
         else:
-            self._resend()
+            self._resent += 1
+            # A worker that was lost during the transfer comes back with the weights.
+            self.crew.settle()
+            for worker in self.crew.workers:
+                self.crew.beside(worker, self._give_again)
         self.crew.settle()  # restarted workers have received the weights now
         if self._frozen is None:
             self._keep_frozen(sums)
@@ -123,10 +127,10 @@ class WeightSync:
         """Yield the ``weights`` that workers lack, and store their checksums in ``sums``."""
         trained, known = self.hand.trained, self._known
         for name, tensor in weights:
-            if self._frozen is not None and trained is not None and name not in trained:
+            changes = trained is None or name in trained
+            if self._frozen is not None and not changes:
                 continue
             total = checksum(tensor)
-            changes = trained is None or name in trained
             # Workers load the start model themselves, so they have most frozen weights already.
             everywhere = bool(known) and all(there.get(name) == total for there in known)
             if changes or not everywhere:
@@ -155,7 +159,7 @@ class WeightSync:
         kept: list[tuple[Layout, Tensor]] = []
         carrier = self._open()
         arrived = carrier is not None
-        # Without a transport the weights are still copied, since ``_resend`` sends that copy.
+        # Without a transport the weights are still copied, since each worker is sent that copy.
         slots = RayObject((), self.hand.bucket, 0.0).slots if carrier is None else carrier.slots
         for slot, layout in fill(weights, slots):
             # A copy, because the next bucket overwrites the slot.
@@ -184,7 +188,7 @@ class WeightSync:
             self._carried(make)
         return self._carrier
 
-    def _carried(self, step: Callable[..., None], *args: Any) -> bool:
+    def _carried(self, step: Callable[..., None], *args: object) -> bool:
         """Run ``step`` of the transport and return True if it succeeded."""
         try:
             step(*args)
@@ -202,14 +206,8 @@ class WeightSync:
             self._carrier.close()
         self._carrier = None
 
-    def _resend(self) -> None:
-        """Send the weights to each worker as messages. Workers that do not reply are restarted."""
-        self._resent += 1
-        self.crew.settle()
-        for worker in self.crew.workers:
-            self.crew.beside(worker, self._give_again)
-
     def _give_again(self, worker: Worker) -> None:
+        """Send the newest weights as messages, after a transfer that failed."""
         # The failed transfer has already waited for this worker, so it gets only a short timeout.
         worker.call("ping").result(self.crew.limits.grace)
         self._give(worker)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.05
 """Polling interval for a call that may have timed out, in seconds."""
 GRACE_SECONDS = 10.0
-"""Minimum timeout of a ping, in seconds, unless ``FaultPolicy.silence`` is shorter."""
+"""Minimum timeout of a ping, in seconds, unless ``FaultPolicy.call_timeout`` is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class FaultPolicy:
         return FaultPolicy(asked.restarts, 60 * minutes)
 
 
+Reply = tuple[Any, ...]
+"""The result of a call in a tuple, which is empty while there is none. The result may be None."""
+
+
 @dataclass(slots=True, eq=False)
 class PendingCall:
     """A worker and its pending call, made in its start number ``life``."""
@@ -81,7 +86,7 @@ class WorkerGroup:
         self,
         workers: Sequence[Worker],
         limits: FaultPolicy,
-        prepare: Callable[[Worker], Any] | None = None,
+        prepare: Callable[[Worker], None] | None = None,
     ) -> None:
         self.workers = list(workers)
         self.limits = limits
@@ -93,6 +98,7 @@ class WorkerGroup:
         self._in_a_row: Counter[int] = Counter()
         self._busy: Counter[int] = Counter()
         self._lives: Counter[int] = Counter()
+        # A thread per worker: a restart may wait for minutes, and must not delay another one.
         self._starts = ThreadPoolExecutor(
             max(1, len(self.workers)), thread_name_prefix="worker-start"
         )
@@ -105,16 +111,15 @@ class WorkerGroup:
                 return True
             if not coming.done():
                 return False
-        coming.result()  # raises if the worker was given up
+        coming.result()  # raises if the worker was given up, in every caller and not only the first
         with self._lock:
             # Another thread may have removed it and begun another restart in the meantime.
             if self._coming.get(id(worker)) is coming:
                 del self._coming[id(worker)]
         return True
 
-    def take(self, seat: PendingCall) -> tuple[Any, ...]:
-        """Return the result of the call of ``seat`` in a tuple, which is empty while the call is
-        pending.
+    def take(self, seat: PendingCall) -> Reply:
+        """Return the result of the call of ``seat``, if the call is done.
 
         Exceptions of the call are raised. After ``WorkerLost`` the worker is restarting.
         """
@@ -138,8 +143,8 @@ class WorkerGroup:
         self.revive(seat.worker, reason, seat.life)
         raise WorkerLost(reason)
 
-    def begin(self, seat: PendingCall, method: str, *args: Any) -> None:
-        """Start the call of ``seat``.
+    def begin(self, seat: PendingCall, method: str, *args: object) -> None:
+        """Start the call of ``seat``. The caller must take its result before the next call.
 
         Args:
             seat: the worker to call.
@@ -149,17 +154,15 @@ class WorkerGroup:
         seat.life, seat.since = self._lives[id(seat.worker)], time.monotonic()
         seat.call = seat.worker.call(method, *args)
 
-    def outcome(self, seat: PendingCall) -> tuple[Any, ...]:
-        """Wait for the call of ``seat`` and return its result as ``take`` does, or () without a
-        call.
-        """
+    def outcome(self, seat: PendingCall) -> Reply:
+        """Wait for the call of ``seat`` and return its result, or () without a call."""
         while seat.call is not None:
             wait([seat.call], timeout=LOOK_SECONDS)
             if found := self.take(seat):
                 return found
         return ()
 
-    def each(self, method: str, *args: Any) -> list[Any]:
+    def each(self, method: str, *args: object) -> list[Any]:
         """Call ``method`` on each worker and return the results. A restarting or lost worker gives
         None.
         """
@@ -167,12 +170,13 @@ class WorkerGroup:
         for seat in seats:
             if self.ready(seat.worker):
                 self.begin(seat, method, *args)
-        found: list[Any] = []
+        found = []
         for seat in seats:
-            try:
-                found += self.outcome(seat) or (None,)
-            except WorkerLost:
-                found.append(None)
+            outcome: Reply = ()
+            # If it is lost, its restart has begun.
+            with suppress(WorkerLost):
+                outcome = self.outcome(seat)
+            found.append(outcome[0] if outcome else None)
         return found
 
     def life(self, worker: Worker) -> int:
@@ -204,7 +208,7 @@ class WorkerGroup:
             if id(worker) not in self._coming and not stale:
                 self._coming[id(worker)] = self._starts.submit(self._start, worker, reason)
 
-    def beside(self, worker: Worker, work: Callable[[Worker], Any]) -> None:
+    def beside(self, worker: Worker, work: Callable[[Worker], None]) -> None:
         """Run ``work`` with ``worker`` in the background. A worker that is lost is restarted."""
         with self._lock:
             if id(worker) not in self._coming:
@@ -218,7 +222,7 @@ class WorkerGroup:
         for worker in self.workers:
             self.ready(worker)
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def ask(self, method: str, *args: object) -> Any:
         """Call ``method`` on the worker with the fewest pending calls and return the result.
 
         If the worker is lost, the call is repeated on another one. Thread-safe.
@@ -228,9 +232,9 @@ class WorkerGroup:
             try:
                 found = worker.call(method, *args).result(self.limits.call_timeout)
             except (WorkerLost, TimeoutError) as error:
-                self.revive(
-                    worker, str(error) or f"no response for {self.limits.call_timeout:g} s", life
-                )
+                # A ``TimeoutError`` has no text.
+                reason = str(error) or f"no response for {self.limits.call_timeout:g} s"
+                self.revive(worker, reason, life)
             else:
                 self.heard(worker)
                 return found
@@ -264,7 +268,7 @@ class WorkerGroup:
                 coming = list(self._coming.values())
             wait(coming, return_when="FIRST_COMPLETED")
 
-    def _beside(self, worker: Worker, work: Callable[[Worker], Any]) -> None:
+    def _beside(self, worker: Worker, work: Callable[[Worker], None]) -> None:
         try:
             work(worker)
         except (WorkerLost, TimeoutError) as error:
@@ -281,7 +285,7 @@ class WorkerGroup:
             if tried >= self.limits.restarts:
                 raise WorkerError(
                     f"{worker.name} was lost again after launch.ray.restarts = {tried} restarts "
-                    f"in a row ({reason}); see the lines above say of it. The same command "
+                    f"in a row ({reason}); see what the lines above say of it. The same command "
                     "resumes from the last checkpoint"
                 )
             log.warning("%s was lost (%s); restarting it", worker.name, reason)

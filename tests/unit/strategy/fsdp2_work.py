@@ -25,7 +25,6 @@ from lightrft.distributed.process_group import (
     SINGLE_PROCESS,
     ProcessGroup,
     init_process_group,
-    shard_for_rank,
 )
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
@@ -134,7 +133,8 @@ def train(strategy: SingleStrategy, config: ModelConfig, kind: type) -> dict[str
         "whole gradients": [],
         "held": held(model),
     }
-    whole, rows = batch(), shard_for_rank(list(range(ROWS)), strategy.data_parallel_group)
+    ranks = strategy.data_parallel_group
+    whole, rows = batch(), list(range(ROWS))[ranks.rank :: ranks.size]
     frozen = Actor.load(ModelConfig(path=config.path))
     strategy.place(frozen.requires_grad_(False))
     for _ in range(2):
