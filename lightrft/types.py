@@ -38,10 +38,11 @@ class Ragged:
         If ``index`` selects all samples in their order, return this object, since rows may be
         large.
         """
-        if index.numel() == len(self) and torch.equal(
-            index, torch.arange(len(self), device=index.device)
-        ):
-            return self
+        # The lengths first: a comparison of values would wait for the device each time.
+        if index.numel() == len(self):
+            everything = torch.arange(len(self), device=index.device)
+            if torch.equal(index, everything):
+                return self
         return Ragged(self.values[rows_of(self.lengths, index)], self.lengths[index])
 
     def to(self, device: torch.device | str) -> Ragged:
@@ -111,14 +112,13 @@ class Prompt:
     media: Media = field(default_factory=dict)
     attachments: tuple[Attachment, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the prompt as plain data for files that people read.
 
         Attachments are given by name, and media are left out.
         """
-        kept = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "media"
-        }
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del kept["media"]
         return {**kept, "attachments": [a.name for a in self.attachments]}
 
 
@@ -209,11 +209,9 @@ class HostCopy:
     @staticmethod
     def of(tensor: Tensor, known: HostCopy | None) -> HostCopy:
         """Return ``known`` if it is a copy of this very ``tensor``, else read the tensor."""
-        return (
-            known
-            if known is not None and known.of_tensor is tensor
-            else HostCopy(tensor, tensor.tolist())
-        )
+        if known is not None and known.of_tensor is tensor:
+            return known
+        return HostCopy(tensor, tensor.tolist())
 
     @staticmethod
     def moved(tensor: Tensor, known: HostCopy | None, to: Tensor) -> HostCopy | None:
@@ -244,7 +242,7 @@ class Segments:
     tokens: Tensor
     lengths: Tensor
     media: Media = field(default_factory=dict)
-    _sizes: Any = field(default=None, repr=False, compare=False)
+    _sizes: HostCopy | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.lengths.numel())
@@ -304,13 +302,20 @@ class Segments:
 
 def cat_media(parts: Sequence[Segments]) -> Media:
     """Concatenate the media of ``parts``; a part without some input adds rows of length 0."""
+    # The first rows of each input give the shape and dtype of the empty ones.
+    some: Media = {}
+    for part in parts:
+        for name, rows in part.media.items():
+            some.setdefault(name, rows)
     joined: Media = {}
-    for name in dict.fromkeys(k for p in parts for k in p.media):
-        some = next(p.media[name] for p in parts if name in p.media)
-        rows = [
-            p.media.get(name) or Ragged(some.values[:0], torch.zeros_like(p.lengths)) for p in parts
-        ]
-        joined[name] = Ragged.cat(rows)
+    for name, example in some.items():
+        of_parts = []
+        for part in parts:
+            own = part.media.get(name)
+            if own is None:
+                own = Ragged(example.values[:0], torch.zeros_like(part.lengths))
+            of_parts.append(own)
+        joined[name] = Ragged.cat(of_parts)
     return joined
 
 
@@ -377,7 +382,7 @@ class Batch:
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
-    _groups: Any = field(default=None, repr=False, compare=False)
+    _groups: HostCopy | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.prompt_of.numel())
@@ -416,12 +421,12 @@ class Batch:
 
     def columns(self, axis: str) -> dict[str, Tensor]:
         """Return the filled columns of one axis, ``"token"`` or ``"sample"``, by name."""
-        named = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.metadata.get("axis") == axis
-        }
-        return {name: column for name, column in named.items() if column is not None}
+        filled: dict[str, Tensor] = {}
+        for column in dataclasses.fields(self):
+            value = getattr(self, column.name)
+            if column.metadata.get("axis") == axis and value is not None:
+                filled[column.name] = value
+        return filled
 
     def replace(self, **columns: Tensor | None) -> Batch:
         """Return a copy with other columns; the tensors are shared."""
@@ -445,11 +450,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same data on ``device``; tensors already there are shared."""
-        moved = {
-            k: to_device(v, device)
-            for axis in ("token", "sample")
-            for k, v in self.columns(axis).items()
-        }
+        columns = {**self.columns("token"), **self.columns("sample")}
+        moved = {name: to_device(column, device) for name, column in columns.items()}
         prompt_of = to_device(self.prompt_of, device)
         known = HostCopy.moved(self.prompt_of, self._groups, prompt_of)
         return Batch(
@@ -467,11 +469,12 @@ class Batch:
         for axis, sets in names.items():
             if any(s != sets[0] for s in sets):
                 raise ValueError(f"batches with different {axis} columns cannot be joined: {sets}")
+        # Prompts of later parts come after those of earlier ones, so their indices move up.
         offsets, seen = [], 0
         for part in parts:
             offsets.append(part.prompt_of + seen)
             seen += len(part.prompts)
-        columns = [k for sets in names.values() for k in sorted(sets[0])]
+        columns = [*sorted(names["token"][0]), *sorted(names["sample"][0])]
         return Batch(
             Segments.cat([p.prompts for p in parts]),
             Segments.cat([p.responses for p in parts]),
@@ -488,6 +491,7 @@ def rows_of(lengths: Tensor, index: Tensor) -> Tensor:
     starts = torch.cumsum(lengths, 0) - lengths
     kept = lengths[index]
     ends = torch.cumsum(kept, 0)
+    # Read once: without ``output_size``, ``repeat_interleave`` would wait for the device again.
     total = int(ends[-1]) if ends.numel() else 0
     shift = torch.repeat_interleave(starts[index] - (ends - kept), kept, output_size=total)
     return torch.arange(total, device=lengths.device) + shift

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import DoctorConfig, RLConfig, SFTConfig
 from lightrft.datasets.chat_encoder import ChatEncoder, check_template
 from lightrft.datasets.prompt_dataset import PromptDataset
@@ -74,7 +74,8 @@ def run_doctor(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     found += worker_findings(apart, memory, device, config)
     if data is None:
         return Report(tuple(found), memory, apart)
-    if options.rows and _rewarded(config):
+    has_rewards = bool(config.reward.terms or config.reward.per_source)
+    if options.rows and has_rewards and isinstance(config, RLConfig):
         score = partial(_rewards, config, data, options.rows)
         _attempt(found, "reward", "terms", lambda: found.extend(score()))
     if options.probe:
@@ -91,7 +92,10 @@ def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
     processes = config.launch.processes
     kind = options.device
     if kind == "auto":
-        kind = _strategy_device(config.strategy).partition(":")[0]
+        kind = config.strategy.device
+        if kind == "auto":
+            kind = str(torch.accelerator.current_accelerator() or "cpu")
+        kind = kind.partition(":")[0]
     if options.device_memory != "auto":
         try:
             return Device(kind, size_of(options.device_memory), processes, _kernel())
@@ -105,13 +109,6 @@ def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
     else:
         memory = 0
     return Device(kind, memory, processes, _kernel())
-
-
-def _strategy_device(strategy: StrategyConfig) -> str:
-    """Return the device that a run with ``strategy`` uses on this machine."""
-    if strategy.device != "auto":
-        return strategy.device
-    return str(torch.accelerator.current_accelerator() or "cpu")
 
 
 def _kernel() -> bool:
@@ -256,7 +253,7 @@ def _dtype(dtype: torch.dtype, device: Device) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     lengths: Lengths
     prompts: PromptDataset | None
 
@@ -293,7 +290,7 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     return _Data(tokenizer, lengths, prompts)
 
 
-def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
+def _tokens(config: RLConfig | SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Check that a custom tokenizer agrees with the model's, and that a response can end."""
     if config.model.tokenizer is not None:
         own_model = config.model.model_copy(update={"tokenizer": None})
@@ -344,12 +341,10 @@ def _bounds(config: RLConfig | SFTConfig) -> Lengths:
     )
 
 
-def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
-    chat = (
-        config.data.template is None
-        if config.data.apply_chat_template == "auto"
-        else config.data.apply_chat_template
-    )
+def _template(config: RLConfig | SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
+    chat = config.data.apply_chat_template
+    if chat == "auto":
+        chat = config.data.template is None
     if not chat:
         says = "not used, as data.apply_chat_template or data.template says"
         return Finding("data", "ok", "chat template", says)
@@ -444,12 +439,6 @@ def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
             "have nothing to do"
         )
         yield Finding("settings", "warn", "launch.processes", says)
-
-
-def _rewarded(config: RLConfig | SFTConfig) -> bool:
-    if not isinstance(config, RLConfig):
-        return False
-    return bool(config.reward.terms or config.reward.per_source)
 
 
 def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[Finding]:

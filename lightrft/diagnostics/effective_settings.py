@@ -12,6 +12,7 @@ from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.token_masks import TOKEN_MASKS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.config.algorithm import PARTS, AlgorithmConfig
+from lightrft.config.base import Tree
 from lightrft.config.presets import PRESETS, source_of
 from lightrft.config.verbs import RLConfig
 from lightrft.rollout.curriculum import CURRICULA
@@ -57,13 +58,13 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[EffectiveSett
     return tuple(found)
 
 
-def flat(tree: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Tree | Sequence[Any], prefix: str = "") -> Tree:
     """Flatten a tree to ``{"a.b": value, "list.0.c": value}``.
 
     An empty mapping is a leaf. An empty list is dropped.
     """
     branches = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    leaves: dict[str, Any] = {}
+    leaves: Tree = {}
     for key, value in branches:
         name = f"{prefix}{key}"
         is_list = isinstance(value, list | tuple)
@@ -164,7 +165,7 @@ IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
 """Predicate for each branch of ``algorithm``: True for a leaf that nothing reads."""
 
 
-def with_option_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_option_defaults(tree: Tree) -> Tree:
     """Return the settings as a tree in which options have the defaults of their function."""
     full = dict(tree)
     for branch in ("advantage", "loss"):
@@ -174,15 +175,12 @@ def with_option_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     return full
 
 
-def _with_defaults(kind: ComponentKind, part: Mapping[str, Any]) -> dict[str, Any]:
-    return {**part, "options": {**defaults_of(kind, part["name"]), **part["options"]}}
-
-
-def defaults_of(kind: ComponentKind, name: str) -> dict[str, Any]:
-    """Return the options of the function ``name`` that have a default, with that default."""
-    options = kind.options(kind.registry[name])
+def _with_defaults(kind: ComponentKind, part: Tree) -> Tree:
+    """Return the settings of a function with the defaults of options that are not given."""
+    options = kind.options(kind.registry[part["name"]])
     required = inspect.Parameter.empty
-    return {option: value for option, value in options.items() if value is not required}
+    defaults = {option: value for option, value in options.items() if value is not required}
+    return {**part, "options": {**defaults, **part["options"]}}
 
 
 def _owner(key: str, algorithm: AlgorithmConfig) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
@@ -33,7 +32,7 @@ from lightrft.trainer.rl_step import (
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.seeding import restore_rng, seed_everything
-from lightrft.utils.state_io import SUFFIX
+from lightrft.utils.state_io import SUFFIX, State
 from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
 
 PHASES = ("policy", "reference", "values", "prm", "advantages", "update")
@@ -167,7 +166,7 @@ def _take_up(
             "checkpoint.every=1 and checkpoint.keep in the run"
         )
     verify(saved[step])
-    state: Mapping[str, Any] = load_state(saved[step] / "trainer")
+    state: State = load_state(saved[step] / "trainer")
     for name, role in roles.trained.items():
         # Overrides may need a model that the run did not train.
         if (saved[step] / name).exists():

@@ -87,7 +87,9 @@ def estimate_memory(
     if device.processes > 1:
         phases.append(reading(place, models, loaded))
     if "engine" in apart and isinstance(config, RLConfig):
-        kept["weights for engines"] = _handed_over(config, models[0], device)
+        # A bucket in transfer. On a CPU, the copy for restarted engines is in the same memory.
+        copy = _trained_bytes(models[0]) if device.kind == "cpu" else 0.0
+        kept["weights for engines"] = ModelMemory(config.launch.ray.bucket_mb * MIB + copy)
     kept |= _compiled(models, device)
     on_host = _on_host(place, models, phases)
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
@@ -276,15 +278,6 @@ def _compiled(models: list[Model], device: Device) -> dict[str, ModelMemory]:
         return {}
     size = max(products_bytes(model.model.base.dtype) for model in models)
     return {"compiled products": ModelMemory(size)} if size else {}
-
-
-def _handed_over(config: RLConfig, policy: Model, device: Device) -> ModelMemory:
-    """Return the memory of a bucket of weights in transfer to engines.
-
-    If the device is a CPU, it includes the copy that rank 0 keeps for restarted engines.
-    """
-    kept = _trained_bytes(policy) if device.kind == "cpu" else 0.0
-    return ModelMemory(config.launch.ray.bucket_mb * MIB + kept)
 
 
 def _on_host(

@@ -56,9 +56,15 @@ class AllocationTracker(TorchDispatchMode):
         self.peak = 0
         self.away = 0
         self.away_peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:
             # Models test whether positions form one sequence, to build a mask that is unused here.
             # The meta device has no values, so any number serves.
@@ -78,7 +84,7 @@ class AllocationTracker(TorchDispatchMode):
             return
 
         # The key is an address, which is reused once the storage is freed.
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             del self._known[key]
             self.live -= size
 
@@ -86,7 +92,7 @@ class AllocationTracker(TorchDispatchMode):
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def sent(self, kept: Any, size: int) -> None:
+    def sent(self, kept: object, size: int) -> None:
         """Count ``size`` offloaded bytes until ``kept`` is freed."""
         self.away += size
         self.away_peak = max(self.away_peak, self.away)
@@ -122,7 +128,7 @@ class _Attention:
     watch: AllocationTracker
     written: int = 0
     last_layer: int | None = None
-    spans: Any = ()
+    spans: tuple[object, ...] = ()
 
     def attend(
         self,
@@ -132,7 +138,7 @@ class _Attention:
         value: Tensor,
         *,
         softcap: float | None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         return _Attend.apply(query, key, value, self)
 

@@ -35,7 +35,7 @@ from lightrft.diagnostics.memory.formulas import (
     tokens_held,
     unsharded_bytes,
 )
-from lightrft.diagnostics.memory.meta_trace import Traced
+from lightrft.diagnostics.memory.meta_trace import Saved, Traced
 from lightrft.diagnostics.memory.sharding import shares_of
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.decoding.kinds import decodes_by_plan
@@ -126,7 +126,8 @@ class Model:
         sizes: dict[nn.Parameter, float] = {}
         for name, p in self.model.named_parameters():
             if not trained or (self.trained and p.requires_grad):
-                sizes[p] = p.numel() * p.itemsize / (cut if name in names else 1)
+                ranks = cut if name in names else 1
+                sizes[p] = p.numel() * p.itemsize / ranks
         blocks = []
         # A set, since two modules of a block may share a parameter.
         for block in outermost_blocks(self.model):
@@ -282,7 +283,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
         yield from _updates(place, m, batch, parts, options)
 
 
-def _trace_options(place: ProcessProfile, m: Model) -> dict[str, Any]:
+def _trace_options(place: ProcessProfile, m: Model) -> dict[str, bool]:
     """Return what a pass of ``m`` computes: attention scores in full, and the entropy."""
     config = place.config
     # Scores are materialized where no kernel applies: with a cap, and on a GPU in float32.
@@ -299,7 +300,7 @@ def _updates(
     m: Model,
     batch: Batch,
     parts: int,
-    options: dict[str, Any],
+    options: dict[str, bool],
 ) -> Iterator[MemoryPhase]:
     """Yield forward and backward passes of ``parts`` micro-batches like ``batch``.
 
@@ -308,18 +309,19 @@ def _updates(
         m: A trained model.
         batch: The largest micro-batch.
         parts: Number of micro-batches of an optimizer step.
-        options: Options of ``meta_trace.update``.
+        options: Options of ``meta_trace.update`` that give what a pass computes.
     """
     shares = place.shares(m)
     sequence = place.strategy.sequence_parallel
+    saved: Saved = "device"
     if place.strategy.offload_activations:
-        options = {**options, "saved": "same" if place.device.kind == "cpu" else "host"}
+        saved = "same" if place.device.kind == "cpu" else "host"
     spread = place.device.processes > 1 and shares.gradients > 1
 
     def trace() -> Traced:
         if spread:
-            return meta_trace.spread_update(m.model, batch, **options)
-        return meta_trace.update(m.model, batch, parts, **options)
+            return meta_trace.spread_update(m.model, batch, saved=saved, **options)
+        return meta_trace.update(m.model, batch, parts, saved=saved, **options)
 
     found = traced(place, m, trace, batch, True)
     if found.away:
@@ -331,8 +333,10 @@ def _updates(
         summed = gradients(m.parameters, shares)
     on_it = {} if "gradients" in shares.on_host else {"gradients": summed}
     update = {**on_it, "activations": max(0.0, activations)}
-    if m.name == "policy":
-        update |= _target(place.config)
+    config = place.config
+    if m.name == "policy" and isinstance(config, RLConfig) and config.algorithm.distill.whole:
+        # Full vocabularies are compared, in chunks of which two exist at a time.
+        update["teacher's logits"] = 2.0 * config.model.logits_mb * MIB
     update |= _whole(place, m, backward=True)
     yield MemoryPhase(f"{m.name}: update", update)
     if shares.by_blocks and not shares.bucket:
@@ -347,13 +351,6 @@ def scored(config: RLConfig) -> bool:
     if requirements.old_logprobs(config.train.ppo_epochs * config.train.num_mini_batches):
         return True
     return requirements.entropy or requirements.energy or requirements.current
-
-
-def _target(config: RLConfig | SFTConfig) -> dict[str, float]:
-    """Return the bytes of two chunks of teacher logits, if full vocabularies are compared."""
-    if not isinstance(config, RLConfig) or not config.algorithm.distill.whole:
-        return {}
-    return {"teacher's logits": 2.0 * config.model.logits_mb * MIB}
 
 
 def _whole(place: ProcessProfile, m: Model, *, backward: bool) -> dict[str, float]:
@@ -510,20 +507,17 @@ def _heads(text: Any) -> tuple[int, int]:
 def _widths(text: Any) -> dict[str, int]:
     heads, keys = _heads(text)
     head = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    return {"queries": head * heads, "keys": keys, "inner": _inner(text)}
-
-
-def _inner(text: Any) -> int:
-    """Return the width of the MLP that a token passes through, summed over its active experts."""
-    # GPT-2 leaves the width empty, which means four times the hidden size.
-    narrow = _first(text, "moe_intermediate_size", "intermediate_size") or 4 * text.hidden_size
-    experts = _first(text, "num_experts_per_tok", "num_experts_per_token")
-    return narrow * experts if experts else narrow
+    # GPT-2 leaves the width of the MLP empty, which means four times the hidden size.
+    inner = _first(text, "moe_intermediate_size", "intermediate_size") or 4 * text.hidden_size
+    # A token passes through each of its active experts.
+    experts = _first(text, "num_experts_per_tok", "num_experts_per_token") or 1
+    return {"queries": head * heads, "keys": keys, "inner": inner * experts}
 
 
 def _first(text: Any, *names: str) -> int | None:
     """Return the first of these fields that is set and not 0."""
     for name in names:
-        if value := getattr(text, name, None):
+        value = getattr(text, name, None)
+        if value:
             return value
     return None

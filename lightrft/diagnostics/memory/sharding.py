@@ -37,7 +37,7 @@ def rows_of(strategy: StrategyConfig, processes: int) -> int:
     Tensor-parallel ranks count once.
     """
     rows = max(1, processes // strategy.tensor_parallel)
-    return rows if strategy.hsdp_shard_size is None else min(strategy.hsdp_shard_size, rows)
+    return min(strategy.hsdp_shard_size or rows, rows)
 
 
 def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) -> ShardingFactors:
@@ -47,10 +47,9 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     """
     rows = rows_of(strategy, processes)
     left = 0.0
+    # False keeps whole blocks. A number reshards to that many ranks.
     if trained and strategy.reshard_after_forward is not True:
-        left = (
-            1.0 if strategy.reshard_after_forward is False else 1 / strategy.reshard_after_forward
-        )
+        left = 1 / (strategy.reshard_after_forward or 1)
     away: tuple[Part, ...] = ()
     if strategy.cpu_offload and kind != "cpu":
         away = ("weights", "state", "gradients")
