@@ -65,6 +65,7 @@ def run_doctor(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     found += _settings(config, device)
     found += _devices(config, options, device)
     data = _attempt(found, "data", "rows", lambda: _data(config, found))
+    # Without data the limits of the settings stand for it, so that memory is estimated all the same.
     lengths = _bounds(config) if data is None else data.lengths
     found += _batch(config, lengths)
     memory = _attempt(found, "memory", "models", lambda: estimate_memory(config, lengths, device))
@@ -72,6 +73,7 @@ def run_doctor(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
         found += memory_findings(memory, device, config)
     apart = _attempt(found, "memory", "workers", lambda: workers(config, lengths, device)) or {}
     found += worker_findings(apart, memory, device, config)
+    # Rewards and the probe need prompts.
     if data is None:
         return Report(tuple(found), memory, apart)
     has_rewards = bool(config.reward.terms or config.reward.per_source)
@@ -452,6 +454,7 @@ def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[F
     if data.prompts is None:
         return
     count = min(rows, len(data.prompts))
+    # Rewards do not read media, which may take long to decode.
     prompts = [data.prompts.prompt(i, media=False) for i in range(count)]
     answers = []
     for prompt in prompts:
@@ -477,6 +480,7 @@ def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[F
             each = (time.perf_counter() - began) / len(pairs)
             yield _scores(name, scored, each)
             means[name] = sum(rollout.reward or 0.0 for rollout in scored) / len(scored)
+    # A reward that reads the label gives the reference response the most.
     if len(means) == 2 and means["reference response"] <= means["empty response"]:
         says = (
             "reference responses score no more than empty ones: the reward may not read them, or "
@@ -520,6 +524,7 @@ def _measured(
     if not isinstance(config, RLConfig) or data.prompts is None:
         yield Finding("time", "warn", "probe", "is made for lightrft rl only")
         return
+    # The probe loads the real policy, and would end this program instead of reporting.
     if memory is not None and device.memory and memory.peak > device.memory:
         says = "not run, since the run does not fit (memory, peak)"
         yield Finding("time", "warn", "probe", says)

@@ -168,6 +168,7 @@ IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
 def with_option_defaults(tree: Tree) -> Tree:
     """Return the settings as a tree in which options have the defaults of their function."""
     full = dict(tree)
+    # These are single functions. The branches of ``PARTS`` are lists of functions.
     for branch in ("advantage", "loss"):
         full[branch] = _with_defaults(COMPONENT_KINDS[branch], tree[branch])
     for branch in PARTS:

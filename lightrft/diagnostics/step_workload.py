@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightrft.algorithms.requirements import Requirements
-from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
 
 
@@ -50,8 +49,8 @@ def forward_passes(config: RLConfig) -> Iterator[Forward]:
     requirements = Requirements.of(algorithm)
     updates = config.train.ppo_epochs
     old = requirements.old_logprobs(updates * config.train.num_mini_batches)
-    wanted = ["log-probs"] if old else []
-    wanted += [word for word in ("entropy", "energy") if word in requirements.needs]
+    computed = {"log-probs": old, "entropy": requirements.entropy, "energy": requirements.energy}
+    wanted = [word for word, applies in computed.items() if applies]
     if wanted:
         yield Forward("policy", 1, False, f"{' and '.join(wanted)} before the update")
     if requirements.reference:
@@ -82,7 +81,15 @@ def gradient(config: RLConfig) -> Iterator[str]:
     yield from _updates(config)
     if algorithm.token_masks:
         yield "Tokens that a token mask leaves out get none from the policy loss."
-    reached = list(_reach_every_row(algorithm))
+    # Terms of the loss that no advantage multiplies.
+    terms = {
+        "the KL term": algorithm.kl.used and algorithm.kl.where == "loss",
+        "the entropy term": algorithm.entropy.used,
+        "the drift term": algorithm.policy_drift.coef,
+        "the teacher's divergence": algorithm.distill.whole,
+        "the likelihood of correct responses": algorithm.positive_nll.coef,
+    }
+    reached = [name for name, applies in terms.items() if applies]
     if reached:
         yield f"Rows with advantage 0 still get gradient from {' and '.join(reached)}."
     else:
@@ -133,19 +140,6 @@ def _other_models(config: RLConfig) -> Iterator[str]:
             f"Each optimizer step of the policy also learns {config.ptx.batch_size} "
             "conversations of ptx.data."
         )
-
-
-def _reach_every_row(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.kl.used and algorithm.kl.where == "loss":
-        yield "the KL term"
-    if algorithm.entropy.used:
-        yield "the entropy term"
-    if algorithm.policy_drift.coef:
-        yield "the drift term"
-    if algorithm.distill.whole:
-        yield "the teacher's divergence"
-    if algorithm.positive_nll.coef:
-        yield "the likelihood of correct responses"
 
 
 def _reference(config: RLConfig) -> str:

@@ -35,11 +35,6 @@ class Evaluation:
         """Return every response, group after group."""
         return [r for group in self.groups for r in group]
 
-    @property
-    def accuracy(self) -> float:
-        """Return ``eval/accuracy``; 0 if there are no prompts."""
-        return self.metrics.compute().get("eval/accuracy", 0.0)
-
 
 def evaluate(
     engine: Engine,

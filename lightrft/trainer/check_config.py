@@ -27,7 +27,8 @@ def check(config: RLConfig) -> Requirements:
             "data.sources is empty; name what prompts come from, e.g. data.sources=[{path: "
             "train.jsonl}]"
         )
-    kl, answers = config.algorithm.kl, config.rollout.prompts_per_step * config.rollout.group_size
+    kl = config.algorithm.kl
+    answers = config.rollout.prompts_per_step * config.rollout.group_size
     # The coefficient is multiplied by 1 + error * answers / horizon, with error >= -0.2.
     if kl.used and kl.controller == "adaptive" and answers >= 5 * kl.horizon:
         raise ConfigError(
@@ -69,26 +70,26 @@ def check_reward(config: RLConfig, requirements: Requirements) -> None:
 def check_roles(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` if a setting contradicts the set of models that the algorithm needs."""
     algorithm, kl = config.algorithm, config.algorithm.kl
-    if algorithm.distill.kind != "none" and not config.teacher.path:
+    advantage = algorithm.advantage.name
+    distills = algorithm.distill.kind != "none"
+    if distills and not config.teacher.path:
         raise ConfigError(
             f"algorithm.distill.kind = {algorithm.distill.kind} needs a teacher; set "
             "teacher.path to its folder or name"
         )
-    if algorithm.distill.kind == "none" and config.teacher != type(config.teacher)():
+    if not distills and config.teacher != type(config.teacher)():
         raise ConfigError(
             f"teacher.path = {config.teacher.path!r} changes nothing: set algorithm.distill, "
             "e.g. to sampled"
         )
-    if algorithm.distill.kind == "none" and requirements.teacher:
-        name = algorithm.advantage.name
+    if not distills and requirements.teacher:
         raise ConfigError(
-            f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, "
-            "e.g. to sampled"
+            f"algorithm.advantage = {advantage} learns from a teacher alone; set "
+            "algorithm.distill, e.g. to sampled"
         )
     if not requirements.critic and config.critic != type(config.critic)():
         raise ConfigError(
-            f"critic changes nothing: advantage {algorithm.advantage.name!r} has no critic; take "
-            "gae or vapo"
+            f"critic changes nothing: advantage {advantage!r} has no critic; take gae or vapo"
         )
     if config.reference is not None and not requirements.reference:
         raise ConfigError(
@@ -97,8 +98,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
         )
     if not requirements.prm and config.prm != type(config.prm)():
         raise ConfigError(
-            f"prm changes nothing: advantage {algorithm.advantage.name!r} has no process "
-            "reward; take prime"
+            f"prm changes nothing: advantage {advantage!r} has no process reward; take prime"
         )
     if config.ptx.coef and not config.ptx.data.sources:
         raise ConfigError(

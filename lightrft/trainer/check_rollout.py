@@ -74,17 +74,13 @@ def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[
 
 
 def _rewardless(rollout: RolloutConfig) -> Iterator[str]:
-    """Yield the setting that reads rewards, for an algorithm that has none."""
-    what = ""
-    if rollout.curriculum is not None:
-        what = "curriculum"
-    if rollout.select is not None:
-        what = "select"
-    if what:
-        yield (
-            f"rollout.{what} reads rewards, and this algorithm has none: all that it learns "
-            "comes from a teacher; leave it out"
-        )
+    """Yield the settings that read rewards, for an algorithm that has none."""
+    for name in ("select", "curriculum"):
+        if getattr(rollout, name) is not None:
+            yield (
+                f"rollout.{name} reads rewards, and this algorithm has none: all that it learns "
+                "comes from a teacher; leave it out"
+            )
 
 
 def _unfinished(rollout: RolloutConfig, max_new_tokens: int) -> Iterator[str]:

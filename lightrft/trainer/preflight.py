@@ -105,12 +105,10 @@ def _sampling(config: RLConfig, requirements: Requirements) -> Iterator[str]:
 
 def greedy_setting(sampling: SamplingConfig) -> str:
     """Return the setting that makes sampling greedy, as ``name = value``, or "" if none does."""
-    if sampling.temperature == 0:
-        return f"sampling.temperature = {sampling.temperature:g}"
-    if sampling.top_k == 1:
-        return f"sampling.top_k = {sampling.top_k:g}"
-    if sampling.min_p == 1:  # only the most probable token is left
-        return f"sampling.min_p = {sampling.min_p:g}"
+    # Each leaves only the most probable token.
+    for name, value in (("temperature", 0), ("top_k", 1), ("min_p", 1)):
+        if getattr(sampling, name) == value:
+            return f"sampling.{name} = {value}"
     return ""
 
 
@@ -120,7 +118,8 @@ def _weights(reward: RewardConfig) -> Iterator[str]:
     for source, terms in reward.per_source.items():
         lists[f"reward.per_source.{source}"] = terms
     for name, terms in lists.items():
-        if terms and not any(term.weight for term in terms):
+        weights = {term.weight for term in terms}
+        if weights == {0}:
             yield f"{name}: every weight is 0, so every reward is; give one of them a weight"
 
 
@@ -128,11 +127,11 @@ def _without_data(settings: EvalConfig) -> Iterator[str]:
     """Yield settings that ask for an evaluation while no eval set is configured."""
     if settings.data.sources:
         return
-    given = settings.model_dump()
     for name in ("every", "stop_at", "limit", "samples"):
-        if given[name] != EvalConfig.model_fields[name].default:
+        given = getattr(settings, name)
+        if given != EvalConfig.model_fields[name].default:
             yield (
-                f"eval.{name} = {given[name]} changes nothing: eval.data.sources is empty; name "
+                f"eval.{name} = {given} changes nothing: eval.data.sources is empty; name "
                 "the eval set, e.g. eval.data.sources=[test.jsonl]"
             )
 
@@ -150,34 +149,29 @@ def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
     """Yield a problem if no step reports ``checkpoint.best``."""
     best, settings = config.checkpoint.best, config.eval
     name = (best or "").lstrip("-")
-    head, _, rest = name.partition("/")
     if not name:
         return
+    head, _, rest = name.partition("/")
+    leaf = name.rpartition("/")[2]
+    problem = ""
     if head != "eval":
         # Most metrics are known only after a step, which ``check_best`` then looks at.
-        known = head in NAMESPACES if rest else name in BARE
+        known = head in NAMESPACES if rest else head in BARE
         if not known:
-            yield (
-                f"checkpoint.best = {best!r} is not a metric; take e.g. eval/accuracy, "
-                "-eval/length or reward/mean"
-            )
+            problem = "is not a metric; take e.g. eval/accuracy, -eval/length or reward/mean"
     elif not settings.data.sources:
-        yield (
-            f"checkpoint.best = {best!r} is never measured: eval.data.sources is empty; name the "
-            "eval set"
-        )
-    elif (leaf := name.rpartition("/")[2]) not in EVAL_METRICS:
+        problem = "is never measured: eval.data.sources is empty; name the eval set"
+    elif leaf not in EVAL_METRICS:
         near = difflib.get_close_matches(leaf, EVAL_METRICS, n=1, cutoff=0.5)
         names = ", ".join(f"eval/{metric}" for metric in EVAL_METRICS)
         hint = f"did you mean eval/{near[0]}?" if near else f"an evaluation reports {names}"
-        yield f"checkpoint.best = {best!r} is not a metric; {hint}"
+        problem = f"is not a metric; {hint}"
     elif leaf == "pass" and settings.samples == 1:
-        yield (
-            f"checkpoint.best = {best!r} is only measured with eval.samples above 1; take "
-            "eval/accuracy"
-        )
+        problem = "is only measured with eval.samples above 1; take eval/accuracy"
     elif not settings.every:
-        yield (
-            f"checkpoint.best = {best!r} needs eval.every, which is 0: only the last checkpoint "
-            "would have it; set eval.every, e.g. to 10"
+        problem = (
+            "needs eval.every, which is 0: only the last checkpoint would have it; set "
+            "eval.every, e.g. to 10"
         )
+    if problem:
+        yield f"checkpoint.best = {best!r} {problem}"

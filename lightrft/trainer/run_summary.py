@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lightrft.observability.run_health import is_not_trained
 from lightrft.observability.trackers import read_rows
 
 SHOWN, GALLERY = 5, 40
+COUNTED = ("sampled", "trained", "filtered", "failed")
 Answers = dict[str, EvalSample]
 """The response to show for each eval prompt, by prompt id."""
 
@@ -23,9 +25,21 @@ def headline(path: Path, phase: str) -> dict[str, float]:
     ``heldout_after`` the last one after a step. Each is present only if it was made.
     ``tokens_waiting`` were carried over to a step that never came.
     """
-    rows = [r for r in read_rows(path / "metrics.jsonl") if r.get("phase") == phase]
     found: dict[str, float] = {}
-    accuracy = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
+    accuracy: dict[int, float] = {}
+    tokens: Counter[str] = Counter()
+    trained = 0
+    for row in read_rows(path / "metrics.jsonl"):
+        if row.get("phase") != phase:
+            continue
+        if "eval/accuracy" in row:
+            accuracy[row["step"]] = row["eval/accuracy"]
+        # ``is False``: rows without the metrics, such as an evaluation, give None.
+        trained += is_not_trained(row) is False
+        for kind in (*COUNTED, "carried_out", "carried_in"):
+            name = f"rollout/tokens_{kind}"
+            if name in row:
+                tokens[kind] += row[name]
     if accuracy:
         found["heldout_best"] = max(accuracy.values())
         if 0 in accuracy:
@@ -33,16 +47,11 @@ def headline(path: Path, phase: str) -> dict[str, float]:
         last = max(accuracy)
         if last:
             found["heldout_after"] = accuracy[last]
-    # ``is False``: rows without the metrics, such as an evaluation, give None.
-    found["steps_trained"] = sum(is_not_trained(row) is False for row in rows)
-    for kind in ("sampled", "trained", "filtered", "failed"):
-        name = f"rollout/tokens_{kind}"
-        counts = [row[name] for row in rows if name in row]
-        if counts:
-            found[f"tokens_{kind}"] = int(sum(counts))
-    carried_out = sum(row.get("rollout/tokens_carried_out", 0) for row in rows)
-    carried_in = sum(row.get("rollout/tokens_carried_in", 0) for row in rows)
-    waiting = int(carried_out - carried_in)
+    found["steps_trained"] = trained
+    for kind in COUNTED:
+        if kind in tokens:
+            found[f"tokens_{kind}"] = int(tokens[kind])
+    waiting = int(tokens["carried_out"] - tokens["carried_in"])
     if waiting:
         found["tokens_waiting"] = waiting
     return found

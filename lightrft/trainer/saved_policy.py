@@ -102,18 +102,18 @@ def _chosen(run: Path, which: str, step: int | None) -> Path:
             )
         verify(steps[step])
         return steps[step]
-    found = None
     if best and which != "last":
         found = store.best_intact()
-        if found is None:
-            log.warning("%s: no checkpoint has the metric %s; the last one is taken", run, best)
-    if found is None:
-        found = store.last_intact()
-    if found is None:
-        inside = sorted(file.parent.name for file in run.glob("*/config.yaml"))
-        runs = f"; the folder holds several runs: {', '.join(inside)}" if inside else ""
-        raise CheckpointError(f"{run} has no intact checkpoint{runs}")
-    return found
+        if found is not None:
+            return found
+        log.warning("%s: no checkpoint has the metric %s; the last one is taken", run, best)
+    found = store.last_intact()
+    if found is not None:
+        return found
+    # A demo writes its runs into one folder, whose name is easily given for that of a run.
+    inside = sorted(file.parent.name for file in run.glob("*/config.yaml"))
+    runs = f"; the folder holds several runs: {', '.join(inside)}" if inside else ""
+    raise CheckpointError(f"{run} has no intact checkpoint{runs}")
 
 
 def _config_of(checkpoint: Path) -> Tree:
@@ -149,9 +149,8 @@ def resolved(model: ModelConfig) -> tuple[ModelConfig, SavedPolicy | None]:
     if not model.path or not is_saved(folder):
         return model, None
     # A finished run whose checkpoints were deleted to free space still has its exported model.
-    is_checkpoint = (folder / MANIFEST).is_file()
-    has_checkpoints = any(folder.glob("checkpoints/step_*"))
-    if not is_checkpoint and not has_checkpoints and (folder / "model").is_dir():
+    has_weights = (folder / MANIFEST).is_file() or any(folder.glob("checkpoints/step_*"))
+    if not has_weights and (folder / "model").is_dir():
         log.warning(
             "model.path = %r: the run has no checkpoints; using its folder model/", model.path
         )

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig
@@ -30,7 +32,7 @@ Hire = Callable[[str, Maker], Sequence[Worker]]
 def remote_roles(
     config: RLConfig,
     requirements: Requirements,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     steps: int,
     processor: Processor | None = None,
     ranks: ProcessGroup = SINGLE_PROCESS,
@@ -59,7 +61,10 @@ def remote_roles(
     for kind, (count, _) in config.launch.ray.workers.items():
         if not count:
             continue
-        name = "async_engine" if kind == "engine" and config.rollout.staleness else kind
+        name = kind
+        # With staleness the engines generate while the policy is trained, and not in between.
+        if kind == "engine" and config.rollout.staleness:
+            name = "async_engine"
         makers[name] = getattr(apart, name)
     return local_roles(config, requirements, tokenizer, steps, processor, ranks, makers)
 
@@ -114,7 +119,7 @@ class RemoteRoleBuilder:
         )
         return RemoteReference(self.hire("reference", make), self.limits)
 
-    def teacher(self, tokenizer: Any, strategy: Strategy) -> RemoteTeacher:
+    def teacher(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> RemoteTeacher:
         """Build the teacher."""
         model = teacher_model(self.config, tokenizer)
         workers = self.hire(
@@ -126,29 +131,30 @@ class RemoteRoleBuilder:
 def check_workers(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` for workers of a role that the run lacks or cannot run remotely."""
     staff, algorithm = config.launch.ray.staff, config.algorithm
-    nothing = {
-        "scorers": (
-            "reward.terms is empty",
-            not config.reward.terms and not config.reward.per_source,
-        ),
-        "references": (
-            "no part in force reads a reference; set algorithm.kl",
-            not requirements.reference,
-        ),
-        "teachers": ("algorithm.distill is none", algorithm.distill.kind == "none"),
-    }
-    for name, count in staff.items():
-        why, unused = nothing.get(name, ("", False))
-        if count and unused:
-            raise ConfigError(f"launch.ray.{name} = {count} changes nothing: {why}; leave it out")
-    if staff["references"] and config.model.lora is not None and not config.reference:
+    # Why workers of a role have nothing to do.
+    idle: dict[str, str] = {}
+    if not config.reward.terms and not config.reward.per_source:
+        idle["scorers"] = "reward.terms is empty"
+    if not requirements.reference:
+        idle["references"] = "no part in force reads a reference; set algorithm.kl"
+    if algorithm.distill.kind == "none":
+        idle["teachers"] = "algorithm.distill is none"
+    for name, why in idle.items():
+        if staff[name]:
+            raise ConfigError(
+                f"launch.ray.{name} = {staff[name]} changes nothing: {why}; leave it out"
+            )
+    references = staff["references"]
+    if not references:
+        return
+    if config.model.lora is not None and not config.reference:
         raise ConfigError(
-            f"launch.ray.references = {staff['references']}: model.lora has the policy without "
+            f"launch.ray.references = {references}: model.lora has the policy without "
             "its adapters for a reference, which the ranks do themselves; leave it out"
         )
-    if staff["references"] and algorithm.kl.refresh_every:
+    if algorithm.kl.refresh_every:
         raise ConfigError(
-            f"launch.ray.references = {staff['references']}: with algorithm.kl.refresh_every = "
+            f"launch.ray.references = {references}: with algorithm.kl.refresh_every = "
             f"{algorithm.kl.refresh_every} the reference follows the policy, and only the ranks "
             "can move it; set launch.ray.references=0, or algorithm.kl.refresh_every=0"
         )

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
@@ -34,7 +35,7 @@ from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
 
 
-def local_tokenizer(model: ModelConfig) -> Any:
+def local_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``model``. Raises ``ConfigError`` when no model is named."""
     if not model.path:
         raise ConfigError(
@@ -81,7 +82,7 @@ def local_policy(
     model: ModelConfig,
     strategy: StrategyConfig,
     engine: EngineConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     ranks: ProcessGroup = SINGLE_PROCESS,
     weights: Path | None = None,
 ) -> tuple[Strategy, Actor, Engine]:
@@ -120,7 +121,7 @@ def local_scorer(config: RewardConfig, unscored: float | None = None) -> RewardS
 def local_roles(
     config: RLConfig,
     requirements: Requirements,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     steps: int,
     processor: Processor | None = None,
     ranks: ProcessGroup = SINGLE_PROCESS,
@@ -217,7 +218,7 @@ def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
 
 
 def local_async_engine(
-    config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strategy
+    config: RLConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase, strategy: Strategy
 ) -> Engine | None:
     """Build an engine with a full copy of the weights on each rank, for asynchronous generation.
 
@@ -241,7 +242,9 @@ def local_async_engine(
     return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 
-def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> FrozenModel | None:
+def local_teacher(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, strategy: Strategy
+) -> FrozenModel | None:
     """Build the teacher model, or return None without ``algorithm.distill``.
 
     Args:
@@ -257,7 +260,7 @@ def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Froze
     return FrozenModel(local_frozen(teacher_model(config, tokenizer), strategy))
 
 
-def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
+def teacher_model(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
     """Return the model settings of the teacher.
 
     Raises ``ConfigError`` when the vocabularies of teacher and policy differ.

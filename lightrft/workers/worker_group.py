@@ -179,14 +179,10 @@ class WorkerGroup:
             found.append(outcome[0] if outcome else None)
         return found
 
-    def life(self, worker: Worker) -> int:
-        """Return how often ``worker`` was restarted so far."""
-        return self._lives[id(worker)]
-
     @property
     def lives(self) -> tuple[int, ...]:
-        """The number of restarts of each worker."""
-        return tuple(map(self.life, self.workers))
+        """The number of restarts of each worker so far."""
+        return tuple(self._lives[id(worker)] for worker in self.workers)
 
     def heard(self, worker: Worker) -> None:
         """Record a successful call of ``worker``: its count of consecutive restarts is reset."""

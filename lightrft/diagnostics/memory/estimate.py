@@ -295,6 +295,7 @@ def _on_host(
         if "gradients" in shares.on_host and model.trained:
             offloaded += gradients(model.parameters, shares)
         found[model.name] = offloaded
+    # The same models rest in each phase, so the largest phase has all of them.
     resting = max((phase.resting for phase in phases), default=0.0)
     found["offloaded during generation"] = resting
     return {name: size for name, size in found.items() if size} | place.host

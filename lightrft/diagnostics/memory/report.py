@@ -111,18 +111,18 @@ def _parts(found: MemoryEstimate, section: str) -> Iterator[Finding]:
             says = shown(model.total)
         else:
             parameters, trained = counts
-            parts = {
+            kinds = {
                 "weights": model.weights,
                 "float32 masters": model.masters,
                 "moments": model.moments,
             }
             says = f"{parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained: "
-            says += _sum(parts) or "nothing on the device"
+            # Everything may be offloaded.
+            says += _sum(kinds) or "nothing on the device"
         yield Finding(section, "ok", name, says)
     for phase in found.phases:
-        says = "nothing more"
-        if parts := _sum(phase.parts):
-            says = f"{shown(sum(phase.parts.values()))}: {parts}"
+        parts = _sum(phase.parts)
+        says = f"{shown(sum(phase.parts.values()))}: {parts}" if parts else "nothing more"
         if phase.resting:
             says += f"; {shown(phase.resting)} of the models rest in the memory of the host"
         yield Finding(section, "ok", phase.name, says)
@@ -179,7 +179,8 @@ def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
     }
     fractions = []
     for part, count in parts.items():
-        fractions.append(f"{part} {'whole' if count == 1 else f'1/{count}'}")
+        fraction = "whole" if count == 1 else f"1/{count}"
+        fractions.append(f"{part} {fraction}")
     says = f"of each trained model, a process holds {', '.join(fractions)}"
     if shares.cut > 1:
         says += f", each layer cut over {shares.cut} (strategy.tensor_parallel)"
