@@ -65,7 +65,7 @@ def run_doctor(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     found += _settings(config, device)
     found += _devices(config, options, device)
     data = _attempt(found, "data", "rows", lambda: _data(config, found))
-    # Without data the limits of the settings stand for it, so that memory is estimated all the same.
+    # Memory is estimated without data too, from the lengths that the settings allow.
     lengths = _bounds(config) if data is None else data.lengths
     found += _batch(config, lengths)
     memory = _attempt(found, "memory", "models", lambda: estimate_memory(config, lengths, device))

@@ -40,6 +40,7 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[EffectiveSett
     tree = algorithm.model_dump(mode="json")
     given = flat(tree)
     found = []
+    # ``given`` lacks options that the user left to the defaults of their function.
     for key, value in flat(with_option_defaults(tree)).items():
         if value is None or value == {} or not is_read(key, algorithm):
             continue
@@ -194,6 +195,7 @@ def _owner(key: str, algorithm: AlgorithmConfig) -> str:
 
 def _of_preset(preset: str, key: str, value: object) -> str:
     """Return the preset as origin, and for a number also the source that the preset cites."""
+    # True and False are ints in Python.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     cited = source_of(preset, key) if is_number else None
     return f"preset {preset}: {cited}" if cited else f"preset {preset}"

@@ -185,6 +185,7 @@ def _advantage(settings: AdvantageConfig, found: tuple[EffectiveSetting, ...]) -
     """Yield the advantage and its whitening. ``eps`` is a setting of both."""
     about = COMPONENT_KINDS["advantage"].registry.about(settings.name)
     own = _below("algorithm.advantage", found)
+    # Then only the whitening below divides by it.
     if "eps" not in about.reads:
         own = tuple(number for number in own if symbol_of(number) != "eps")
     yield Line("advantage", settings.name, about, own)
@@ -234,6 +235,7 @@ def _policy_loss(loss: LossConfig, own: tuple[EffectiveSetting, ...]) -> Iterato
     latex = about.latex
     if loss.ratio_cap is None:
         formula = formula.replace("min(rho_t, ratio_cap)", "rho_t")
+    # The registry has the formula of the token ratio. One ratio of a response replaces it.
     if loss.ratio in RATIOS and "ratio" in about.reads:
         text, symbols = RATIOS[loss.ratio]
         formula = formula.replace(OF_TOKEN[0], text)

@@ -66,6 +66,7 @@ class GenerationTiming:
         """
         few_seconds, few_width = _per_step(*few)
         many_seconds, many_width = _per_step(*many)
+        # Noise may make the wide call the faster one, and both calls may have the same width.
         row = max(0.0, many_seconds - few_seconds) / max(1e-9, many_width - few_width)
         return GenerationTiming(max(0.0, many_seconds - row * many_width), row)
 

@@ -118,7 +118,8 @@ class TorchProcessGroup:
         """See ``ProcessGroup.gather``."""
         found: list[T] = [value] * self.size
         with self._waiting():
-            # Overwrites every entry. Unpickles what the other ranks of this run sent: they are trusted as this process is.
+            # Overwrites every entry. It unpickles what other ranks of this run sent, which are
+            # trusted as this process is.
             self._dist.all_gather_object(found, value, group=self._plain)
         return found
 
@@ -213,7 +214,8 @@ def build_parallel_groups(
     import torch.distributed as dist
 
     limit = timedelta(minutes=ranks.minutes)
-    # Tensor-parallel ranks are neighbours: they communicate in every layer and share the fastest link.
+    # Tensor-parallel ranks are neighbours, which share the fastest link: they communicate in every
+    # layer.
     blocks = [list(range(first, first + size)) for first in range(0, ranks.size, size)]
     lines = [block[place::tensor] for block in blocks for place in range(tensor)]
     # Every rank creates every group, in the same order, as torch demands.

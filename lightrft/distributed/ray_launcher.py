@@ -538,7 +538,8 @@ class RayLauncher:
         if silent:
             where = ", ".join(f"rank {rank} on node {self.places[rank]}" for rank in silent)
             raise RankLost(
-                f"{where} did not respond after another ended ({without_way_on(next(iter(failed.values())).text)})"
+                f"{where} did not respond after another ended "
+                f"({without_way_on(next(iter(failed.values())).text)})"
             )
         if failed:
             raise RankLost(f"ranks lost one another: {without_way_on(failed[min(failed)].text)}")

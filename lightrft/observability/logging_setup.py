@@ -42,6 +42,7 @@ def log_to_file(path: Path) -> LogFile:
 
     Detach the returned handler with ``stop_logging``.
     """
+    # Appends, because a resumed run continues the log.
     handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
     handler.setLevel(logging.INFO)

@@ -182,6 +182,7 @@ class Metrics:
         out.
         """
         _read(self._by_name.values())
+        # ``_read`` has replaced all tensors. One ``compute`` per metric would wait for each.
         reduced = {name: metric._reduce() for name, metric in self._by_name.items()}
         return {name: float(value) for name, value in reduced.items() if value is not None}
 
@@ -216,6 +217,7 @@ def exact_sum(values: Iterable[float]) -> float:
 
 
 def _detached(part: Part) -> Part:
+    # A metric must not keep the graph of a loss alive until the end of the step.
     return part if isinstance(part, int | float) else part.detach()
 
 

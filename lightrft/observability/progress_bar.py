@@ -69,7 +69,9 @@ class Progress:
         self._console = Console(file=stream, stderr=stream is None, highlight=False)
         self._live: tuple[Live, TaskID] | None = None
         self._values: dict[str, float] = {}
+        # One more than steps, since n steps lie between n + 1 times.
         self._times: deque[float] = deque([clock()], maxlen=RECENT + 1)
+        # The first step is shown at once.
         self._spoke = -float("inf")
 
     def update(self, row: Row) -> None:

@@ -188,6 +188,7 @@ class Health:
         counted = {}
         for name, holds in STREAKS.items():
             held = holds(values)
+            # Neither continues a streak nor ends it.
             if held is None:
                 continue
             self._streaks[name] = self._streaks.get(name, 0) + 1 if held else 0
@@ -207,6 +208,7 @@ class Health:
             if rule.needs and rule.needs not in self.needs:
                 continue
             value = values.get(rule.metric, 0.0)
+            # NaN is above no bound, but it is the worst that a metric can be.
             if math.isnan(value):
                 value = math.inf
             last = self._warned.get(rule.metric, 0.0)

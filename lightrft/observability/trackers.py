@@ -198,6 +198,7 @@ class Wandb:
                 "'lightrft[wandb]', or leave log.wandb empty"
             ) from None
         known = folder / "wandb_id"
+        # The id is ours and not wandb's, so that a run killed during ``init`` has it too.
         if not known.exists():
             write_atomic(known, uuid.uuid4().hex[:16])
         identity = known.read_text(encoding="utf-8")

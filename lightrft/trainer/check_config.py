@@ -77,6 +77,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
             f"algorithm.distill.kind = {algorithm.distill.kind} needs a teacher; set "
             "teacher.path to its folder or name"
         )
+    # A section that differs from its defaults was set by the user.
     if not distills and config.teacher != type(config.teacher)():
         raise ConfigError(
             f"teacher.path = {config.teacher.path!r} changes nothing: set algorithm.distill, "

@@ -53,6 +53,7 @@ def make_start(config: DemoConfig, folder: Path) -> None:
             f"family = {config.family!r} reads text alone: tower and processor change nothing; "
             "leave them out, or take one of " + ", ".join(MEDIA_FAMILIES)
         )
+    # Renamed once complete: a demo that resumes takes an existing folder for the whole model.
     temporary = folder.with_name(".start.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)

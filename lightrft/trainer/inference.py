@@ -88,9 +88,11 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
         health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
         for message in health.warnings(metrics):
             log.warning("%s", message)
+        # An earlier evaluation in this folder is replaced.
         folder.rewind(0)
         folder.write_rollouts(0, found.rollouts, name="eval", attached=attached(found.rollouts))
         folder.flush()
+        # After the responses are on disk, so that they show why none was scored.
         check_scored(found.rollouts, "of the evaluation")
         folder.write_summary(
             {"verb": "eval", "model": config.model.path, "prompts": len(prompts), **metrics}
@@ -146,6 +148,7 @@ def run_generate(config: GenerateConfig) -> int:
             failed[0],
         )
     output.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed once complete: half an output could be taken for all of it.
     temporary = output.with_name(f".{output.name}.tmp")
     lines = (json.dumps(_line(rollout), ensure_ascii=False) + "\n" for rollout in rollouts)
     temporary.write_text("".join(lines), encoding="utf-8")

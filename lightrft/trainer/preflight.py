@@ -57,7 +57,9 @@ def evaluation_problems(config: RLConfig | SFTConfig) -> list[str]:
 
 def check_best(best: str | None, values: Mapping[str, float]) -> None:
     """Raise ``ConfigError`` if ``checkpoint.best`` names a metric that is not in ``values``."""
+    # A leading minus says that less is better.
     name = (best or "").lstrip("-")
+    # Metrics of an evaluation come later than the first step. ``_best`` has checked their names.
     if not name or name in values or name.startswith("eval/"):
         return
     near = difflib.get_close_matches(name, values, n=1)

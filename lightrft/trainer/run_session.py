@@ -197,6 +197,7 @@ class RunSession:
             state: plain state of the run.
             values: metrics of the step.
         """
+        # A leading minus says that less is better. It is no part of the metric's name.
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
         failed: Exception | None = None
@@ -299,6 +300,7 @@ class RunSession:
         asked = self.checkpoint
         if asked.every and step % asked.every == 0:
             return True
+        # Since the last attempt and not the last success: a full disk is not tried at every step.
         if asked.every_minutes and now - self._tried_time >= 60 * asked.every_minutes:
             return True
         metric = (asked.best or "").lstrip("-")
@@ -338,6 +340,7 @@ def close_session(
         about: further fields of the summary.
         step: number of completed steps.
     """
+    # The samples are read from the files, which a thread may still write.
     session.folder.flush()
     before, after = samples(session.path, threshold)
     if before or after:

@@ -107,6 +107,7 @@ def run_steps(run: TrainingRun) -> Summary:
     session = run.session
     session.observer.begin(session.phase, run.steps, run.step)
     values = run.values
+    # A checkpoint of step 0 has values: its evaluation is not repeated.
     if run.step == 0 and run.eval.at_start and run.eval_prompts and not values:
         values = session.record(0, evaluate_if_due(run))
         warn(run, values)
@@ -126,6 +127,7 @@ def run_steps(run: TrainingRun) -> Summary:
         if run.step == first:
             check_best(session.checkpoint.best, metrics.compute())
         values = finish_step(run, metrics)
+    # A run that was asked to stop resumes later, and writes no ``model/`` now.
     finished = run.step >= run.steps or reached(run.eval, values)
     written = {"model_step": export(run)} if finished else {}
     about = {**run.summary_fields(), "finished": finished, **written}
@@ -215,6 +217,7 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> ReadRow:
             kept = save_before_exit(run, metrics.compute())
             session.record(run.step, metrics)
             raise RewardError(f"{error}{kept}") from None
+    # Once a step, since a streak counts steps.
     for name, count in run.health.count(metrics.compute()).items():
         metrics.add(name, Last(count))
     values = metrics.compute()
@@ -255,6 +258,7 @@ def evaluate_if_due(run: TrainingRun) -> Metrics:
             run.seed,
             ranks=run.roles.strategy.ranks,
         )
+    # Before the check, so that the responses show why none was scored.
     run.session.folder.write_rollouts(
         run.step, found.rollouts, name="eval", attached=attached(found.rollouts)
     )

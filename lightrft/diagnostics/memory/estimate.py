@@ -72,7 +72,7 @@ def estimate_memory(
     apart = staffed(config)
     models = [model for model in _models(config) if model.name not in apart]
     kept = {model.name: place.held(model) for model in models}
-    loaded = dict(kept)
+    loaded = dict(kept)  # what is added to ``kept`` below does not exist while models are loaded
     phases = _drawing(place, models, apart)
     for model in models:
         phases += passes(place, model)

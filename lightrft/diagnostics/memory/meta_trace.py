@@ -88,6 +88,7 @@ class AllocationTracker(TorchDispatchMode):
             del self._known[key]
             self.live -= size
 
+        # A weak reference, since the tracker must not keep alive what it counts.
         self._known[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -358,6 +359,7 @@ def _called(
         with saved_tensors_hooks(partial(_to_host, watch, saved), _from_host):
             return passed()
 
+    # After packing, whose tensors on the host must not count.
     with watch:
         yield watch, call
 

@@ -329,6 +329,7 @@ def _updates(
     cut_away = _cut_activations(m, batch, shares.cut)
     activations = found.activations / sequence - cut_away / sequence
     summed = float(found.gradients)
+    # The trace has the gradients of one process, which holds all of them.
     if place.device.processes > 1:
         summed = gradients(m.parameters, shares)
     on_it = {} if "gradients" in shares.on_host else {"gradients": summed}
@@ -404,6 +405,7 @@ def reading(
             once = largest_tensor(m, whole=place.strategy.kind == "deepspeed")
         most = max(most, before + kept[m.name].weights + once)
         before += kept[m.name].total
+    # Phases count in addition to all models, of which only some are loaded at the maximum.
     beyond = most - sum(memory.total for memory in kept.values())
     return MemoryPhase("loading", {"weights as they are read": max(0.0, beyond)})
 

@@ -51,6 +51,7 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     if trained and strategy.reshard_after_forward is not True:
         left = 1 / (strategy.reshard_after_forward or 1)
     away: tuple[Part, ...] = ()
+    # On a CPU, host and device share the memory.
     if strategy.cpu_offload and kind != "cpu":
         away = ("weights", "state", "gradients")
     return ShardingFactors(
@@ -77,9 +78,11 @@ def _zero(
     given = strategy.deepspeed.get("zero_optimization", {})
 
     def offloaded(what: str) -> bool:
+        # On a CPU, host and device share the memory.
         section = given.get(f"offload_{what}") or {}
         return kind != "cpu" and section.get("device", "none") != "none"
 
+    # Stage 1 shards masters and moments, stage 2 gradients too, and stage 3 also weights.
     weights = processes if stage == 3 else 1
     away: list[Part] = []
     if stage == 3 and offloaded("param"):
