@@ -68,11 +68,8 @@ def flat(tree: Tree | Sequence[Any], prefix: str = "") -> Tree:
     leaves: Tree = {}
     for key, value in branches:
         name = f"{prefix}{key}"
-        is_list = isinstance(value, list | tuple)
-        if is_list or (isinstance(value, Mapping) and value):
-            leaves |= flat(value, f"{name}.")
-        else:
-            leaves[name] = value
+        is_branch = isinstance(value, list | tuple | Mapping) and value != {}
+        leaves |= flat(value, f"{name}.") if is_branch else {name: value}
     return leaves
 
 
@@ -92,27 +89,22 @@ def reads(kind: ComponentKind, name: str) -> frozenset[str] | None:
 
 
 def _idle_advantage(leaf: str, algorithm: AlgorithmConfig) -> bool:
-    if leaf not in SHARED["advantage"]:
+    if leaf == "eps" and algorithm.advantage.normalize != "none":  # read by the whitening
         return False
     read = reads(COMPONENT_KINDS["advantage"], algorithm.advantage.name)
-    if read is None or leaf in read:
-        return False
-    read_by_whitening = leaf == "eps" and algorithm.advantage.normalize != "none"
-    return not read_by_whitening
+    return read is not None and leaf in SHARED["advantage"] - read
 
 
 def _idle_loss(leaf: str, algorithm: AlgorithmConfig) -> bool:
-    if leaf not in SHARED["loss"]:
-        return False
     read = reads(COMPONENT_KINDS["loss"], algorithm.loss.name)
-    if read is None or leaf in read:
+    if read is None:
         return False
-    read_by_masks: set[str] = set()
+    idle = SHARED["loss"] - read
     for mask in algorithm.token_masks:
         # A token mask of the user may read every setting of the loss.
         built_in = mask.name in TOKEN_MASKS
-        read_by_masks |= TOKEN_MASKS.about(mask.name).reads if built_in else SHARED["loss"]
-    return leaf not in read_by_masks
+        idle -= TOKEN_MASKS.about(mask.name).reads if built_in else SHARED["loss"]
+    return leaf in idle
 
 
 def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:

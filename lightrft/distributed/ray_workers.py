@@ -243,14 +243,19 @@ def answered(ref: ResultRef) -> Future[object]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAllocator:
-    """Access of a rank to its workers: ``slots`` by worker name, and its own address ``host``."""
+    """Access of a rank to its workers: ``slots`` by worker name, and its own address ``host``.
 
-    roster: ActorHandle
+    ``roster`` is None in a run without workers.
+    """
+
+    roster: ActorHandle | None
     slots: Mapping[str, BundleSlot]
     host: str
 
     def hire(self, kind: str, make: Maker) -> list[Worker]:
         """Return all workers of ``kind``, each with an object that ``make`` makes."""
+        if self.roster is None:
+            return []
         names = [name for name in self.slots if name.rpartition(" ")[0] == kind]
         return [RayWorker(self.roster, name, self.slots[name], make) for name in names]
 

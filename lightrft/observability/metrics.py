@@ -114,7 +114,7 @@ class Max(Metric):
         super().__init__([_detached(value)])
 
     def _reduce(self) -> float:
-        return max(self.columns[0], key=_nan_last)
+        return max(self.columns[0], key=lambda v: (math.isnan(v), v))
 
 
 class Min(Metric):
@@ -221,17 +221,14 @@ def _detached(part: Part) -> Part:
     return part if isinstance(part, int | float) else part.detach()
 
 
-def _nan_last(value: float) -> tuple[bool, float]:
-    return math.isnan(value), value
-
-
 def _read(metrics: Iterable[Metric]) -> None:
     """Replace every tensor by a number, with one transfer per device."""
     places: list[tuple[list[Part], int]] = []
     for metric in metrics:
         for column in metric.columns:
-            tensors = (i for i, part in enumerate(column) if not isinstance(part, int | float))
-            places += [(column, i) for i in tensors]
+            for i, part in enumerate(column):
+                if not isinstance(part, int | float):
+                    places.append((column, i))
     if not places:
         return
     # Imported here: reports read metrics without torch, which takes seconds to import.

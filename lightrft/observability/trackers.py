@@ -44,7 +44,11 @@ class JsonLinesTracker:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows = _whole_rows(path)
+        self.rows = read_rows(path)
+        data = path.read_bytes() if path.exists() else b""
+        # An incomplete last line must not stay, because new rows are appended.
+        if data and not data.endswith(b"\n"):
+            write_atomic(path, data[: data.rfind(b"\n") + 1])
         self._last = self.last_steps()
         self._warned: set[str] = set()
         self._file = path.open("a", encoding="utf-8")
@@ -239,16 +243,4 @@ def read_rows(path: Path) -> list[ReadRow]:
                 f"{path}, line {number} is not a row of metrics: {line[:80]!r}"
             ) from None
         rows.append(row)
-    return rows
-
-
-def _whole_rows(path: Path) -> list[ReadRow]:
-    """Return the rows of ``path`` after removing an incomplete last line from the file.
-
-    The line must not stay, because new rows are appended.
-    """
-    rows = read_rows(path)
-    data = path.read_bytes() if path.exists() else b""
-    if data and not data.endswith(b"\n"):
-        write_atomic(path, data[: data.rfind(b"\n") + 1])
     return rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,7 +110,12 @@ def sum_up(base: Path, warm: Summary, result: Summary) -> Summary:
     model = base / "rl" / "model"
     samples = json.loads((base / "samples.json").read_text(encoding="utf-8"))
     answers = samples["before"] or samples["after"]
-    keep_attached(base, [name for answer in answers for name in answer["attachments"]])
+    # The report of the demo shows the media of these responses alone.
+    shutil.rmtree(base / "media", ignore_errors=True)
+    for answer in answers:
+        for name in answer["attachments"]:
+            (base / "media").mkdir(exist_ok=True)
+            shutil.copyfile(base / "rl" / "media" / name, base / "media" / name)
     given = f"give it a file of {base / 'media'} and " if answers[0]["attachments"] else ""
     # Read from the file, where secrets are redacted.
     saved = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8"))
@@ -132,11 +136,3 @@ def sum_up(base: Path, warm: Summary, result: Summary) -> Summary:
     }
     write_json(base / "summary.json", summary)
     return summary
-
-
-def keep_attached(base: Path, names: Sequence[str]) -> None:
-    """Copy the media of the responses in the report into the folder of the demo."""
-    shutil.rmtree(base / "media", ignore_errors=True)
-    for name in names:
-        (base / "media").mkdir(exist_ok=True)
-        shutil.copyfile(base / "rl" / "media" / name, base / "media" / name)

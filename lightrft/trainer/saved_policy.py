@@ -208,7 +208,13 @@ def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:
     model = saved.model
     if config.base is not None:
         model = model.model_copy(update={"path": config.base})
-    output = _output_of(config, saved.checkpoint)
+    run = saved.checkpoint.absolute().parent
+    # A checkpoint may have been moved out of its run. It is exported next to itself then.
+    if run.name == "checkpoints":
+        run = run.parent
+    output = run / "export" / saved.checkpoint.name
+    if config.output is not None:
+        output = Path(config.output).expanduser()
     if output.exists():
         _check_replaceable(output, config.overwrite)
     tokenizer = load_tokenizer(model)
@@ -216,17 +222,6 @@ def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:
     merge = config.adapters == "merge"
     write_policy(model, saved.weights, output, tokenizer, processor, merge=merge)
     return output, saved
-
-
-def _output_of(config: ExportConfig, checkpoint: Path) -> Path:
-    """Return the folder to write. The default is ``export/`` of the run, or next to a checkpoint
-    that was moved out of its run.
-    """
-    if config.output is not None:
-        return Path(config.output).expanduser()
-    folder = checkpoint.absolute().parent
-    run = folder.parent if folder.name == "checkpoints" else folder
-    return run / "export" / checkpoint.name
 
 
 def _check_replaceable(output: Path, overwrite: bool) -> None:

@@ -7,7 +7,8 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 
 from lightrft.config.reward import RewardConfig
@@ -125,7 +126,11 @@ class RewardWorkerGroup:
                 yield self._done.popleft()
             if not wait or not self.pending:
                 return
-            self._linger()
+            calls = [desk.call for desk in self._desks if desk.call is not None]
+            if calls:
+                wait_for(calls, timeout=TURN_SECONDS, return_when=FIRST_COMPLETED)
+            else:
+                time.sleep(TURN_SECONDS)  # all workers are being restarted
 
     def take_counts(self) -> dict[str, int]:
         """See ``HasEventCounts``."""
@@ -134,13 +139,6 @@ class RewardWorkerGroup:
     def close(self) -> None:
         """End the workers."""
         self.crew.close()
-
-    def _linger(self) -> None:
-        calls = [desk.call for desk in self._desks if desk.call is not None]
-        if calls:
-            wait(calls, timeout=TURN_SECONDS, return_when=FIRST_COMPLETED)
-        else:
-            time.sleep(TURN_SECONDS)
 
     def _pump(self) -> None:
         """Collect finished outcomes and assign waiting rollouts to workers."""

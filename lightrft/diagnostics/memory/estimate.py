@@ -135,11 +135,8 @@ def staffed(config: RLConfig | SFTConfig) -> list[str]:
     """Return the roles with a model that run in workers."""
     if not isinstance(config, RLConfig):
         return []
-    found = []
-    for name, count in config.launch.ray.staff.items():
-        if count and name in ROLES:
-            found.append(ROLES[name])
-    return found
+    staff = config.launch.ray.staff
+    return [role for name, role in ROLES.items() if staff[name]]
 
 
 def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
@@ -240,11 +237,10 @@ def _left_whole(
             left[model.name] = shares.kept_between_passes * sum(blocks)
     found = []
     for phase in phases:
-        others = 0.0
-        for name, size in left.items():
-            if not phase.name.startswith((f"{name}:", DRAWING)):
-                others += size
-        if others:
+        # Generation gathers all weights itself, and the phases of a model count their own.
+        own = phase.name.partition(":")[0]
+        others = sum(size for name, size in left.items() if name != own)
+        if others and own != DRAWING:
             phase = replace(phase, parts={**phase.parts, "others left whole": others})
         found.append(phase)
     return found
