@@ -219,10 +219,13 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requ
     if not wanted and not requirements.old_logprobs(train.ppo_epochs * train.num_mini_batches):
         return batch
 
-    asked = dict.fromkeys(wanted, True)
-
     def score(part: Batch, index: Tensor) -> Tensor:
-        scores = roles.actor.score(part, temperature=temperature, **asked)
+        scores = roles.actor.score(
+            part,
+            temperature=temperature,
+            entropy="entropy" in wanted,
+            energy="energy" in wanted,
+        )
         for name, column in wanted.items():
             column.put(rows_of(batch.lengths, index), getattr(scores, name))
         return scores.logprobs
