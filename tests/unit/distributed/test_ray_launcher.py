@@ -258,9 +258,7 @@ def test_a_worker_that_is_started_anew_has_its_place_though_its_model_loads_for_
 ) -> None:
     monkeypatch.setattr(ray_workers, "package", lambda: SimpleNamespace(kill=lambda actor: None))
     nodes = iter([True, True, False])
-    monkeypatch.setattr(
-        ray_workers, "actor", lambda *_: SimpleNamespace(remote=lambda *_: Actor(next(nodes)))
-    )
+    monkeypatch.setattr(ray_workers, "start_actor", lambda *_: Actor(next(nodes)))
 
     async def lost_twice() -> None:
         roster = WorkerRegistry(None, 0.5, ("", {}, None))
