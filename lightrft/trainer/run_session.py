@@ -60,6 +60,11 @@ MAY_DIFFER = (
 """Settings that may differ between a resumed run and the run that wrote the folder."""
 
 
+def _now() -> float:
+    """Return the seconds of a monotonic clock."""
+    return time.perf_counter()
+
+
 @dataclass(slots=True)
 class RunSession:
     """One run, from opening to closing its folder. ``seconds`` continue over a resume.
@@ -75,13 +80,13 @@ class RunSession:
     observer: Observer
     stop: StopFlag = field(default_factory=StopFlag)
     timers: Timers = field(default_factory=lambda: Timers(queued_is_done))
-    started_at: float = field(default_factory=time.perf_counter)
+    started_at: float = field(default_factory=_now)
     seconds_before_resume: float = 0.0
     ranks: ProcessGroup = SINGLE_PROCESS
     saved_step: int | None = None
     at_risk: tuple[float, int] = (0.0, 0)
-    _saved_time: float = field(default_factory=time.perf_counter)
-    _tried_time: float = field(default_factory=time.perf_counter)
+    _saved_time: float = field(default_factory=_now)
+    _tried_time: float = field(default_factory=_now)
     _first_step: int = 0
 
     @property
@@ -92,7 +97,7 @@ class RunSession:
     @property
     def seconds(self) -> float:
         """The wall-clock seconds of this run, including the time before a resume."""
-        return self.seconds_before_resume + time.perf_counter() - self.started_at
+        return self.seconds_before_resume + _now() - self.started_at
 
     def resume(
         self, strategy: Strategy, trained: Mapping[str, TrainableModel]
@@ -237,7 +242,7 @@ class RunSession:
         # Raises on every rank if any rank failed, so the lines below need a save that succeeded.
         self._agree(failed, signs)
         self.saved_step = step
-        self._saved_time = self._tried_time = time.perf_counter()
+        self._saved_time = self._tried_time = _now()
 
     def _agree(self, failed: Exception | None, signs: KeepAlive) -> None:
         """Make a save end on every rank as on rank 0, which verifies what was written."""
@@ -275,7 +280,7 @@ class RunSession:
             state: returns the plain state of the run.
             values: metrics of the step.
         """
-        now = time.perf_counter()
+        now = _now()
         unsaved = step - (self._first_step if self.saved_step is None else self.saved_step)
         most_seconds, most_steps = self.at_risk
         self.at_risk = max(most_seconds, now - self._saved_time), max(most_steps, unsaved)
@@ -289,7 +294,7 @@ class RunSession:
             if last or stop:
                 raise
             log.warning("%s", error)
-            self._tried_time = time.perf_counter()
+            self._tried_time = _now()
             return Metrics({"checkpoint/failed": Sum(1)})
         return Metrics()
 

@@ -115,14 +115,14 @@ def test_the_queue_is_bounded_and_the_caller_waits(tmp_path, monkeypatch):
 
 
 def test_a_failed_write_surfaces_and_nothing_is_lost(tmp_path, monkeypatch):
-    full, real = [True], rollout_writer._line
+    full, real = [True], rollout_writer.json_line
 
     def failing(*args):
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args)
 
-    monkeypatch.setattr(rollout_writer, "_line", failing)
+    monkeypatch.setattr(rollout_writer, "json_line", failing)
     writer = RolloutWriter(tmp_path)
     writer.write(tmp_path / "0.jsonl", rollouts(0), {})
     with pytest.raises(ResourceError, match=r"disk is full.*0\.jsonl"):
