@@ -21,7 +21,7 @@ from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.native import checksum
 from lightrft.models.actor import Actor
 from lightrft.roles import Roles
-from lightrft.types import Batch, Request, Rollout, Segments
+from lightrft.types import Batch, Prompt, Request, Rollout, Segments
 from lightrft.utils.errors import ModelError
 
 ROWS = 4
@@ -487,13 +487,26 @@ class CheckedEngine:
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:
     """Collate responses without rewards. Responses with the same prompt object share the prompt."""
-    prompts = {id(r.prompt): r.prompt for r in rollouts}
-    place = {key: i for i, key in enumerate(prompts)}
+    place: dict[int, int] = {}
+    prompts: list[Prompt] = []
+    prompt_of: list[int] = []
+    sampled: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for rollout in rollouts:
+        prompt = rollout.prompt
+        if id(prompt) not in place:
+            place[id(prompt)] = len(prompts)
+            prompts.append(prompt)
+        prompt_of.append(place[id(prompt)])
+        sampled += rollout.sampled
+        logprobs += rollout.logprobs
+        versions += rollout.versions
     return Batch(
-        Segments.of_prompts(list(prompts.values())),
-        Segments.of([r.token_ids for r in rollouts]),
-        torch.tensor([place[id(r.prompt)] for r in rollouts]),
-        sampled=torch.tensor([x for r in rollouts for x in r.sampled], dtype=torch.bool),
-        behavior_logprobs=torch.tensor([x for r in rollouts for x in r.logprobs]),
-        versions=torch.tensor([x for r in rollouts for x in r.versions], dtype=torch.long),
+        Segments.of_prompts(prompts),
+        Segments.of([rollout.token_ids for rollout in rollouts]),
+        torch.tensor(prompt_of),
+        sampled=torch.tensor(sampled, dtype=torch.bool),
+        behavior_logprobs=torch.tensor(logprobs),
+        versions=torch.tensor(versions, dtype=torch.long),
     )

@@ -50,15 +50,21 @@ def unpack_rollout(packed: PackedRollout, prompt: Prompt) -> Rollout:
 
 def pack_collected(collected: CollectedRollouts) -> State:
     """Return a settled ``CollectedRollouts`` as plain data; groups refer to responses by index."""
+    place = {id(rollout): i for i, rollout in enumerate(collected.rollouts)}
     # Groups carried in from an earlier step are not among the rollouts of this one.
-    known = {id(rollout) for rollout in collected.rollouts}
-    earlier = [r for group in collected.groups for r in group if id(r) not in known]
-    place = {id(rollout): i for i, rollout in enumerate([*collected.rollouts, *earlier])}
-    fields = {f.name: getattr(collected, f.name) for f in dataclasses.fields(collected)}
+    earlier: list[Rollout] = []
+    groups: list[list[int]] = []
+    for group in collected.groups:
+        for rollout in group:
+            if id(rollout) not in place:
+                place[id(rollout)] = len(collected.rollouts) + len(earlier)
+                earlier.append(rollout)
+        groups.append([place[id(rollout)] for rollout in group])
     packed: State = {}
-    for name, value in fields.items():
-        packed[name] = dict(value) if isinstance(value, Counter) else value
-    packed["groups"] = [[place[id(rollout)] for rollout in group] for group in collected.groups]
+    for field in dataclasses.fields(collected):
+        value = getattr(collected, field.name)
+        packed[field.name] = dict(value) if field.name in COUNTS else value
+    packed["groups"] = groups
     packed["rollouts"] = [pack_rollout(r) for r in collected.rollouts]
     packed["earlier"] = [pack_rollout(r) for r in earlier]
     return packed

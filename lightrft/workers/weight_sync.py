@@ -144,11 +144,11 @@ class WeightSync:
         """
         trained = frozenset(sums) if self.hand.trained is None else self.hand.trained
         self._frozen = {name: total for name, total in sums.items() if name not in trained}
-        parts = [
-            (tuple(piece for piece in layout if piece.name not in trained), data)
-            for layout, data in self._kept
-        ]
-        self._kept_frozen = [(layout, data[: used(layout)]) for layout, data in parts if layout]
+        self._kept_frozen = []
+        for layout, data in self._kept:
+            frozen = tuple(piece for piece in layout if piece.name not in trained)
+            if frozen:
+                self._kept_frozen.append((frozen, data[: used(frozen)]))
 
     def _send(
         self, weights: Iterator[tuple[str, Tensor]]

@@ -128,13 +128,16 @@ class Model:
             if not trained or (self.trained and p.requires_grad):
                 ranks = cut if name in names else 1
                 sizes[p] = p.numel() * p.itemsize / ranks
+        outside = dict(sizes)
         blocks = []
-        # A set, since two modules of a block may share a parameter.
         for block in outermost_blocks(self.model):
-            blocks.append({p for p in block.parameters() if p in sizes})
-        inside = set().union(*blocks)
-        outside = sum(size for p, size in sizes.items() if p not in inside)
-        return outside, [sum(sizes[p] for p in block) for block in blocks]
+            size = 0.0
+            # ``parameters`` yields a parameter that two modules of a block share only once.
+            for p in block.parameters():
+                size += sizes.get(p, 0.0)
+                outside.pop(p, None)
+            blocks.append(size)
+        return sum(outside.values()), blocks
 
     @property
     def text(self) -> Any:
