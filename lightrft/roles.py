@@ -10,18 +10,27 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.base import Engine, Fingerprint
-from lightrft.models.actor import Actor, TokenScores
+from lightrft.models.actor import Actor, Backbone, TokenScores
 from lightrft.observability.metrics import Metrics, Sum
 from lightrft.rewards.base import RewardScorer
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.types import Batch
+from lightrft.utils.state_io import State
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.models.critic import Critic
+    from lightrft.models.processors import Processor
+
+M = TypeVar("M", bound=Backbone)
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +59,10 @@ class AdapterFreeReference:
 
 
 @dataclass(slots=True)
-class TrainableModel:
+class TrainableModel(Generic[M]):
     """A model that this run trains, with its optimizer state."""
 
-    model: Any
+    model: M
     state: TrainState
     layout_verified: bool = False
 
@@ -118,11 +127,11 @@ class AuxiliaryLoss(Protocol):
         """Return the next batch, and a function from a part of it to its loss and metrics."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the position in the data."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Resume from a position that ``state_dict`` returned."""
         ...
 
@@ -150,15 +159,15 @@ class Roles:
     """
 
     strategy: Strategy
-    policy: TrainableModel
+    policy: TrainableModel[Actor]
     engine: Engine
     scorer: RewardScorer
-    tokenizer: Any
-    processor: Any = None
+    tokenizer: PreTrainedTokenizerBase
+    processor: Processor | None = None
     reference: Reference | None = None
     teacher: Reference | None = None
-    critic: TrainableModel | None = None
-    prm: TrainableModel | None = None
+    critic: TrainableModel[Critic] | None = None
+    prm: TrainableModel[Actor] | None = None
     ptx: AuxiliaryLoss | None = None
     async_engine: Engine | None = None
     async_process_group: ProcessGroup | None = None
@@ -167,10 +176,9 @@ class Roles:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter of the policy, gathered, by its name in the engine's model."""
-        return (
-            (name.removeprefix("model."), t)
-            for name, t in self.strategy.full_parameters(self.policy.state)
-        )
+        # Without the name of the actor's attribute, since engines hold the model itself.
+        for name, tensor in self.strategy.full_parameters(self.policy.state):
+            yield name.removeprefix("model."), tensor
 
     def publish(self, version: int) -> None:
         """Load the policy's weights into the engine as ``version``."""
