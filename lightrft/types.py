@@ -382,7 +382,8 @@ class Batch:
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
-    _groups: HostCopy | None = field(default=None, repr=False, compare=False)
+    # ``HostCopy | None``. Columns are given as ``**columns``, whose type would have to fit it.
+    _groups: Any = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.prompt_of.numel())

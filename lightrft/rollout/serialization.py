@@ -45,7 +45,8 @@ def unpack_rollouts(packed: Sequence[PackedRollout], find: FindPrompts) -> list[
 
 def unpack_rollout(packed: PackedRollout, prompt: Prompt) -> Rollout:
     """Invert ``pack_rollout`` for a response to ``prompt``."""
-    return Rollout(**{**packed, "prompt": prompt})
+    whole: State = {**packed, "prompt": prompt}
+    return Rollout(**whole)
 
 
 def pack_collected(collected: CollectedRollouts) -> State:

@@ -235,7 +235,7 @@ class Chat:
             DataError: the context has no room for a response. The conversation is unchanged.
         """
         content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
-        messages = [*self.messages, {"role": "user", "content": content}]
+        messages: list[dict[str, object]] = [*self.messages, {"role": "user", "content": content}]
         prompt = self.encoder.ask(messages, "the conversation")
         prompt.id = f"turn-{self.turn}"
         room = self.config.sampling.max_new_tokens
@@ -251,7 +251,8 @@ class Chat:
         )
         (answer,) = self.engine.generate([request], self.config.sampling)
         # Only now: an error above leaves the conversation and its attachments as they were.
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        messages.append({"role": "assistant", "content": answer.text})
+        self.messages = messages
         self.attached = []
         self.turn += 1
         return answer
