@@ -156,7 +156,8 @@ class WorkerRegistry:
                     "asks for; add one, and give the same command again"
                 ) from None
             except package().exceptions.RayActorError:
-                pass  # it has died again, and the next call will report that
+                # It has died again, and the next call will report that.
+                return post.actor, post.life
             return post.actor, post.life
 
     async def leave(self, name: str) -> None:
