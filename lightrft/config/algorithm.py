@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import ComponentConfig, NamedFunction, Settings, _full_parts, deep_merge
+from lightrft.config.base import (
+    ComponentConfig,
+    NamedFunction,
+    Settings,
+    _full_parts,
+    deep_merge,
+    is_branch,
+)
 from lightrft.config.presets import PRESETS
 
 
@@ -29,7 +36,7 @@ class AdvantageConfig(NamedFunction):
     normalize: Literal["none", "group", "batch"] = "none"
     """Standardise advantages over the trained tokens of the global ``batch`` or of each ``group``.
     ``none`` leaves them as they are."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Further keyword arguments of the advantage function."""
 
 
@@ -54,7 +61,7 @@ class LossConfig(NamedFunction):
     ratio_cap: float | None = Field(None, gt=1)
     """Cap the ratio of tokens with a negative advantage at this value (arXiv 2505.07291). Above ``1
     + clip_high``; ``null`` sets no cap."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Further keyword arguments of the policy loss."""
 
 
@@ -99,6 +106,7 @@ class KLConfig(Settings):
     @property
     def used(self) -> bool:
         """True if any KL term exists, so that a reference is needed."""
+        # A ``linear`` or ``cosine`` schedule may start from 0 and end above it.
         return self.where != "none" and (self.coef > 0 or self.final > 0)
 
     @model_validator(mode="after")
@@ -146,6 +154,7 @@ class DistillConfig(Settings):
 
     @model_validator(mode="after")
     def _means_something(self) -> DistillConfig:
+        # The literals below are the defaults: a setting that nothing reads is a mistake of the user.
         if self.kind != "jsd" and self.beta != 0.5:
             raise ValueError(f"distill.beta = {self.beta} changes nothing: only kind jsd reads it")
         if not self.whole and self.temperature is not None:
@@ -175,6 +184,7 @@ class EntropyConfig(Settings):
     @property
     def used(self) -> bool:
         """True if the loss may have an entropy term."""
+        # With a target, a coefficient of 0 may rise in any step.
         return self.coef != 0 or self.target is not None
 
 
@@ -295,40 +305,40 @@ class AlgorithmConfig(Settings):
     """Functions that drop groups. Another prompt is sampled for each dropped group, within
     ``rollout.max_rounds``."""
 
+    # Pydantic runs "before" validators in reverse order: this one, then the merge of ``Settings``.
+    # So a branch gets the defaults of its field only where neither preset nor user set it.
     @model_validator(mode="before")
     @classmethod
-    def _preset_first(cls, tree: Any) -> Any:
+    def _preset_first(cls, tree: object) -> object:
+        """Put the settings that are given over the row of the preset."""
         tree = {"preset": tree} if isinstance(tree, str) else tree
-        if not isinstance(tree, dict):
+        if not is_branch(tree):
             return tree
-        tree = dict(tree)  # the caller's tree stays as it is
+        given = dict(tree)  # the caller's tree stays as it is
         for branch in PARTS:
-            if branch in tree:
-                tree[branch] = _full_parts(tree[branch])
-        name = tree.setdefault("preset", "grpo")
+            if branch in given:
+                given[branch] = _full_parts(given[branch])
+        name = given.setdefault("preset", "grpo")
         if name is None:
-            return tree
-        if name not in PRESETS:
+            return given
+        if not isinstance(name, str) or name not in PRESETS:
             near = difflib.get_close_matches(str(name), PRESETS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"unknown preset {name!r}{hint} Known: {', '.join(sorted(PRESETS))}")
-        row = {k: v for k, v in PRESETS[name].items() if not _renamed(v, tree.get(k))}
-        return deep_merge(row, tree)
+        row = PRESETS[name]
+        kept = {key: part for key, part in row.items() if not _renamed(part, given.get(key))}
+        return deep_merge(kept, given)
 
 
 PARTS = ("shaping", "filters", "importance_sampling", "token_masks")
 
 
-def _renamed(preset: Any, given: Any) -> bool:
+def _renamed(preset: object, given: object) -> bool:
     """Return True if ``given`` names another function than ``preset``.
 
     The numbers of the preset are not meant for that function.
     """
-    name = None
-    if isinstance(given, dict):
-        name = given.get("name")
-    elif isinstance(given, str):
-        name = given
-    if name is None or not isinstance(preset, dict):
+    if not is_branch(preset) or "name" not in preset:
         return False
-    return preset.get("name") not in (None, name)
+    name = given.get("name") if is_branch(given) else given
+    return isinstance(name, str) and name != preset["name"]

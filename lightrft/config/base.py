@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -23,17 +23,30 @@ from lightrft.config.other_names import own_name, why_removed
 from lightrft.config.setting_paths import branch_of, made_absolute, read_beside
 from lightrft.utils.errors import ConfigError
 
-Tree = dict[str, Any]
+if typing.TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Tree = dict[str, object]
+"""A branch as in YAML: plain values and further branches by key."""
+
+
+def is_branch(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Return True if ``value`` has keys, and is not a leaf of the tree."""
+    return isinstance(value, Mapping)
 
 
 class Settings(BaseModel):
     """A branch of the tree: a frozen model that refuses unknown keys."""
 
     model_config = ConfigDict(
+        # Configs share the default branches, which are instances in the classes.
         frozen=True,
         extra="forbid",
+        # Defaults of a field may differ from those of its class, and can contradict each other.
         validate_default=True,
+        # Pydantic reserves names with ``model_``, which ``launch.ray.model_devices`` has.
         protected_namespaces=(),
+        # By default infinity is written as null, and read back as another value.
         ser_json_inf_nan="constants",
     )
     shorthand: ClassVar[str | None] = None
@@ -45,18 +58,22 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_defaults_of_branches(cls, tree: Any) -> Any:
+    def _keep_defaults_of_branches(cls, tree: object) -> object:
         """Merge a given branch over the default of its field.
 
         That default may differ from the defaults of the branch's class, e.g. ``optimizer`` of SFT.
         """
-        if not isinstance(tree, Mapping):
+        # An instance, which pydantic passes here too, has its defaults already.
+        if not is_branch(tree):
             return tree
         full = dict(tree)
         for name, field_info in cls.model_fields.items():
-            default, given = field_info.default, full.get(name)
-            if isinstance(default, Settings) and isinstance(given, Mapping):
-                full[name] = deep_merge(default.model_dump(exclude_unset=True), given)
+            default = field_info.default
+            given = full.get(name)
+            if isinstance(default, Settings) and is_branch(given):
+                # Unset fields stay out, so that a preset below can still fill them in.
+                own = default.model_dump(exclude_unset=True)
+                full[name] = deep_merge(own, given)
         return full
 
 
@@ -102,6 +119,7 @@ def load_settings(
     """
     tree: Tree = {}
     sources: dict[str, str] = {}
+    # Collected, not raised: a user should see every problem of a long config in one go.
     problems: list[str] = []
     for file in files:
         try:
@@ -109,6 +127,7 @@ def load_settings(
         except ConfigError as error:
             problems.append(str(error))
             continue
+        # Before the merge, which forgets the file that the paths are relative to.
         branch = read_beside(cls, expand_shorthand(cls, branch), Path(file), problems)
         _merge(tree, branch, str(file), sources)
     for override in overrides:
@@ -140,7 +159,7 @@ def build(
     try:
         settings = cls.model_validate(tree)
     except ValidationError as error:
-        found += [_explain(cls, dict(e), sources or {}) for e in error.errors()]
+        found += [_explain(cls, problem, sources or {}) for problem in error.errors()]
     if found:
         raise ConfigError("\n".join(found))
     return settings
@@ -170,25 +189,34 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the leaves of a tree as ``("a.b", value)``. An empty branch is a leaf."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
+        if is_branch(value) and value:
             yield from dotted(value, f"{name}.")
         else:
             yield name, value
 
 
-def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+def deep_merge(base: Mapping[str, object], over: Mapping[str, object]) -> Tree:
     """Return ``base`` with the leaves of ``over`` on top. Lists are replaced, not joined."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = deep_merge(old, value)
-        merged[key] = value
+        is_shared = is_branch(old) and is_branch(value)
+        merged[key] = deep_merge(old, value) if is_shared else value
     return merged
+
+
+def changed_fields(settings: Settings) -> list[str]:
+    """Return the names of the fields of ``settings`` that differ from their defaults, in order."""
+    changed = []
+    for name, field_info in type(settings).model_fields.items():
+        default = field_info.get_default(call_default_factory=True)
+        if getattr(settings, name) != default:
+            changed.append(name)
+    return changed
 
 
 def descriptions(cls: type[Settings]) -> dict[str, str]:
@@ -198,6 +226,7 @@ def descriptions(cls: type[Settings]) -> dict[str, str]:
     by single backticks, as in Markdown.
     """
     found: dict[str, str] = {}
+    # Base classes first, so that a class can replace an inherited description.
     for base in reversed(cls.__mro__):
         if issubclass(base, Settings):
             found |= _descriptions_in(base.__module__).get(base.__name__, {})
@@ -214,25 +243,26 @@ def description_of(cls: type[Settings], key: str) -> str:
         if part in owner.model_fields:
             found = descriptions(owner).get(part, "")
         below = branch_of(owner, part)
+        # The rest of the key is inside a table, whose entries have no descriptions.
         if below is owner:
             break
         owner = below
     return found
 
 
-def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
+def expand_shorthand(cls: type[Settings], tree: Mapping[str, object]) -> Tree:
     """Return ``tree`` with each bare value of a branch as the branch's ``shorthand`` field."""
     full: Tree = {}
     for key, value in tree.items():
         branch = _branch(cls, key)
-        if branch is not None:
-            # ``bool`` is a subclass of ``int``, but true and false stand for no branch.
-            is_bare = isinstance(value, str | int | float) and not isinstance(value, bool)
-            if is_bare and branch.shorthand:
-                value = {branch.shorthand: value}
-            if isinstance(value, dict):
-                value = expand_shorthand(branch, value)
-        full[key] = value
+        if branch is None:
+            full[key] = value
+            continue
+        # ``bool`` is a subclass of ``int``, but true and false stand for no branch.
+        is_bare = isinstance(value, str | int | float) and not isinstance(value, bool)
+        if is_bare and branch.shorthand:
+            value = {branch.shorthand: value}
+        full[key] = expand_shorthand(branch, value) if is_branch(value) else value
     return full
 
 
@@ -253,14 +283,13 @@ def _descriptions_in(module: str) -> dict[str, dict[str, str]]:
 
 
 def _strings_below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for item, below in itertools.pairwise(node.body):
-        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
-            continue
-        if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
-            continue
-        text = below.value.value
-        if isinstance(text, str):
-            yield item.target.id, " ".join(text.split()).replace("``", "`")
+    for pair in itertools.pairwise(node.body):
+        match pair:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                yield name, " ".join(text.split()).replace("``", "`")
 
 
 class _Loader(yaml.SafeLoader):
@@ -269,7 +298,8 @@ class _Loader(yaml.SafeLoader):
     YAML 1.1 reads ``1e-6`` as text. YAML 1.2 forbids duplicate keys.
     """
 
-    def compose_mapping_node(self, anchor: Any) -> Any:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        # On nodes, before they become a ``dict``, which keeps the last of two equal keys silently.
         node = super().compose_mapping_node(anchor)
         first: dict[str, int] = {}
         for key, _ in node.value:
@@ -295,6 +325,7 @@ class _Dumper(yaml.SafeDumper):
     """A YAML dumper that quotes text which ``_Loader`` would read as a number."""
 
 
+# Both must agree on what is a number, or a tree that is written and read back changes.
 for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -317,6 +348,7 @@ def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
 
 
 def _merge(tree: Tree, over: Tree, source: str, sources: dict[str, str]) -> None:
+    """Merge ``over`` into ``tree`` in place, and note ``source`` for each of its leaves."""
     merged = deep_merge(tree, over)
     tree.clear()
     tree.update(merged)
@@ -331,6 +363,7 @@ def _read_yaml(path: Path) -> Tree:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"there is no config file {path}{hint}")
     try:
+        # An empty file, or one with comments alone, is read as None.
         tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
@@ -344,24 +377,22 @@ def _parse_override(text: str) -> Tree:
     if not equals or not key:
         raise ConfigError(f"{text!r} is neither a .yaml file nor key=value")
     try:
-        branch: Any = parse_yaml(value) if value else None
+        leaf = parse_yaml(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}: {value!r} is not a YAML value: {error}") from None
-    for part in reversed(key.split(".")):
-        branch = {part: branch}
-    return branch
+    first, *below = key.split(".")
+    for part in reversed(below):
+        leaf = {part: leaf}
+    return {first: leaf}
 
 
-def _translated(cls: type[Settings], name: str, given: Any) -> str:
+def _translated(cls: type[Settings], name: str, given: object) -> str:
     """Return which settings of ``cls`` do what ``name`` does elsewhere, as text.
 
     Names below ``name`` count too. Empty if none is known.
     """
-    names = [name]
-    if isinstance(given, Mapping) and given:
-        names = [key for key, _ in dotted(given, f"{name}.")]
     translations = []
-    for key in names:
+    for key, _ in dotted({name: given}):
         found = own_name(key)
         # One table serves all verbs, and not every verb has every setting.
         if found is not None and found != key and _exists(cls, found.split(".")):
@@ -378,7 +409,8 @@ def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
     return True
 
 
-def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, str]) -> str:
+def _explain(cls: type[Settings], error: ErrorDetails, sources: Mapping[str, str]) -> str:
+    """Return the sentence about one ``error`` of pydantic, with the source of the setting."""
     path = [str(p) for p in error["loc"]]
     name = ".".join(path)
     where = _origin(name, sources)
@@ -403,7 +435,7 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
     return ""
 
 
-def _advice(cls: type[Settings], path: Sequence[str], given: Any) -> str:
+def _advice(cls: type[Settings], path: Sequence[str], given: object) -> str:
     """Return what to write in place of the unknown setting ``path``.
 
     Args:
@@ -429,11 +461,11 @@ class ComponentConfig(NamedFunction):
 
     name: str
     """Registered name, ``package.module:function`` or ``file.py:function``."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
 
-def _full_parts(parts: Any, key: str = "name") -> Any:
+def _full_parts(parts: object, key: str = "name") -> object:
     """Return ``[a, {name: b}]``, or a bare ``a``, with every bare name as ``{key: name}``."""
     if isinstance(parts, str | dict):
         parts = [parts]

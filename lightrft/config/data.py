@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings
+from lightrft.config.base import Settings, _full_parts, is_branch
 
 
 class Columns(Settings):
@@ -103,11 +103,9 @@ class MediaConfig(Settings):
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> MediaConfig:
-        if (
-            self.min_pixels is not None
-            and self.max_pixels is not None
-            and self.min_pixels > self.max_pixels
-        ):
+        if self.min_pixels is None or self.max_pixels is None:
+            return self
+        if self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}"
             )
@@ -139,9 +137,9 @@ class SourceConfig(Settings):
     reader: str | None = None
     """Function that converts each row: a registered public data set (see ``docs/readers.md``), or
     ``module:function``. ``null`` takes rows as they are."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of a function source. No other source takes any."""
-    reader_options: dict[str, Any] = Field(default_factory=dict)
+    reader_options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of ``reader``."""
     weight: float = Field(1.0, gt=0)
     """Relative share of this source when several are blended by ``sample`` or ``sample_all``."""
@@ -161,7 +159,7 @@ class DataConfig(Settings):
     apply_chat_template: bool | Literal["auto"] = "auto"
     """Write prompts by the chat template of the tokenizer. ``auto`` does so if there is one and no
     ``template``."""
-    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    chat_template_options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the chat template."""
     template: str | None = None
     """Text of a text prompt, with ``{prompt}`` or ``{any_column}``; ``{{`` is a brace. It is the
@@ -201,19 +199,18 @@ class DataConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare_sources(cls, tree: Any) -> Any:
+    def _bare_sources(cls, tree: object) -> object:
         """Accept ``sources: a.jsonl`` and ``[a.jsonl]``, short for ``[{path: a.jsonl}]``."""
-        if isinstance(tree, dict) and "sources" in tree:
-            given = tree["sources"]
-            listed = [given] if isinstance(given, str | dict | SourceConfig) else given
-            if isinstance(listed, list | tuple):
-                listed = [{"path": s} if isinstance(s, str) else s for s in listed]
-            tree = {**tree, "sources": listed}
-        return tree
+        if not is_branch(tree) or "sources" not in tree:
+            return tree
+        given = tree["sources"]
+        listed = [given] if isinstance(given, SourceConfig) else _full_parts(given, "path")
+        return {**tree, "sources": listed}
 
     @model_validator(mode="after")
     def _weights_mean_something(self) -> DataConfig:
-        if self.blend == "concat" and len({s.weight for s in self.sources}) > 1:
+        weights = {source.weight for source in self.sources}
+        if self.blend == "concat" and len(weights) > 1:
             raise ValueError(
                 "sources have weights, but blend is 'concat', which takes each source once; set "
                 "blend: sample"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings
+from lightrft.config.base import Settings, changed_fields
 
 WORKERS = {
     "engines": "engine",
@@ -71,8 +71,7 @@ class RayConfig(Settings):
     @property
     def staff(self) -> dict[str, int]:
         """Number of workers that each setting asks for."""
-        models = {"references": self.references, "teachers": self.teachers}
-        return {"engines": self.engines, "scorers": self.scorers, **models}
+        return {name: getattr(self, name) for name in WORKERS}
 
     @property
     def workers(self) -> dict[str, tuple[int, float | None]]:
@@ -96,11 +95,10 @@ class RayConfig(Settings):
             "worker_cpus": tuple(self.staff),
             "call_timeout_minutes": tuple(self.staff),
         }
-        for name, kinds in needed.items():
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default and not any(
-                self.staff[kind] for kind in kinds
-            ):
+        for name in changed_fields(self):
+            kinds = needed.get(name, ())
+            if kinds and not any(self.staff[kind] for kind in kinds):
+                value = getattr(self, name)
                 raise ValueError(
                     f"launch.ray.{name} = {value!r} changes nothing without "
                     f"launch.ray.{' or '.join(kinds)}"
@@ -121,14 +119,11 @@ class LaunchConfig(Settings):
 
     @model_validator(mode="after")
     def _of_kind(self) -> LaunchConfig:
-        if self.kind != "ray" and (
-            given := [k for k, f in RayConfig.model_fields.items() if self._differs(k, f)]
-        ):
+        # Refused, not ignored: a config that asks for workers would otherwise run without them.
+        given = changed_fields(self.ray)
+        if given and self.kind != "ray":
             raise ValueError(
                 f"launch.ray.{given[0]} = {getattr(self.ray, given[0])!r} changes nothing with "
                 f"kind {self.kind}; set launch.kind=ray"
             )
         return self
-
-    def _differs(self, name: str, field: Any) -> bool:
-        return getattr(self.ray, name) != field.get_default(call_default_factory=True)

@@ -271,13 +271,13 @@ def own_name(name: str) -> str | None:
     The longest known ending of the dotted name decides. None if no ending is known.
     """
     for old, new in OLD_NAMES.items():
+        # In the middle too: a branch that was renamed has settings below it.
         before, found, after = f".{name}.".partition(f".{old}.")
         if found:
             return f"{before}.{new}.{after}".strip(".")
-    words = name.lower().replace("-", "_").strip("_").split(".")
+    # Arguments of other programs come as they are typed: ``--learning-rate``, or in capitals.
+    ending = name.lower().replace("-", "_").strip("_")
     # The longest ending first: ``actor.optim.lr`` says more than ``lr``.
-    for k in range(len(words)):
-        found = OTHER_NAMES.get(".".join(words[k:]))
-        if found is not None:
-            return found
-    return None
+    while ending and ending not in OTHER_NAMES:
+        ending = ending.partition(".")[2]
+    return OTHER_NAMES.get(ending)

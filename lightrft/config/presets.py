@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, object]] = {
     "grpo": {
         "advantage": {"name": "grpo"},
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
@@ -434,6 +432,8 @@ def source_of(preset: str, key: str) -> str | None:
 
     ``None`` if ``SOURCES`` has no entry for it.
     """
-    words, known = key.split("."), SOURCES.get(preset, {})
-    branches = (".".join(words[:n]) for n in range(len(words), 0, -1))
-    return next((known[branch] for branch in branches if branch in known), None)
+    known = SOURCES.get(preset, {})
+    # The longest entry first: that of a number is more exact than that of its branch.
+    while key and key not in known:
+        key = key.rpartition(".")[0]
+    return known.get(key)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings, _full_parts
+from lightrft.config.base import Settings, _full_parts, is_branch
 
 
 class RewardTerm(Settings):
@@ -23,7 +23,7 @@ class RewardTerm(Settings):
     """Factor of this term in the sum."""
     name: str | None = None
     """Name of this term in metrics; ``null`` takes the name of the function."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
 
@@ -44,15 +44,16 @@ class RewardConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare_names(cls, tree: Any) -> Any:
+    def _bare_names(cls, tree: object) -> object:
         """Accept ``terms: [math]``, short for ``terms: [{function: math}]``."""
-
-        if isinstance(tree, dict):
-            tree = dict(tree)
-            if "terms" in tree:
-                tree["terms"] = _full_parts(tree["terms"], "function")
-            if isinstance(tree.get("per_source"), dict):
-                tree["per_source"] = {
-                    k: _full_parts(v, "function") for k, v in tree["per_source"].items()
-                }
-        return tree
+        if not is_branch(tree):
+            return tree
+        full = dict(tree)  # the caller's tree stays as it is
+        if "terms" in tree:
+            full["terms"] = _full_parts(tree["terms"], "function")
+        sources = tree.get("per_source")
+        if is_branch(sources):
+            full["per_source"] = {
+                source: _full_parts(terms, "function") for source, terms in sources.items()
+            }
+        return full

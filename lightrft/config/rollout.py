@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from lightrft.config.base import ComponentConfig, NamedFunction, Settings
@@ -23,7 +21,7 @@ class CurriculumConfig(NamedFunction):
     momentum: float = Field(0.5, ge=0, lt=1)
     """Weight of the old pass rate of a prompt when a new one comes in, in [0, 1). Its first pass
     rate counts whole."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
 

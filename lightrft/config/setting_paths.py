@@ -13,18 +13,23 @@ import os
 import re
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
 from lightrft.utils.atomic_files import looks_like_path
 
+if typing.TYPE_CHECKING:
+    from lightrft.config.base import Settings
+
 Change = Callable[[str, str], str]
 """Return the new value of ``(dotted key, old value)``."""
 
 
-def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
+def read_beside(
+    cls: type[Settings], tree: Mapping[str, object], file: Path, problems: list[str]
+) -> dict[str, object]:
     """Return ``tree``, read from ``file``, with its paths relative to the working directory.
 
     Args:
@@ -39,6 +44,8 @@ def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
     folder = file.parent
 
     def change(key: str, value: str) -> str:
+        # Not ``Path.resolve``: the text must stay relative, so that a config means the same on
+        # every machine, and links must stay links.
         found = os.path.normpath(folder / value)
         # Silently taking the other file would let one config mean two things.
         only_here = not Path(found).exists() and Path(value).exists()
@@ -50,80 +57,96 @@ def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
             )
         return found
 
-    return _changed(cls, tree, change, folder)
+    return _PathChange(folder, change).branch(cls, tree)
 
 
-def made_absolute(cls: Any, tree: Any) -> Any:
+def made_absolute(cls: type[Settings], tree: Mapping[str, object]) -> dict[str, object]:
     """Return ``tree`` of ``cls`` with absolute paths, which mean the same in any folder."""
     # Not ``Path.resolve``, which would follow links: they may be moved to other data on purpose.
     absolute: Change = lambda _, value: os.path.abspath(value)  # noqa: E731, PTH100
-    return _changed(cls, tree, absolute, Path())
+    return _PathChange(Path(), absolute).branch(cls, tree)
 
 
-def branch_of(owner: Any, part: str) -> Any:
+def branch_of(owner: type[Settings], part: str) -> type[Settings]:
     """Return the settings class that one more ``part`` of a dotted key leads to.
 
     An index of a list or a key of a table leads back to ``owner``.
     """
     if part not in owner.model_fields:
         return owner
-    waiting = [owner.model_fields[part].annotation]
+    # A branch may be inside a union, a list or a table, as in ``tuple[SourceConfig, ...]``.
+    waiting: list[object] = [owner.model_fields[part].annotation]
     while waiting:
         kind = waiting.pop(0)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
+            # Every branch is a ``Settings``. The class itself is not known here at run time,
+            # because its module imports this one.
+            return typing.cast("type[Settings]", kind)
         waiting += typing.get_args(kind)
     return owner
 
 
-def _changed(cls: Any, tree: Any, change: Change, folder: Path, key: str = "") -> Any:
-    """Return ``tree`` with ``change`` made to every relative path, which starts from ``folder``."""
-    if isinstance(tree, str) and cls.shorthand:
-        return _leaf(cls, cls.shorthand, tree, change, folder, key)
-    if isinstance(tree, list | tuple):
-        return [_changed(cls, value, change, folder, f"{key}.{i}") for i, value in enumerate(tree)]
-    if not isinstance(tree, Mapping):
-        return tree
-    made = {}
-    for name, value in tree.items():
-        below = f"{key}.{name}".lstrip(".")
-        branch = branch_of(cls, str(name))
+@dataclass(frozen=True, slots=True)
+class _PathChange:
+    """A change of all relative paths in a tree of settings."""
+
+    folder: Path
+    """Folder that the relative paths start from."""
+    change: Change
+    """Function that returns the new path."""
+
+    def branch(
+        self, cls: type[Settings], tree: Mapping[str, object], key: str = ""
+    ) -> dict[str, object]:
+        """Return the branch ``tree`` of class ``cls``, whose dotted key is ``key``, changed."""
+        made = {}
+        for name, value in tree.items():
+            made[name] = self._field(cls, name, value, f"{key}.{name}".lstrip("."))
+        return made
+
+    def _field(self, cls: type[Settings], name: str, value: object, key: str) -> object:
         if name in (*cls.paths, *cls.functions):
-            made[name] = _leaf(cls, name, value, change, folder, below)
+            return self._paths(cls, name, value, key)
         # Unknown keys stay as they are. ``build`` reports them with the nearest name.
-        elif branch is cls or name not in cls.model_fields:
-            made[name] = value
-        elif _is_table(cls, name) and isinstance(value, Mapping):
-            table = {}
-            for entry, one in value.items():
-                table[entry] = _changed(branch, one, change, folder, f"{below}.{entry}")
-            made[name] = table
-        else:
-            made[name] = _changed(branch, value, change, folder, below)
-    return made
+        if name not in cls.model_fields:
+            return value
+        below = branch_of(cls, name)
+        if below is cls:
+            return value
+        # The keys of such a table are names that the user chooses, not fields.
+        is_table = typing.get_origin(cls.model_fields[name].annotation) is dict
+        if is_table and isinstance(value, Mapping):
+            return {entry: self._value(below, v, f"{key}.{entry}") for entry, v in value.items()}
+        return self._value(below, value, key)
 
+    def _value(self, cls: type[Settings], value: object, key: str) -> object:
+        """Return ``value``, given where a branch of ``cls`` or a list of them belongs, changed."""
+        if isinstance(value, str) and cls.shorthand:
+            return self._paths(cls, cls.shorthand, value, key)
+        if isinstance(value, list | tuple):
+            return [self._value(cls, one, f"{key}.{i}") for i, one in enumerate(value)]
+        return self.branch(cls, value, key) if isinstance(value, Mapping) else value
 
-def _is_table(cls: type[BaseModel], name: str) -> bool:
-    """Return True if field ``name`` holds branches by names that the user chooses."""
-    return typing.get_origin(cls.model_fields[name].annotation) is dict
-
-
-def _leaf(cls: Any, name: str, value: Any, change: Change, folder: Path, key: str) -> Any:
-    if isinstance(value, list | tuple):
-        return [_leaf(cls, name, v, change, folder, key) for v in value]
-    if not isinstance(value, str) or not _may_be_relative(value):
-        return value
-    where, colon, function = value.rpartition(":")
-    names_function = bool(colon) and function.isidentifier()
-    if names_function and where.endswith(".py"):
-        return f"{change(key, where)}:{function}"
-    if name in cls.functions:
-        return change(key, value) if value.endswith(".py") else value
-    if name not in cls.paths or names_function:
-        return value
-    # A name on the hub, such as ``owner/name``, differs from a path only in what exists here.
-    there = glob.has_magic(value) or (folder / value).exists() or Path(value).exists()
-    return change(key, value) if there or looks_like_path(value, folder) else value
+    def _paths(self, cls: type[Settings], name: str, value: object, key: str) -> object:
+        """Return ``value`` of the field ``name`` changed. A list is changed item by item."""
+        if isinstance(value, list | tuple):
+            return [self._paths(cls, name, one, key) for one in value]
+        if not isinstance(value, str) or not _may_be_relative(value):
+            return value
+        where, colon, function = value.rpartition(":")
+        # ``data.py:12`` and ``C:/data`` have a colon too, and are paths.
+        names_function = bool(colon) and function.isidentifier()
+        if names_function and where.endswith(".py"):
+            return f"{self.change(key, where)}:{function}"
+        if name in cls.functions:
+            return self.change(key, value) if value.endswith(".py") else value
+        if name not in cls.paths or names_function:
+            return value
+        if glob.has_magic(value) or looks_like_path(value, self.folder):
+            return self.change(key, value)
+        # A name on the hub, such as ``owner/name``, differs from a path only in what exists here.
+        exists = (self.folder / value).exists() or Path(value).exists()
+        return self.change(key, value) if exists else value
 
 
 def _may_be_relative(value: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings
+from lightrft.config.base import Settings, changed_fields
 
 LARGEST_LR = 1.0
 """Learning rate above which one step of AdamW replaces every weight."""
@@ -49,10 +49,10 @@ class OptimizerConfig(Settings):
 
     @model_validator(mode="after")
     def _destroys_no_model(self) -> OptimizerConfig:
-        for name, value in {
-            "lr": self.lr,
-            **{f"lr_of.{part}": rate for part, rate in self.lr_of.items()},
-        }.items():
+        rates = {"lr": self.lr}
+        for part, rate in self.lr_of.items():
+            rates[f"lr_of.{part}"] = rate
+        for name, value in rates.items():
             if value > LARGEST_LR:
                 raise ValueError(
                     f"{name} = {value:g}: AdamW moves each weight by about {name} in a step, and "
@@ -65,6 +65,7 @@ class OptimizerConfig(Settings):
 SHARDING = ("hsdp_shard_size", "reshard_after_forward", "cpu_offload")
 """Settings that act only if FSDP2 shards the weights."""
 
+# The last kind of each setting is the one that the error proposes.
 _OF_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SHARDING, ("auto", "fsdp2")),
     **dict.fromkeys(
@@ -108,7 +109,7 @@ class StrategyConfig(Settings):
     zero_stage: int = Field(2, ge=1, le=3)
     """ZeRO stage (arXiv 1910.02054): shard optimizer state (1), gradients too (2), weights too (3).
     For ``deepspeed``."""
-    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    deepspeed: dict[str, object] = Field(default_factory=dict)
     """Entries of DeepSpeed's own configuration, passed as they are. For ``deepspeed``."""
 
     @model_validator(mode="after")
@@ -119,14 +120,11 @@ class StrategyConfig(Settings):
                     f"strategy.{name} = {getattr(self, name)} needs strategy.kind fsdp2, which "
                     f"is {self.kind}; set strategy.kind=fsdp2, or strategy.{name}=1"
                 )
-        for name, kinds in _OF_KINDS.items():
-            value, default = (
-                getattr(self, name),
-                type(self).model_fields[name].get_default(call_default_factory=True),
-            )
-            if self.kind not in kinds and value != default:
+        for name in changed_fields(self):
+            kinds = _OF_KINDS.get(name, (self.kind,))
+            if self.kind not in kinds:
                 raise ValueError(
-                    f"strategy.{name} = {value} changes nothing with kind {self.kind}; set "
+                    f"strategy.{name} = {getattr(self, name)} changes nothing with kind {self.kind}; set "
                     f"strategy.kind={kinds[-1]}, or leave it out"
                 )
         return self
@@ -190,4 +188,5 @@ def in_worker(strategy: StrategyConfig) -> StrategyConfig:
 
     A worker is one process that trains nothing, so only the device applies.
     """
+    # A new instance: a copy would keep sizes of parallel groups, which one process cannot form.
     return StrategyConfig(device=strategy.device)

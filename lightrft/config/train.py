@@ -40,6 +40,8 @@ class CriticConfig(Settings):
     """The settings of this section that are paths."""
     path: str = ""
     """Folder or name of the start model; empty takes ``model.path``."""
+    # OpenRLHF's default. A critic starts from a head without training, so it learns faster than the
+    # policy.
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
     """Optimizer of the critic."""
     warmup_steps: int = Field(0, ge=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -50,6 +50,8 @@ class RLConfig(Settings):
     """Engine that generates responses."""
     reward: RewardConfig = RewardConfig()
     """Scoring of responses."""
+    # A factory: an instance has the row of ``grpo`` set, and ``Settings`` would merge that row under
+    # a config with another preset.
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantage, loss and their terms."""
     train: TrainConfig = TrainConfig()
@@ -220,11 +222,11 @@ class DemoConfig(Settings):
     """Run folder and start of the demo."""
     family: str = "qwen2"
     """Family of the start model."""
-    model: dict[str, Any] = Field(default_factory=dict)
+    model: dict[str, object] = Field(default_factory=dict)
     """Sizes of the start model, as in its ``config.json``."""
-    tower: dict[str, Any] = Field(default_factory=dict)
+    tower: dict[str, object] = Field(default_factory=dict)
     """Sizes of the tower of a family that reads more than text."""
-    processor: dict[str, Any] = Field(default_factory=dict)
+    processor: dict[str, object] = Field(default_factory=dict)
     """Settings of the processor that fit ``tower``."""
     sft: SFTConfig = SFTConfig()
     """Warm-up by supervised training."""
