@@ -54,6 +54,7 @@ def run(arguments: Sequence[str]) -> int:
                     chat.attach(rest.strip(), word[1:])
                 elif text:
                     sys.stdout.write(chat.say(text).text.strip() + "\n")
+            # A file that cannot be read or a chat that is too long must not end the chat.
             except DataError as error:
                 sys.stderr.write(f"{error}; /clear starts a new conversation\n")
             sys.stdout.flush()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from lightrft.config.base import parse_yaml
 from lightrft.utils.errors import ConfigError
@@ -32,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     for word in words:
         key, is_option, text = word.partition("=")
         if is_option:
-            options[key] = _value(text)
+            options[key] = parse_yaml(text)
         else:
             names.append(word)
     if len(names) != 1:
@@ -53,10 +52,10 @@ def _report(name: str, kind: str, options: dict[str, object], limit: float | Non
     from lightrft.algorithms.validate.component_kinds import kind_of
     from lightrft.rewards.contracts import is_reward, reward_verdicts
 
+    kinds = [*CHECKS, "reward"]
     kind = kind or ("reward" if is_reward(name) else kind_of(name))
-    if kind not in (*CHECKS, "reward"):
-        known = ", ".join([*CHECKS, "reward"])
-        raise ConfigError(f"--kind {kind}: there is no such kind; known: {known}")
+    if kind not in kinds:
+        raise ConfigError(f"--kind {kind}: there is no such kind; known: {', '.join(kinds)}")
     if kind == "reward":
         found = reward_verdicts(name, options, limit or LIMIT)
     elif limit is not None:
@@ -69,12 +68,13 @@ def _report(name: str, kind: str, options: dict[str, object], limit: float | Non
     given = "".join(f" {key}={value}" for key, value in options.items())
     sys.stdout.write(f"{name} as {kind}{given}\n\n")
     width = max(len(result.check) for result in found)
+    failed = 0
     for result in found:
         mark = "FAIL" if result.broken else "pass"
+        failed += bool(result.broken)
         sys.stdout.write(f"  {mark}  {result.check:<{width}}  {result.asks}\n")
         for line in result.broken.splitlines():
             sys.stdout.write(f"        {line}\n")
-    failed = sum(1 for result in found if result.broken)
     if failed:
         sys.stdout.write(f"\n{failed} of {len(found)} checks failed\n")
         return 1
@@ -100,12 +100,10 @@ def _seconds(text: str) -> float | None:
     """Parse a time limit in seconds. Raises ``ConfigError`` unless it is above 0."""
     if not text:
         return None
-    value = _value(text)
+    value = parse_yaml(text)
+    # ``bool`` is a subclass of ``int``, and true is no time.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Not ``value <= 0``, which is false for nan.
     if not is_number or not value > 0:
         raise ConfigError(f"--limit {text}: it is a number of seconds above 0")
     return float(value)
-
-
-def _value(text: str) -> Any:
-    return parse_yaml(text) if text else None

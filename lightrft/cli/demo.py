@@ -57,15 +57,15 @@ def run(arguments: Sequence[str]) -> int:
 def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the selected demo and the other arguments. Raise ``ConfigError`` for unknown ones."""
     names = [argument for argument in arguments if is_bare_word(argument)]
-    if not names:
-        return next(iter(DEMOS)), arguments
-    if len(names) > 1 or names[0] not in DEMOS:
-        near = difflib.get_close_matches(names[-1], DEMOS, n=1)
-        hint = f"there are {', '.join(DEMOS)}"
-        if near and len(names) == 1:
-            hint = f"did you mean {near[0]!r}?"
-        raise ConfigError(f"there is no demo {' '.join(names)!r}; {hint}")
-    return names[0], [argument for argument in arguments if argument != names[0]]
+    name = " ".join(names) or next(iter(DEMOS))
+    if name in DEMOS:
+        return name, [argument for argument in arguments if argument not in names]
+    hint = f"there are {', '.join(DEMOS)}"
+    # Several names are a misunderstanding, and no misspelling of one.
+    near = difflib.get_close_matches(name, DEMOS, n=1) if len(names) == 1 else []
+    if near:
+        hint = f"did you mean {near[0]!r}?"
+    raise ConfigError(f"there is no demo {name!r}; {hint}")
 
 
 def preset(name: str) -> resources.abc.Traversable:

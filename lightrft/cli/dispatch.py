@@ -26,17 +26,17 @@ def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -
         config: settings of the run.
     """
     under_torchrun = "WORLD_SIZE" in os.environ
-    if config.launch.kind == "ray" and under_torchrun:
+    uses_ray = config.launch.kind == "ray"
+    if uses_ray and under_torchrun:
         raise ConfigError(
             "launch.kind = 'ray': ranks are started by Ray, not by torchrun; call lightrft "
             "itself, or set launch.kind=local"
         )
-    if config.launch.kind == "ray" or config.launch.processes == 1 or under_torchrun:
+    processes = config.launch.processes
+    if uses_ray or under_torchrun or processes == 1:
         return None
     words = ["-m", "lightrft", verb, *arguments]
-    status = run_processes(
-        f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout_minutes
-    )
+    status = run_processes(f"lightrft {verb}", words, processes, config.strategy.timeout_minutes)
     # The ranks return 0 after a signal (see ``exit_status``). Their summary names it.
     return status or status_in(config.run)
 
@@ -47,7 +47,13 @@ def program(path: str, config: RLConfig | SFTConfig) -> Callable[..., dict[str, 
         from lightrft.distributed.ray_launcher import run_on_ray
 
         return partial(run_on_ray, path)
+    return import_function(path, config.run.threads)
+
+
+def import_function(path: str, threads: int) -> Callable[..., Any]:
+    """Set the number of threads, if not 0, then import and return the function ``module:name``."""
     module, _, name = path.partition(":")
     with quick_imports():
-        set_threads(config.run.threads)
+        # Inside too: where a number is given, this call is the one that imports torch.
+        set_threads(threads)
         return getattr(importlib.import_module(module), name)

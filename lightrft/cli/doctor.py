@@ -12,6 +12,8 @@ from lightrft.config.verbs import DoctorConfig, RLConfig, SFTConfig
 from lightrft.utils.errors import ConfigError
 
 MARK = "doctor."
+CONFIGS: dict[str, type[RLConfig | SFTConfig]] = {"rl": RLConfig, "sft": SFTConfig}
+"""Config of each verb that can be examined. ``auto`` tries them in this order."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -53,25 +55,21 @@ def config_of(verb: str, arguments: Sequence[str]) -> RLConfig | SFTConfig:
 
     Raises ``ConfigError`` if neither verb fits.
     """
-    found: dict[str, RLConfig | SFTConfig] = {}
+    if verb != "auto":
+        return parse(CONFIGS[verb], arguments).settings
+    found: list[RLConfig | SFTConfig] = []
     problems: list[ConfigError] = []
-    for name, cls in (("rl", RLConfig), ("sft", SFTConfig)):
-        if verb not in ("auto", name):
-            continue
+    for cls in CONFIGS.values():
         try:
-            found[name] = parse(cls, arguments).settings
+            found.append(parse(cls, arguments).settings)
         except ConfigError as error:
             problems.append(error)
     if not found:
         raise problems[0]
-    rl = found.get("rl")
+    first = found[0]
+    if isinstance(first, RLConfig):
+        reward, distill = first.reward, first.algorithm.distill
+        if reward.terms or reward.per_source or distill.kind != "none":
+            return first
     # A config without rewards and without a teacher parses as either: then it is one for SFT.
-    if isinstance(rl, RLConfig) and ("sft" not in found or _is_rl(rl)):
-        return rl
-    return found["sft"]
-
-
-def _is_rl(config: RLConfig) -> bool:
-    if config.reward.terms or config.reward.per_source:
-        return True
-    return config.algorithm.distill.kind != "none"
+    return found[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.arguments import parse
+from lightrft.cli.arguments import is_bare_word, parse
 from lightrft.config.presets import PRESETS
 from lightrft.config.verbs import RLConfig
 
@@ -23,10 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     from lightrft.algorithms.validate.check_parts import check_parts
     from lightrft.diagnostics.explain import explain, to_latex, to_text
 
-    settings = []
-    for word in words:
-        is_setting = "=" in word or word.endswith((".yaml", ".yml"))
-        settings.append(word if is_setting else f"algorithm={word}")
+    settings = [f"algorithm={word}" if is_bare_word(word) else word for word in words]
     loaded = parse(RLConfig, settings)
     check_parts(loaded.settings.algorithm)
     explanation = explain(loaded.settings, loaded.sources)

@@ -18,6 +18,9 @@ from lightrft.observability.progress_bar import Progress
 from lightrft.utils.errors import NothingTrained, UserError, first_line
 from lightrft.viewer.report import write_report
 
+ACCURACIES = {"heldout_before": " before training", "heldout_after": " after training"}
+"""Entries of a summary that hold an accuracy, and the time of its measurement."""
+
 
 class ProgressObserver:
     """An observer that shows a progress bar for each phase of a run."""
@@ -113,14 +116,12 @@ def check_trained(summary: Mapping[str, Any]) -> None:
 def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
     """Return the headline metrics, the location of the results, and the next commands."""
     lines = []
-    measured = [summary[name] for name in ("heldout_before", "heldout_after") if name in summary]
+    measured = {when: summary[name] for name, when in ACCURACIES.items() if name in summary}
     if measured:
-        when = ""
-        if "heldout_after" not in summary:
-            when = " before training"
-        elif "heldout_before" not in summary:
-            when = " after training"
-        lines.append(f"eval accuracy{when} " + " -> ".join(f"{value:.1%}" for value in measured))
+        # A resumed run may lack the first. Of two, the arrow says which is which.
+        when = "" if len(measured) == 2 else next(iter(measured))
+        values = " -> ".join(f"{value:.1%}" for value in measured.values())
+        lines.append(f"eval accuracy{when} {values}")
     state = "finished" if summary.get("finished") else "stopped; the same command resumes"
     lines.append(
         f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in "

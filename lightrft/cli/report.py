@@ -33,15 +33,12 @@ def _folder_of(name: str) -> Path:
     for path in (Path(name).expanduser(), RUNS / name):
         if path.is_dir():
             return path
-    known = [*_folders_in(RUNS), *_folders_in(Path(name).parent)]
+    known: list[str] = []
+    for parent in (RUNS, Path(name).parent):
+        # The slash matches folders alone. A parent that does not exist has none.
+        known += [str(path) for path in parent.glob("*/")]
+    # A misspelled path first, then a misspelled name of a run.
     near = difflib.get_close_matches(name, known, n=1)
-    if not near:
-        near = difflib.get_close_matches(str(RUNS / name), known, n=1)
+    near = near or difflib.get_close_matches(str(RUNS / name), known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"there is no run folder {name}{hint}")
-
-
-def _folders_in(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        return []
-    return [str(path) for path in folder.iterdir() if path.is_dir()]

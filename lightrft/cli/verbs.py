@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -11,14 +10,8 @@ from typing import Any
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
-from lightrft.cli.arguments import (
-    memory_errors,
-    positional,
-    quick_imports,
-    set_threads,
-    settings_of,
-)
-from lightrft.cli.dispatch import program, started
+from lightrft.cli.arguments import memory_errors, positional, settings_of
+from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching
 from lightrft.config.verbs import EvaluateConfig, ExportConfig, GenerateConfig, RLConfig, SFTConfig
 from lightrft.trainer.check_rollout import check_rollout
@@ -131,11 +124,9 @@ def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
     config = settings_of(verb, row.settings, positional(arguments, row.path_setting), row.about)
     if config is None:
         return 0
-    module, _, name = row.function.partition(":")
-    with quick_imports():
-        if not isinstance(config, ExportConfig):
-            set_threads(config.run.threads)
-        function = getattr(importlib.import_module(module), name)
+    # ``export`` computes nothing, and has no settings of a run.
+    threads = 0 if isinstance(config, ExportConfig) else config.run.threads
+    function = import_function(row.function, threads)
     with memory_errors():
         result = function(config)
     sys.stdout.write(row.lines(config, result) + "\n")

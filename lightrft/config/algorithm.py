@@ -154,7 +154,7 @@ class DistillConfig(Settings):
 
     @model_validator(mode="after")
     def _means_something(self) -> DistillConfig:
-        # The literals below are the defaults: a setting that nothing reads is a mistake of the user.
+        # The literals below are the defaults. A setting that nothing reads is a user's mistake.
         if self.kind != "jsd" and self.beta != 0.5:
             raise ValueError(f"distill.beta = {self.beta} changes nothing: only kind jsd reads it")
         if not self.whole and self.temperature is not None:

@@ -124,8 +124,8 @@ class StrategyConfig(Settings):
             kinds = _OF_KINDS.get(name, (self.kind,))
             if self.kind not in kinds:
                 raise ValueError(
-                    f"strategy.{name} = {getattr(self, name)} changes nothing with kind {self.kind}; set "
-                    f"strategy.kind={kinds[-1]}, or leave it out"
+                    f"strategy.{name} = {getattr(self, name)} changes nothing with kind "
+                    f"{self.kind}; set strategy.kind={kinds[-1]}, or leave it out"
                 )
         return self
 

@@ -50,8 +50,8 @@ class RLConfig(Settings):
     """Engine that generates responses."""
     reward: RewardConfig = RewardConfig()
     """Scoring of responses."""
-    # A factory: an instance has the row of ``grpo`` set, and ``Settings`` would merge that row under
-    # a config with another preset.
+    # A factory: an instance has the row of ``grpo`` set, and ``Settings`` would merge that row
+    # under a config with another preset.
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantage, loss and their terms."""
     train: TrainConfig = TrainConfig()
