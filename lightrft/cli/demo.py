@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -16,7 +15,7 @@ from lightrft.cli.arguments import (
 )
 from lightrft.cli.progress import check_trained, closing_lines, exit_status, watching, with_report
 from lightrft.config.verbs import DemoConfig
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, did_you_mean
 
 DEMOS = {
     "arithmetic": "a language model learns to work sums out",
@@ -60,12 +59,10 @@ def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     name = " ".join(names) or next(iter(DEMOS))
     if name in DEMOS:
         return name, [argument for argument in arguments if argument not in names]
-    hint = f"there are {', '.join(DEMOS)}"
     # Several names are a misunderstanding, and no misspelling of one.
-    near = difflib.get_close_matches(name, DEMOS, n=1) if len(names) == 1 else []
-    if near:
-        hint = f"did you mean {near[0]!r}?"
-    raise ConfigError(f"there is no demo {name!r}; {hint}")
+    near = did_you_mean(name, DEMOS) if len(names) == 1 else ""
+    hint = near or f"; there are {', '.join(DEMOS)}"
+    raise ConfigError(f"there is no demo {name!r}{hint}")
 
 
 def preset(name: str) -> resources.abc.Traversable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import os
@@ -15,7 +14,7 @@ from lightrft.distributed.error_report import report_error
 from lightrft.distributed.process_group import first_rank
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.utils.atomic_files import disk_problem
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import UserError, did_you_mean
 from lightrft.utils.stop_signal import Terminated, raise_at_sigterm
 
 VERBS = {
@@ -70,11 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         sys.stderr.write(f"lightrft: there is no verb {verb!r}{_hint(verb)}\n\n{usage()}")
         return 2
+    # Before the import of torch, as is any import of a verb.
     set_thread_policy()
     quieten_deepspeed()
     shown = log_to_terminal(WARNING if first_rank() else ERROR)
     try:
-        # a launcher ends its ranks at once: no exception reaches one that waits inside torch
+        # A launcher ends its ranks at once. No exception reaches one that waits inside torch.
         with nullcontext() if "WORLD_SIZE" in os.environ else raise_at_sigterm():
             return run_verb(verb, rest)
     except UserError as error:
@@ -107,10 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _hint(verb: str) -> str:
     """Return ``; did you mean ...?`` with the verb that ``verb`` may stand for, or ""."""
-    near = [own for own, others in OTHER_VERBS.items() if verb.lower() in others]
-    if not near:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    for own, others in OTHER_VERBS.items():
+        if verb.lower() in others:
+            return f"; did you mean {own!r}?"
+    return did_you_mean(verb, VERBS)
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +15,7 @@ from lightrft.config.base import (
     is_branch,
 )
 from lightrft.config.presets import PRESETS
+from lightrft.utils.errors import did_you_mean
 
 
 class AdvantageConfig(NamedFunction):
@@ -322,8 +322,7 @@ class AlgorithmConfig(Settings):
         if name is None:
             return given
         if not isinstance(name, str) or name not in PRESETS:
-            near = difflib.get_close_matches(str(name), PRESETS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = did_you_mean(str(name), PRESETS) or "."
             raise ValueError(f"unknown preset {name!r}{hint} Known: {', '.join(sorted(PRESETS))}")
         row = PRESETS[name]
         kept = {key: part for key, part in row.items() if not _renamed(part, given.get(key))}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bz2
 import csv
-import difflib
 import gzip
 import io
 import json
@@ -25,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
-from lightrft.utils.errors import DataError
+from lightrft.utils.errors import DataError, did_you_mean
 
 BOM = b"\xef\xbb\xbf"
 """The byte order mark that some editors write before UTF-8 text."""
@@ -91,8 +90,7 @@ def named_column(row: Row, name: str, what: str, where: str) -> Any:
     """
     value = look_up(row, name, ABSENT)
     if value is ABSENT:
-        near = difflib.get_close_matches(name, list(row), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, row)
         have = ", ".join(row) or "nothing"
         problem = f"no column {name!r} (data.columns.{what})"
         raise MalformedRow(f"{where}: {problem}; the row has: {have}{hint}")

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -120,10 +120,12 @@ def whole_folder(path: Path) -> Generator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        # Before the rename: otherwise a power cut could leave a complete folder of empty files.
         for file in temporary.rglob("*"):
             if file.is_file():
                 with file.open("r+b") as opened:
                     os.fsync(opened.fileno())
+        # A rename cannot replace a folder with files in it, so the old one moves away first.
         if path.exists():
             path.rename(replaced)
         temporary.rename(path)
@@ -162,7 +164,7 @@ def json_line(value: object) -> str:
         return encode(finite(value))
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Return a copy of a tree that strict JSON can express.
 
     Numbers that are not finite become None. Dataclasses become dictionaries.
@@ -174,12 +176,14 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     is_bytes = isinstance(value, bytes | bytearray)
+    # Bytes are a sequence of numbers to Python, and would become a long list.
     if isinstance(value, Sequence) and not is_bytes:
         return [finite(item) for item in value]
     return finite(_as_mapping(value))
 
 
-def _as_mapping(value: Any) -> Any:
+def _as_mapping(value: Any) -> object:
+    # Before dataclasses, which may define the method too.
     if hasattr(value, "as_json"):
         return value.as_json()
     if isinstance(value, bytes | bytearray | memoryview):
@@ -225,28 +229,43 @@ def disk_problem(error: BaseException, folder: Path | None = None) -> str:
         The reason. Empty for a ``UserError``, and for an error that concerns neither the disk nor a
         file below ``folder``.
     """
-    seen = None if isinstance(error, UserError) else error
-    while seen is not None:
-        number, name = _number_and_file(seen)
-        if number is not None:
-            inside = False
-            if folder is not None and name is not None:
-                inside = Path(name).is_relative_to(folder)
-            elif folder is not None:
-                # Libraries that give the number in their text alone give no name.
-                inside = _number_in_text(seen) is not None
-            if number in UNUSABLE or inside:
-                return os.strerror(number) + (f": {name}" if name is not None else "")
-        seen = seen.__cause__ or seen.__context__
+    if isinstance(error, UserError):
+        return ""
+    for cause in _causes(error):
+        number, name = _number_and_file(cause)
+        if number is None:
+            continue
+        if number in UNUSABLE or _is_inside(folder, name, cause):
+            return f"{os.strerror(number)}: {name}" if name else os.strerror(number)
     return ""
 
 
-def _number_and_file(error: BaseException) -> tuple[int | None, str | None]:
-    """Return the error number and the file of an error, as far as it gives them."""
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error``, then what it was raised from or during, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _number_and_file(error: BaseException) -> tuple[int | None, str]:
+    """Return the error number of ``error``, or None, and the file that it names, or ""."""
     if not isinstance(error, OSError):
-        return _number_in_text(error), None
-    name = None if error.filename is None else os.fsdecode(error.filename)
-    return error.errno, name
+        return _number_in_text(error), ""
+    # Functions that were given a file descriptor set its number in place of a name.
+    if error.filename is None or isinstance(error.filename, int):
+        return error.errno, ""
+    return error.errno, os.fsdecode(error.filename)
+
+
+def _is_inside(folder: Path | None, name: str, error: BaseException) -> bool:
+    """Return True if ``error``, which names the file ``name``, concerns a file below ``folder``."""
+    if folder is None:
+        return False
+    if name:
+        return Path(name).is_relative_to(folder)
+    # Libraries that give the number in their text alone give no name.
+    return _number_in_text(error) is not None
 
 
 def _number_in_text(error: BaseException) -> int | None:
@@ -259,13 +278,11 @@ def is_disk_full(error: BaseException) -> bool:
 
     The text of the error is searched too, because some libraries do not set ``errno``.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in WITHOUT_ROOM:
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in WITHOUT_ROOM:
             return True
-        if "No space left on device" in str(seen) or "os error 28" in str(seen):
+        if "No space left on device" in str(cause) or "os error 28" in str(cause):
             return True
-        seen = seen.__cause__ or seen.__context__
     return False
 
 

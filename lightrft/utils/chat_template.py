@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 
-def rendered(apply: Callable[[list[dict[str, Any]]], str], content: Any) -> str | None:
+def rendered(apply: Callable[[list[dict[str, object]]], str], content: object) -> str | None:
     """Return the text that ``apply`` renders for a user message with ``content``.
 
     ``content`` is text or a list of parts. Returns None if the template does not accept it.
     """
     try:
         text = apply([{"role": "user", "content": content}])
-    except Exception:  # jinja's errors and whatever a template raises
+    # A template can raise any error, by jinja or by its own checks.
+    except Exception:
         return None
-    return (
-        None if "'type'" in text else text
-    )  # the template printed the list of parts with Python's repr()
+    # A template for text alone prints a list of parts with Python's ``repr()``.
+    return None if "'type'" in text else text

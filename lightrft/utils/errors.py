@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """An error with a cause outside the program.
@@ -54,6 +57,12 @@ class NothingTrained(UserError):
 
 class ResourceError(UserError):
     """Memory or disk space ran out. The message says what to lower or free."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` with the word of ``known`` closest to ``word``, or ""."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def first_line(error: BaseException) -> str:

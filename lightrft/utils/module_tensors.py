@@ -21,21 +21,22 @@ def exchange(
         buffers: if True, replace buffers too.
     """
     # Holds the old tensor too: it stays alive, so that Python cannot reuse its id.
-    made: dict[int, tuple[Tensor, Tensor | None]] = {}
+    made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         tables = (module._parameters, module._buffers) if buffers else (module._parameters,)
         for table in tables:
             for name, tensor in table.items():
+                # A module registers an absent bias as None.
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    made[id(tensor)] = tensor, _like(tensor, new(tensor))
-                _, other = made[id(tensor)]
-                if other is not None:
-                    table[name] = other  # ty: ignore[invalid-assignment]
+                    made[id(tensor)] = tensor, _replacement(tensor, new(tensor))
+                _, table[name] = made[id(tensor)]  # ty: ignore[invalid-assignment]
 
 
-def _like(tensor: Tensor, other: Tensor | None) -> Tensor | None:
-    if other is None or not isinstance(tensor, nn.Parameter):
-        return other
-    return nn.Parameter(other, requires_grad=tensor.requires_grad)
+def _replacement(old: Tensor, new: Tensor | None) -> Tensor:
+    if new is None:
+        return old
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new

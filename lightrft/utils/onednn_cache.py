@@ -40,4 +40,5 @@ def products_bytes(dtype: torch.dtype) -> float:
     }.get(dtype)
     if compiled is None or not getattr(torch.ops.mkldnn, compiled)():
         return 0.0
+    # ``BYTES`` covers both caches, so the larger limit gives an upper bound.
     return max(int(os.environ.get(name, KEPT)) for name in CACHES) * BYTES

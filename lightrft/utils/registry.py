@@ -7,7 +7,6 @@ A built-in function has a short name. A user's function is named ``package.modul
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -115,8 +114,7 @@ class Registry(Generic[T]):
                 f"{self.kind} {name!r} is a file, of which a function must be named: "
                 f"{_functions_of(name)}"
             )
-        near = difflib.get_close_matches(name, self._entries, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(name, self._entries) or "."
         raise ConfigError(
             f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self._entries))}; or "
             "package.module:function"
@@ -142,6 +140,7 @@ def resolve(name: str, kind: str = "function") -> Any:
     Raises:
         ConfigError: the module, file or attribute does not exist, or importing the module raises.
     """
+    # From the right: a path may have a colon itself.
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise ConfigError(
@@ -155,8 +154,7 @@ def resolve(name: str, kind: str = "function") -> Any:
         return getattr(module, attribute)
     except AttributeError:
         public = [n for n in vars(module) if not n.startswith("_")]
-        near = difflib.get_close_matches(attribute, public, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(attribute, public)
         raise ConfigError(f"{kind} {name!r}: {where} has no {attribute!r}{hint}") from None
 
 

@@ -85,6 +85,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
+        # Lists, not arrays: ``weights_only=True`` reads no NumPy.
         "numpy": [str(kind), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }

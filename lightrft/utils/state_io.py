@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrft.utils.errors import CheckpointError, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SUFFIX = ".pt"
 State = dict[str, Any]
 """Plain values and tensors by name, possibly nested, as ``save_state`` writes them."""
 
 
-def save_state(path: Path, tree: Any) -> None:
+def save_state(path: Path, tree: object) -> None:
     """Write ``tree`` as ``<path>.pt``.
 
     A tree consists of dictionaries, lists, tuples, str, int, float, bool, None and dense tensors.
@@ -83,10 +86,11 @@ class _Plain:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[int, Any] = {}  # by id of the original, which ``tree`` keeps alive
+        self._tensors: dict[int, Tensor] = {}  # by id of the original, which ``tree`` keeps alive
         self._storages: set[int] = set()
 
-    def of(self, value: Any, place: str) -> Any:
+    def of(self, value: object, place: str) -> object:
+        """Return ``value``, found at ``place``, with tensors of their own storage."""
         if value is None or isinstance(value, bool):
             return value
         # Subclasses, such as numpy's floats, could not be read back.
@@ -94,20 +98,20 @@ class _Plain:
             if isinstance(value, kind):
                 return kind(value)
         if isinstance(value, dict):
-            for key in value:
+            plain: dict[object, object] = {}
+            for key, item in value.items():
                 if not (key is None or isinstance(key, str | int | float)):
                     raise TypeError(
                         f"state{place}: a key of type {type(key).__name__} cannot be saved: {key!r}"
                     )
-            return {
-                self.of(key, place): self.of(item, f"{place}.{key}") for key, item in value.items()
-            }
+                plain[self.of(key, place)] = self.of(item, f"{place}.{key}")
+            return plain
         if isinstance(value, list | tuple):
             items = [self.of(item, f"{place}.{i}") for i, item in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
         return self._tensor(value, place)
 
-    def _tensor(self, value: Any, place: str) -> Any:
+    def _tensor(self, value: object, place: str) -> Tensor:
         import torch
 
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -115,6 +119,7 @@ class _Plain:
         if id(value) not in self._tensors:
             tensor = value.detach().contiguous()
             storage = tensor.untyped_storage()
+            # ``torch.save`` writes a storage whole, and once for all tensors that share it.
             is_view = storage.nbytes() != tensor.numel() * tensor.element_size()
             shared = is_view or storage.data_ptr() in self._storages
             # Empty tensors have no memory: the address of each is 0.

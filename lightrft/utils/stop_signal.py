@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 
 class Terminated(KeyboardInterrupt):
@@ -28,15 +28,15 @@ def raise_at_sigterm() -> Generator[None]:
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _terminate)
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 class StopFlag:
@@ -58,7 +58,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.reason = ""
         self._interrupts = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
 
     def request(self, reason: str) -> None:
         """Set the flag. Only the first reason is kept."""
