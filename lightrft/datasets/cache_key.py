@@ -74,8 +74,10 @@ def token_cache_of(
         "tokenizer": _tokenizer_digest(tokenizer),
         "files": [[str(file), digest_of_file(file)] for file in files],
         "code": _code_digest(),
+        # Their next versions may tokenize or render otherwise.
         "libraries": {name: metadata.version(name) for name in LIBRARIES},
     }
+    # Sorted, since the order of options must not change the key.
     text = json.dumps(made_of, sort_keys=True, default=str)
     key = hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
     return TokenCache(Path(config.token_cache).expanduser() / f"{key}.arrow")

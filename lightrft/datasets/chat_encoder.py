@@ -3,9 +3,8 @@
 A special token that is spelled out in a row must not act as one. Otherwise a user could end the
 turn and speak as the assistant. Each such spelling is therefore replaced by a marker before text
 enters a template (``escape_special_tokens``). The rendered text is split at the markers. The
-spellings are encoded
-as plain text, and everything else is encoded normally. A row without such a spelling gets exactly
-the tokens of ``tokenizer.apply_chat_template``.
+spellings are encoded as plain text, and everything else is encoded normally. A row without such a
+spelling gets exactly the tokens of ``tokenizer.apply_chat_template``.
 
 Media are marks in the text until it is rendered. Chat templates see content parts, and the text
 that they write for each part becomes its mark again. ``expanded`` replaces each mark by the
@@ -58,8 +57,7 @@ class ChatEncoder:
     Raises:
         ModelError: ``apply_chat_template`` is true and the tokenizer has no chat template.
         ConfigError: a system prompt or ``chat_template_options`` without a chat template, or a
-        ``template``
-            without a field.
+            ``template`` without a field.
     """
 
     def __init__(
@@ -140,6 +138,7 @@ class ChatEncoder:
             return {}
         texts = {}
         for kind, part in self.media.parts.items():
+            # In this order: without a chat template there is none to ask.
             if not self.chat or not self._takes[kind]:
                 texts[kind] = part.written.join(part.around)
         return texts
@@ -247,15 +246,11 @@ class ChatEncoder:
         """
         if not self.chat:
             return self._surrounded(self._text_of(record, cut))
-        return self.render(self.generation_prefix(record, cut), record.where, generate=True)
-
-    def generation_prefix(self, record: ParsedRow, cut: int = 0) -> list[Message]:
-        """Return the shielded messages of the prompt, with the system message first."""
         if isinstance(record.prompt, str):
             messages = [{"role": "user", "content": self._text_of(record, cut)}]
         else:
             messages = self.shielded(_asking(record), cut)
-        return self.with_system(messages)
+        return self.render(self.with_system(messages), record.where, generate=True)
 
     def conversation(self, record: ParsedRow) -> list[Message]:
         """Return the shielded messages of the whole record, with the system message first."""
@@ -280,10 +275,10 @@ class ChatEncoder:
         shown = [self._shield_all(m, m["role"] == "assistant") for m in messages]
         if cut:
             last = messages[-1]
-            rest = self.escape_special_tokens(
-                last["content"][cut:], answer=last["role"] == "assistant"
-            )
-            shown[-1] = {**shown[-1], "content": rest}
+            # Cut before escaping: a marker and the spelling that it stands for differ in length.
+            rest = last["content"][cut:]
+            is_answer = last["role"] == "assistant"
+            shown[-1] = {**shown[-1], "content": self.escape_special_tokens(rest, answer=is_answer)}
         return shown
 
     def render(self, messages: Sequence[Message], where: str, *, generate: bool = False) -> str:
@@ -336,8 +331,9 @@ class ChatEncoder:
         """Return the token ids of rendered texts, without added special tokens."""
         # each text becomes: plain text, number of a spelling, plain text, number, plain text ...
         cut = [MARKER.split(t) if self.is_shielded(t) else [t] for t in texts]
+        pieces_of_all = itertools.chain.from_iterable(pieces[::2] for pieces in cut)
         # one call for all plain pieces: a fast tokenizer encodes them in parallel
-        plain = self._plain_ids([piece for pieces in cut for piece in pieces[::2]])
+        plain = self._plain_ids(list(pieces_of_all))
         ids: list[list[int]] = []
         at = 0
         for pieces in cut:
@@ -376,6 +372,7 @@ class ChatEncoder:
         return made["input_ids"], [bool(m) for m in made["assistant_masks"]]
 
     def _apply(self, messages: Sequence[Message], generate: bool) -> str:
+        # As text, not tokens: markers and marks must be found in it first.
         return self.tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
@@ -400,6 +397,7 @@ class ChatEncoder:
 
         def writes(content: object, *expected: str) -> bool:
             text = rendered(lambda messages: self._apply(messages, False), content)
+            # Once each: a template that repeats or drops content would change the prompt.
             return text is not None and all(text.count(e) == 1 for e in expected)
 
         word = {"type": "text", "text": "(word)"}
@@ -418,6 +416,7 @@ class ChatEncoder:
         """Return ``text`` with the expected text around each item, where it is missing."""
         if self.media is None:
             return text
+        # The split gives: text, kind, number, text, kind, number, text ...
         made, *cut = MARK.split(text)
         for kind, number, after in zip(cut[::3], cut[1::3], cut[2::3]):
             left, right = self.media.parts[kind].around
@@ -571,10 +570,11 @@ def check_template(
     ]
     shorter: list[int] = []
     shown = ""
-    for upto in range(1, len(turns) + 1):
+    for upto, last in enumerate(turns, start=1):
         # after a user's turn, the prompt includes the start of the answer
-        text = encoder.render(turns[:upto], where, generate=turns[upto - 1]["role"] == "user")
+        text = encoder.render(turns[:upto], where, generate=last["role"] == "user")
         ids = encoder.encode([text])[0]
+        # Tokens, not text: a merge across the border would change the earlier ones.
         if ids[: len(shorter)] != shorter:
             raise prefix_error(tokenizer, shown, text)
         shorter = ids
@@ -589,11 +589,8 @@ def prefix_error(tokenizer: PreTrainedTokenizerBase, shorter: str, longer: str) 
         shorter: the text of the shorter conversation.
         longer: the text of the longer conversation, which should begin with ``shorter``.
     """
-    at = min(len(shorter), len(longer))
-    for k, (a, b) in enumerate(zip(shorter, longer)):
-        if a != b:
-            at = k
-            break
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(shorter, longer))
+    at = sum(1 for _ in same)
     near = slice(max(0, at - 20), at + 40)
     change = f"{shorter[near]!r} becomes {longer[near]!r} once the conversation continues"
     return ModelError(

@@ -44,17 +44,13 @@ def blend(
     for source, length in enumerate(lengths):
         where = np.flatnonzero(picks == source)
         passes = -(-len(where) // length)
-        rows = [_rows_of_pass(length, seed, source, k, shuffle) for k in range(passes)]
-        if rows:
-            order[where] = starts[source] + np.concatenate(rows)[: len(where)]
+        rows = [np.empty(0, dtype=np.int64)]
+        for k in range(passes):
+            # Each pass has a generator, so that it does not depend on the passes before it.
+            chance = numpy_generator(seed, RandomStream.MIX_ROWS, source, k)
+            rows.append(chance.permutation(length) if shuffle else np.arange(length))
+        order[where] = starts[source] + np.concatenate(rows)[: len(where)]
     return order
-
-
-def _rows_of_pass(length: int, seed: int, source: int, number: int, shuffle: bool) -> np.ndarray:
-    """Return the order of the rows of ``source`` in its pass ``number``, ``[length]``."""
-    if not shuffle:
-        return np.arange(length)
-    return numpy_generator(seed, RandomStream.MIX_ROWS, source, number).permutation(length)
 
 
 def _picks(lengths: Sequence[int], weights: Sequence[float], mode: Blend, seed: int) -> np.ndarray:

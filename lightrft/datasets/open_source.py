@@ -82,12 +82,11 @@ def source_name(source: SourceConfig) -> str:
     """Return the name of the rows of ``source`` that do not name their data source."""
     if source.name:
         return source.name
-    path = Path(source.path)
     if is_function(source.path):
-        if ".py:" in source.path:
-            return path.stem
-        module, _, _ = source.path.rpartition(":")
-        return module.rpartition(".")[2]
+        # The function's own name is often as general as ``rows``.
+        where, _, _ = source.path.rpartition(":")
+        return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+    path = Path(source.path)
     stem = Path(path.stem).stem if path.suffix in OPENERS else path.stem
     return stem or source.path
 
@@ -172,16 +171,18 @@ def _is_saved(path: Path) -> bool:
 
 
 def _files_of_folder(path: Path, source: SourceConfig) -> list[Path]:
-    files = sorted(p for p in path.rglob("*") if suffix_of(p) in SUFFIXES and p.is_file())
+    known = [file for file in path.rglob("*") if suffix_of(file) in SUFFIXES]
+    # Sorted, so that the order of rows does not depend on the file system.
+    files = sorted(file for file in known if file.is_file())
     if not files:
         wanted = f"a folder with {', '.join(SUFFIXES)} files"
         raise DataError(f"data.sources: {path} is neither a saved data set nor {wanted}")
     named = [file for file in files if _split_of(file, (source.split,))]
     if not named:
-        splits = {_split_of(file, SPLITS) for file in files}
-        others = ", ".join(sorted(split for split in splits if split))
+        others = {_split_of(file, SPLITS) for file in files} - {None}
         if others:
-            problem = f"has no files of split {source.split!r}, but of: {others}"
+            listed = ", ".join(sorted(map(str, others)))
+            problem = f"has no files of split {source.split!r}, but of: {listed}"
             raise DataError(f"data.sources: {path} {problem}")
         # no file name contains a split, so the folder is one
         named = files
@@ -230,6 +231,7 @@ def _from_json(
     text = utf8_of(path)
     with path.open("rb") if text is None else io.BytesIO(text) as file:
         head = file.read(4096).removeprefix(BOM).lstrip()
+    # JSON lines are objects, so a list can only be the whole file.
     if not head.startswith(b"["):
         return JsonLinesRows(path, malformed, limit, indexes)
     try:
@@ -284,6 +286,7 @@ def _undecoded(dataset: Any) -> Any:
             return [bare(inner) for inner in feature]
         if not dataclasses.is_dataclass(feature):
             return feature
+        # Decoded on access by this package, with its limits.
         if getattr(feature, "decode", False) is True:
             return dataclasses.replace(feature, decode=False)
         if hasattr(feature, "feature"):

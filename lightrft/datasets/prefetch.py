@@ -46,13 +46,12 @@ class Fetcher(Generic[T]):
         """
         if self._workers is None:
             return
-        wanted = set(indices)
-        dropped = [i for i in self._begun if i not in wanted]
-        for i in dropped:
-            self._begun.pop(i).cancel()
-        for i in dict.fromkeys(indices):
-            if i not in self._begun:
-                self._begun[i] = self._workers.submit(self._tried, i)
+        wanted = dict.fromkeys(indices)
+        kept = {i: self._begun.pop(i) for i in wanted if i in self._begun}
+        # First, so that no thread starts on an entry that is not wanted any more.
+        for dropped in self._begun.values():
+            dropped.cancel()
+        self._begun = {i: kept.get(i) or self._workers.submit(self._tried, i) for i in wanted}
 
     def _tried(self, i: int) -> T | MalformedRow:
         try:
@@ -60,5 +59,6 @@ class Fetcher(Generic[T]):
         except MalformedRow as error:
             return error
 
+    # Futures hold locks, which cannot be pickled.
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_begun": {}}

@@ -73,6 +73,7 @@ class Sources:
         """
         chunk: list[tuple[int, ParsedRow]] = []
         for row in range(len(self.rows[source])):
+            # Before the row is read: a bad row is one of all rows, too.
             self.counts["rows"] += 1
             try:
                 chunk.append((row, self.record(source, row)))
@@ -161,7 +162,9 @@ class Sources:
                 lengths, names = self._encode(keep, kept, cache)
             else:
                 lengths, names = self._restore(entry, kept)
+        # Outside the lock: it depends on settings that the cache ignores, such as weights.
         order = self.order(lengths, seed)
+        # Names of a cache are unique already, and stay in their file.
         if self.config.blend == "concat" and isinstance(names, Names):
             return order, names
         return order, unique_names([names[k] for k in order])
@@ -453,6 +456,7 @@ class PromptDataset:
             kept["cut_rows"].append(len(kept["ends"]))
             kept["cuts"].append(cut)
         kept["tokens"].extend(ids)
+        # The end after the tokens: a prompt is from the end before it to its own.
         kept["ends"].append(len(kept["tokens"]))
         kept["source"].append(source)
         kept["row"].append(row)

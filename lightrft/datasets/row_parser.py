@@ -169,7 +169,8 @@ def read_record(
         response = _response(found["response"][1], where, finder)
     prompt, response = _placed(prompt, response, finder, row)
     # the column of the response stays, since rewards may compare with it
-    taken = {found[what][0] for what in chosen if what != "response"} | finder.taken(row)
+    taken = {column for what, (column, _) in found.items() if what != "response"}
+    taken |= finder.taken(row)
     return ParsedRow(
         prompt=prompt,
         response=response,
@@ -267,24 +268,20 @@ def read_prompt(
     if isinstance(value, str):
         inside = _json_messages(value)
         if inside is None:
-            return _read_text_prompt(value, where, finder, blank)
+            text = value if value.strip() else ""
+            if not text and not blank:
+                raise MalformedRow(f"{where}: the prompt is empty")
+            return finder.text(text, where)
         value = inside
     if not isinstance(value, list | tuple):
         kind = type(value).__name__
         raise MalformedRow(f"{where}: a prompt must be text or a list of messages, not {kind}")
-    messages = [read_message(m, f"{where}, message {k + 1}", finder) for k, m in enumerate(value)]
-    filled = [m for m in messages if m["role"] != "system" and m.get("content")]
-    if not messages or not (blank or filled):
+    messages = _messages(value, f"{where}, message", finder)
+    # A system message alone asks nothing.
+    asking = [m["content"] for m in messages if m["role"] != "system"]
+    if not messages or not (blank or any(asking)):
         raise MalformedRow(f"{where}: the prompt is empty")
     return messages
-
-
-def _read_text_prompt(value: str, where: str, finder: MediaFinder, blank: bool) -> str:
-    if value.strip():
-        return finder.text(value, where)
-    if not blank:
-        raise MalformedRow(f"{where}: the prompt is empty")
-    return finder.text("", where)
 
 
 def read_message(value: object, where: str, finder: MediaFinder) -> Message:
@@ -320,6 +317,7 @@ def read_message(value: object, where: str, finder: MediaFinder) -> Message:
     else:
         have = ", ".join(value) or "nothing"
         raise MalformedRow(f"{where}: neither 'role' nor 'from'; it has: {have}")
+    # Other fields, such as tool calls, reach the template too.
     _check_texts([str(role), fields], where, finder)
     return {"role": str(role), "content": _content(content, where, finder), **fields}
 
@@ -410,11 +408,14 @@ def _response(value: object, where: str, finder: MediaFinder) -> str | list[Mess
         return None
     if not isinstance(value, list | tuple):
         return finder.plain(str(value), f"{where}, response")
-    where = f"{where}, response message"
-    return [read_message(m, f"{where} {k + 1}", finder) for k, m in enumerate(value)]
+    return _messages(value, f"{where}, response message", finder)
 
 
-def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:
+def _messages(values: Sequence[object], where: str, finder: MediaFinder) -> list[Message]:
+    return [read_message(m, f"{where} {k}", finder) for k, m in enumerate(values, start=1)]
+
+
+def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, object]:
     """Return name and value of the column for ``what``, or ``("", None)`` if there is none."""
     if not chosen:
         for name in USUAL[what]:

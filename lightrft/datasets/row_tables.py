@@ -22,15 +22,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 from lightrft.utils.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BOM = b"\xef\xbb\xbf"
 """The byte order mark that some editors write before UTF-8 text."""
 Row = Mapping[str, Any]
 Malformed = Literal["error", "skip"]
-ABSENT: Any = object()
+ABSENT: object = object()
 """Marker that distinguishes a missing column from a null value in ``look_up``."""
 
 
@@ -56,7 +59,7 @@ class Rows(Protocol):
     def where(self, i: int, /) -> str: ...
 
 
-def look_up(row: Row, name: str, absent: Any = None) -> Any:
+def look_up(row: Row, name: str, absent: object = None) -> Any:
     """Return the column ``name`` of ``row``.
 
     Dots select nested columns, unless the row has a column with the dotted name itself.
@@ -111,14 +114,14 @@ class TextIndex:
     """The positions of the rows of a file of JSON lines.
 
     Args:
-        offsets: byte offset of each record, ``[n]``.
+        offsets: byte offset of each record, ``[n]``. A ``np.ndarray`` is mapped from a token cache.
         lines: line number of each record, ``[n]``, from 1.
         malformed: number of skipped records.
         first_problem: reason for the first skipped record.
     """
 
-    offsets: Any  # an array, or a column of the token cache
-    lines: Any
+    offsets: array[int] | np.ndarray
+    lines: array[int] | np.ndarray
     malformed: int = 0
     first_problem: str = ""
 
@@ -203,6 +206,7 @@ class JsonLinesRows:
 
     def _scan(self, malformed: Malformed, limit: int | None) -> TextIndex:
         """Return the index of all records."""
+        # Not lists: a number of a list takes four times the eight bytes.
         offsets, lines = array("Q"), array("Q")
         skipped = _Skipped(self.path, malformed)
         with self._open() as file:
@@ -228,6 +232,7 @@ class JsonLinesRows:
         return len(self._offsets)
 
     def __getitem__(self, i: int) -> Row:
+        # Opened on each access: an open file cannot be pickled, nor shared by threads that seek.
         with self._open() as file:
             file.seek(self._offsets[i])
             try:
@@ -287,7 +292,9 @@ class InMemoryRows:
         first_problem: reason for the first skipped row.
     """
 
-    def __init__(self, rows: Any, name: str, malformed: int = 0, first_problem: str = "") -> None:
+    def __init__(
+        self, rows: Sequence[object], name: str, malformed: int = 0, first_problem: str = ""
+    ) -> None:
         self.rows = rows
         self.name = name
         self.malformed = malformed
@@ -391,6 +398,7 @@ class ConcatRows:
         return part.where(k)
 
     def _find(self, i: int) -> tuple[Rows, int]:
+        # From the right: an empty part ends where the part before it does.
         k = bisect_right(self._ends, i)
         start = self._ends[k - 1] if k else 0
         return self.parts[k], i - start
@@ -446,6 +454,7 @@ class MappedRows:
         row = self.rows[i]
         try:
             converted = self.reader(row, **self.options)
+        # Before ``LookupError``, its base class: the message can name the columns.
         except KeyError as error:
             have = ", ".join(row)
             problem = f"reader {self.name!r} needs column {error}"

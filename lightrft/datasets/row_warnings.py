@@ -56,6 +56,7 @@ class UnknownText:
         return sum(not self._knows(character) for character in text)
 
     def _knows(self, character: str) -> bool:
+        # Kept: encoding one character costs as much as encoding a line.
         if character not in self._known:
             matters = character.isprintable() and not character.isspace()
             self._known[character] = not matters or bool(self._ids(character))
@@ -128,6 +129,7 @@ def is_plain(name: str) -> bool:
 
 
 def _place(counts: Counter[str], name: str, source: int, row: int) -> None:
+    # Not ``counts[name]``, which is 0 for the first row and for none alike.
     if name not in counts:
         counts[f"{_SOURCE}/{name}"] = source
         counts[f"{_ROW}/{name}"] = row

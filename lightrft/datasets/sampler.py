@@ -46,12 +46,10 @@ class PromptSampler:
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of one epoch, ``[length]``."""
         if self._known is None or self._known[0] != epoch:
+            order = np.arange(self.length)
             if self.shuffle:
-                order = numpy_generator(self.seed, RandomStream.EPOCH_ORDER, epoch).permutation(
-                    self.length
-                )
-            else:
-                order = np.arange(self.length)
+                chance = numpy_generator(self.seed, RandomStream.EPOCH_ORDER, epoch)
+                order = chance.permutation(self.length)
             self._known = (epoch, order)
         return self._known[1]
 
@@ -147,13 +145,11 @@ class EvalPrompts(Sequence[Prompt]):
         if not self._dataset.reads_media:
             yield 0, self._bare
             return
-        starts = range(0, len(self), PART)
-        for start in starts:
-            fetched = _agreed(
-                self._dataset.fetch(range(start, min(start + PART, len(self)))), ranks
-            )
-            part = _kept(self._dataset, fetched)
-            self._dataset.prefetch(range(start + PART, min(start + 2 * PART, len(self))))
+        numbers = range(len(self))
+        for start in range(0, len(self), PART):
+            fetched = self._dataset.fetch(numbers[start : start + PART])
+            part = _kept(self._dataset, _agreed(fetched, ranks))
+            self._dataset.prefetch(numbers[start + PART : start + 2 * PART])
             yield start, part
             for prompt in part:
                 prompt.media = {}
@@ -226,6 +222,7 @@ def _agreed(fetched: Sequence[T | MalformedRow], ranks: ProcessGroup) -> list[T 
     All ranks then have the same prompts.
     """
     own = {k: str(entry) for k, entry in enumerate(fetched) if isinstance(entry, MalformedRow)}
+    # By rank in order, so that all ranks keep the same reason of an entry.
     lost: dict[int, str] = {}
     for found in ranks.gather(own):
         lost |= found

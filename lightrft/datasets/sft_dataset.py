@@ -252,9 +252,9 @@ class SFTDataset:
                 return False
         if len(ids) > self.max_tokens:
             # media cannot be cut: their placeholders must fit their features
-            may_cut = self.config.overlong_prompts == "truncate" and placeholders.isdisjoint(
-                ids[self.max_tokens :]
-            )
+            lost = ids[self.max_tokens :]
+            may_cut = self.config.overlong_prompts == "truncate" and placeholders.isdisjoint(lost)
+            # An example without a trained token would teach nothing.
             if not may_cut or not any(trained[: self.max_tokens]):
                 self._sources.overlong(part.record.where, len(ids), self.max_tokens, "max_tokens")
                 return False
@@ -281,10 +281,8 @@ class SFTDataset:
             return [self._plain_part(row, record)]
         messages = record.messages
         first = 0 if record.response is None else record.asked
-        spoken = []
-        for k in range(first, len(messages)):
-            if messages[k]["role"] == "assistant":
-                spoken.append(k)
+        own = range(first, len(messages))
+        spoken = [k for k in own if messages[k]["role"] == "assistant"]
         # a message of more than role and content, such as tool calls, is an answer without text too
         answered = any(messages[k]["content"].strip() or len(messages[k]) > 2 for k in spoken)
         if not answered:
@@ -293,7 +291,12 @@ class SFTDataset:
             raise MalformedRow(f"{record.where}: the conversation begins with the assistant")
         shown = self.encoder.conversation(record)
         ahead = len(shown) - len(messages)  # 1 with the configured system message
-        turns = [self._turn(shown, k + ahead, record.where) for k in spoken]
+        turns = []
+        for k in spoken:
+            # The text that asks for the message, and the text that ends with it.
+            asking = self.encoder.render(shown[: k + ahead], record.where, generate=True)
+            said = self.encoder.render(shown[: k + ahead + 1], record.where)
+            turns.append((asking, said))
         if self.config.turns == "each":
             return [_Part(row, record, [turn], []) for turn in turns]
         if self.config.turns == "last":
@@ -325,11 +328,6 @@ class SFTDataset:
             return False
         # the template knows nothing of spellings that are encoded as plain text
         return not self.encoder.is_shielded(turns[-1][1])
-
-    def _turn(self, messages: list[Message], k: int, where: str) -> tuple[str, str]:
-        """Return the text that asks for message ``k``, and the text that ends with it."""
-        asking = self.encoder.render(messages[:k], where, generate=True)
-        return asking, self.encoder.render(messages[: k + 1], where)
 
     def _tokens_of(self, part: _Part, known: dict[str, list[int]]) -> tuple[list[int], list[bool]]:
         """Return the tokens and training mask of an example, ``[T]``, up to the last True."""

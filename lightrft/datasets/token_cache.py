@@ -105,14 +105,12 @@ class TokenCache:
                 raise ValueError("its digest does not match its content")
             table = pa.ipc.open_file(body).read_all()
             lists = {name: table.column(name).chunk(0) for name in table.column_names}
+            names = Names(lists.pop(NAMES).values)
+            # Without a copy: a column stays in its file, shared by all ranks of the machine.
             columns = {
-                name: found.values.to_numpy(zero_copy_only=True)
-                for name, found in lists.items()
-                if name != NAMES
+                name: found.values.to_numpy(zero_copy_only=True) for name, found in lists.items()
             }
-            return Entry(
-                columns, Names(lists[NAMES].values), json.loads(table.schema.metadata[FACTS])
-            )
+            return Entry(columns, names, json.loads(table.schema.metadata[FACTS]))
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as error:
             _log.warning(
                 "data.token_cache: %s is damaged and is built again: %s",
@@ -131,6 +129,8 @@ class TokenCache:
         temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
         arrays = {name: pa.array(column) for name, column in entry.columns.items()}
         arrays[NAMES] = pa.array(list(entry.names), pa.large_string())
+        # One row of lists, because the columns of a table must have one length. Large lists have
+        # 64-bit offsets: tokens may be more than 2**31.
         rows = {
             name: pa.LargeListArray.from_arrays(pa.array([0, len(a)], pa.int64()), a)
             for name, a in arrays.items()

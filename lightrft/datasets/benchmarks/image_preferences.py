@@ -78,7 +78,7 @@ def imagerewarddb(
     )
 
 
-def imagerewarddb_pairs(path: str, split: str = "train") -> PairBuilder:
+def imagerewarddb_pairs(path: str, split: str = "train") -> PairBuilder[tuple[int, int]]:
     """Return all pairs of images of one prompt that differ in rank (1 is best).
 
     This is a source function. The rows at ``path`` have one image each.
@@ -114,12 +114,9 @@ def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> Row:
         )
     best = int(found[-1]) - 1
     parts = [{"type": "image", "image": placed(image, root)} for image in row["images"]]
-    content: list[dict[str, object]] = [
-        {
-            "type": "text",
-            "text": asked.replace("<image>", "").strip(),
-        }
-    ]
+    # The markers of the images go: each image is a part, below its name.
+    question = asked.replace("<image>", "").strip()
+    content: list[dict[str, object]] = [{"type": "text", "text": question}]
     for k, part in enumerate(parts, start=1):
         content += [{"type": "text", "text": f"\n\nImage {k}:\n"}, part]
     named = {"prompt": [{"role": "user", "content": content}], "response": said}
@@ -162,7 +159,7 @@ def genai_bench(
     return {**made, "id": f"{row['Index']}/{one}/{two}"}
 
 
-def genai_bench_pairs(path: str, split: str = "train") -> PairBuilder:
+def genai_bench_pairs(path: str, split: str = "train") -> PairBuilder[tuple[int, str, str]]:
     """Return all pairs of models that have ratings and an image, for each row at ``path``.
 
     This is a source function.
@@ -170,7 +167,7 @@ def genai_bench_pairs(path: str, split: str = "train") -> PairBuilder:
     rows = _open(path, split)
     keys = []
     for i in range(len(rows)):
-        keys += [(i, *two) for two in combinations(_models(rows[i]), 2)]
+        keys += [(i, one, two) for one, two in combinations(_models(rows[i]), 2)]
     return PairBuilder(keys, partial(_of_two, rows))
 
 
@@ -191,10 +188,9 @@ def mean(ratings: Sequence[float]) -> float:
 
 
 def _open(path: str, split: str) -> Rows:
+    # Imported here, because ``open_source`` imports this package.
     from lightrft.config.data import SourceConfig
-    from lightrft.datasets.open_source import (
-        open_source,
-    )  # imported here, because open_source imports this package
+    from lightrft.datasets.open_source import open_source
 
     return open_source(SourceConfig(path=path, split=split))
 
@@ -221,6 +217,7 @@ def _of_two(rows: Rows, key: tuple[int, str, str]) -> Row:
     i, *two = key
     row = rows[i]
     ratings = row["HumanRatings"]
+    # The columns of all models go, or the images of the others would be stored with each pair.
     made = {name: value for name, value in row.items() if name not in ratings}
     made["HumanRatings"] = {model: ratings[model] for model in two}
     for model in two:

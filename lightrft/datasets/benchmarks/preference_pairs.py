@@ -16,9 +16,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 from lightrft.datasets.row_tables import Row
+
+K = TypeVar("K")
 
 Instruction = str | Mapping[str, str]
 """One instruction for all tasks, or one by task.
@@ -73,30 +75,26 @@ def preference_label(
         ValueError: ``task_instruction`` has no entry for ``task``.
     """
     kind = KINDS[task]
-    order = first_shown(source, request, candidates)
-    order = (order, 1 - order)
+    first = first_shown(source, request, candidates)
+    order = (first, 1 - first)
     parts = [{"type": kind, kind: placed(c, root)} for c in candidates]
     content = [_text(_instruction(task, task_instruction, request, criteria))]
     if given is not None:
-        content += [
-            _text("\n\nThey start from:\n"),
-            {
-                "type": "image",
-                "image": placed(given, root),
-            },
-        ]
+        start = {"type": "image", "image": placed(given, root)}
+        content += [_text("\n\nThey start from:\n"), start]
     for letter, k in zip("AB", order):
         content += [_text(f"\n\n{letter}:\n"), parts[k]]
     content.append(_text("\n\n" + _question(NOUNS[kind], ties)))
-    letters = {
-        head: "C" if winner is None else "AB"[order.index(winner)] for head, winner in heads.items()
-    }
+    letters = {}
+    for head, winner in heads.items():
+        letters[head] = "C" if winner is None else "AB"[order.index(winner)]
+    label = next(iter(letters.values()))
     best = next(iter(heads.values()))
     return {
         **row,
         "prompt": [{"role": "user", "content": content}],
-        "response": f"<answer>{next(iter(letters.values()))}</answer>",
-        "label": next(iter(letters.values())),
+        "response": f"<answer>{label}</answer>",
+        "label": label,
         "data_source": source,
         "request": request,
         "chosen": None if best is None else parts[best],
@@ -135,17 +133,17 @@ def placed(media: object, root: str) -> object:
     return media if is_absolute else f"{root.rstrip('/')}/{media.removeprefix('./')}"
 
 
-class PairBuilder(Sequence[Row]):
+class PairBuilder(Generic[K]):
     """Rows that are built on access, each from one of ``keys``."""
 
-    def __init__(self, keys: Sequence[object], make: Callable[[Any], Row]) -> None:
+    def __init__(self, keys: Sequence[K], make: Callable[[K], Row]) -> None:
         self._keys = keys
         self._make = make
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int) -> Row:
         return self._make(self._keys[i])
 
 
@@ -170,15 +168,14 @@ def _instruction(task: str, chosen: Instruction | None, request: str, criteria: 
             raise ValueError(f"task_instruction has no entry {task!r}; it has: {', '.join(chosen)}")
         chosen = chosen[task]
     if chosen is None:
-        by = (
-            "{criteria}"
-            if criteria
-            else "how well each follows the request, and how good it is in itself"
-        )
+        by = "how well each follows the request, and how good it is in itself"
+        if criteria:
+            by = "{criteria}"
         chosen = (
             f"Two {NOUNS[KINDS[task]]} were made for this request:\n{{prompt}}\n\nCompare them "
             f"by {by}."
         )
+    # Not ``str.format``: requests and instructions may have other braces.
     fields = {"prompt": request, "criteria": criteria}
     return re.sub(r"\{(prompt|criteria)\}", lambda found: fields[found[1]], chosen)
 

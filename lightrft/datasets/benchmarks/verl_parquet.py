@@ -16,6 +16,7 @@ def verl(row: Row) -> Row:
     """
     extra = row.get("extra_info") or {}
     truth = row["reward_model"]["ground_truth"]
+    # The worked solution. verl writes that of GSM8K under ``answer``.
     solutions = [extra[key] for key in ("answer", "reference") if extra.get(key) is not None]
     source = row.get("data_source") or ""
     named = {

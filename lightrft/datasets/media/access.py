@@ -36,8 +36,10 @@ class Access:
         """
         if ANY in self.roots:
             return path
+        # Resolved, or a link below a root could lead out of it.
         real = path.resolve()
-        if not any(real.is_relative_to(Path(root).expanduser().resolve()) for root in self.roots):
+        roots = [Path(root).expanduser().resolve() for root in self.roots]
+        if not any(real.is_relative_to(root) for root in roots):
             raise ValueError(f"{path} is in none of the folders of data.media.allow.roots")
         return real
 
@@ -64,6 +66,7 @@ class Access:
             raise ValueError(f"the host {host} cannot be found ({error})") from None
         allowed = []
         refused = ValueError(f"the host {host} has no address")
+        # Without repetitions: a host has an entry for each protocol.
         for text in dict.fromkeys(str(entry[4][0]) for entry in found):
             try:
                 # without the zone of a link-local address, such as fe80::1%eth0
@@ -89,6 +92,7 @@ class Access:
 
     def _is_named(self, host: str) -> bool:
         host = host.lower().rstrip(".")
+        # ``*`` is not a name: it allows public addresses alone.
         patterns = [pattern.lower().rstrip(".") for pattern in self.hosts if pattern != ANY]
         return any(fnmatchcase(host, pattern) for pattern in patterns)
 
@@ -118,6 +122,7 @@ def _meant(address: Address) -> Iterator[Address]:
     if not isinstance(address, ipaddress.IPv6Address):
         return
     inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    # ``ipaddress`` knows no NAT64, whose last 32 bits are the IPv4 address.
     if address in _NAT64:
         inside.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    yield from (one for one in inside if one is not None)
+    yield from filter(None, inside)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -102,12 +103,14 @@ def resampled(values: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     Returns:
         Samples ``[ceil(N * wanted / rate)]`` float32.
     """
-    up, down = wanted // math.gcd(rate, wanted), rate // math.gcd(rate, wanted)
+    common = math.gcd(rate, wanted)
+    up, down = wanted // common, rate // common
     if up == down:
         return values.astype(np.float32)
     reach = math.ceil(_CROSSINGS / min(1.0, up / down))
     taps = 2 * reach + 1
     length = -(-len(values) * up // down)
+    # In float64: a sum has hundreds of terms, and is rounded to float32 once, at the end.
     padded = np.pad(values.astype(np.float64), (reach, reach + down + 1))
     windows = np.lib.stride_tricks.sliding_window_view(padded, taps)
     out = np.empty(length)
@@ -178,7 +181,7 @@ def _checked(
         yield block
 
 
-def _read(file: Any, library: Any) -> Iterator[np.ndarray]:
+def _read(file: Any, library: ModuleType) -> Iterator[np.ndarray]:
     with file:
         count = max(1, _BLOCK // file.channels)
         try:
@@ -228,7 +231,7 @@ def _of_container(
         raise ValueError(f"the sound cannot be read: {problem}; {error.strerror}") from None
 
 
-def _soundfile() -> Any:
+def _soundfile() -> ModuleType:
     try:
         import soundfile
     except ImportError:
@@ -237,6 +240,7 @@ def _soundfile() -> Any:
 
 
 def _scaled(values: np.ndarray) -> np.ndarray:
+    # WAV files of 8 bits have no sign, and their silence is 128.
     if values.dtype == np.uint8:
         return (values.astype(np.float32) - 128) / 128
     if values.dtype.kind == "i" and values.dtype.itemsize <= 4:

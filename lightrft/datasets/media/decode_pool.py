@@ -25,6 +25,7 @@ class Workers:
 
     def map(self, work: Callable[[A], T], items: Sequence[A]) -> list[T]:
         """Return ``work(item)`` for each item, in order."""
+        # One item gains nothing from a thread, and most rows have one.
         if self.count == 0 or len(items) < 2:
             return [work(item) for item in items]
         return list(self._started().map(work, items))
@@ -38,5 +39,6 @@ class Workers:
             self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="media")
         return self._pool
 
+    # Threads cannot be pickled. The copy starts new ones when it needs them.
     def __getstate__(self) -> dict[str, object]:
         return {"count": self.count, "_pool": None}

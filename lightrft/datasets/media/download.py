@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ssl
 import time
 import urllib.request
 import zlib
@@ -129,8 +130,10 @@ def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> st
 def _copy(blocks: Iterable[bytes], file: IO[bytes], bounds: Bounds, ends: float) -> None:
     size, first = 0, b""
     for data in blocks:
-        size, first = size + len(data), first or data.lstrip(_BLANK)[:1]
+        size += len(data)
+        first = first or data.lstrip(_BLANK)[:1]
         _check_size(size, bounds)
+        # A server that sends a byte now and then never times out otherwise.
         if time.monotonic() > ends:
             raise Late
         file.write(data)
@@ -151,6 +154,7 @@ def _plain(blocks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
         return
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise ValueError(f"its content encoding {encoding!r} is not known")
+    # 32 makes zlib recognise gzip and deflate by their headers.
     decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
         for data in blocks:
@@ -162,7 +166,7 @@ def _plain(blocks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
         raise ValueError(f"its compressed body is damaged: {error}") from None
 
 
-def _pool(address: httpx.URL, bounds: Bounds, ends: float) -> Any:
+def _pool(address: httpx.URL, bounds: Bounds, ends: float) -> httpcore.ConnectionPool:
     """Return a connection pool for one request.
 
     It uses the proxy of the environment if there is one.
@@ -218,7 +222,10 @@ def _network(access: Access | None, ends: float) -> httpcore.NetworkBackend:
             self.inner.close()
 
         def start_tls(
-            self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
+            self,
+            ssl_context: ssl.SSLContext,
+            server_hostname: str | None = None,
+            timeout: float | None = None,
         ) -> httpcore.NetworkStream:
             return Stream(self.inner.start_tls(ssl_context, server_hostname, left()))
 
@@ -232,7 +239,7 @@ def _network(access: Access | None, ends: float) -> httpcore.NetworkBackend:
             port: int,
             timeout: float | None = None,
             local_address: str | None = None,
-            socket_options: Any = None,
+            socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
         ) -> httpcore.NetworkStream:
             failed: Exception | None = None
             for one in [host] if access is None else access.addresses(host, port):

@@ -68,7 +68,7 @@ class Samples:
 class Frames:
     """Successive images of a video."""
 
-    pictures: tuple[Any, ...]
+    pictures: tuple[Content, ...]
 
 
 Content = Path | bytes | Image.Image | np.ndarray | Samples | Frames
@@ -114,6 +114,7 @@ class Fetch:
         )
 
     def _mapping(self, value: Mapping[str, Any], root: Path) -> Content:
+        # First: parquet files of the hub have both, and their path is of another machine.
         if value.get("bytes") is not None:
             return self.content(value["bytes"], root)
         if value.get("array") is not None:
@@ -136,6 +137,7 @@ class Fetch:
     def _several(self, value: list[object] | tuple[object, ...], root: Path) -> Content:
         if not value:
             raise ValueError("the list is empty")
+        # Nested lists of numbers are an array that JSON or parquet has taken apart.
         first = value[0]
         while isinstance(first, list | tuple) and first:
             first = first[0]
@@ -182,6 +184,7 @@ class Fetch:
             except BaseException:
                 part.unlink()
                 raise
+        # After the last byte, so that no other worker reads a part of the file.
         part.replace(path)
         return path
 
@@ -216,6 +219,7 @@ class Fetch:
 
         White space is ignored.
         """
+        # From the length of the text: decoding a huge value to measure it would take its memory.
         self._check_size(len(text) // 4 * 3)
         body = "".join(text.split()).replace("-", "+").replace("_", "/")
         try:
@@ -315,9 +319,10 @@ def shown(value: object) -> str:
         text = str(value)
         return repr(text if len(text) <= 200 else f"{text[:60]}...")
     if isinstance(value, Mapping):
-        names = [value[key] for key in ("path", "url") if isinstance(value.get(key), str)]
-        if names and names[0]:
-            return shown(names[0])
+        for name in ("path", "url"):
+            named = value.get(name)
+            if isinstance(named, str) and named:
+                return shown(named)
         return f"{{{', '.join(map(str, value))}}}"
     if isinstance(value, bytes | bytearray):
         return f"{len(value)} bytes"
@@ -326,7 +331,7 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _feed(seen: Any, content: Content) -> None:
+def _feed(seen: blake2b, content: Content) -> None:
     if isinstance(content, Path):
         with content.open("rb") as file:
             while block := file.read(1 << 20):
@@ -348,9 +353,10 @@ def _feed(seen: Any, content: Content) -> None:
         seen.update(np.ascontiguousarray(content).tobytes())
 
 
-def _feed_shown(seen: Any, picture: Image.Image) -> None:
+def _feed_shown(seen: blake2b, picture: Image.Image) -> None:
     """Hash everything that a model can see of ``picture``, including its palette."""
     picture.load()
+    # 0x0112 is the orientation, by which the picture is turned.
     about = (
         picture.mode,
         picture.size,
@@ -361,7 +367,7 @@ def _feed_shown(seen: Any, picture: Image.Image) -> None:
     seen.update(picture.tobytes())
 
 
-def _feed_others(seen: Any, picture: Image.Image) -> None:
+def _feed_others(seen: blake2b, picture: Image.Image) -> None:
     """Hash all frames of an animation, their durations, and the current frame."""
     at = picture.tell()
     try:

@@ -43,6 +43,7 @@ def read_picture(content: Content, limit: int) -> np.ndarray:
     An animation gives its first frame. Raises ``ValueError`` for an image with more than ``limit``
     pixels.
     """
+    # From the header, before any pixel is decoded: a small file can hold a huge picture.
     picture_size(content, limit)
     if isinstance(content, np.ndarray):
         return _eight_bit(_rows_first(content))
@@ -52,7 +53,7 @@ def read_picture(content: Content, limit: int) -> np.ndarray:
 
 def to_rgb(picture: Image.Image) -> Image.Image:
     """Return ``picture`` in RGB, with transparent pixels blended onto white."""
-    # 16 bits per pixel, which convert() would clip at 255
+    # 16 bits per pixel, which convert() would clip at 255.
     if picture.mode.startswith("I"):
         high_bytes = np.asarray(picture).clip(0, 65535) >> 8
         return Image.fromarray(high_bytes.astype(np.uint8)).convert("RGB")
@@ -126,7 +127,8 @@ def _eight_bit(array: np.ndarray) -> np.ndarray:
     if array.dtype == bool:
         array = array * np.uint8(255)
     elif array.dtype.kind == "f":
-        if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
+        # A comparison with nan is false, so this refuses numbers that are not finite too.
+        if not ((array >= 0) & (array <= 1)).all():
             raise ValueError("a picture of floating-point numbers must lie in [0, 1]")
         array = np.round(array * 255).astype(np.uint8)
     elif array.dtype != np.uint8:

@@ -7,7 +7,7 @@ chat templates like ordinary text. Rows must not contain these characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path, PurePath
@@ -102,23 +102,22 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
         kind: the media kind of the column.
         root: folder of relative paths.
     """
-    if value is None:
-        return []
-    if isinstance(value, str | bytes) and not value:
+    # By type first: an array would be compared with the empty text element by element.
+    is_empty = isinstance(value, str | bytes) and not value
+    if value is None or is_empty:
         return []
     if not isinstance(value, list | tuple):
         return [value]
+    # parquet may hold null for an item that a row does not have.
     some = [item for item in value if item is not None]
-    if some and _is_one_item(some, kind, root):
+    if not some:
+        return []
+    # The samples of one sound.
+    if isinstance(some[0], int | float):
+        return [some]
+    if kind == "video" and all(_is_frame(item, root) for item in some):
         return [some]
     return some
-
-
-def _is_one_item(values: Sequence[object], kind: str, root: Path) -> bool:
-    """Return True if ``values`` are the samples of one sound or the frames of one video."""
-    if isinstance(values[0], int | float):
-        return True
-    return kind == "video" and all(_is_frame(value, root) for value in values)
 
 
 def is_raw(value: object) -> bool:
@@ -145,15 +144,14 @@ def _is_frame(value: object, root: Path) -> bool:
     if isinstance(value, list | tuple):
         return False
     try:
-        if isinstance(value, str | PathLike) and _ending(fspath(value)) in PICTURE_SUFFIXES:
-            return True
+        if isinstance(value, str | PathLike):
+            name = fspath(value)
+            # A data URL may be megabytes long, so only its ends are looked at.
+            path = urlparse(name).path if "://" in name[:16] else name[-16:]
+            if PurePath(path).suffix.lower() in PICTURE_SUFFIXES:
+                return True
         content = Fetch(root, 1.0, offline=True).content(value, root)
         return is_still(content)
-    except Exception:  # the error is raised again, with its reason, when the item is read
+    # The error is raised again, with its reason, when the item is read.
+    except Exception:
         return False
-
-
-def _ending(name: str) -> str:
-    # a data URL may be megabytes long, so only its ends are looked at
-    path = urlparse(name).path if "://" in name[:16] else name[-16:]
-    return PurePath(path).suffix.lower()

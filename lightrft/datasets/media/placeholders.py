@@ -138,6 +138,7 @@ class MediaFinder:
             expected = 0
             if kind in self.reads.spellings:
                 expected = sum(text.count(_waiting(kind)) for text in texts)
+            # Items of message parts, which ``part`` has found.
             explicit = any(item.kind == kind for item in self.items)
             # media in the messages replace the usual columns, but not a column that is named
             if explicit and not expected and not self.named.get(kind):
@@ -145,10 +146,9 @@ class MediaFinder:
             column, values = self._column(kind, row)
             self._check_count(kind, column, len(values), expected)
             places = []
-            for k, value in enumerate(values):
-                where = f"{self.where}, column {column!r}"
-                if len(values) > 1:
-                    where = f"{where}, item {k + 1}"
+            for k, value in enumerate(values, start=1):
+                item = f", item {k}" if len(values) > 1 else ""
+                where = f"{self.where}, column {column!r}{item}"
                 places.append(self._add(Item(kind, value, where, self.root)))
             if expected:
                 texts = [_filled(text, kind, places) for text in texts]

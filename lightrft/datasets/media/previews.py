@@ -25,19 +25,21 @@ def attachment(kind: str, value: np.ndarray, extent: Extent, rate: int) -> Attac
         rate: sampling rate of sound in Hz.
     """
     if kind == "audio":
-        return _named(_wav(value, rate), ".wav")
-    if kind == "video":
-        return _named(_webp(value, extent.times), ".webp")
-    picture = _small(value)
-    lossless = picture.width * picture.height <= _LOSSLESS
-    return _named(
-        _saved(picture, "PNG") if lossless else _saved(picture, "JPEG", quality=88),
-        ".png" if lossless else ".jpg",
-    )
-
-
-def _named(data: bytes, suffix: str) -> Attachment:
+        data, suffix = _wav(value, rate), ".wav"
+    elif kind == "video":
+        data, suffix = _webp(value, extent.times), ".webp"
+    else:
+        data, suffix = _picture(value)
+    # Named by content, so that a run stores a file once, however many rows show it.
     return Attachment(blake2b(data, digest_size=12).hexdigest() + suffix, data)
+
+
+def _picture(value: np.ndarray) -> tuple[bytes, str]:
+    picture = _small(value)
+    # Small pictures, such as digits, would blur in a JPEG.
+    if picture.width * picture.height <= _LOSSLESS:
+        return _saved(picture, "PNG"), ".png"
+    return _saved(picture, "JPEG", quality=88), ".jpg"
 
 
 def _small(value: np.ndarray, side: int = _SIDE) -> Image.Image:
@@ -55,6 +57,7 @@ def _saved(picture: Image.Image, form: str, **options: object) -> bytes:
 def _webp(frames: np.ndarray, times: tuple[float, ...]) -> bytes:
     pictures = [_small(frame, _SIDE // 2) for frame in frames]
     gaps = np.diff(np.asarray(times)) if len(times) > 1 else np.array([0.5])
+    # The last frame has no gap after it. Browsers slow down frames of less than 20 ms.
     shown = [max(20, round(1000 * gap)) for gap in (*gaps, gaps[-1])][: len(pictures)]
     return _saved(
         pictures[0],

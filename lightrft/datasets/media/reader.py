@@ -86,9 +86,11 @@ class MediaReader:
             extents: the extent of each item.
             where: location of the row, for messages.
         """
-        total = sum(
-            self._bytes(item.kind, extent) for item, extent in zip(items, extents, strict=True)
-        )
+        total = 0
+        for item, extent in zip(items, extents, strict=True):
+            # Pictures and frames take a byte for each number of their extent.
+            bytes_of_one = SAMPLE_BYTES if item.kind == "audio" else 1
+            total += bytes_of_one * math.prod(extent.shape)
         if total > self.config.max_row_mb * 2**20:
             raise MalformedRow(
                 f"{where}: its {len(items)} pictures, "
@@ -150,6 +152,7 @@ class MediaReader:
         for k, (item, one) in enumerate(zip(items, ready)):
             token = self.processor.tokens[item.kind]
             size = self._part(item).count(one.inputs)
+            # Items are in the order of their placeholders, so the first part fills up first.
             if size <= room[token]:
                 room[token] -= size
                 first.append(k)
@@ -254,9 +257,6 @@ class MediaReader:
             )
         return size
 
-    def _bytes(self, kind: str, extent: Extent) -> int:
-        return SAMPLE_BYTES * extent.shape[0] if kind == "audio" else math.prod(extent.shape)
-
     def _viewing(self, item: Item) -> VideoSettings:
         config = self.config
         # only some video processors require a minimum
@@ -321,5 +321,6 @@ class _Recent:
     def __getstate__(self) -> dict[str, object]:
         return {"limit": self.limit}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+    def __setstate__(self, state: dict[str, int]) -> None:
+        # A new lock: locks cannot be pickled.
+        self.__init__(state["limit"])

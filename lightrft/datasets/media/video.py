@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeGuard
 
 import numpy as np
 from PIL import Image
@@ -163,6 +164,7 @@ def _decoded(content: Content, viewing: VideoSettings) -> tuple[np.ndarray, Exte
     library = _library()
     with _container(library, content) as container:
         places, extent = _plan(library, container, viewing)
+        # ``_plan`` has decoded the first frame.
         container.seek(0, backward=True, any_frame=False)
         try:
             return _seen(container.decode(container.streams.video[0]), places, extent.shape), extent
@@ -243,7 +245,7 @@ def _seen(frames: Iterable[Any], places: Sequence[int], shape: tuple[int, ...]) 
     return out
 
 
-def _plan(library: Any, container: Any, viewing: VideoSettings) -> tuple[list[int], Extent]:
+def _plan(library: ModuleType, container: Any, viewing: VideoSettings) -> tuple[list[int], Extent]:
     """Return the time stamps of the selected frames, and their extent.
 
     Reads the packets and decodes the first frame.
@@ -258,7 +260,9 @@ def _plan(library: Any, container: Any, viewing: VideoSettings) -> tuple[list[in
     codec.options = {**codec.options, "max_pixels": str(viewing.max_source_pixels)}
     try:
         packets = islice(container.demux(source), MOST_PACKETS)
-        stamps = sorted(p.pts for p in packets if p.pts is not None and not p.is_discard)
+        # Packets come in the order of decoding, which differs from that of display.
+        shown = [p.pts for p in packets if not p.is_discard]
+        stamps = sorted(stamp for stamp in shown if stamp is not None)
         # demuxing has moved the container to its end
         container.seek(0, backward=True, any_frame=False)
         first = next(iter(container.decode(source)), None)
@@ -296,11 +300,11 @@ def _even(
     return chosen, tuple(k / (viewing.fps or 1.0) for k in chosen)
 
 
-def _frame(content: np.ndarray | Frames, k: int) -> Any:
+def _frame(content: np.ndarray | Frames, k: int) -> Content:
     return content[k] if isinstance(content, np.ndarray) else content.pictures[k]
 
 
-def _is_animation(content: Content) -> bool:
+def _is_animation(content: Content) -> TypeGuard[Path | bytes | Image.Image]:
     if isinstance(content, Image.Image):
         return True
     if not isinstance(content, Path | bytes):
@@ -312,7 +316,7 @@ def _is_animation(content: Content) -> bool:
 
 
 @contextmanager
-def _animation(content: Any) -> Generator[Image.Image, None, None]:
+def _animation(content: Path | bytes | Image.Image) -> Generator[Image.Image, None, None]:
     """Yield the opened animation. An image in memory returns to its current frame afterwards."""
     with held(content):
         picture, at = _leafed(content)
@@ -325,7 +329,7 @@ def _animation(content: Any) -> Generator[Image.Image, None, None]:
                 turn(picture, at)
 
 
-def _leafed(content: Any) -> tuple[Image.Image, int | None]:
+def _leafed(content: Path | bytes | Image.Image) -> tuple[Image.Image, int | None]:
     """Return the animation at its first frame, and its original frame if the caller owns it."""
     try:
         if not isinstance(content, Image.Image):
@@ -372,7 +376,7 @@ def _damage(k: int) -> Generator[None]:
         raise ValueError(f"the animation is damaged at frame {k + 1}: {error}") from error
 
 
-def _container(library: Any, content: Content) -> Any:
+def _container(library: ModuleType, content: Content) -> Any:
     if not isinstance(content, Path | bytes):
         raise ValueError(f"{type(content).__name__} is no video")
     try:
@@ -381,7 +385,7 @@ def _container(library: Any, content: Content) -> Any:
         raise ValueError(f"not a video of any known format: {error.strerror}") from None
 
 
-def opened(library: Any, content: Path | bytes) -> Any:
+def opened(library: ModuleType, content: Path | bytes) -> Any:
     """Open a container of one of ``CONTAINERS``. It cannot open other files or addresses."""
     return library.open(
         stream(content),
@@ -393,7 +397,7 @@ def opened(library: Any, content: Path | bytes) -> Any:
     )
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import av
     except ImportError:

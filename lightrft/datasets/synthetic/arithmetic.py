@@ -10,7 +10,8 @@ import hashlib
 import operator
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from lightrft.utils.errors import ConfigError, DataError
 
@@ -18,15 +19,32 @@ TRIES = 2000
 """Number of rejected problems in a row after which the search stops."""
 
 Difficulty = Literal["easy", "medium", "hard"]
-Knobs = dict[str, Any]
-"""Settings of the problems: operands, operations, operators and the largest number."""
-
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_SLIPS = (-10, -2, -1, 1, 2, 10)
+"""Amounts by which the result of a wrong step is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """The kind of the problems.
+
+    Args:
+        operands: smallest and largest operand.
+        operations: smallest and largest number of operations.
+        operators: the operators to choose from.
+        factors: smallest and largest operand next to a ``*``.
+    """
+
+    operands: tuple[int, int]
+    operations: tuple[int, int]
+    operators: str
+    factors: tuple[int, int] = (2, 9)
+
 
 DIFFICULTIES: dict[Difficulty, Knobs] = {
-    "easy": {"operands": (0, 9), "operations": (1, 1), "operators": "+-"},
-    "medium": {"operands": (0, 20), "operations": (1, 2), "operators": "+-"},
-    "hard": {"operands": (1, 99), "operations": (2, 3), "operators": "+-*"},
+    "easy": Knobs(operands=(0, 9), operations=(1, 1), operators="+-"),
+    "medium": Knobs(operands=(0, 20), operations=(1, 2), operators="+-"),
+    "hard": Knobs(operands=(1, 99), operations=(2, 3), operators="+-*"),
 }
 
 
@@ -76,16 +94,15 @@ def rows(
             f"arithmetic: difficulty {difficulty!r} is not one of {', '.join(DIFFICULTIES)}"
         )
     preset = DIFFICULTIES[difficulty]
-    low, high = _range("operands", preset["operands"] if operands is None else operands)
-    knobs = {
-        "operands": (low, high),
-        "factors": _range("factors", factors),
-        "operations": _range(
-            "operations", preset["operations"] if operations is None else operations, least=1
-        ),
-        "operators": preset["operators"] if operators is None else operators,
-    }
-    if not knobs["operators"] or set(knobs["operators"]) - set("+-*"):
+    operands = preset.operands if operands is None else operands
+    operations = preset.operations if operations is None else operations
+    knobs = Knobs(
+        _range("operands", operands),
+        _range("operations", operations, least=1),
+        preset.operators if operators is None else operators,
+        _range("factors", factors),
+    )
+    if not knobs.operators or set(knobs.operators) - set(_OPERATIONS):
         raise ConfigError(f"arithmetic: operators {operators!r} must be some of + - *")
     if not 0 <= steps <= 1:
         raise ConfigError(f"arithmetic: steps {steps} must be true, false or a share within [0, 1]")
@@ -114,52 +131,36 @@ def _rows(
         if rejected > TRIES:
             raise DataError(
                 f"arithmetic: only {made} of {count} {split} problems found with operands "
-                f"{knobs['operands']}, operations "
-                f"{knobs['operations']}, operators {knobs['operators']!r}, largest {largest}; "
+                f"{knobs.operands}, operations "
+                f"{knobs.operations}, operators {knobs.operators!r}, largest {largest}; "
                 "ask for fewer or widen these"
             )
         numbers, signs = _draw(chance, knobs)
         problem = _join(numbers, signs)
         working = work(numbers, signs)
         reached = [c for _, _, _, c in working]
-        if (
-            is_heldout(problem, heldout) == (split == "train")
-            or (distinct and problem in seen)
-            or (not negative and min(reached) < 0)
-            or (largest is not None and max(map(abs, reached + numbers)) > largest)
-        ):
+        of_other_split = is_heldout(problem, heldout) == (split == "train")
+        repeated = distinct and problem in seen
+        below_zero = not negative and min(reached) < 0
+        too_large = largest is not None and max(map(abs, reached + numbers)) > largest
+        if of_other_split or repeated or below_zero or too_large:
             rejected += 1
             continue
         rejected = 0
         made += 1
         seen.add(problem)
-        wrong = chance.random() < mistakes
-        slip = (
-            (
-                chance.randrange(len(working)),
-                chance.choice(
-                    (
-                        -10,
-                        -2,
-                        -1,
-                        1,
-                        2,
-                        10,
-                    )
-                ),
-            )
-            if wrong
-            else None
-        )
+        slip = None
+        # The order of the calls of ``chance`` is part of the data: a seed must keep its rows.
+        if chance.random() < mistakes:
+            slip = (chance.randrange(len(working)), chance.choice(_SLIPS))
         yield _row(problem, numbers, signs, chance.random() < steps, slip)
 
 
 def is_heldout(problem: str, share: float) -> bool:
     """Return True if ``problem`` belongs to the eval set, a fraction ``share`` of all problems."""
-    return (
-        int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big")
-        < share * 2**64
-    )
+    # Not ``hash``, which differs from process to process.
+    digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def work(
@@ -211,13 +212,13 @@ def _row(
 
 
 def _draw(chance: random.Random, knobs: Knobs) -> tuple[list[int], list[str]]:
-    count = chance.randint(*knobs["operations"])
-    signs = [chance.choice(knobs["operators"]) for _ in range(count)]
+    count = chance.randint(*knobs.operations)
+    signs = [chance.choice(knobs.operators) for _ in range(count)]
     numbers = []
     for k in range(len(signs) + 1):
         # a factor of a product comes from a smaller range
         adjacent = signs[max(0, k - 1) : k + 1]
-        limits = knobs["factors" if "*" in adjacent else "operands"]
+        limits = knobs.factors if "*" in adjacent else knobs.operands
         numbers.append(chance.randint(*limits))
     return numbers, signs
 
