@@ -22,14 +22,20 @@ INDENT = 6 * " "
 
 def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
     """Parse YAML files and ``key=value`` arguments, in any order, into settings of type ``cls``."""
-    files = [a for a in arguments if "=" not in a]
-    wrong = [f for f in files if not f.endswith((".yaml", ".yml"))]
-    if wrong:
-        raise ConfigError(
-            f"{wrong[0]!r} is neither a .yaml file nor key=value, and no folder that this verb "
-            "takes"
-        )
-    return load_settings(cls, files, [a for a in arguments if "=" in a])
+    files: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        # First: the value of a setting may be the name of a .yaml file.
+        if "=" in argument:
+            overrides.append(argument)
+        elif argument.endswith((".yaml", ".yml")):
+            files.append(argument)
+        else:
+            raise ConfigError(
+                f"{argument!r} is neither a .yaml file nor key=value, and no folder that this "
+                "verb takes"
+            )
+    return load_settings(cls, files, overrides)
 
 
 def positional(arguments: Sequence[str], key: str) -> list[str]:

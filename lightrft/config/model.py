@@ -25,6 +25,7 @@ class LoRAConfig(Settings):
     targets: str | tuple[str, ...] = "all-linear"
     """Modules that get adapters: ``all-linear``, a regular expression of whole names, or a list of
     last parts of names."""
+    # Without a part, a run would train nothing.
     parts: tuple[Part, ...] = Field(("language",), min_length=1)
     """Parts of the model that get adapters: ``language``, ``tower``, ``projector``."""
     dora: bool = False

@@ -86,6 +86,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "aggregation": "sequence",
     },
     "vapo": {
+        # The trace of the policy depends on the length of each response. That of the critic is 1.
         "advantage": {"name": "vapo", "gamma": 1.0, "options": {"alpha": 0.05, "lam_critic": 1.0}},
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
         "aggregation": "token",
@@ -110,6 +111,8 @@ PRESETS: dict[str, dict[str, object]] = {
         "shaping": [{"name": "overlong", "options": {"buffer": 0.2}}],
         "filters": [{"name": "zero_variance", "options": {}}],
     },
+    # The ratio of a sequence is the geometric mean over its tokens. It stays much nearer to 1 than
+    # the ratio of a token, so the bounds are narrow, here and in the next two rows.
     "gspo": {
         "advantage": {"name": "grpo"},
         "loss": {"name": "ppo_clip", "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
@@ -137,6 +140,7 @@ PRESETS: dict[str, dict[str, object]] = {
     },
     "cispo": {
         "advantage": {"name": "grpo"},
+        # 1 - 1 = 0 is below every ratio: there is no lower bound.
         "loss": {"name": "cispo", "clip_low": 1.0, "clip_high": 0.28},
         "aggregation": "token",
     },
@@ -215,6 +219,7 @@ PRESETS: dict[str, dict[str, object]] = {
     },
     "clip_cov": {
         "advantage": {"name": "grpo"},
+        # Wide: the mask, not the clip, limits the step.
         "loss": {"name": "ppo_clip", "clip_low": 1.0, "clip_high": 1.0},
         "token_masks": [{"name": "clip_cov", "options": {"share": 2e-4, "low": 1.0, "high": 5.0}}],
         "aggregation": "token",
@@ -222,6 +227,7 @@ PRESETS: dict[str, dict[str, object]] = {
     },
     "kl_cov": {
         "advantage": {"name": "grpo"},
+        # Without a clip: a KL term on the masked tokens limits the step.
         "loss": {"name": "importance"},
         "token_masks": [{"name": "kl_cov", "options": {"share": 2e-3, "coef": 1.0}}],
         "aggregation": "token",

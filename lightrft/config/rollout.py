@@ -61,6 +61,7 @@ class EvalConfig(Settings):
     """Evaluation on the eval set. The accuracy of a prompt is the share of its responses whose
     reward reaches ``threshold``."""
 
+    # In order, so that ``limit`` takes the same prompts in every run.
     data: DataConfig = DataConfig(shuffle=False)
     """Rows of the eval set; without sources nothing is evaluated."""
     every: int = Field(0, ge=0)
@@ -72,6 +73,7 @@ class EvalConfig(Settings):
     """Use only this many prompts, from the first; ``null`` uses all."""
     samples: int = Field(1, ge=1)
     """Number of responses to each prompt."""
+    # Greedy, so that the same weights have the same accuracy.
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     """Generation of the responses."""
     threshold: float = 1.0

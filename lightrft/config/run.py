@@ -35,6 +35,7 @@ class RunConfig(Settings):
     @classmethod
     def _below_dir(cls, name: str) -> str:
         path = PurePath(name)
+        # ``overwrite`` deletes the folder, so it must never be outside ``dir``.
         if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
             raise ValueError(
                 f"{name!r} is no folder below run.dir; give a name such as 'first' or "

@@ -129,6 +129,7 @@ class GenerateConfig(Settings):
     """Run folder and start."""
     model: ModelConfig = ModelConfig()
     """Model that generates."""
+    # Responses are in the order of the file, so that a reader can put both side by side.
     data: DataConfig = DataConfig(shuffle=False)
     """Prompts."""
     sampling: SamplingConfig = SamplingConfig()

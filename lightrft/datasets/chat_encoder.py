@@ -92,17 +92,23 @@ class ChatEncoder:
         """Collect the spellings that ``escape_special_tokens`` replaces, and the ids of control
         tokens."""
         tokenizer = self.tokenizer
-        added = tokenizer.added_tokens_decoder
-        special = {token.content for token in added.values() if token.special}
-        special |= set(tokenizer.all_special_tokens)
-        parts = [] if self.media is None else list(self.media.parts.values())
-        places = {part.written for part in parts}
-        # added tokens that are markup of the template, such as <tool_call>, without being special
         source = str(tokenizer.chat_template)
-        for part in parts:
+        places: set[str] = set()
+        for part in {} if self.media is None else self.media.parts.values():
+            places.add(part.written)
             source += "".join(part.around)
-        contents = {token.content for token in added.values()}
-        written = {text for text in contents if MARKUP.fullmatch(text) and text in source}
+        special = set(tokenizer.all_special_tokens)
+        special_ids = set(tokenizer.all_special_ids)
+        written: set[str] = set()
+        written_ids: set[int] = set()
+        for number, token in tokenizer.added_tokens_decoder.items():
+            if token.special:
+                special.add(token.content)
+                special_ids.add(number)
+            # markup of the template, such as <tool_call>, may be an added token that is not special
+            if MARKUP.fullmatch(token.content) and token.content in source:
+                written.add(token.content)
+                written_ids.add(number)
         spellings = special | written | places
         # longest first, because a regular expression takes the first alternative that matches
         longest_first = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
@@ -111,12 +117,9 @@ class ChatEncoder:
         self._anyone = _any_of(self._table)
         never_in_answers = special | places | {OPEN, CLOSE}
         self._answer = _any_of([text for text in self._table if text in never_in_answers])
-        special_ids = {k for k, token in added.items() if token.special}
-        special_ids |= set(tokenizer.all_special_ids)
         # ordinary text can produce the unknown token
         special_ids.discard(tokenizer.unk_token_id)
         self.special_ids = frozenset(special_ids)
-        written_ids = {k for k, token in added.items() if token.content in written}
         self._control_ids = self.special_ids | written_ids
 
     @cached_property
@@ -203,8 +206,9 @@ class ChatEncoder:
         used: list[list[int]] = []
         items: list[Item] = []
         for record, texts in shown:
-            numbers = {number for text in texts for _, number in marks(text)}
-            used.append(sorted(numbers))
+            found = itertools.chain.from_iterable(marks(text) for text in texts)
+            # Once each: the texts of several turns repeat the media of earlier ones.
+            used.append(sorted({number for _, number in found}))
             items += [record.media[number] for number in used[-1]]
         # one call measures the items of all records, so that they are read concurrently
         extents = iter(self.media.measured(items))

@@ -363,23 +363,19 @@ def _placed(
     prompt: str | list[Message], response: str | list[Message] | None, finder: MediaFinder, row: Row
 ) -> tuple[str | list[Message], str | list[Message] | None]:
     """Return prompt and response with the media of the row at their positions."""
-    if isinstance(prompt, str):
-        asked = [prompt]
-        users = [0]
-    else:
-        asked = [m["content"] for m in prompt]
-        users = [k for k, m in enumerate(prompt) if m["role"] == "user"]
-    answers = [m["content"] for m in response] if isinstance(response, list) else []
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answers = response if isinstance(response, list) else []
+    messages = [*asked, *answers]
+    users = [k for k, m in enumerate(asked) if m["role"] == "user"]
     # media without a place in the text go before the last message of the user
     last = users[-1] if users else len(asked) - 1
-    texts = finder.place([*asked, *answers], last, row)
+    texts = finder.place([m["content"] for m in messages], last, row)
     if not finder.items:
         return prompt, response
+    placed = [{**m, "content": text} for m, text in zip(messages, texts)]
     if isinstance(response, list):
-        response = [{**m, "content": text} for m, text in zip(response, texts[len(asked) :])]
-    if isinstance(prompt, str):
-        return texts[0], response
-    return [{**m, "content": text} for m, text in zip(prompt, texts)], response
+        response = placed[len(asked) :]
+    return texts[0] if isinstance(prompt, str) else placed[: len(asked)], response
 
 
 def _json_messages(text: str) -> list[object] | None:

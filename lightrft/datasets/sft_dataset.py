@@ -8,6 +8,7 @@ text itself (``{% generation %}``), its marks are used.
 
 from __future__ import annotations
 
+import itertools
 import re
 from array import array
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ class _Part:
     @property
     def texts(self) -> list[str]:
         """Return the texts of all turns, in order."""
-        return [text for turn in self.turns for text in turn]
+        return list(itertools.chain.from_iterable(self.turns))
 
 
 class SFTDataset:
@@ -227,7 +228,9 @@ class SFTDataset:
         """
         shown: list[tuple[ParsedRow, list[str]]] = []
         for made in rows:
-            own = [text for part in made for text in part.texts]
+            own: list[str] = []
+            for part in made:
+                own += part.texts
             shown.append((made[0].record, own))
         parts: list[_Part] = []
         for made, texts in self._sources.made(rows, self.encoder.expanded(shown)):

@@ -171,7 +171,7 @@ def finite(value: object) -> object:
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
+    if isinstance(value, str | int | None):
         return value
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}

@@ -63,15 +63,12 @@ def _question(
 
 def _message(message: Row, root: str) -> Row:
     """Return ``message`` with ``audio_url`` parts renamed to ``audio``."""
-    content = message["content"]
-    if not isinstance(content, str):
-        content = [
-            {
-                "type": "audio",
-                "audio": placed(p["audio_url"], root),
-            }
-            if p.get("audio_url") is not None
-            else p
-            for p in content
-        ]
+    if isinstance(message["content"], str):
+        return message
+    content = []
+    for part in message["content"]:
+        # parquet has the columns of all types in each part, with null for those of other types.
+        if part.get("audio_url") is not None:
+            part = {"type": "audio", "audio": placed(part["audio_url"], root)}
+        content.append(part)
     return {**message, "content": content}
