@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 A = TypeVar("A")
+T = TypeVar("T")
 
 Columns = dict[str, Any]
 """Stored columns of numbers: growing arrays, or arrays mapped from a file."""
@@ -253,6 +254,54 @@ class Sources:
         return blend(lengths, weights, self.config.blend, shuffle=self.config.shuffle, seed=seed)
 
 
+class EncodedDataset(Generic[T]):
+    """The parts that datasets of prompts and of training examples share.
+
+    ``counts`` has the number of rows by outcome. Subclasses set all attributes.
+    """
+
+    counts: Counter[str]
+    _sources: Sources
+    _fetcher: Fetcher[T]
+    _kept: Columns
+    _order: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def fetch(self, indices: Sequence[int]) -> list[T | MalformedRow]:
+        """Return the entries at ``indices``, with media decoded concurrently.
+
+        An unreadable entry is returned as its ``MalformedRow`` error.
+        """
+        return self._fetcher.fetch(indices)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Start decoding the media of the entries at ``indices`` for the next ``fetch``."""
+        self._fetcher.prefetch(indices)
+
+    def lose(self, error: MalformedRow) -> None:
+        """Raise ``error`` if ``data.bad_rows`` is ``error``, else count an unreadable entry."""
+        self._sources.lose(error)
+
+    @property
+    def first_problem(self) -> str:
+        """Return the reason why the first row was left out. Empty if none was."""
+        return self._sources.first_problem
+
+    def first_with(self, doubt: str) -> str:
+        """Return the location of the first row that was counted under ``doubt``.
+
+        See ``datasets.row_warnings`` for the counts.
+        """
+        return self._sources.where(*first_place(self.counts, doubt))
+
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest entry."""
+        return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
+
+
 COLUMNS = {"tokens": "i", "ends": "Q", "source": "H", "row": "Q", "cut_rows": "Q", "cuts": "Q"}
 """Stored columns of the prompts.
 
@@ -261,7 +310,7 @@ with their cuts.
 """
 
 
-class PromptDataset:
+class PromptDataset(EncodedDataset[Prompt]):
     """The prompts of ``config``, encoded once.
 
     Rows stay in their files and are read again on access. With ``processor``, rows may contain
@@ -312,9 +361,6 @@ class PromptDataset:
         self._cuts = dict(zip(self._kept["cut_rows"].tolist(), self._kept["cuts"].tolist()))
         self.counts["prompts"] = len(self._order)
 
-    def __len__(self) -> int:
-        return len(self._order)
-
     def __getitem__(self, i: int) -> Prompt:
         return self.prompt(i)
 
@@ -348,21 +394,6 @@ class PromptDataset:
         """Return True if prompts may have media, which take time to decode and memory to store."""
         return self.encoder.media is not None
 
-    def fetch(self, indices: Sequence[int]) -> list[Prompt | MalformedRow]:
-        """Return the prompts at ``indices``, with media decoded concurrently.
-
-        An unreadable prompt is returned as its ``MalformedRow`` error.
-        """
-        return self._fetcher.fetch(indices)
-
-    def prefetch(self, indices: Sequence[int]) -> None:
-        """Start decoding the media of the prompts at ``indices`` for the next ``fetch``."""
-        self._fetcher.prefetch(indices)
-
-    def lose(self, error: MalformedRow) -> None:
-        """Raise ``error`` if ``data.bad_rows`` is ``error``, else count an unreadable prompt."""
-        self._sources.lose(error)
-
     def places(self, ids: Sequence[str]) -> list[int]:
         """Return the indices of the prompts called ``ids``.
 
@@ -385,23 +416,6 @@ class PromptDataset:
     def data_sources(self) -> frozenset[str]:
         """Return the names of all data sources of the prompts."""
         return frozenset(self._sources.data_sources)
-
-    @property
-    def first_problem(self) -> str:
-        """Return the reason why the first row was left out. Empty if none was."""
-        return self._sources.first_problem
-
-    def first_with(self, doubt: str) -> str:
-        """Return the location of the first row that was counted under ``doubt``.
-
-        See ``datasets.row_warnings`` for the counts.
-        """
-        return self._sources.where(*first_place(self.counts, doubt))
-
-    @property
-    def longest(self) -> int:
-        """Return the number of tokens of the longest prompt."""
-        return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
 
     def _add(self, source: int, chunk: Sequence[tuple[int, ParsedRow]]) -> list[str]:
         """Encode records and store the prompts that fit. Return their names."""

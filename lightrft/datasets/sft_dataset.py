@@ -15,17 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lightrft.config.data import DataConfig
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder, check_template, prefix_error
 from lightrft.datasets.media.items import marks
 from lightrft.datasets.prefetch import Fetcher
-from lightrft.datasets.prompt_dataset import Columns, Sources
+from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
 from lightrft.datasets.row_parser import Message, ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
-from lightrft.datasets.row_warnings import UnknownText, first_place, note_text
+from lightrft.datasets.row_warnings import UnknownText, note_text
 from lightrft.types import Media
 
 if TYPE_CHECKING:
@@ -82,7 +80,7 @@ class _Part:
         return list(itertools.chain.from_iterable(self.turns))
 
 
-class SFTDataset:
+class SFTDataset(EncodedDataset[Example]):
     """The examples of ``config``, encoded once.
 
     A row with a response is trained on the response only. A conversation is trained on the
@@ -129,7 +127,7 @@ class SFTDataset:
         self._checked = False
         self._marks = self.encoder.chat and bool(GENERATION.search(str(tokenizer.chat_template)))
         self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}
-        # source, row and item numbers by stored example
+        # Source, row and item numbers by stored example. Most have no media, so it is no column.
         self._media: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
         self._unknown = UnknownText(tokenizer)
@@ -137,9 +135,6 @@ class SFTDataset:
         cache = token_cache_of(config, tokenizer, "examples", options, processor)
         self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
         self.counts["examples"] = len(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)
 
     def __getitem__(self, i: int) -> Example:
         if not -len(self) <= i < len(self):
@@ -162,38 +157,6 @@ class SFTDataset:
             )
             example.prompt_media, example.response_media = media
         return example
-
-    def fetch(self, indices: Sequence[int]) -> list[Example | MalformedRow]:
-        """Return the examples at ``indices``, with media decoded concurrently.
-
-        An unreadable example is returned as its ``MalformedRow`` error.
-        """
-        return self._fetcher.fetch(indices)
-
-    def prefetch(self, indices: Sequence[int]) -> None:
-        """Start decoding the media of the examples at ``indices`` for the next ``fetch``."""
-        self._fetcher.prefetch(indices)
-
-    def lose(self, error: MalformedRow) -> None:
-        """Raise ``error`` if ``data.bad_rows`` is ``error``, else count an unreadable example."""
-        self._sources.lose(error)
-
-    @property
-    def first_problem(self) -> str:
-        """Return the reason why the first row was left out. Empty if none was."""
-        return self._sources.first_problem
-
-    def first_with(self, doubt: str) -> str:
-        """Return the location of the first row that was counted under ``doubt``.
-
-        See ``datasets.row_warnings`` for the counts.
-        """
-        return self._sources.where(*first_place(self.counts, doubt))
-
-    @property
-    def longest(self) -> int:
-        """Return the number of tokens of the longest example."""
-        return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
 
     def _add(self, source: int, chunk: Sequence[tuple[int, ParsedRow]]) -> list[str]:
         """Encode records and store the examples that fit. Return their names."""

@@ -24,6 +24,7 @@ def gsm8k(row: Row, *, keep_marks: bool = False) -> Row:
     if found is None:
         raise ValueError("the column 'answer' has no '#### number' at its end")
     response = solution if keep_marks else MARK.sub("", solution)
+    # Some labels have commas between thousands, which few responses write.
     label = found[1].replace(",", "")
     named = {
         "prompt": row["question"],

@@ -41,6 +41,7 @@ def mathvista(row: Row) -> Row:
         label = None if label is None else letter_of(choices, label)
     named = {
         "images": [picture],
+        # Or the row would keep the decoded picture among its columns.
         "decoded_image": None,
         "prompt": prompt,
         "label": label,

@@ -48,11 +48,16 @@ class Access:
 
         ``addresses`` checks the addresses of the host.
         """
-        address = _literal(host)
-        if address is not None:
-            self._check_address(host, address)
-        elif ANY not in self.hosts and not self._is_named(host) and not self._networks():
-            raise ValueError(f"the host {host} is not in data.media.allow.hosts")
+        # Without the brackets of IPv6, and without the zone of a link-local address.
+        literal = host.strip("[]").partition("%")[0]
+        try:
+            address = ipaddress.ip_address(literal)
+        except ValueError:
+            # A name may have an address in an allowed network, which a look-up will tell.
+            if ANY in self.hosts or self._is_named(host) or self._networks():
+                return
+            raise ValueError(f"the host {host} is not in data.media.allow.hosts") from None
+        self._check_address(host, address)
 
     def addresses(self, host: str, port: int) -> list[str]:
         """Look up ``host`` and return its allowed addresses, at least one.
@@ -107,13 +112,6 @@ class Access:
 
 UNRESTRICTED = Access()
 """Rules that allow every file, and every host with a public address."""
-
-
-def _literal(host: str) -> Address | None:
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0])
-    except ValueError:
-        return None
 
 
 def _meant(address: Address) -> Iterator[Address]:
