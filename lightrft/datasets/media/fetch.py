@@ -157,14 +157,16 @@ class Fetch:
             return self._file(Path(unquote(local)))
         if scheme:
             raise ValueError(f"{shown(text)}: only http, https and file addresses can be read")
+        is_base64 = len(text) >= 64 and _BASE64.fullmatch(text) is not None
         # 4096 is the length of the longest path on Linux
-        path = root / Path(text).expanduser() if len(text) < 4096 else None
-        is_file = path is not None and _is_file(path)
-        if not is_file and len(text) >= 64 and _BASE64.fullmatch(text):
-            return self._decoded(text)
-        if path is None:
+        if len(text) < 4096:
+            path = root / Path(text).expanduser()
+            # A file comes first: a long path may consist of letters of base64 alone.
+            if _is_file(path) or not is_base64:
+                return self._file(path)
+        if not is_base64:
             raise ValueError(f"{shown(text)} is neither a path nor base64")
-        return self._file(path)
+        return self._decoded(text)
 
     def _download(self, url: str) -> Path:
         self.access.check_host(urlparse(url).hostname or "")
