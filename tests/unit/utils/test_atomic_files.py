@@ -1,4 +1,4 @@
-"""Files are written whole, and errors of the disk are told from others."""
+"""Files are written whole, and errors of the disk are recognised."""
 
 import errno
 import os
