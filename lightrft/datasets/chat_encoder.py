@@ -94,7 +94,7 @@ class ChatEncoder:
         tokenizer = self.tokenizer
         source = str(tokenizer.chat_template)
         places: set[str] = set()
-        for part in {} if self.media is None else self.media.parts.values():
+        for part in () if self.media is None else self.media.parts.values():
             places.add(part.written)
             source += "".join(part.around)
         special = set(tokenizer.all_special_tokens)

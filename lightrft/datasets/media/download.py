@@ -133,7 +133,6 @@ def _copy(blocks: Iterable[bytes], file: IO[bytes], bounds: Bounds, ends: float)
         size += len(data)
         first = first or data.lstrip(_BLANK)[:1]
         _check_size(size, bounds)
-        # A server that sends a byte now and then never times out otherwise.
         if time.monotonic() > ends:
             raise Late
         file.write(data)
