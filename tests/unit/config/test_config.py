@@ -108,6 +108,11 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
             f"{', '.join(sorted(PRESETS))}",
         ),
         (
+            ["algorithm.preset=[grpo]"],
+            "algorithm (from command line): unknown preset ['grpo']; did you mean 'grpo'? Known: "
+            f"{', '.join(sorted(PRESETS))}",
+        ),
+        (
             ["algorithm=zzz"],
             "algorithm (from command line): unknown preset 'zzz'. Known: "
             f"{', '.join(sorted(PRESETS))}",
