@@ -362,7 +362,7 @@ def _kind(kind: Any) -> str:
         )
     if origin is dict:
         return f"table of {_kind(inner[0])} to {_kind(inner[1])}"
-    return {object: "anything", str: "text", bool: "true or false"}.get(
+    return {Any: "anything", object: "anything", str: "text", bool: "true or false"}.get(
         kind, getattr(kind, "__name__", str(kind))
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -109,7 +109,7 @@ class StrategyConfig(Settings):
     zero_stage: int = Field(2, ge=1, le=3)
     """ZeRO stage (arXiv 1910.02054): shard optimizer state (1), gradients too (2), weights too (3).
     For ``deepspeed``."""
-    deepspeed: dict[str, object] = Field(default_factory=dict)
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Entries of DeepSpeed's own configuration, passed as they are. For ``deepspeed``."""
 
     @model_validator(mode="after")

@@ -102,7 +102,11 @@ def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> st
     target = httpcore.URL(
         scheme=address.raw_scheme, host=address.raw_host, port=address.port, target=address.raw_path
     )
-    headers = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "lightrft"}
+    headers: dict[bytes | str, bytes | str] = {
+        "Accept": "*/*",
+        "Accept-Encoding": "identity",
+        "User-Agent": "lightrft",
+    }
     # of this address alone: a redirect to another host must not get the password
     if address.userinfo:
         account = unquote(address.userinfo.decode())
