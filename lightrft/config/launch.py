@@ -71,7 +71,8 @@ class RayConfig(Settings):
     @property
     def staff(self) -> dict[str, int]:
         """Number of workers that each setting asks for."""
-        return {name: getattr(self, name) for name in WORKERS}
+        models = {"references": self.references, "teachers": self.teachers}
+        return {"engines": self.engines, "scorers": self.scorers, **models}
 
     @property
     def workers(self) -> dict[str, tuple[int, float | None]]:
