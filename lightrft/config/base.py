@@ -26,7 +26,7 @@ from lightrft.utils.errors import ConfigError
 if typing.TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-Tree = dict[str, object]
+Tree = dict[str, Any]
 """A branch as in YAML: plain values and further branches by key."""
 
 

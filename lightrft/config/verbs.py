@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -223,7 +223,7 @@ class DemoConfig(Settings):
     """Run folder and start of the demo."""
     family: str = "qwen2"
     """Family of the start model."""
-    model: dict[str, object] = Field(default_factory=dict)
+    model: dict[str, Any] = Field(default_factory=dict)
     """Sizes of the start model, as in its ``config.json``."""
     tower: dict[str, object] = Field(default_factory=dict)
     """Sizes of the tower of a family that reads more than text."""
