@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.utils.errors import DataError
-from lightrft.viewer.svg import compact
+from lightrft.viewer.formatting import compact
 
 STEPS, GROUPS, RESPONSES, CHARACTERS = 8, 4, 16, 2000
 """Largest numbers of steps, groups per step, responses per group and characters per text."""
+Row = Mapping[str, Any]
+"""A line of a file of the run, or an object in it. The writer and the reader agree on its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def groups(steps: Sequence[Step]) -> str:
 
 
 def _step(path: Path) -> Step:
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[Row]] = {}
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -91,17 +93,13 @@ def _step(path: Path) -> Step:
     return Step(int(path.stem.rpartition("_")[2]), kept, len(found))
 
 
-def _group(rows: Sequence[Mapping[str, Any]]) -> Group:
+def _group(rows: Sequence[Row]) -> Group:
     prompt = rows[0]["prompt"]
-    label = prompt.get("label")
-    if label is None:
-        label = ""
-    elif not isinstance(label, str):
-        label = json.dumps(label, ensure_ascii=False)
-    return Group(str(prompt.get("text") or ""), label, [_response(row) for row in rows])
+    responses = [_response(row) for row in rows]
+    return Group(text_of(prompt.get("text")), text_of(prompt.get("label")), responses)
 
 
-def _response(row: Mapping[str, Any]) -> Response:
+def _response(row: Row) -> Response:
     return Response(
         text=str(row.get("text") or ""),
         reward=row.get("reward"),
@@ -110,6 +108,13 @@ def _response(row: Mapping[str, Any]) -> Response:
         tokens=len(row.get("token_ids") or ()),
         ended=str(row.get("failed") or row.get("finish_reason") or ""),
     )
+
+
+def text_of(value: object) -> str:
+    """Return a value of a file as text. A label may be any JSON value, e.g. a list of answers."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _mean_advantage(

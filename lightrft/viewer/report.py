@@ -1,6 +1,6 @@
 """The report of one run as a single HTML file.
 
-The page loads no external scripts or fonts and makes no requests, regardless of the texts of the
+The page holds its scripts, styles and data. It makes no requests, regardless of the texts of the
 run.
 """
 
@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.viewer.charts import plots
+from lightrft.viewer.figures import figures, plot_data
+from lightrft.viewer.formatting import compact, percent
 from lightrft.viewer.groups import groups
+from lightrft.viewer.plots import Plot
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
 from lightrft.viewer.samples import answers
-from lightrft.viewer.svg import compact, percent, share_bar
 
 
 def write_report(folder: Path) -> Path:
@@ -37,32 +38,42 @@ def write_report(folder: Path) -> Path:
 def render(run: RunData) -> str:
     """Return the page.
 
-    Every text of the run is escaped. A content security policy allows only this page's style and
-    script.
+    Every text of the run is escaped. A content security policy allows only this page's styles and
+    scripts, by their hashes.
     """
-    style, script = _asset("report.css"), _asset("report.js")
+    drawn = plots(run)
+    styles = [_asset("vendor/uplot/uPlot.min.css"), _asset("report.css")]
+    # A copy of uPlot must have its licence.
+    notice = f"/*\n{_asset('vendor/uplot/LICENSE')}\n*/\n"
+    scripts = [
+        notice + _asset("vendor/uplot/uPlot.iife.min.js"),
+        _asset("plots.js"),
+        _asset("report.js"),
+    ]
     sections = [
         _header(run),
         _hero(run),
-        _curves(run),
+        _curves(run, drawn),
         answers(run),
         groups(run.steps),
         _settings(run),
         _next(run),
     ]
-    given = (
-        f"img-src data:; media-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
-    )
-    policy = f"default-src 'none'; {given}; base-uri 'none'"
+    given = f"style-src {_hashes(styles)}; script-src {_hashes(scripts)}"
+    policy = f"default-src 'none'; img-src data:; media-src data:; {given}; base-uri 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(run.name)}: run report</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(run.name)}: run report</title>\n"
+        + "".join(f"<style>{style}</style>\n" for style in styles)
+        + "</head>\n<body>\n<main>\n"
         + "\n".join(part for part in sections if part)
         + "\n<footer>Written by lightrft from the files next to this page.</footer>\n</main>\n"
-        + f"<script>{script}</script>\n</body>\n</html>\n"
+        + plot_data(drawn)
+        + "".join(f"<script>{script}</script>\n" for script in scripts)
+        + "</body>\n</html>\n"
     )
 
 
@@ -70,17 +81,19 @@ def _asset(name: str) -> str:
     return files("lightrft.viewer").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return "sha256-" + base64.b64encode(digest).decode("ascii")
+def _hashes(texts: Sequence[str]) -> str:
+    """Return the hashes of inline elements, as a content security policy writes them."""
+    hashes = []
+    for text in texts:
+        digest = hashlib.sha256(text.encode("utf-8")).digest()
+        hashes.append(f"'sha256-{base64.b64encode(digest).decode('ascii')}'")
+    return " ".join(hashes)
 
 
 def _header(run: RunData) -> str:
     if run.summary:
-        seconds = run.summary.get("seconds")
-        lede = "Finished."
-        if isinstance(seconds, int | float):
-            lede = f"Finished in {duration(seconds)}."
+        seconds = run.number("seconds")
+        lede = "Finished." if seconds is None else f"Finished in {duration(seconds)}."
     elif run.rows:
         lede = f"Not finished: these are the numbers up to step {run.rows[-1]['step']:.0f}."
     else:
@@ -104,14 +117,21 @@ def _hero(run: RunData) -> str:
 def _headline(run: RunData) -> str:
     """Return the eval accuracy before and after training, or the only measured value."""
     measured = dict(run.points("eval/accuracy"))
-    before = run.summary.get("heldout_before", measured.get(0))
+    before = run.number("heldout_before")
+    if before is None:
+        before = measured.get(0)
     last = max(measured, default=0)
-    after = run.summary.get("heldout_after", measured[last] if last else None)
-    if after is None and before is None:
-        return ""
-    when = ", before and after" if before is not None else ""
-    if after is None:
+    after = run.number("heldout_after")
+    if after is None and last:
+        after = measured[last]
+    if before is None:
+        when = ""
+    elif after is None:
         after, before, when = before, None, ", before training"
+    else:
+        when = ", before and after"
+    if after is None:
+        return ""
     value = f'<span class="to">{percent(after)}</span>'
     delta = ""
     if before is not None:
@@ -137,12 +157,17 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
     if run.rows:
         warm = f"after {len(run.warm_up):,} supervised" if run.warm_up else ""
         facts.append(("Steps", f"{run.summary.get('steps', len(run.rows)):,}", warm))
-    seconds = run.summary.get("seconds", run.rows[-1].get("seconds") if run.rows else None)
+    measured = run.points("seconds")
+    seconds = run.number("seconds")
+    if seconds is None and measured:
+        _, seconds = measured[-1]
     if seconds is not None:
         step = run.points("time/step")
         note = f"{compact(sum(y for _, y in step) / len(step))} s per step" if step else ""
         facts.append(("Wall clock", duration(seconds), note))
-    tokens = run.summary.get("tokens", run.total("rollout/tokens"))
+    tokens = run.number("tokens")
+    if tokens is None:
+        tokens = run.total("rollout/tokens")
     if tokens is not None:
         count = compact(tokens) if tokens >= 1e6 else f"{tokens:,.0f}"
         note = "prompts and responses" if run.points("rollout/tokens") else ""
@@ -166,15 +191,19 @@ def _first_and_last(
     return [(label, form(mean_at_end(points)), first)]
 
 
-def _curves(run: RunData) -> str:
-    drawn = plots(run)
+def _curves(run: RunData, drawn: Sequence[Plot]) -> str:
     account = _account(run)
     if not drawn and not account:
         return ""
-    figures = f'<div class="plots">{"".join(drawn)}</div>'
+    about = ""
+    if drawn:
+        about = (
+            "<p>Drag over a plot to zoom, double-click to see every step again. Click a name in a "
+            "legend to hide its line.</p>\n"
+        )
     return (
-        '<section aria-labelledby="curves">\n<h2 id="curves">How it '
-        f"went</h2>\n{figures}\n{account}</section>"
+        f'<section aria-labelledby="curves">\n<h2 id="curves">How it went</h2>\n{about}'
+        f"{figures(drawn)}\n{account}</section>"
     )
 
 
@@ -205,9 +234,31 @@ def _account(run: RunData) -> str:
     )
     return (
         f'<div class="account card"><h3>{sampled:,.0f} tokens sampled <span>{verdict}</span></h3>'
-        f"{share_bar('Where the sampled tokens went', parts, classes)}<ul "
+        f"{_share_bar('Where the sampled tokens went', parts, classes)}<ul "
         f'class="legend">{legend}</ul></div>'
     )
+
+
+def _share_bar(title: str, shares: Mapping[str, float], classes: Sequence[str]) -> str:
+    """Return one horizontal bar that is divided in proportion to ``shares``.
+
+    The widths are attributes of SVG, because the policy of the page forbids attributes of style.
+
+    Args:
+        title: title for screen readers.
+        shares: values by name.
+        classes: CSS class of each part.
+    """
+    total = sum(shares.values()) or 1.0
+    start, parts = 0.0, ""
+    for (name, value), css in zip(shares.items(), classes, strict=True):
+        width = value / total * 1000
+        about = f"{escape(name)}: {value:,.0f} ({percent(value / total)})"
+        parts += f'<rect class="{css}" x="{start:.2f}" width="{width:.2f}" height="14">'
+        parts += f"<title>{about}</title></rect>"
+        start += width
+    view = 'viewBox="0 0 1000 14" preserveAspectRatio="none"'
+    return f'<svg class="share" {view} role="img" aria-label="{escape(title)}">{parts}</svg>'
 
 
 def _swatch(css: str) -> str:
@@ -218,7 +269,7 @@ def _swatch(css: str) -> str:
 
 
 def _settings(run: RunData) -> str:
-    changed: Mapping[str, Any] = run.summary.get("changed") or {}
+    changed: Mapping[str, object] = run.summary.get("changed") or {}
     if not changed and not run.config:
         return ""
     body = ""
@@ -234,7 +285,7 @@ def _settings(run: RunData) -> str:
     return f'<section aria-labelledby="settings">\n<h2 id="settings">{head}</h2>\n{body}{every}\n</section>'
 
 
-def _table(settings: Mapping[str, Any]) -> str:
+def _table(settings: Mapping[str, object]) -> str:
     rows = "".join(
         f'<tr><th scope="row">{escape(key)}</th><td>{escape(_value(value))}</td></tr>'
         for key, value in settings.items()
@@ -242,7 +293,7 @@ def _table(settings: Mapping[str, Any]) -> str:
     return f'<table class="settings"><tbody>{rows}</tbody></table>'
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     """Return a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
     # YAML ends a bare scalar with a document marker.

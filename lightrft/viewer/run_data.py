@@ -6,17 +6,18 @@ Any file may be missing, because a run can be viewed before it has finished.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import yaml
 
 from lightrft.config.base import dotted
 from lightrft.observability.trackers import read_rows
 from lightrft.utils.errors import DataError
-from lightrft.viewer.groups import Step, read_steps
+from lightrft.viewer.groups import Row, Step, read_steps, text_of
 
 Points = list[tuple[float, float]]
 
@@ -51,19 +52,24 @@ class RunData:
     """
 
     name: str
-    rows: list[dict[str, Any]]
-    warm_up: list[dict[str, Any]]
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[Row]
+    warm_up: Sequence[Row]
+    summary: Row = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     before: list[Answer] = field(default_factory=list)
     after: list[Answer] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     media: Path = Path()
 
     def points(self, name: str, warm_up: bool = False) -> Points:
-        """Return ``(step, value)`` for every row in which metric ``name`` is a number."""
+        """Return ``(step, value)`` for every row in which metric ``name`` is a finite number."""
         rows = self.warm_up if warm_up else self.rows
-        return [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
+        return [(row["step"], row[name]) for row in rows if is_finite(row.get(name))]
+
+    def number(self, name: str) -> float | None:
+        """Return a number of the summary, or None if it is not there."""
+        value = self.summary.get(name)
+        return value if is_finite(value) else None
 
     def total(self, name: str) -> float | None:
         """Return the sum of a metric over the steps, or None if it was never written."""
@@ -72,7 +78,9 @@ class RunData:
 
     def names(self, prefix: str) -> list[str]:
         """Return the metrics that begin with ``prefix``, in the order of their first occurrence."""
-        every = dict.fromkeys(name for row in self.rows for name in row)
+        every: dict[str, None] = {}
+        for row in self.rows:
+            every |= dict.fromkeys(row)
         return [name for name in every if name.startswith(prefix)]
 
 
@@ -93,8 +101,8 @@ def read_run(folder: Path) -> RunData:
         name=folder.resolve().name,
         rows=others or supervised,
         warm_up=supervised if others else [],
-        summary=_mapping(_json(folder / "summary.json"), folder / "summary.json"),
-        config=dict(dotted(_mapping(_yaml(folder / "config.yaml"), folder / "config.yaml"))),
+        summary=_object(folder / "summary.json"),
+        config=dict(dotted(_object(folder / "config.yaml"))),
         before=before,
         after=after,
         steps=read_steps(folder),
@@ -107,8 +115,7 @@ def _answers(folder: Path) -> tuple[list[Answer], list[Answer]]:
 
     Without that file, return responses of the first and last training step.
     """
-    path = folder / "samples.json"
-    samples = _mapping(_json(path), path)
+    samples = _object(folder / "samples.json")
     if samples:
         before = [_sample(sample) for sample in samples.get("before", [])]
         after = [_sample(sample) for sample in samples.get("after", [])]
@@ -119,12 +126,12 @@ def _answers(folder: Path) -> tuple[list[Answer], list[Answer]]:
     return _sampled(files[0]), _sampled(files[-1])
 
 
-def _sample(sample: Mapping[str, Any]) -> Answer:
+def _sample(sample: Row) -> Answer:
     correct = sample.get("correct")
     return Answer(
-        _text(sample.get("prompt")),
-        _text(sample.get("text")),
-        _text(sample.get("label")),
+        text_of(sample.get("prompt")),
+        text_of(sample.get("text")),
+        text_of(sample.get("label")),
         None if correct is None else bool(correct),
         attachments=_attachments(sample),
     )
@@ -139,38 +146,26 @@ def _sampled(path: Path, most: int = 5) -> list[Answer]:
                 break
             row = json.loads(line)
             prompt = row["prompt"]
-            texts = (_text(prompt["text"]), _text(row["text"]), _text(prompt["label"]))
+            texts = (text_of(prompt["text"]), text_of(row["text"]), text_of(prompt["label"]))
             answer = Answer(*texts, None, row["reward"], _attachments(prompt))
             found.setdefault(prompt["id"], answer)
     return list(found.values())
 
 
-def _attachments(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(_text(name) for name in row.get("attachments") or ())
+def _attachments(row: Row) -> tuple[str, ...]:
+    return tuple(text_of(name) for name in row.get("attachments") or ())
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    # A label may be any JSON value, e.g. a list of accepted answers.
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _json(path: Path) -> Any:
+def _object(path: Path) -> Row:
+    """Return the object in a JSON or YAML file, empty if the file is missing or empty."""
+    if not path.is_file():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from None
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except yaml.YAMLError as error:
-        raise DataError(f"{path} is not YAML: {error}") from None
-
-
-def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
+        value = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path} is not {kind}: {error}") from None
     if value is not None and not isinstance(value, Mapping):
         raise DataError(f"{path} must hold an object")
     return value or {}
@@ -193,6 +188,10 @@ def _mean(points: Points) -> float:
     return sum(y for _, y in points) / len(points)
 
 
-def _is_number(value: Any) -> bool:
-    # None stands for a value that was not finite.
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_finite(value: object) -> TypeGuard[int | float]:
+    """Return True for a number that a plot can show.
+
+    Rows have None for a value that was not finite. Files of other programs may have NaN.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)

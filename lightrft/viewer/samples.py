@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from lightrft.viewer.formatting import compact
 from lightrft.viewer.media import shown
 from lightrft.viewer.run_data import Answer, RunData
-from lightrft.viewer.svg import compact
 
 ANSWERS = 5
 SHORT = 32

@@ -1,8 +1,7 @@
 import io
-import math
+import json
 import re
 import shutil
-import subprocess
 import wave
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -10,81 +9,12 @@ from importlib.resources import files
 import pytest
 from PIL import Image
 
-from lightrft.config.base import Settings
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
 from lightrft.viewer.report import duration, write_report
-
-HOSTILE = (
-    "</pre></script><script>document.title='owned'</script>"
-    "<img src=//evil.example/x onerror=\"document.title='owned'\"> ' & {{7*7}}"
-)
-
-
-class Inner(Settings):
-    lr: float = 0.1
-
-
-class Config(Settings):
-    name: str = "run"
-    optimizer: Inner = Inner()
-
-
-def rl_row(step, steps=60):
-    share = 1 / (1 + math.exp(-8 * (step / steps - 0.5)))
-    row = {
-        "phase": "rl",
-        "step": step,
-        "reward/mean": 0.3 + 0.6 * share,
-        "reward/correct": share,
-        "reward/format": 0.9,
-        "response/length": 30 - 10 * share,
-        "response/clip_ratio": 0.0,
-        "policy/kl": 0.1 * share,
-        "policy/entropy": 0.8 - 0.5 * share,
-        "rollout/tokens": 150,
-        "rollout/tokens_sampled": 100,
-        "rollout/tokens_trained": 80,
-        "rollout/tokens_filtered": 15,
-        "rollout/tokens_failed": 5,
-        "time/step": 2.0,
-        "time/generate": 1.2,
-        "time/update": 0.7,
-        "time/other": 0.1,
-        "tokens_per_second": 1500.0,
-        "seconds": 2.0 * step,
-    }
-    return row | ({"eval/accuracy": 0.4 + 0.55 * share} if step % 10 == 0 else {})
-
-
-def answer(prompt, text, correct):
-    return {"prompt": prompt, "text": text, "label": "5", "correct": correct}
-
-
-def make_run(path, text="2+3", config=None):
-    with RunDirectory.open(
-        path, config or Config(optimizer=Inner(lr=0.5)), resume="auto", overwrite=False
-    ) as folder:
-        for step in range(1, 31):
-            folder.log({"phase": "sft", "step": step, "loss": 2.0 / step})
-        for step in range(1, 61):
-            folder.log(rl_row(step))
-        folder.write_samples(
-            [answer(f"{text} #{i}", f"before {text}", False) for i in range(7)],
-            [answer(f"{text} #{i}", f"after {text}", True) for i in range(7)],
-        )
-        folder.write_summary(
-            {
-                "heldout_before": 0.412,
-                "heldout_after": 0.968,
-                "seconds": 222.0,
-                "steps": 60,
-                "tokens": 9000,
-                "next": [f"lightrft chat '{text}'  # {text}", "lightrft explain grpo"],
-            }
-        )
-    return path
+from tests.unit.viewer.browser import browse, needs_browser
+from tests.unit.viewer.runs import HOSTILE, Config, make_run
 
 
 class Page(HTMLParser):
@@ -148,9 +78,11 @@ def test_the_report_tells_the_whole_run(tmp_path):
 
 def test_every_plot_has_words_for_those_who_cannot_see_it(tmp_path):
     page = page_of(make_run(tmp_path / "demo"))
-    plots = [svg for svg in page.all("svg") if svg.get("class") == "plot"]
+    plots = [box for box in page.all("div") if box.get("class") == "plot"]
     assert len(plots) >= 8
-    assert all(svg["role"] == "img" and len(svg["aria-label"]) > 30 for svg in plots)
+    assert all(box["role"] == "img" and len(box["aria-label"]) > 30 for box in plots)
+    assert len(page.all("noscript")) == len(plots)
+    assert all(box["aria-label"] in page.text for box in plots)
     assert page.all("html") == [{"lang": "en"}]
     assert len(page.all("h1")) == 1
 
@@ -161,12 +93,22 @@ def test_nothing_is_asked_of_the_outside(tmp_path):
     assert "default-src 'none'" in page.all("meta")[1]["content"]
     assert page.all("link") == [{"rel": "icon", "href": "data:,"}]
     assert not [a for _, a in page.tags if "src" in a or "srcset" in a or "style" in a]
+    # The address in uPlot's own notice is a comment.
+    html = html.replace("/*! https://github.com/leeoniya/uPlot", "")
     assert not re.search(r"url\(|@import|https?://", html)
+
+
+def test_the_page_carries_the_licence_of_uplot(tmp_path):
+    html = write_report(make_run(tmp_path / "demo")).read_text(encoding="utf-8")
+    licence = files("lightrft.viewer").joinpath("vendor/uplot/LICENSE").read_text(encoding="utf-8")
+    assert "Permission is hereby granted" in licence
+    assert licence in html
 
 
 def test_hostile_text_stays_text(tmp_path):
     page = page_of(make_run(tmp_path / "demo", HOSTILE, Config(name=HOSTILE)))
-    assert len(page.all("script")) == 1
+    kinds = [script.get("type", "code") for script in page.all("script")]
+    assert kinds == ["application/json", "code", "code", "code"]
     assert not page.all("img")
     assert not [a for _, a in page.tags for name in a if name.startswith("on")]
     # Prompts, answers, commands and the settings (changed and all: quoted)
@@ -188,6 +130,7 @@ def test_lost_tokens_are_said(tmp_path):
         {"phase": "sft", "step": 1, "loss": 0.5, "eval/accuracy": 0.5},
         {"step": 1, "time/generate": 0.0, "rollout/tokens_sampled": 0},
         {"step": 0, "eval/accuracy": 0},
+        {"step": 1, "reward/mean": 1e308, "time/generate": 5e-324},
     ],
 )
 def test_a_run_that_has_little_is_shown_all_the_same(tmp_path, row):
@@ -196,6 +139,20 @@ def test_a_run_that_has_little_is_shown_all_the_same(tmp_path, row):
             folder.log(row)
     text = page_of(tmp_path / "a").text
     assert "Not finished" in text if row else "No step has been written yet" in text
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path):
+    make_run(tmp_path / "a")
+    row = '{"step": %d, "phase": "rl", "reward/mean": %s, "loss": NaN, "time/generate": Infinity}\n'
+    values = ["NaN", "Infinity", "0.25", "-Infinity", "1e308", "1e308"]
+    rows = [row % (step, value) for step, value in enumerate(values, 1)]
+    (tmp_path / "a/metrics.jsonl").write_text("".join(rows))
+    (tmp_path / "a/summary.json").write_text('{"heldout_before": NaN}')
+    html = write_report(tmp_path / "a").read_text(encoding="utf-8")
+    data = re.search(r'id="plot-data">(.*?)</script>', html)
+    (plot,) = json.loads(data[1], parse_constant=pytest.fail)
+    assert plot["steps"] == [3, 5, 6]
+    assert plot["series"][0]["values"] == [0.25, 1e308, 1e308]
 
 
 def test_without_samples_the_sampled_answers_are_shown(tmp_path):
@@ -348,38 +305,7 @@ def test_colours_stand_out_enough(scheme):
         assert contrast(f"s{i}", "card") >= 3
 
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-
-
-def browse(page, profile, width=1280):
-    """The page's document after its script ran in a real browser, and what the browser's console said."""
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-    ]
-    command += [
-        "--disable-component-update",
-        "--allow-file-access-from-files",
-        "--enable-logging=stderr",
-        f"--user-data-dir={profile}",
-    ]
-    command += [
-        f"--window-size={width},900",
-        "--virtual-time-budget=2000",
-        "--dump-dom",
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+@needs_browser
 def test_a_real_browser_shows_it_without_a_complaint_at_any_width(tmp_path):
     report = write_report(make_run(tmp_path / "demo", HOSTILE, Config(name=HOSTILE)))
     (tmp_path / "frames.html").write_text(
@@ -388,7 +314,7 @@ def test_a_real_browser_shows_it_without_a_complaint_at_any_width(tmp_path):
             f'<iframe width={width} height=900 src="demo/report.html" onload="this.title = '
             "['ran ' + !this.contentDocument.querySelector('.command button').hidden, "
             "'wide ' + this.contentDocument.documentElement.scrollWidth, "
-            "'plot ' + Math.round(this.contentDocument.querySelector('svg.plot').getBoundingClientRect().width), "
+            "'plot ' + Math.round(this.contentDocument.querySelector('.plot canvas').getBoundingClientRect().width), "
             "this.contentDocument.title].join('; ')\"></iframe>"
             for width in (320, 375, 1280)
         )
@@ -407,8 +333,7 @@ def test_a_real_browser_shows_it_without_a_complaint_at_any_width(tmp_path):
     assert report.stat().st_size < 2**20
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+@needs_browser
 @pytest.mark.parametrize("text", ["7", "It looks like a seven.\n" * 3], ids=["short", "long"])
 def test_a_real_browser_shows_the_pictures_and_can_play_the_clips(tmp_path, text):
     write_report(run_with_media(tmp_path / "demo", text))
@@ -433,8 +358,7 @@ def test_a_real_browser_shows_the_pictures_and_can_play_the_clips(tmp_path, text
     assert int(seen[3]) <= 375
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+@needs_browser
 def test_the_browser_would_have_complained(tmp_path):
     """The check above can fail: a script and a picture from elsewhere, put into the page, are refused aloud."""
     report = write_report(make_run(tmp_path / "demo"))
