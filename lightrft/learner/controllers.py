@@ -46,7 +46,9 @@ class Controllers:
 
     def values(self, spoken: Tensor) -> Tensor:
         """Convert the outputs of the critic to the scale of rewards."""
-        return self.returns.natural(spoken, self.normalize.eps) if self.normalize.values else spoken
+        if not self.normalize.values:
+            return spoken
+        return self.returns.natural(spoken, self.normalize.eps)
 
     def for_critic(self, batch: Batch) -> Batch:
         """Return ``batch`` with returns and old values on the critic's scale.
@@ -56,7 +58,8 @@ class Controllers:
         """
         if not self.normalize.values or batch.returns is None or batch.values is None:
             return batch
-        eps, seen = self.normalize.eps, self._returns_with(batch)
+        eps = self.normalize.eps
+        seen = self._returns_with(batch)
         return batch.replace(
             returns=seen.standardised(batch.returns, eps),
             values=self.returns.standardised(batch.values, eps),
@@ -84,6 +87,7 @@ class Controllers:
             metrics.add("policy/kl_per_answer", Mean(distance))
             if not frozen:
                 self.kl.update(float(distance), len(batch))
+        # A schedule counts every step of the run, trained or not.
         self.kl.advance()
         if self.entropy.config.target is not None:
             entropy = mean_entropy(batch)
@@ -94,6 +98,7 @@ class Controllers:
             self.rewards = self.rewards.including(batch.outcomes)
             metrics.merge(_of("reward/seen", self.rewards))
         if self.normalize.values:
+            # Only now: the values of this step were converted with the earlier statistics.
             self.returns = self._returns_with(batch)
             metrics.merge(_of("critic/seen", self.returns))
         return metrics

@@ -120,10 +120,11 @@ def gathered_head(model: Actor, strategy: Strategy) -> nn.Module:
     if strategy.ranks.size == 1:
         return head
     with strategy.local_parameters(head) as own:
-        copies = (
-            (p, strategy.gather(p.detach()).to(strategy.device, copy=True)) for p in own.values()
-        )
-        whole = {id(p): nn.Parameter(tensor, requires_grad=False) for p, tensor in copies}
+        whole: dict[int, nn.Parameter] = {}
+        for parameter in own.values():
+            # A copy: of a parameter that is not sharded, gather returns the parameter itself.
+            full = strategy.gather(parameter.detach()).to(strategy.device, copy=True)
+            whole[id(parameter)] = nn.Parameter(full, requires_grad=False)
     # deepcopy takes the gathered parameters for copies that it has made already.
     if type(head) is not nn.Linear:
         return copy.deepcopy(head, whole)

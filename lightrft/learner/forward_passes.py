@@ -40,7 +40,8 @@ def map_micro_batches(
         model: The model that ``score`` calls, if it may be remote.
     """
     in_flight = model.max_in_flight if isinstance(model, RemoteModelInfo) else 1
-    ranks, parts_of_column = roles.strategy.data_parallel_group, MicroBatches()
+    ranks = roles.strategy.data_parallel_group
+    parts_of_column = MicroBatches()
 
     # On the function, since the gradient mode of this thread does not hold in others.
     @torch.no_grad()
@@ -56,6 +57,7 @@ def map_micro_batches(
         with ThreadPoolExecutor(in_flight) as threads:
             # The list raises the first error of a thread.
             list(threads.map(one, parts))
+    # Every token is computed by one rank and is 0 on the others, so the sum is a gather.
     return ranks.sum(parts_of_column.column(batch.tokens))
 
 

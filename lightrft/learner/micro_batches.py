@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,20 @@ from lightrft.types import Batch
 
 SLACK = 1.05
 """Largest load of a rank relative to an equal share of the work."""
+
+
+class _Piece(NamedTuple):
+    """Rows of one prompt that stay together.
+
+    Attributes:
+        cost: Tokens that a model computes for them.
+        prompt: Index of the prompt.
+        rows: Indices of the responses.
+    """
+
+    cost: int
+    prompt: int
+    rows: list[int]
 
 
 def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[Tensor]:
@@ -82,48 +97,48 @@ def balance_across_ranks(batch: Batch, layout: str, count: int) -> list[Tensor]:
         count: Number of parts.
     """
     cost = _cost(batch, layout)
-    pieces = list(_members(batch).items())
+    pieces = [_Piece(cost(prompt, rows), prompt, rows) for prompt, rows in _members(batch).items()]
+    # It ends: each round cuts a piece of two or more rows, until the work is even or none is left.
     while True:
-        bins = _spread([(cost(p, rows), p, rows) for p, rows in pieces], count)
+        bins = _spread(pieces, count)
         loads = [_work(part, cost) for part in bins]
         fullest = bins[loads.index(max(loads))]
-        whole = [piece for piece in fullest if len(piece[2]) > 1]
-        if not whole:
-            whole = [piece for piece in chain.from_iterable(bins) if len(piece[2]) > 1]
-        if max(loads) <= SLACK * sum(loads) / count or not whole:
-            return [_rows_of(part) for part in bins]
-        _, prompt, rows = max(whole, key=lambda piece: piece[0])
+        divisible = [piece for piece in fullest if len(piece.rows) > 1]
+        if not divisible:
+            divisible = [piece for piece in chain.from_iterable(bins) if len(piece.rows) > 1]
+        if max(loads) <= SLACK * sum(loads) / count or not divisible:
+            break
+        largest = max(divisible, key=lambda piece: piece.cost)
         # Every other row by length, so that both halves have about the same work.
-        order = sorted(rows, key=lambda r: (-int(batch.lengths[r]), r))
-        at = pieces.index((prompt, rows))
-        pieces[at : at + 1] = [(prompt, order[::2]), (prompt, order[1::2])]
+        order = sorted(largest.rows, key=lambda r: (-int(batch.lengths[r]), r))
+        at = pieces.index(largest)
+        prompt = largest.prompt
+        halves = order[::2], order[1::2]
+        pieces[at : at + 1] = [_Piece(cost(prompt, half), prompt, half) for half in halves]
+    rows_of_part = []
+    for part in bins:
+        rows = sorted(chain.from_iterable(piece.rows for piece in part))
+        rows_of_part.append(torch.tensor(rows, dtype=torch.long))
+    return rows_of_part
 
 
-def _rows_of(part: list[tuple[int, int, list[int]]]) -> Tensor:
-    """Return the rows of all pieces of ``part``, ascending."""
-    rows = chain.from_iterable(rows for _, _, rows in part)
-    return torch.tensor(sorted(rows), dtype=torch.long)
-
-
-def _work(part: list[tuple[int, int, list[int]]], cost: Callable[[int, list[int]], int]) -> int:
+def _work(part: list[_Piece], cost: Callable[[int, list[int]], int]) -> int:
     """Return the cost of ``part``; pieces of one group in the same part count as one group."""
     members: dict[int, list[int]] = {}
-    for _, prompt, rows in part:
-        members.setdefault(prompt, []).extend(rows)
+    for piece in part:
+        members.setdefault(piece.prompt, []).extend(piece.rows)
     return sum(cost(prompt, rows) for prompt, rows in members.items())
 
 
-def _spread(
-    pieces: list[tuple[int, int, list[int]]], count: int
-) -> list[list[tuple[int, int, list[int]]]]:
+def _spread(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
     """Assign the most expensive pieces first, each to the part with the least work."""
-    bins: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(count)]
+    bins: list[list[_Piece]] = [[] for _ in range(count)]
     loads = [0] * count
     # Ties are broken by the first row, so that all ranks find the same parts.
-    for piece in sorted(pieces, key=lambda p: (-p[0], p[2][0])):
+    for piece in sorted(pieces, key=lambda p: (-p.cost, p.rows[0])):
         least = loads.index(min(loads))
         bins[least].append(piece)
-        loads[least] += piece[0]
+        loads[least] += piece.cost
     return bins
 
 
@@ -168,15 +183,15 @@ def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
     cost = _cost(batch, layout)
     pieces: list[tuple[int, int, list[int]]] = []  # cost, longest row, rows
     for prompt, rows in _members(batch).items():
-        piece: list[int] = []
-        for i in sorted(rows, key=lambda i: (-answer_length[i], i)):
-            if piece and cost(prompt, [*piece, i]) > budget:
-                pieces.append(
-                    (cost(prompt, piece), prompt_length[prompt] + answer_length[piece[0]], piece)
-                )
-                piece = []
-            piece.append(i)
-        pieces.append((cost(prompt, piece), prompt_length[prompt] + answer_length[piece[0]], piece))
+        # The first row of a piece is its longest. Ties by index: all ranks find the same pieces.
+        left = sorted(rows, key=lambda i: (-answer_length[i], i))
+        while left:
+            count = 1
+            while count < len(left) and cost(prompt, left[: count + 1]) <= budget:
+                count += 1
+            longest = prompt_length[prompt] + answer_length[left[0]]
+            pieces.append((cost(prompt, left[:count]), longest, left[:count]))
+            left = left[count:]
 
     bins: list[tuple[int, int, list[int]]] = []
     for tokens, longest, rows in sorted(pieces, key=lambda p: (-p[1], -p[0], p[2][0])):

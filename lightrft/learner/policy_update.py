@@ -157,6 +157,7 @@ class Objective:
             loss = loss + self.algorithm.distill.coef * weighted_sum(scores.divergence, batch)
         if scores.entropy is not None:
             metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
+            # The entropy may have been computed for the report alone.
             if self.wants_entropy:
                 loss = loss - self.entropy_coef * weighted_sum(scores.entropy, batch)
         if batch.positive_weights is not None:
@@ -249,6 +250,7 @@ class Objective:
             return 0.0
         losses = KL_ESTIMATORS[kl.estimator](logprobs, ref)
         if kl.weighted:
+            # With gradient: the ratio makes the expected gradient that of KL(policy, reference).
             losses = ratio_of(logprobs, old) * losses
         return self.kl_coef * weighted_sum(losses, batch)
 
@@ -323,6 +325,7 @@ def update(
     batch = controls.for_critic(batch)
     metrics = Metrics()
     for epoch in range(train.ppo_epochs):
+        # From the step, not from one running generator: a resumed run makes the same choices.
         generator = torch_generator(derive_seed(settings.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, train.num_mini_batches, generator):
             # Weights first: tokens that are dropped below stay in the denominator of the loss.
@@ -426,6 +429,7 @@ def policy_step(
         )
         return objective(part, scores)
 
+    # ``loss_weights`` hold the denominator already, so leaving rows out does not change the loss.
     active = mini.select(objective.active(mini))
     additional = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
     budget = settings.train.max_tokens_per_micro_batch
@@ -490,6 +494,7 @@ def optimizer_step(
         The loss summed over all ranks, and all metrics.
     """
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
+    # transformers recomputes activations (gradient checkpointing) in training mode only.
     trained.model.train()
     layout, teams = trained.model.layout, strategy.data_parallel_group
     parts: list[tuple[Batch, LossOf, Tensor]] = []
@@ -501,6 +506,7 @@ def optimizer_step(
         strategy.backward(trained.state, loss, last=i == len(parts) - 1)
         total = total + loss.detach()
         metrics.merge(found)
+    # Old log-probs and rollouts are computed between steps, without dropout.
     trained.model.eval()
     metrics = all_reduce_metrics(metrics, teams)
     # Every rank has the same number of parts, so all take the step or none does.

@@ -83,7 +83,9 @@ def process_step(
     """
     if batch.rewards is None:
         raise ValueError("a process reward model learns from batch.rewards")
+    # Over the whole batch, so that the loss does not depend on its split into micro-batches.
     share = 1.0 / max(1, int((TokenRows.of(batch).count() > 0).sum()))
+    # Log-probs before the optimizer step, which ``prm.forward`` single turns into rewards.
     before: list[Tensor] = []
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
@@ -132,6 +134,7 @@ def outcome_losses(
     ref = torch.where(finite, _reference(batch).to(logprobs), torch.zeros_like(logprobs))
     logit = beta * rows.sum(now - ref)
     outcome = batch.rewards >= threshold
+    # softplus(-x) is -log sigmoid(x), without the overflow of exp.
     losses = F.softplus(torch.where(outcome, -logit, logit))
     return torch.where(some, losses, torch.zeros_like(losses)), ((logit > 0) == outcome) & some
 

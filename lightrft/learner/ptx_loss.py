@@ -63,6 +63,7 @@ class PretrainingLoss:
         The loss is ``coef`` times the mean of -logp over the trained tokens.
         """
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
+        # Before the batch is split into micro-batches: the weights hold its token count.
         batch = batch.replace(loss_weights=AGGREGATIONS["token"](TokenRows.of(batch), 1))
 
         def loss_of(part: Batch) -> tuple[Tensor, Metrics]:

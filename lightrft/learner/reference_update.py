@@ -57,6 +57,7 @@ class MovingReference(FrozenModel):
                 "reference unset, or set algorithm.kl.refresh_every=0"
             )
         averages: dict[str, Tensor] = {}
+        # A plain copy (decay 0) adds nothing up, so rounding loses nothing.
         if kl.refresh_decay:
             with strategy.local_parameters(model) as own:
                 for name, p in own.items():
@@ -83,8 +84,9 @@ class MovingReference(FrozenModel):
         """
         if not self.moved:
             return {}
-        with self._held() as held:
-            return on_host(self.strategy, held.items())
+        with self.strategy.local_parameters(self.model) as own:
+            # The averages in place of their rounded copies: a resumed run continues from them.
+            return on_host(self.strategy, {**own, **self.averages}.items())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -101,12 +103,6 @@ class MovingReference(FrozenModel):
                 )
             for name, tensor in held.items():
                 tensor.copy_(self.strategy.shard_like(state[name].to(tensor.dtype), tensor))
-
-    @contextmanager
-    def _held(self) -> Generator[dict[str, Tensor]]:
-        """Yield this rank's weights, with the averages where they exist."""
-        with self.strategy.local_parameters(self.model) as own:
-            yield {**own, **self.averages}
 
     @contextmanager
     def _changed(self) -> Generator[dict[str, Tensor]]:

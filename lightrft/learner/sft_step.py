@@ -24,11 +24,14 @@ from lightrft.types import Batch, Segments
 
 def examples_to_batch(examples: Sequence[Example]) -> Batch:
     """Collate conversations to one ``Batch``; ``sampled`` marks the trained tokens."""
+    trained: list[bool] = []
+    for example in examples:
+        trained += example.trained
     return Batch(
         Segments.cat([Segments.of([e.prompt_ids], e.prompt_media) for e in examples]),
         Segments.cat([Segments.of([e.response_ids], e.response_media) for e in examples]),
         torch.arange(len(examples)),
-        sampled=torch.tensor([t for e in examples for t in e.trained], dtype=torch.bool),
+        sampled=torch.tensor(trained, dtype=torch.bool),
     )
 
 
@@ -44,6 +47,7 @@ def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
     """
     lost = part.mask & ~torch.isfinite(logprobs.detach())
     kept = without_tokens(part, lost)
+    # Filled, not multiplied by 0: the gradient of a NaN times 0 is NaN.
     losses = -logprobs.masked_fill(~kept.mask, 0.0)
     return weighted_sum(losses, kept), Mean.of(losses.detach(), kept.mask), Sum(lost.sum())
 
