@@ -136,53 +136,6 @@ class NativeEngine:
         self.sleep(2)
 
 
-class GenerationBatch:
-    """Responses in progress, advanced by the caller. More requests may join at any time."""
-
-    def __init__(
-        self,
-        engine: NativeEngine,
-        requests: Sequence[Request],
-        sampling: SamplingConfig,
-    ) -> None:
-        self._engine = engine
-        self._run = _RunningRequests(engine, requests, sampling)
-
-    @property
-    def unfinished(self) -> bool:
-        return self._run.unfinished
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue ``requests``.
-
-        They share the computation of a prompt with one another, but not with earlier requests.
-        """
-        self._run.queue(requests)
-
-    def advance(self, stopped: Callable[[], bool] = never_stop) -> list[Rollout]:
-        """Return the next finished responses.
-
-        Return none once ``stopped`` returns ``True``. It is called between tokens. The policy is
-        back in its training state whenever the caller has control.
-        """
-        engine = self._engine
-        run = self._run
-        done: list[Rollout] = []
-        if not engine.awake:
-            problem = "the engine was put to sleep or closed while responses were being generated"
-            raise RuntimeError(f"{problem}; call wake() first")
-        # a token costs about two operations per weight in each row
-        threads = threads_for(2.0 * engine.size * run.width, engine.decoder.device)
-        with threads, engine.decoder.running():
-            while run.unfinished and not done and not stopped():
-                done = run.advance()
-        return done
-
-    def abort(self) -> list[Rollout]:
-        """Return the unfinished responses as they are."""
-        return self._run.abort()
-
-
 def check_requests(
     requests: Iterable[Request],
     sampling: SamplingConfig,
@@ -235,14 +188,6 @@ def _room(request: Request, sampling: SamplingConfig) -> int:
     return _end(request, sampling) - request.num_generated
 
 
-def _read(request: Request) -> Prompt:
-    """Return the tokens to prefill: the prompt, followed by the partial response that is
-    resumed."""
-    if request.partial is None or not request.num_generated:
-        return request.prompt
-    return replace(request.prompt, token_ids=request.prompt.token_ids + request.partial.token_ids)
-
-
 CHECKSUM_PART = 1 << 22
 # by bytes per element. Sums of integers are exact in any order, unlike sums of floats.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -271,14 +216,8 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
         # twice its size.
         sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(CHECKSUM_PART)])
         sampled = bits[:: max(1, bits.numel() // 4096)].contiguous()
-        made.setdefault(tensor.device, []).append(
-            (
-                name,
-                f"{tensor.dtype}{list(tensor.shape)}",
-                sums,
-                sampled,
-            )
-        )
+        about = f"{tensor.dtype}{list(tensor.shape)}"
+        made.setdefault(tensor.device, []).append((name, about, sums, sampled))
     found: Fingerprint = {}
     for rows in made.values():
         raw = torch.cat([x.view(torch.uint8) for _, _, *both in rows for x in both]).cpu().numpy()
@@ -318,16 +257,6 @@ class _CacheShape(NamedTuple):
     rows: int
     answer_tokens: int
 
-    def with_row(self, limit: int, prompt: int | None) -> _CacheShape:
-        """Return the shape with one more row of ``limit`` tokens, and its prompt of ``prompt``
-        tokens unless ``None``."""
-        prompts = (
-            (self.prompts, self.prompt_tokens)
-            if prompt is None
-            else (self.prompts + 1, max(self.prompt_tokens, prompt))
-        )
-        return _CacheShape(*prompts, self.rows + 1, max(self.answer_tokens, limit))
-
 
 @dataclass(slots=True)
 class _Rows:
@@ -361,15 +290,10 @@ class _Rows:
         self._resize(len(self), max(self.tokens.shape[1], int(held.max(initial=0))))
         for row, request in enumerate(requests, start=first):
             if request.partial is not None:
-                for column, values in zip(
-                    (
-                        self.tokens,
-                        self.logprobs,
-                        self.versions,
-                    ),
-                    _columns(request.partial),
-                ):
-                    column[row, : request.num_generated] = values
+                count = request.num_generated
+                self.tokens[row, :count] = request.partial.token_ids
+                self.logprobs[row, :count] = request.partial.logprobs
+                self.versions[row, :count] = request.partial.versions
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Append one token to every row."""
@@ -383,26 +307,13 @@ class _Rows:
     def evict(self, moves: list[tuple[int, int]], rows: int) -> None:
         for dst, src in moves:
             self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
-        if moves:
-            to, of = (list(side) for side in zip(*moves))
-            for column in (
-                self.keys,
-                self.greedy,
-                self.limits,
-                self.steps,
-                self.tokens,
-                self.logprobs,
-                self.versions,
-            ):
-                column[to] = column[of]
         del self.requests[rows:], self.groups[rows:]
-        self.keys, self.greedy = self.keys[:rows], self.greedy[:rows]
-        self.limits, self.steps = self.limits[:rows], self.steps[:rows]
-        self.tokens, self.logprobs, self.versions = (
-            self.tokens[:rows],
-            self.logprobs[:rows],
-            self.versions[:rows],
-        )
+        to = [dst for dst, _ in moves]
+        of = [src for _, src in moves]
+        for name in ("keys", "greedy", "limits", "steps", "tokens", "logprobs", "versions"):
+            column = getattr(self, name)
+            column[to] = column[of]
+            setattr(self, name, column[:rows])
 
     def _resize(self, rows: int, columns: int) -> None:
         for name in ("tokens", "logprobs", "versions"):
@@ -410,10 +321,6 @@ class _Rows:
             new = np.zeros((rows, columns), dtype=old.dtype)
             new[: old.shape[0], : old.shape[1]] = old
             setattr(self, name, new)
-
-
-def _columns(rollout: Rollout) -> tuple[list[int], list[float], list[int]]:
-    return rollout.token_ids, rollout.logprobs, rollout.versions
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -424,9 +331,11 @@ def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return both[0].numpy(), both[1].to(bits.dtype).view(logprobs.dtype).numpy()
 
 
-class _RunningRequests:
-    """State of one ``generate`` call: waiting requests, growing rows and the cache. ``advance``
-    adds one token to every row."""
+class GenerationBatch:
+    """Responses in progress, advanced by the caller. More requests may join at any time.
+
+    It holds the waiting requests, the growing rows and their cache.
+    """
 
     def __init__(
         self,
@@ -441,46 +350,60 @@ class _RunningRequests:
         self._session = engine.decoder.session()
         # the tokenizer may name another end token than the model's configs
         eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
-        self._ends = np.unique(
-            np.array(
-                [
-                    *engine.decoder.eos_token_ids,
-                    *eos,
-                    *sampling.stop_token_ids,
-                ],
-                dtype=np.int64,
-            )
-        )
+        ends = [*engine.decoder.eos_token_ids, *eos, *sampling.stop_token_ids]
+        self._ends = np.unique(np.array(ends, dtype=np.int64))
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
         self._waiting: deque[_Group] = deque()
         self._open: list[_Group] = []  # groups whose prompt is in the cache
         self._rows = _Rows()
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)
         self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
-        self.queue(requests)
+        self.add(requests)
 
-    def queue(self, requests: Sequence[Request]) -> None:
-        """Append ``requests`` to the waiting queue, grouped by prompt."""
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue ``requests``.
+
+        They share the computation of a prompt with one another, but not with earlier requests.
+        """
         groups: dict[object, _Group] = {}
         for request in requests:
-            read = _read(request)
+            prompt = request.prompt
+            if request.partial is not None and request.num_generated:
+                # the partial response is prefilled with its prompt, and generation resumes after it
+                resumed = prompt.token_ids + request.partial.token_ids
+                prompt = replace(prompt, token_ids=resumed)
             # Equal tokens share a prefill. Placeholder tokens do not identify media, so those go by
             # object.
-            key = (id(request.prompt) if request.prompt.media else None, *read.token_ids)
-            groups.setdefault(key, _Group(read, request.num_generated)).waiting.append(request)
+            key = (id(request.prompt) if prompt.media else None, *prompt.token_ids)
+            groups.setdefault(key, _Group(prompt, request.num_generated)).waiting.append(request)
         self._waiting.extend(groups.values())
-
-    @property
-    def width(self) -> int:
-        """Number of rows that grow, now or once the first requests are admitted."""
-        waiting = sum(len(group.waiting) for group in self._waiting)
-        return len(self._rows) or min(self._config.max_num_seqs, waiting)
 
     @property
     def unfinished(self) -> bool:
         return bool(self._waiting) or len(self._rows) > 0
 
-    def advance(self) -> list[Rollout]:
+    def advance(self, stopped: Callable[[], bool] = never_stop) -> list[Rollout]:
+        """Return the next finished responses.
+
+        Return none once ``stopped`` returns ``True``. It is called between tokens. The policy is
+        back in its training state whenever the caller has control.
+        """
+        engine = self._engine
+        if not engine.awake:
+            problem = "the engine was put to sleep or closed while responses were being generated"
+            raise RuntimeError(f"{problem}; call wake() first")
+        # rows that grow, now or once the first requests are admitted
+        waiting = sum(len(group.waiting) for group in self._waiting)
+        width = len(self._rows) or min(self._config.max_num_seqs, waiting)
+        # a token costs about two operations per weight in each row
+        threads = threads_for(2.0 * engine.size * width, engine.decoder.device)
+        done: list[Rollout] = []
+        with threads, engine.decoder.running():
+            while self.unfinished and not done and not stopped():
+                done = self._advance()
+        return done
+
+    def _advance(self) -> list[Rollout]:
         """Generate one token for every row and every newly admitted request. Return the responses
         that this finished."""
         # Step before admission: the prefill of admitted rows already yields their first logits.
@@ -561,8 +484,11 @@ class _RunningRequests:
             group = self._waiting[0]
             request = group.waiting[0]
             new = group.handle < 0 and (not fresh or fresh[-1] is not group)
-            prompt_tokens = len(group.prompt.token_ids) if new else None
-            larger = shape.with_row(_room(request, self._sampling), prompt_tokens)
+            room = max(shape.answer_tokens, _room(request, self._sampling))
+            larger = shape._replace(rows=shape.rows + 1, answer_tokens=room)
+            if new:
+                longest = max(shape.prompt_tokens, len(group.prompt.token_ids))
+                larger = larger._replace(prompts=shape.prompts + 1, prompt_tokens=longest)
             # in order: if requests that fit overtook it, a long request might wait forever
             if self._session.tokens(*larger) > self._config.max_cache_tokens:
                 break
@@ -618,7 +544,11 @@ class _RunningRequests:
             return []
         done = []
         for row in finished.tolist():
-            reason = "stop" if stopped[row] else self._cut(row)
+            reason: FinishReason = "stop"
+            if not stopped[row]:
+                limit = _limit(rows.requests[row], self._sampling)
+                # a row that ends before its limit has been paused and can be resumed later
+                reason = "length" if rows.steps[row] >= limit else "abort"
             done.append(self._rollout(row, reason, cuts.get(row)))
         self._evict(finished)
         return done
@@ -637,27 +567,18 @@ class _RunningRequests:
                 cuts[row] = cut
         return cuts
 
-    def _cut(self, row: int) -> FinishReason:
-        """Return the finish reason of a row that did not stop: ``length`` at its limit, ``abort``
-        if it can be resumed later."""
-        return (
-            "length"
-            if self._rows.steps[row] >= _limit(self._rows.requests[row], self._sampling)
-            else "abort"
-        )
-
     def _rollout(self, row: int, reason: FinishReason, text: str | None) -> Rollout:
         rows, request = self._rows, self._rows.requests[row]
         length = int(rows.steps[row])
         token_ids = rows.tokens[row, :length].tolist()
         if text is None:
             text = self._engine.tokenizer.decode(token_ids, skip_special_tokens=True)
+        # a partial response may hold tokens of an environment, which the policy did not sample
+        resumed = [] if request.partial is None else request.partial.sampled
         return Rollout(
             prompt=request.prompt,
             token_ids=token_ids,
-            # a partial response may hold tokens of an environment, which the policy did not sample
-            sampled=(request.partial.sampled if request.partial is not None else [])
-            + [True] * (length - request.num_generated),
+            sampled=resumed + [True] * (length - request.num_generated),
             logprobs=rows.logprobs[row, :length].tolist(),
             versions=rows.versions[row, :length].tolist(),
             finish_reason=reason,

@@ -50,19 +50,17 @@ class StopStrings:
         text = self._decode(tail)
         # U+FFFD at the end is part of a character that the newest token may complete.
         before = len(self._decode(tail[:-1]).rstrip("\ufffd"))
-        found = [self._first(text, stop, before) for stop in self._stop]
-        starts = [start for start in found if start is not None]
+        starts = []
+        for stop in self._stop:
+            # the newest token must complete it, so it ends after ``before``
+            start = text.find(stop, max(0, before - len(stop) + 1))
+            if start >= 0:
+                starts.append(start)
         if not starts:
             return None
         # counted from the end, since the tail is a suffix of the whole text
         cut = min(starts) - len(text)
         return self._decode(tokens.tolist())[: cut or None]
-
-    def _first(self, text: str, stop: str, before: int) -> int | None:
-        """Return the start of the first ``stop`` that ends after character ``before``, or
-        ``None``."""
-        found = text.find(stop, max(0, before - len(stop) + 1))
-        return None if found < 0 else found
 
     def _tail(self, tokens: np.ndarray) -> list[int]:
         tail: list[int] = []
