@@ -190,6 +190,7 @@ def maxrl(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     """
     groups = by_prompt(batch, token_rewards)
     mean = groups.mean()
+    # a mean below 0 would flip the sign, and at 0 the quotient would be as large as 1 / eps
     relative = groups.centred() / (mean + settings.eps)
     return on_tokens(torch.where(mean > 0, relative, torch.zeros_like(mean)), batch)
 
@@ -212,6 +213,7 @@ def lite_ppo(
     groups = by_prompt(batch, token_rewards)
     centred = groups.centred()
     spread = GroupStats.whole(groups.x).deviation()
+    # 0 / 0 would be NaN for a batch of equal rewards with eps = 0
     return on_tokens(torch.where(centred != 0, centred / (spread + settings.eps), centred), batch)
 
 
@@ -253,6 +255,7 @@ def gpg(
         std_eps: If given, ``F`` is the standard deviation of the group plus ``std_eps``.
     """
     groups = by_prompt(batch, token_rewards)
+    # clamped: where every group is equal, there is nothing to scale
     alpha = len(batch) / groups.uneven().sum().clamp(min=1).to(groups.x.dtype)
     centred = groups.centred() if std_eps is None else groups.standardised(std_eps)
     return on_tokens(alpha * centred, batch)
@@ -276,6 +279,7 @@ def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     if batch.sample is None:
         raise ValueError("raft needs batch.sample")
     groups = by_prompt(batch, token_rewards)
+    # negated, since ``highest`` finds maxima
     order = -batch.sample.to(groups.x.dtype)
     earliest = torch.where(groups.x == groups.highest(), order, -torch.inf)
     chosen = earliest == groups.highest(earliest)
@@ -463,6 +467,7 @@ def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     process, others, count = process_means(batch, token_rewards.dtype)
     rows = TokenRows.of(batch)
     baseline = rows.spread(others / count.clamp(min=1))
+    # without other responses there is no baseline, and the process rewards count for nothing
     has_baseline = rows.mask & rows.spread(count > 0)
     centred = torch.where(has_baseline, process - baseline, 0.0)
     outcome, _ = rloo(batch, token_rewards, settings)
@@ -550,7 +555,9 @@ def otb(
     baseline = places.sum(togo * work) / (places.sum(work) + settings.eps)
     # Equal returns have exactly no advantage, whatever eps is.
     baseline = torch.where(places.uneven(), baseline, togo)
-    alone = rows_in_group(batch)[row] == 1
+    ones = torch.ones_like(batch.prompt_of)
+    responses = group_sum(ones, batch.prompt_of, len(batch.prompts))
+    alone = responses[batch.prompt_of][row] == 1
     if zero_tail:
         alone = alone | (places.size() == 1)
     tokens = torch.zeros_like(token_rewards)
@@ -558,12 +565,6 @@ def otb(
     returns = torch.zeros_like(token_rewards)
     returns[rows.mask] = togo
     return tokens, returns
-
-
-def rows_in_group(batch: Batch) -> Tensor:
-    """Return the number of responses to the same prompt, ``[B]``."""
-    ones = torch.ones_like(batch.prompt_of)
-    return group_sum(ones, batch.prompt_of, len(batch.prompts))[batch.prompt_of]
 
 
 @ADVANTAGES.register(
@@ -605,7 +606,7 @@ def gigpo(
     # `number [S, 2]` is the response and the step of each step; `step` is the step of each token.
     number, step = torch.unique(_pairs(row_of, batch.steps[mask]), dim=0, return_inverse=True)
     response = number[:, 0]
-    back = group_sum(token_rewards[mask], step, len(number)).clone()
+    back = group_sum(token_rewards[mask], step, len(number))
     for k in range(len(number) - 2, -1, -1):  # sorted by response, then by step
         if response[k] == response[k + 1]:
             back[k] += settings.gamma * back[k + 1]
@@ -677,23 +678,16 @@ def returns_of(batch: Batch, token_rewards: Tensor, gamma: float) -> Tensor:
     return scatter(discounted(padded, gamma), rows, row, column)
 
 
-def _as_they_are(x: Tensor, batch: Batch, eps: float) -> Tensor:
-    return x
-
-
-def _by_batch(x: Tensor, batch: Batch, eps: float) -> Tensor:
-    return whiten(x, batch.mask, eps)
-
-
 def _by_group(x: Tensor, batch: Batch, eps: float) -> Tensor:
     group = batch.prompt_of[batch.row_of]
+    # each part is 0 outside its group, so the sum joins them
     parts = [whiten(x, batch.mask & (group == g), eps) for g in range(len(batch.prompts))]
     return torch.stack(parts).sum(0) if parts else torch.zeros_like(x)
 
 
 WHITENINGS: dict[str, Callable[[Tensor, Batch, float], Tensor]] = {
-    "none": _as_they_are,
+    "none": lambda x, batch, eps: x,
     "group": _by_group,
-    "batch": _by_batch,
+    "batch": lambda x, batch, eps: whiten(x, batch.mask, eps),
 }
 """Whitening modes: ``WHITENINGS[mode](advantages [N], batch, eps) -> advantages [N]``."""

@@ -27,6 +27,7 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
 def token(rows: TokenRows, constant: int) -> Tensor:
     """Weight every token of the batch equally."""
     ones = torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device)
+    # without sampled tokens every weight is 0, whatever the divisor
     return _shares(rows, ones / max(1, int(rows.mask.sum())))
 
 

@@ -58,6 +58,7 @@ class GroupStats:
 
     def uneven(self) -> Tensor:
         """Return whether the numbers of the group differ, as bool ``[B]``."""
+        # maximum and minimum are exact, unlike a deviation, which rounding makes positive
         return self.highest() != -self.highest(-self.x)
 
     def centred(self) -> Tensor:

@@ -273,6 +273,7 @@ def tis_normalized(
         total = rows.mean(weight).sum()
         count = (rows.count() > 0).sum()
     mean = total / count.clamp(min=1)
+    # clamped too, since where() computes both of its arguments
     return torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
 
 
@@ -351,6 +352,7 @@ def opsm(
     Args:
         delta: Largest mean log-ratio of sampler to policy that is kept, in nats per token.
     """
+    # against the current policy: the mask follows the policy from one optimizer step to the next
     far = rows.spread(rows.mean(behavior - logprobs)) > delta
     return (~(far & (advantages < 0))).to(logprobs.dtype)
 

@@ -72,6 +72,7 @@ def k3_straight(logprobs: Tensor, ref: Tensor) -> Tensor:
     The value is unbiased. As a loss its expected gradient is the gradient of KL(policy, reference).
     """
     value, slope = k3(logprobs, ref).detach(), k2(logprobs, ref)
+    # the second summand is 0, and has the gradient of k2
     return value + (slope - slope.detach())
 
 
@@ -87,6 +88,7 @@ def capped_k3(old: Tensor, logprobs: Tensor, cap: float) -> Tensor:
         cap: Largest value of ``r - 1`` in the gradient.
     """
     gap = logprobs - old
+    # detached: the gradient is the capped factor times the gradient of the log-prob
     return torch.expm1(clamp_log_ratio(gap.detach())).clamp(max=cap) * gap
 
 
@@ -132,6 +134,7 @@ class KLController:
         self.step += 1
         config = self.config
         if config.controller in SCHEDULES and config.steps is not None:
+            # from the step and not from the last coefficient: rounding does not add up
             left = SCHEDULES[config.controller](min(1.0, self.step / config.steps))
             self.coef = config.final + (config.coef - config.final) * left
 
@@ -180,5 +183,6 @@ class EntropyController:
         """
         target = self.config.target
         if target is not None and entropy is not None:
+            # 1 below the target, -1 above it, 0 at it
             direction = (entropy < target) - (entropy > target)
             self.coef = max(0.0, self.coef + self.config.rate * direction)

@@ -30,17 +30,6 @@ PolicyLoss = Callable[..., tuple[Tensor, Stats]]
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
-def token_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tensor:
-    """Return the token ratio ``pi / pi_old``, ``[N]``.
-
-    Args:
-        logprobs: ``[N]``. Log-probs of the current policy.
-        old: ``[N]``. Log-probs of the old policy.
-        rows: The rows of the batch; not used.
-    """
-    return ratio_of(logprobs, old)
-
-
 def sequence_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tensor:
     """Return the geometric mean of a row's token ratios at each of its tokens, ``[N]``.
 
@@ -64,6 +53,7 @@ def sequence_token_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tens
         old: ``[N]``. Log-probs of the old policy.
         rows: The rows of the batch.
     """
+    # the second factor is 1, and has the gradient of the token's log-prob
     return sequence_ratio(logprobs.detach(), old, rows) * torch.exp(logprobs - logprobs.detach())
 
 
@@ -82,10 +72,11 @@ def by_sign(up: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 
 RATIOS: dict[str, Callable[[Tensor, Tensor, TokenRows], Tensor]] = {
-    "token": token_ratio,
+    "token": lambda logprobs, old, rows: ratio_of(logprobs, old),
     "sequence": sequence_ratio,
     "sequence_token": sequence_token_ratio,
 }
+"""``RATIOS[ratio](logprobs, old, rows) -> pi / pi_old``, ``[N]``, by the setting ``loss.ratio``."""
 
 
 @POLICY_LOSSES.register(
@@ -135,6 +126,7 @@ def reinforce(
 
     It is unbiased only for the policy that sampled.
     """
+    # the ratio is reported, not used: it shows how far off policy the samples are
     return -advantages * logprobs, {"ratio": ratio_of(logprobs.detach(), old)}
 
 
@@ -198,6 +190,7 @@ def cispo(
     logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
 ) -> tuple[Tensor, Stats]:
     """Clip the weight on both sides, so that every token keeps its gradient."""
+    # detached: a weight is a constant, and the gradient is that of the log-prob
     ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     clipped = (weight != ratio).to(logprobs.dtype)
@@ -328,6 +321,7 @@ def vespo(
     gap = rows.spread(rows.sum(logprobs.detach() - old))
     up = advantages >= 0
     k, lam = by_sign(up, k_pos, k_neg, gap), by_sign(up, lam_pos, lam_neg, gap)
+    # bounded from above alone: far below 0 the exponential is 0 without overflow
     weight = torch.exp((lam + k * gap - lam * torch.exp(clamp_log_ratio(gap))).clamp(max=LIMIT))
     return -weight * advantages * logprobs, {
         "weight": weight,
@@ -363,6 +357,7 @@ def dppo(
         high: Largest increase of the probability at positive advantages.
     """
     ratio = ratio_of(logprobs, old)
+    # detached: the mask is a decision, not a part of the loss
     moved = torch.exp(logprobs.detach()) - torch.exp(old)
     held = ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
     losses = torch.where(held, torch.zeros_like(ratio), -ratio * advantages)

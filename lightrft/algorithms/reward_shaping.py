@@ -161,12 +161,14 @@ def kimi_length(
     lengths = TokenRows.of(batch).count().to(rewards.dtype)
     groups = GroupStats(lengths, batch.prompt_of, len(batch.prompts))
     shortest = -groups.highest(-lengths)
+    # clamped: groups of equal lengths get no bonus below, but must not divide by 0 here
     lam = 0.5 - (lengths - shortest) / (groups.highest() - shortest).clamp(min=1)
     bonus = torch.where(_right(batch, threshold), lam, lam.clamp(max=0))
     return rewards + weight * torch.where(groups.uneven(), bonus, torch.zeros_like(bonus))
 
 
 def _right(batch: Batch, threshold: float) -> Tensor:
+    # by the outcome as scored: an earlier shaping must not change what counts as correct
     return _rewards_of(batch) >= threshold
 
 
@@ -203,10 +205,6 @@ def with_rewards(
     return batch.replace(outcomes=outcomes, rewards=rewards)
 
 
-def _plain(batch: Batch, eps: float) -> Tensor:
-    return _rewards_of(batch).double()
-
-
 def _by_group(batch: Batch, eps: float) -> Tensor:
     prompts = len(batch.prompts)
     return normalized_terms(
@@ -214,14 +212,10 @@ def _by_group(batch: Batch, eps: float) -> Tensor:
     )
 
 
-def _by_batch(batch: Batch, eps: float) -> Tensor:
-    return normalized_terms(batch, lambda x, there: GroupStats.whole(x), eps)
-
-
 TERMS: dict[str, Callable[[Batch, float], Tensor]] = {
-    "none": _plain,
+    "none": lambda batch, eps: _rewards_of(batch).double(),
     "group": _by_group,
-    "batch": _by_batch,
+    "batch": lambda batch, eps: normalized_terms(batch, lambda x, there: GroupStats.whole(x), eps),
 }
 """Term normalizations: ``TERMS[mode](batch, eps) -> outcome rewards [B]``, in float64."""
 
@@ -249,6 +243,7 @@ def normalized_terms(
     columns = batch.terms.double().unbind(1)
     weights = batch.term_weights.double().unbind(1)
     for x, weight in zip(columns, weights, strict=True):
+        # a term that a response lacks must neither count as 0 nor enter the mean
         there = ~x.isnan()
         total[there] += weight[there] * grouped(x[there], there).standardised(eps)
     return total

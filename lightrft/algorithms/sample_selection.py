@@ -60,6 +60,7 @@ def balanced(group: Group, *, keep: int, threshold: float | None = None) -> list
     order = sorted(range(len(group)), key=lambda i: _place(group[i]))
     right = [i for i in order if _reward(group[i]) >= threshold]
     wrong = [i for i in order if _reward(group[i]) < threshold]
+    # more right ones than half if there are too few wrong ones, and the other way round
     from_right = min(len(right), max(half, keep - len(wrong)))
     return right[:from_right] + wrong[: keep - from_right]
 
@@ -100,6 +101,7 @@ def random(group: Group, *, keep: int) -> list[int]:
     """
     _at_least("random", keep, 1)
 
+    # a hash, not a generator: the choice is the same after a resume and on every rank
     def order(i: int) -> tuple[bytes, tuple[int, int]]:
         seed = f"select/{group[i].seed}"
         return hashlib.blake2b(seed.encode(), digest_size=8).digest(), _place(group[i])
@@ -150,6 +152,7 @@ def _both_ends(ranked: list[int], keep: int, best: int) -> list[int]:
 
 
 def _spread(rewards: Sequence[float]) -> float:
+    # not divided by their number, which is the same for all subsets that are compared
     mean = sum(rewards) / len(rewards)
     return sum((r - mean) ** 2 for r in rewards)
 

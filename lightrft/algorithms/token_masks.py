@@ -235,14 +235,10 @@ def m2po_released(
     reached = int((clipped_sum < tau * n).sum())
     width = float(ordered[reached - 1].sqrt()) if reached else 0.0
     highest = max(width, math.log1p(floor_high))
-    lowest = min(-width, _log_below(floor_low))
+    # a floor of 1 or more reaches down to a ratio of 0
+    lowest = min(-width, math.log1p(-floor_low) if floor_low < 1 else -math.inf)
     held = (sign > 0) & (gap > highest) | (sign < 0) & (gap < lowest)
     return TokenMask(batch.mask & ~held)
-
-
-def _log_below(floor: float) -> float:
-    """Return ``log(1 - floor)``; minus infinity if ``floor`` is 1 or more."""
-    return math.log1p(-floor) if floor < 1 else -math.inf
 
 
 def with_token_masks(
@@ -293,8 +289,11 @@ def _top(x: Tensor, group: Tensor, mask: Tensor, rho: float) -> Tensor:
     below = at.floor().long()
     above = torch.minimum(below + 1, (size - 1).clamp(min=0))
     some = size > 0
-    floor, ceiling = (torch.zeros(groups, dtype=torch.float64, device=x.device) for _ in range(2))
-    floor[some], ceiling[some] = ordered[(start + below)[some]], ordered[(start + above)[some]]
+    # groups without counted tokens have no quantile, and no token that would be compared with it
+    floor = torch.zeros(groups, dtype=torch.float64, device=x.device)
+    ceiling = torch.zeros_like(floor)
+    floor[some] = ordered[(start + below)[some]]
+    ceiling[some] = ordered[(start + above)[some]]
     threshold = floor + (at - below) * (ceiling - floor)
     kept = torch.zeros_like(mask)
     kept[places] = values >= threshold[of]

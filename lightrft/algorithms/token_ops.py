@@ -61,6 +61,7 @@ class TokenRows:
 def last_sampled(rows: TokenRows) -> Tensor:
     """Return the index of each row's last counted token, ``[B]``; -1 for a row without any."""
     place = torch.arange(rows.mask.numel(), device=rows.mask.device)
+    # scatter_reduce includes the initial value, so -1 stays for a row without counted tokens
     last = torch.full((len(rows),), -1, dtype=torch.long, device=place.device)
     return last.scatter_reduce(0, rows.row_of, torch.where(rows.mask, place, -1), "amax")
 
@@ -107,6 +108,7 @@ def scatter(padded: Tensor, rows: TokenRows, row: Tensor, column: Tensor) -> Ten
         column: ``[K]``, as returned by ``compact``.
     """
     flat = torch.zeros(rows.mask.numel(), dtype=padded.dtype, device=padded.device)
+    # the K counted tokens are in the order of the mask, as ``compact`` took them
     flat[rows.mask] = padded[row, column]
     return flat
 

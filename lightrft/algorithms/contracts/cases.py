@@ -29,7 +29,7 @@ def batches() -> list[tuple[str, Batch]]:
     )
     equal = plain_batch([[True, True], [True], [True, True, True]], [0, 0, 0], [0.1, 0.1, 0.1])
     named = [(f"corner {i}", plain_batch(*corner)) for i, corner in enumerate(CORNERS)]
-    named += [("equal rewards", equal), ("holes", holes), ("empty batch", empty_batch())]
+    named += [("equal rewards", equal), ("holes", holes), ("empty batch", plain_batch([], []))]
     return [(f"{name} ({shown(batch)})", filled(batch)) for name, batch in named]
 
 
@@ -50,10 +50,12 @@ def plain_batch(
     columns = ("logprobs", "old_logprobs", "behavior_logprobs", "ref_logprobs", "values")
     rows = {name: [-rng.uniform(0.1, 2) for row in mask for _ in row] for name in columns}
     count = len(mask)
+    # labels may have gaps, and the groups of a batch are numbered without
+    labels = sorted(set(prompt_of))
     return Batch(
-        Segments.of([[p] for p in range(len(set(prompt_of)))]),
+        Segments.of([[p] for p in range(len(labels))]),
         Segments.of([list(range(len(row))) for row in mask]),
-        torch.tensor(dense(prompt_of), dtype=torch.long),
+        torch.tensor([labels.index(label) for label in prompt_of], dtype=torch.long),
         sampled=torch.tensor([m for row in mask for m in row], dtype=torch.bool),
         sample=torch.arange(count),
         rewards=double(rewards or [float(i % 2) for i in range(count)]),
@@ -62,17 +64,6 @@ def plain_batch(
         truncated=torch.tensor([i % 2 == 0 for i in range(count)], dtype=torch.bool),
         **{name: double(row) for name, row in rows.items()},
     )
-
-
-def empty_batch() -> Batch:
-    """Return a batch without prompts or responses."""
-    return plain_batch([], [])
-
-
-def dense(labels: Sequence[int]) -> list[int]:
-    """Renumber the groups to 0..P-1 in the order of their labels."""
-    names = sorted(set(labels))
-    return [names.index(x) for x in labels]
 
 
 def double(numbers: Sequence[float]) -> Tensor:
@@ -142,11 +133,6 @@ def whole_part(batch: Batch) -> list[Tensor]:
 def row_parts(batch: Batch) -> list[Tensor]:
     """Return each row index as one part."""
     return [torch.tensor([i]) for i in range(len(batch))]
-
-
-def reversed_order(batch: Batch) -> Tensor:
-    """Return the row indices in reverse."""
-    return torch.arange(len(batch) - 1, -1, -1)
 
 
 def renumbered(batch: Batch) -> Batch:

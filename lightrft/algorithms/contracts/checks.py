@@ -20,7 +20,6 @@ from lightrft.algorithms.contracts.cases import (
     group_parts,
     groups,
     renumbered,
-    reversed_order,
     rollout,
     row_parts,
     shown,
@@ -133,7 +132,7 @@ def check_order(
     for name, batch in batches():
         whole = run(batch)
         expect_close(run(renumbered(batch)), whole, f"{name}, prompts renumbered")
-        order = reversed_order(batch)
+        order = torch.arange(len(batch) - 1, -1, -1)
         places = order if axis == "sample" else rows_of(batch.lengths, order)
         expect_close(run(batch.select(order)), whole[places], f"{name}, in reverse")
         for part in split(batch):
@@ -156,6 +155,7 @@ def advantages_of(function: Function, batch: Batch) -> tuple[Tensor, Tensor]:
         if sampled.any():
             last.append(int(sampled.nonzero()[-1]))
     token[torch.tensor(last, dtype=torch.long)] += rewards[rows.count() > 0]
+    # below 1, so that discounts and traces take part
     return function(batch, token, AdvantageConfig(gamma=0.9, gae_lambda=0.8))
 
 
@@ -191,6 +191,7 @@ def check_advantage_is_by_group_not_by_place(function: Function) -> None:
     """
     split = whole_part if "batch" in needs_of(function) else group_parts
     for which in (0, 1):
+        # as a default, since a lambda would read the loop's variable when it is called
         check_order(
             lambda batch, which=which: advantages_of(function, batch)[which], "token", split
         )
@@ -198,6 +199,7 @@ def check_advantage_is_by_group_not_by_place(function: Function) -> None:
 
 def needs_of(function: Function) -> frozenset[str]:
     """Return the ``needs`` of a registered function, or the attribute ``needs`` of another one."""
+    # bound options wrap the function, which the registry does not know
     function = inspect.unwrap(function)
     tables: tuple[Registry[Any], ...] = (ADVANTAGES, IS_CORRECTIONS)
     needs: set[str] = set(getattr(function, "needs", ()))
@@ -254,6 +256,7 @@ def loss_gradient(function: Function, batch: Batch) -> Tensor:
 
     It is taken with respect to the log-probs.
     """
+    # a clone, since requires_grad_() would mark the column of the batch
     leaf = there(batch.behavior_logprobs).clone().requires_grad_()
     losses, _ = losses_of(function, batch, leaf)
     expect(losses.requires_grad, "the losses carry no gradient of the log-probs")
@@ -287,6 +290,7 @@ def check_loss_on_policy_pushes_along_the_advantage(function: Function) -> None:
         found = loss_gradient(function, batch.replace(behavior_logprobs=batch.old_logprobs))
         advantages = there(batch.advantages)
         along = f"{name}: gradient {_short(found)} of the loss, advantages {_short(advantages)}"
+        # descent subtracts the gradient, so it must point against the advantage
         expect(((found * advantages)[batch.mask] <= 0).all(), along)
         expect(found.any() == advantages.any(), along)
 
@@ -401,6 +405,7 @@ def check_kl_is_by_token(function: Function) -> None:
         old, ref = there(batch.old_logprobs), there(batch.ref_logprobs)
         whole = function(old, ref)
         alone = [function(a[None], b[None]) for a, b in zip(old, ref, strict=True)]
+        # ``whole[:0]``, since a batch without tokens has nothing else to concatenate
         expect_close(torch.cat([whole[:0], *alone]), whole, name)
 
 

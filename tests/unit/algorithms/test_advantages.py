@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.advantages import ADVANTAGES, WHITENINGS
-from lightrft.algorithms.contracts.cases import empty_batch
+from lightrft.algorithms.contracts.cases import plain_batch
 from lightrft.algorithms.token_ops import discounted, whiten
 from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch
@@ -273,4 +273,4 @@ def test_whitening_inside_groups_by_hand() -> None:
 
 
 def test_whitening_inside_groups_of_an_empty_batch_is_empty() -> None:
-    assert WHITENINGS["group"](torch.zeros(0), empty_batch(), 1.0).tolist() == []
+    assert WHITENINGS["group"](torch.zeros(0), plain_batch([], []), 1.0).tolist() == []
