@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,13 @@ from lightrft.models.families import (
     head_transform,
 )
 from lightrft.models.loading.sharded_read import DeferredWeights, build_model
-from lightrft.models.logprobs import logit_energy, logits_at, token_logprobs, transform_logits
+from lightrft.models.logprobs import (
+    head_input,
+    logit_energy,
+    token_logprobs,
+    transform_logits,
+    wide,
+)
 from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.multimodal.merge_inputs import (
     MergedInputs,
@@ -288,12 +295,10 @@ class Backbone(nn.Module):
 
         transformers does so only while the model is in training mode.
         """
-        options = (
+        options = gradient_checkpointing_kwargs
+        if options is None:
             # the reentrant kind gives no gradients if the embeddings are frozen, as under LoRA
-            {"use_reentrant": False}
-            if gradient_checkpointing_kwargs is None
-            else gradient_checkpointing_kwargs
-        )
+            options = {"use_reentrant": False}
         # Newer transformers renamed the method.
         if hasattr(self.base, "activation_checkpointing_enable"):
             self.base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -334,6 +339,7 @@ class Actor(Backbone):
         model, unread = build_model(config, device, dtype)
         actor = cls(model, config)
         actor.unread = unread
+        # weights without values compute nothing to compare
         if unread is None and actor.device.type != "meta":
             actor.check_head()
         if config.gradient_checkpointing:
@@ -360,6 +366,7 @@ class Actor(Backbone):
             target: Also return the divergence from this teacher. ``None`` leaves it out.
             energy: Also return the gradient norm, see ``logit_energy``.
         """
+        # through the module's call, whose hooks gather shards and cast inputs
         return self(batch, temperature=temperature, entropy=entropy, target=target, energy=energy)
 
     def forward(
@@ -399,9 +406,10 @@ class Actor(Backbone):
                 energy=logit_energy(states, head, targets, temperature=temperature, **options)
             )
         if target is not None:
-            divergence = token_divergence(
-                states, self.base.get_output_embeddings(), target.of(part), **options
-            )
+            # the teacher's states cover all response tokens, these states only this rank's
+            own_target = replace(target, states=part.of(target.states))
+            head = self.base.get_output_embeddings()
+            divergence = token_divergence(states, head, own_target, **options)
             scores = scores._replace(divergence=divergence)
         logprobs, *others = (None if own is None else part.whole(own) for own in scores)
         assert logprobs is not None
@@ -549,24 +557,23 @@ class Actor(Backbone):
         batch = batch.to(self.device)
         few = _few(batch, misread(self.base, self.family, batch))
         training = self.training
+        # dropout would make the two forwards differ
         self.eval()
         reasons = []
         try:
-            checks = [
-                (rows, at := self._compared(rows), self.own_logprobs(rows, at))
-                for rows in (few, *self._long_rows(few))
-            ]
+            checks = []
+            for rows in (few, *self._long_rows(few)):
+                at = self._compared(rows)
+                checks.append((rows, at, self.own_logprobs(rows, at)))
             for layout in _ORDER[_ORDER.index(self._layout) :]:
-                why = next(
-                    filter(
-                        None, (self._differs(rows, layout, at, truth) for rows, at, truth in checks)
-                    ),
-                    "",
-                )
-                if not why:
+                for rows, at, truth in checks:
+                    why = self._differs(rows, layout, at, truth)
+                    if why:
+                        reasons.append(f"layout {layout} {why}")
+                        break
+                else:
                     self._layout = layout
                     return "; ".join([*reasons, f"using {layout} instead"]) if reasons else ""
-                reasons.append(f"layout {layout} {why}")
         finally:
             self.train(training)
         raise ModelError(
@@ -601,17 +608,11 @@ class Actor(Backbone):
         """Return evenly spaced indices of response tokens whose logits fit into ``logits_mb``
         together."""
         tokens = batch.responses.tokens.numel()
-        logits = (
-            self.text_config.vocab_size
-            * torch.promote_types(self.base.dtype, torch.float32).itemsize
-        )
-        count = min(tokens, max(2, self.config.logits_mb * 2**20 // logits))
-        return (
-            torch.linspace(0, max(0, tokens - 1), count, dtype=torch.float64)
-            .round()
-            .long()
-            .to(batch.responses.tokens.device)
-        )
+        row_bytes = self.text_config.vocab_size * wide(self.base.dtype).itemsize
+        count = min(tokens, max(2, self.config.logits_mb * 2**20 // row_bytes))
+        # float32 counts no further than 2**24 exactly
+        spaced = torch.linspace(0, max(0, tokens - 1), count, dtype=torch.float64)
+        return spaced.round().long().to(batch.responses.tokens.device)
 
     def _differs(self, batch: Batch, layout: Layout, at: Tensor, truth: Tensor) -> str:
         before, self._layout = self._layout, layout
@@ -630,13 +631,13 @@ class Actor(Backbone):
         finally:
             self._layout = before
         gap = (found - truth).abs()
+        if not gap.numel():
+            return ""
         # in half precision single tokens differ by rounding, but their mean does not
-        worst = float((gap.max() if self._exact else gap.mean()) if gap.numel() else 0.0)
-        return (
-            ""
-            if worst <= (1e-3 if self._exact else 0.03)
-            else f"differs from the model's own log-probs by {worst:.2g}"
-        )
+        worst, bound = (gap.max(), 1e-3) if self._exact else (gap.mean(), 0.03)
+        if float(worst) <= bound:
+            return ""
+        return f"differs from the model's own log-probs by {float(worst):.2g}"
 
     def own_logprobs(self, batch: Batch, at: Tensor | None = None) -> Tensor:
         """Return log-probs of the response tokens by the model's own forward.
@@ -654,6 +655,7 @@ class Actor(Backbone):
                     rows.append(self.own_logprobs(row))
             whole = torch.cat(rows)
             return whole if at is None else whole[at]
+        # the reference for all layouts, so by transformers' attention and not by a plan
         self.use_attention("padded")
         packed = pack(batch, "padded")
         gather = packed.gather
@@ -662,10 +664,15 @@ class Actor(Backbone):
             gather = gather[at]
             targets = targets[at]
         inputs = own_inputs(self.base, self.family, batch, packed)
-        with logits_at(self.base.get_output_embeddings(), gather):
+
+        def read(states: Tensor) -> Tensor:
+            return states.flatten(0, -2).index_select(0, gather)[None]
+
+        # the states are cut before the head, so the other logits never exist
+        with head_input(self.base.get_output_embeddings(), read):
             logits = self.base(**inputs, use_cache=False).logits[0]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return wide.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        logprobs = logits.to(wide(logits.dtype)).log_softmax(-1)
+        return logprobs.gather(1, targets[:, None])[:, 0]
 
 
 def _rows_of_their_own(team: ModelParallelGroup) -> ModelError:
@@ -682,16 +689,16 @@ def _few(batch: Batch, out: Tensor, rows: int = 4) -> Batch:
     Rows with media and of the largest group come first, so that the check covers a shared prompt.
     """
     sizes = torch.bincount(batch.prompt_of, minlength=len(batch.prompts))
-    media = sum((r.lengths for r in batch.prompts.media.values()), torch.zeros_like(sizes)) > 0
-    groups = list(
-        zip(
-            (~media[batch.prompt_of]).tolist(),
-            (-sizes[batch.prompt_of]).tolist(),
-            batch.prompt_of.tolist(),
-        )
-    )
-    order = sorted(
-        (b for b in range(len(batch)) if not out[b]),
-        key=lambda b: (int(batch.lengths[b]) == 0, *groups[b]),
-    )
+    media = sum((r.lengths for r in batch.prompts.media.values()), torch.zeros_like(sizes))
+    # the first key decides: rows with tokens, with media, of large groups, of one prompt together
+    keys = torch.stack(
+        [
+            (batch.lengths == 0).long(),
+            (media == 0).long()[batch.prompt_of],
+            -sizes[batch.prompt_of],
+            batch.prompt_of,
+        ],
+        1,
+    ).tolist()
+    order = sorted((~out).nonzero()[:, 0].tolist(), key=keys.__getitem__)
     return batch.select(torch.tensor(order[:rows], dtype=torch.long, device=batch.prompt_of.device))

@@ -6,7 +6,7 @@ rows at a time and are recomputed in the backward pass. Only the student gets a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightrft.models.attention.ulysses import SequencePart
 from lightrft.models.divergence_kinds import DIVERGENCES, GRADIENTS
 from lightrft.models.logprobs import (
     HeadGradient,
@@ -47,15 +46,6 @@ class Target:
     beta: float = 0.5
     softcap: float | None = None
     scale: float | None = None
-
-    @property
-    def width(self) -> int:
-        """Number of logits per position."""
-        return head_width(self.head, self.states)
-
-    def of(self, part: SequencePart) -> Target:
-        """Return the distributions at the positions of ``part``."""
-        return replace(self, states=part.of(self.states))
 
     @torch.no_grad()
     def logprobs(self, part: slice, width: int, dtype: torch.dtype) -> Tensor:
@@ -99,7 +89,7 @@ def token_divergence(
     """
     bend = LogitTransform(scale, softcap, target.temperature)
     own = head_width(head, hidden)
-    width = min(own, target.width)
+    width = min(own, head_width(target.head, target.states))
     rows = rows_per_chunk(hidden, 2 * width, chunk_mb)
     if type(head) is not nn.Linear:
         return _generic(hidden, head, target, bend, width, rows)
@@ -128,6 +118,7 @@ class _TokenDivergence(torch.autograd.Function):
             teacher = target.logprobs(part, weight.shape[0], values.dtype)
             values[part] = DIVERGENCES[target.kind](student, teacher, target.beta)
         ctx.save_for_backward(hidden, weight, bias)
+        # as attributes: save_for_backward takes tensors alone, and the teacher gets no gradient
         ctx.target, ctx.bend, ctx.rows = target, bend, rows
         return values
 

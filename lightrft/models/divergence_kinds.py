@@ -13,10 +13,6 @@ from lightrft.utils.registry import Registry
 
 Divergence = Callable[[Tensor, Tensor, float], Tensor]
 DIVERGENCES: Registry[Divergence] = Registry("divergence")
-GRADIENTS: dict[str, Divergence] = {}
-"""``GRADIENTS[kind]`` takes the arguments of ``DIVERGENCES[kind](student, teacher, beta) -> [n]``,
-log-probs ``[n, V]``. It returns the gradient ``[n, V]`` of the divergence in the student's logits.
-"""
 
 
 def _expected(weights: Tensor, x: Tensor) -> Tensor:
@@ -96,20 +92,11 @@ def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     )
 
 
-def _reverse_kl_gradient(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return _centred(student, student - teacher)
-
-
-def _forward_kl_gradient(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return student.exp() - teacher.exp()
-
-
-def _jsd_gradient(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return (1 - beta) * _centred(student, student - _mixture(student, teacher, beta))
-
-
-GRADIENTS |= {
-    "reverse_kl": _reverse_kl_gradient,
-    "forward_kl": _forward_kl_gradient,
-    "jsd": _jsd_gradient,
+GRADIENTS: dict[str, Divergence] = {
+    "reverse_kl": lambda q, p, beta: _centred(q, q - p),
+    "forward_kl": lambda q, p, beta: q.exp() - p.exp(),
+    "jsd": lambda q, p, beta: (1 - beta) * _centred(q, q - _mixture(q, p, beta)),
 }
+"""``GRADIENTS[kind]`` takes the arguments of ``DIVERGENCES[kind](student, teacher, beta) -> [n]``,
+log-probs ``[n, V]``. It returns the gradient ``[n, V]`` of the divergence in the student's logits.
+"""

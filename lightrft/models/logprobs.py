@@ -233,8 +233,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 if entropy or keep:
                     few -= log_sums[block, None]
                 if entropy:
-                    # _expected() changes its second argument
-                    entropies[block] = -_expected(few.exp(), few.clone() if keep else few)
+                    # changed in place, unless backward reads it
+                    logp = few.clone() if keep else few
+                    entropies[block] = -_times_probability(logp, few.exp()).sum(-1)
             kept = logits if keep else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies, kept)
         ctx.bend = bend
@@ -311,10 +312,6 @@ def _times_probability(x: Tensor, p: Tensor) -> Tensor:
     return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).mul_(p)
 
 
-def _expected(p: Tensor, logp: Tensor) -> Tensor:
-    return _times_probability(logp, p).sum(-1)
-
-
 def _expected_log(p: Tensor, x: Tensor) -> Tensor:
     """Return ``[...]``, the sum of ``p x`` over the last axis, differentiable. An impossible token
     (``x`` of minus infinity) counts as 0."""
@@ -333,12 +330,11 @@ def _generic(
     the backward pass."""
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        logp = transform_logits(
-            head(h).to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature
-        ).log_softmax(-1)
-        return logp.gather(1, t[:, None])[:, 0], (
-            -_expected_log(logp.exp(), logp) if entropy else logp.new_zeros(0)
-        )
+        x = head(h).to(wide(hidden.dtype))
+        logp = transform_logits(x, bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
+
+        entropies = -_expected_log(logp.exp(), logp) if entropy else logp.new_zeros(0)
+        return logp.gather(1, t[:, None])[:, 0], entropies
 
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     # one chunk even without rows: the head must take part in the graph on every rank
@@ -377,13 +373,10 @@ def logit_energy(
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     parts = [hidden.new_empty(0, dtype=wide(hidden.dtype))]
     for start in range(0, hidden.shape[0], rows):
-        logits = transform_logits(
-            head(hidden[start : start + rows]).to(wide(hidden.dtype)), scale, softcap, temperature
-        )
-        p = logits.softmax(-1)
-        parts.append(
-            1 - 2 * p.gather(1, targets[start : start + rows, None])[:, 0] + p.square().sum(-1)
-        )
+        part = slice(start, start + rows)
+        x = head(hidden[part]).to(wide(hidden.dtype))
+        p = transform_logits(x, scale, softcap, temperature).softmax(-1)
+        parts.append(1 - 2 * p.gather(1, targets[part, None])[:, 0] + p.square().sum(-1))
     return torch.cat(parts)
 
 
@@ -416,9 +409,13 @@ def log_probs_from_logits(
     flat = logits.reshape(-1, logits.shape[-1])
     picks = labels.reshape(-1)
     if flat.is_cuda and not disable_logprobs_flashattn:
-        fused = _fused_cross_entropy()
-        if fused is not None:
-            return -fused(flat, picks)[0].reshape(labels.shape)
+        try:
+            from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
+        except ImportError:
+            # as with the argument: PyTorch computes the same numbers, with more memory
+            pass
+        else:
+            return -cross_entropy_loss(flat, picks)[0].reshape(labels.shape)
     if flat.dtype in (torch.bfloat16, torch.float16):
         if not len(flat):
             return flat.new_zeros(labels.shape, dtype=torch.float32)
@@ -427,14 +424,6 @@ def log_probs_from_logits(
         return torch.stack(rows).reshape(labels.shape)
     chosen = flat.gather(1, picks[:, None])[:, 0]
     return (chosen - flat.logsumexp(-1)).reshape(labels.shape)
-
-
-def _fused_cross_entropy() -> Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None:
-    try:
-        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
-    except ImportError:
-        return None
-    return cross_entropy_loss
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -447,22 +436,13 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 @contextmanager
-def logits_at(head: nn.Module, places: Tensor) -> Generator[None]:
-    """Make ``head`` compute only the logits ``[1, n, V]`` of ``places``, inside the context.
+def head_input(head: nn.Module, change: Callable[[Tensor], Tensor]) -> Generator[None]:
+    """Make ``head`` read ``change(states)`` instead of ``states``, inside the context."""
 
-    Args:
-        head: The output layer.
-        places: ``[n]``, indices into the states of all rows, end to end.
-    """
+    def changed(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (change(given[0]), *given[1:])
 
-    def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (
-            given[0].reshape(-1, given[0].shape[-1]).index_select(0, places).unsqueeze(0),
-            *given[1:],
-        )
-
-    # the states are cut before the head, so the other logits never exist
-    hook = head.register_forward_pre_hook(cut)
+    hook = head.register_forward_pre_hook(changed)
     try:
         yield
     finally:

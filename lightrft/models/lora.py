@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -84,9 +84,15 @@ def target_modules(
         named = linear_modules(model, exclude)
     else:
         excluded = set(exclude)
+        endings = () if isinstance(targets, str) else tuple(f".{target}" for target in targets)
         named = []
         for name, _ in model.named_modules():
-            if name and not excluded & set(name.split(".")) and _is_target(name, targets):
+            if isinstance(targets, str):
+                hit = re.fullmatch(targets, name) is not None
+            else:
+                hit = f".{name}".endswith(endings)
+            # the model itself has no name
+            if name and hit and not excluded & set(name.split(".")):
                 named.append(name)
     family = family_of(model.config)
     part_by_name = {name: part_of(family, f"{name}.") for name in named}
@@ -95,13 +101,6 @@ def target_modules(
             problem = f"names no module of {part}, which is one of model.lora.parts"
             raise ModelError(f"model.lora.targets = {targets!r} {problem}")
     return [name for name in named if part_by_name[name] in config.parts]
-
-
-def _is_target(name: str, targets: str | Sequence[str]) -> bool:
-    """Return ``True`` if ``targets``, a regular expression or last components, select ``name``."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
@@ -128,9 +127,8 @@ def find_all_linear_modules(model: nn.Module, freeze_vision_tower: bool = True) 
     layer of the language model. Pass the names to ``apply_lora_configuration``, which separates the
     two.
     """
-    return {
-        name.rsplit(".", 1)[-1] for name in linear_modules(model, _excluded(freeze_vision_tower))
-    }
+    names = linear_modules(model, _excluded(freeze_vision_tower))
+    return {name.rsplit(".", 1)[-1] for name in names}
 
 
 def _excluded(freeze_vision_tower: bool) -> tuple[str, ...]:
@@ -164,17 +162,15 @@ def apply_lora_configuration(
         problem = f"lora_rank = {lora_rank} and lora_alpha = {lora_alpha}"
         raise ModelError(f"{problem}: both must be positive for adapters to learn")
     targets = "all-linear" if target_modules is None else target_modules
-    towers = (
-        ()
-        if freeze_vision_tower
-        else tuple(part for part in parts_of(family_of(model.config)) if part == TOWER)
-    )
+    parts = (LANGUAGE,)
+    if not freeze_vision_tower and TOWER in parts_of(family_of(model.config)):
+        parts = (LANGUAGE, TOWER)
     config = LoRAConfig(
         rank=lora_rank,
         alpha=lora_alpha,
         dropout=lora_dropout,
         targets=targets if isinstance(targets, str) else tuple(targets),
-        parts=(LANGUAGE, *towers),
+        parts=parts,
     )
     # with frozen embeddings, gradient checkpointing would see no input that needs a gradient
     model.enable_input_require_grads()
@@ -230,14 +226,3 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
         layer.unmerge()
         weight.copy_(before)
     return state
-
-
-def trainable_summary(model: nn.Module) -> dict[str, int]:
-    """Return the numbers of trainable and of all parameters."""
-    trainable = 0
-    total = 0
-    for parameter in model.parameters():
-        total += parameter.numel()
-        if parameter.requires_grad:
-            trainable += parameter.numel()
-    return {"trainable": trainable, "all": total}

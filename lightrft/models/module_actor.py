@@ -62,9 +62,9 @@ class ModuleActor(Actor):
             "attention_mask": mask,
             "position_ids": packed.position_ids,
         }
-        kept = {
-            name: value for name, value in inputs.items() if self._takes_all or name in self._taken
-        }
+        kept = inputs
+        if not self._takes_all:
+            kept = {name: value for name, value in inputs.items() if name in self._taken}
         name = type(self.model).__name__
         if "attention_mask" not in kept and not bool(mask.all()):
             problem = "rows of unequal length need an attention_mask"
@@ -72,9 +72,8 @@ class ModuleActor(Actor):
         output = self.model(**kept)
         if isinstance(output, Tensor):
             return output
-        logits = (
-            output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
-        )
+        is_dict = isinstance(output, dict)
+        logits = output.get("logits") if is_dict else getattr(output, "logits", None)
         if logits is None:
             raise ModelError(
                 f"the forward of {name} returned {type(output).__name__} without logits"
@@ -152,9 +151,9 @@ class ModuleActor(Actor):
         while rows.shape[1] - width < _limit(options, width) and bool(open_rows.any()):
             positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
             source = torch.where(mask.flatten() != 0, mask.flatten().cumsum(0) - 1, -1)
-            logits = self.states(Packed(rows, positions, None, source[:0], None, source))[
-                :, -1
-            ].float()
+            packed = Packed(rows, positions, None, source[:0], None, source)
+            logits = self.states(packed)[:, -1].float()
+
             if rows.shape[1] - width < options["min_new_tokens"]:
                 logits[:, ends] = -torch.inf
             # rows that have ended are padded until all have ended

@@ -23,7 +23,7 @@ from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention.padded import Given, PaddedRows
 from lightrft.models.critic import Critic
 from lightrft.models.loading.from_pretrained import load_model
-from lightrft.models.lora import base_model, is_adapted, trainable_summary
+from lightrft.models.lora import base_model, is_adapted
 from lightrft.models.module_actor import ModuleActor
 from lightrft.utils.errors import ModelError
 
@@ -84,11 +84,15 @@ class PublicModel(nn.Module):
 
         They go to standard output. A value head counts.
         """
-        counts = trainable_summary(self.backbone)
-        share = 100 * counts["trainable"] / max(1, counts["all"])
-        trainable = f"trainable params: {counts['trainable']:,}"
-        total = f"all params: {counts['all']:,}"
-        sys.stdout.write(f"{trainable} || {total} || trainable%: {share:.4f}\n")
+        trainable = 0
+        total = 0
+        for parameter in self.backbone.parameters():
+            total += parameter.numel()
+            if parameter.requires_grad:
+                trainable += parameter.numel()
+        share = 100 * trainable / max(1, total)
+        counts = f"trainable params: {trainable:,} || all params: {total:,}"
+        sys.stdout.write(f"{counts} || trainable%: {share:.4f}\n")
 
 
 class PublicActor(PublicModel):
@@ -146,7 +150,8 @@ class PublicActor(PublicModel):
             raise ModelError(f"packing_samples: {problem}; leave it off")
         self._loader = loader  # DeepSpeed's settings apply only while their object exists
         self.actor = Actor(model, config) if _is_known(model) else ModuleActor(model)
-        self.pretrain_or_model: str = config.path or _type_of(model)
+        kind = base_model(model).config.model_type if _is_known(model) else type(model).__name__
+        self.pretrain_or_model: str = config.path or kind
         self.packing_samples = packing_samples
         self.high_entropy_token_ratio = high_entropy_token_ratio
 
@@ -190,24 +195,22 @@ class PublicActor(PublicModel):
         rows = PaddedRows.of(
             sequences, attention_mask, num_actions, packed_seq_lens, self.packing_samples
         )
+        # before the model call: it raises for action counts that do not fit the rows
         at = None if num_actions is None else rows.places
         states = rows.states(self.actor, media)
-        scores = None
-        if at is not None:
-            predicting, targets = (
-                states.flatten(0, 1)[at.reshape(-1)],
-                sequences.reshape(-1)[at.reshape(-1) + 1],
-            )
-            scores = self.actor.score_states(
-                predicting, targets, entropy=self.high_entropy_token_ratio > 0
-            )
-        logprobs = None if scores is None or at is None else scores.logprobs.reshape(at.shape)
+        if at is None:
+            return CausalLMOutputWithPast(logits=self.actor.logits(states))
+        predicting = states.flatten(0, 1)[at.reshape(-1)]
+        targets = sequences.reshape(-1)[at.reshape(-1) + 1]
+        entropy = self.high_entropy_token_ratio > 0
+        scores = self.actor.score_states(predicting, targets, entropy=entropy)
+        logprobs = scores.logprobs.reshape(at.shape)
         if not return_output:
             return logprobs
         output = CausalLMOutputWithPast(logits=self.actor.logits(states))
-        if scores is not None and at is not None and scores.entropy is not None:
+        if scores.entropy is not None:
             output["action_entropy"] = scores.entropy.reshape(at.shape)
-        return output if logprobs is None else (logprobs, output)
+        return logprobs, output
 
     @torch.no_grad()
     def sample_rows(
@@ -240,14 +243,8 @@ class PublicActor(PublicModel):
             raise TypeError(
                 f"generate() got unknown {', '.join(unknown)}; known: {', '.join(_GENERATE)}"
             )
-        options = {
-            name: value
-            for name, value in {
-                **_GENERATE,
-                **given,
-            }.items()
-            if value is not None
-        }
+        chosen = _GENERATE | given
+        options = {name: value for name, value in chosen.items() if value is not None}
         options.setdefault("early_stopping", options["num_beams"] > 1)
         generation = getattr(self.actor.base, "generation_config", None)
         for name in ("eos_token_id", "pad_token_id"):
@@ -332,7 +329,7 @@ class PublicCritic(PublicModel):
         model, config = loader.model(pretrain_or_model)
         if lora_rank > 0:
             model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
-        self._loader = loader
+        self._loader = loader  # keeps DeepSpeed's settings alive, see PublicActor
         if not _is_known(model):
             given = f"pretrain_or_model is a {type(model).__name__}"
             raise ModelError(f"{given}: a critic needs a path, a transformers or a peft model")
@@ -343,18 +340,17 @@ class PublicCritic(PublicModel):
         self.packing_samples = packing_samples
         self.normalize_reward = normalize_reward
         settings = self.critic.base.config.to_dict()
-        self.register_buffer(
-            "mean", torch.tensor(float(settings.get("mean") or 0.0)), persistent=False
-        )
-        self.register_buffer(
-            "std", torch.tensor(float(settings.get("std") or 1.0)), persistent=False
-        )
+        # not persistent: they belong to the config, not to the weights
+        for name, default in (("mean", 0.0), ("std", 1.0)):
+            value = torch.tensor(float(settings.get(name) or default))
+            self.register_buffer(name, value, persistent=False)
 
     @property
     def backbone(self) -> Backbone:
         return self.critic
 
     def __getattr__(self, name: str) -> Any:
+        # from __dict__, since an attribute that is missing yet would lead back here
         if name != "value_head_prefix" and name == self.__dict__.get("value_head_prefix"):
             return self.critic.value_head
         return super().__getattr__(name)
@@ -409,10 +405,15 @@ class _Loader:
         device_map: str | dict[str, object] | None,
         load_in_4bit: bool,
     ) -> None:
+        attention = "flash_attention_2" if use_flash_attention_2 else None
+        if use_flash_attention_2 and not is_flash_attn_2_available():
+            _log.warning(
+                "use_flash_attention_2 = True, but flash-attn is not installed "
+                "or there is no GPU that it runs on: using the model's default attention"
+            )
+            attention = None
         self.settings: dict[str, Any] = {
-            "attention": "flash_attention_2"
-            if use_flash_attention_2 and _has_flash_attention()
-            else None,
+            "attention": attention,
             "dtype": "bfloat16" if bf16 else "auto",
             "load_in_4bit": load_in_4bit,
         }
@@ -437,21 +438,6 @@ def _is_known(model: nn.Module) -> bool:
     """Return ``True`` if ``model`` is a transformers or peft model, whose hidden states can be
     read."""
     return isinstance(model, PreTrainedModel) or is_adapted(model)
-
-
-def _type_of(model: nn.Module) -> str:
-    return base_model(model).config.model_type if _is_known(model) else type(model).__name__
-
-
-def _has_flash_attention() -> bool:
-    """Return ``True`` if flash-attn can run here. Log a warning if it cannot."""
-    if is_flash_attn_2_available():
-        return True
-    _log.warning(
-        "use_flash_attention_2 = True, but flash-attn is not installed "
-        "or there is no GPU that it runs on: using the model's default attention"
-    )
-    return False
 
 
 def _adapt(

@@ -54,10 +54,8 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
         return tensor.mean() if dim is None else tensor.mean(dim)
     # not a product: NaN outside the mask times 0 is NaN
     kept = torch.where(mask.bool(), tensor, 0)
-    total, count = (
-        (kept.sum(), mask.bool().sum()) if dim is None else (kept.sum(dim), mask.bool().sum(dim))
-    )
-    return total / count.clamp(min=1)
+    # ``sum(None)`` reduces all axes
+    return kept.sum(dim) / mask.bool().sum(dim).clamp(min=1)
 
 
 def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Tensor]:
@@ -112,11 +110,10 @@ def compute_approx_kl(
     Raises:
         ValueError: ``kl_estimator`` is another name.
     """
-    d = (
-        log_probs.float() - log_probs_base.float()
-        if log_probs.dtype != torch.float64
-        else log_probs - log_probs_base
-    )
+    if log_probs.dtype != torch.float64:
+        # the difference of two close numbers would lose most bits in half precision
+        log_probs, log_probs_base = log_probs.float(), log_probs_base.float()
+    d = log_probs - log_probs_base
     if action_mask is not None:
         # before the estimate, whose exponential may overflow at padding
         d = torch.where(action_mask.bool(), d, 0)
@@ -205,9 +202,8 @@ def create_high_entropy_mask(
     order = torch.where(mask, entropy.detach().to(torch.float64), -torch.inf).argsort(
         dim=1, descending=True, stable=True
     )
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
     return (mask & (rank < keep[:, None])).to(action_mask.dtype)
 
 

@@ -234,9 +234,8 @@ def _flat_row(
     device = batch.responses.tokens.device
     # indices are built on the host: on a device, repeat_interleave makes the host wait for lengths
     length = torch.tensor(flat.length)
-    within = torch.arange(int(length.sum())) - torch.repeat_interleave(
-        length.cumsum(0) - length, length
-    )
+    begins = length.cumsum(0) - length
+    within = torch.arange(int(length.sum())) - torch.repeat_interleave(begins, length)
     source = to_device(torch.repeat_interleave(torch.tensor(flat.source), length) + within, device)
     places = torch.repeat_interleave(torch.tensor(flat.first), length) + within
     positions = to_device(places, device)
@@ -256,10 +255,8 @@ def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     of, prompt_at, answer_at = rows.prompt_of, _starts(rows.prompts), _sources(batch, rows)
     width = max(rows.prompts[of[b]] + rows.run[b] for b in rows.needed)
     source = torch.full((len(rows.needed), width), -1, dtype=torch.long)
-    last, start = (
-        torch.zeros(len(rows.answers), dtype=torch.long),
-        torch.zeros(len(rows.answers), dtype=torch.long),
-    )
+    last = torch.zeros(len(rows.answers), dtype=torch.long)
+    start = torch.zeros(len(rows.answers), dtype=torch.long)
     for s, b in enumerate(rows.needed):
         n, p = rows.prompts[of[b]], prompt_at[of[b]]
         source[s, :n] = torch.arange(p, p + n)
@@ -267,9 +264,8 @@ def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
         last[b], start[b] = s * width + n - 1, s * width + n
     source = to_device(source, device)
     # padding (-1) first takes the last token, which the fill replaces
-    ids = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source].masked_fill(
-        source < 0, pad
-    )
+    tokens = torch.cat([batch.prompts.tokens, batch.responses.tokens])
+    ids = tokens[source].masked_fill(source < 0, pad)
     gather, after = _reads(rows, last, start)
     positions = torch.arange(width, device=device).expand(len(rows.needed), -1)
     last_states = to_device(after, device) if final else None

@@ -62,9 +62,8 @@ class PaddedRows:
             ValueError: Packed rows come without lengths or mask, or do not fit them.
         """
         if not packing:
-            return PaddedRows(
-                tokens, torch.ones_like(tokens) if mask is None else mask.long(), None, num_actions
-            )
+            mask = torch.ones_like(tokens) if mask is None else mask.long()
+            return PaddedRows(tokens, mask, None, num_actions)
         if lengths is None or mask is None:
             raise ValueError(
                 "packing_samples is on, so packed_seq_lens and attention_mask must be given"
@@ -133,9 +132,8 @@ class PaddedRows:
         positions = (real.long().cumsum(-1) - 1).masked_fill(~real, 1)
         source = torch.where(real.flatten(), real.flatten().long().cumsum(0) - 1, -1)
         none = source.new_zeros(0)
-        return Packed(self.tokens, positions, None, none, None, source, real.long()), real.sum(
-            1
-        ).tolist()
+        packed = Packed(self.tokens, positions, None, none, None, source, real.long())
+        return packed, real.sum(1).tolist()
 
     def _packed(self, backbone: Backbone) -> tuple[Packed, list[int]]:
         """Build one flat row of samples that do not attend to each other. Positions after the last
@@ -164,7 +162,9 @@ class PaddedRows:
         runs = _runs(backbone, tokens, torch.tensor(lengths, device=tokens.device), media)
         try:
             return merge_multimodal_inputs(backbone.base, backbone.family, runs)
-        except ModelError:  # a placeholder that was sampled stands for no media
+        except ModelError:
+            # Placeholders and features differ in number: some placeholder was sampled, which stands
+            # for no media. Without the actions the numbers may agree.
             return merge_multimodal_inputs(
                 backbone.base, backbone.family, runs, begun=self._sampled()
             )
@@ -196,11 +196,10 @@ def _runs(
     reader = backbone.family.reader
     ragged = {}
     for name, values in media.items():
-        ids = [
-            tower.token_id(backbone.base.config)
-            for tower in (reader.towers if reader else ())
-            if name in tower.inputs
-        ]
+        ids = []
+        for tower in () if reader is None else reader.towers:
+            if name in tower.inputs:
+                ids.append(tower.token_id(backbone.base.config))
         placed = torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype, device=tokens.device))
         # one row of media for each sample with a placeholder; the last one then gets the rest
         share = torch.zeros_like(lengths).index_fill_(0, of[placed], 1)

@@ -122,39 +122,24 @@ class Exchanged:
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         # [size, h, t, d], a block of heads for each rank
-        parts = [
-            x[0].unflatten(0, (size, -1))
-            for x in (
-                query,
-                key,
-                value,
-            )
-        ]
+        parts = [x[0].unflatten(0, (size, -1)) for x in (query, key, value)]
         sizes = [part[0].numel() for part in parts]
         # one exchange for all three: each exchange waits for every rank
         sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
         got = exchange(sent, self.row.team.group).split(sizes, 1)
-        q, k, v = (self._row_of(x.view_as(part)) for x, part in zip(got, parts))
+        rows = []
+        for x, part in zip(got, parts):
+            # [h, t, size, d]: token i of the row is token i // size of rank i % size
+            by_token = x.view_as(part).permute(1, 2, 0, 3)
+            rows.append(by_token.flatten(1, 2)[None, :, : self.row.tokens])
         # [tokens, h, d]
-        out = self.plan.attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)[0]
-        out = F.pad(
-            out,
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-                self.row.each * size - self.row.tokens,
-            ),
-        ).unflatten(0, (-1, size))  # [t, size, h, d]
+        out = self.plan.attend(layer, *rows, scale=scale, softcap=softcap, window=window)[0]
+        padding = self.row.each * size - self.row.tokens
+        # [t, size, h, d]
+        out = F.pad(out, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, size))
         # [size, t, h, d], a block of heads from each
         back = exchange(out.transpose(0, 1).contiguous(), self.row.team.group)
         return back.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-    def _row_of(self, x: Tensor) -> Tensor:
-        """Return ``[1, h, tokens, d]`` from the tokens of each rank, ``x [size, h, t, d]``."""
-        return x.permute(1, 2, 0, 3).flatten(1, 2)[None, :, : self.row.tokens]
 
 
 def check_heads(config: PreTrainedConfig, team: ModelParallelGroup) -> int:

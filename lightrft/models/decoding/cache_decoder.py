@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from lightrft.models.decoding.kinds import rereads_prefix, steps_alone
+from lightrft.models.decoding.kinds import LONE_FAMILIES, rereads_prefix
 from lightrft.models.families import decoder_of, family_of, head_transform
-from lightrft.models.logprobs import transform_logits
+from lightrft.models.logprobs import head_input, transform_logits
 from lightrft.models.lora import base_model
-from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
+from lightrft.models.multimodal.merge_inputs import MergedInputs, merge_multimodal_inputs
 from lightrft.types import Prompt, Segments
 from lightrft.utils.errors import DataError, ModelError
 
@@ -49,10 +48,6 @@ class _Cache:
     state: object = None
     tokens: Tensor | None = None
 
-    def joins(self, other: _Cache) -> bool:
-        """Return ``True`` if the rows of both can run in one call."""
-        return (self.length, self.shift, self.name) == (other.length, other.shift, other.name)
-
     def select(self, index: Sequence[int]) -> _Cache:
         """Copy the rows ``index``, each as often as it occurs."""
 
@@ -72,9 +67,9 @@ class _Cache:
             self._check(parts[0])
             return torch.cat(parts)
 
-        tokens = (
-            None if self.tokens is None or other.tokens is None else cat(self.tokens, other.tokens)
-        )
+        tokens = None
+        if self.tokens is not None and other.tokens is not None:
+            tokens = cat(self.tokens, other.tokens)
         state = _mapped(cat, self.state, other.state)
         return _Cache(self.rows + other.rows, self.length, self.shift, self.name, state, tokens)
 
@@ -106,17 +101,6 @@ class _Prompt:
     cache: _Cache | None = None
 
 
-@dataclass(slots=True)
-class _Room:
-    """The session's token budget, and the tokens that the admitted rows can grow to."""
-
-    budget: int = 0
-    rows: int = 0
-
-    def keeps(self, prompt_tokens: int) -> bool:
-        return self.rows + prompt_tokens <= self.budget
-
-
 class CachedDecodeSession:
     """Prompts by handle, responses in rows ``0 .. len(session) - 1``.
 
@@ -131,13 +115,15 @@ class CachedDecodeSession:
         self._family = family_of(self._model.config)
         self._device = next(model.parameters()).device
         self._rereads = rereads_prefix(self._model.config)
-        self._alone = steps_alone(self._model.config)
+        text = self._model.config.get_text_config(decoder=True)
+        self._alone = text.model_type in LONE_FAMILIES
         self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._prompts: dict[int, _Prompt] = {}
         self._next_handle = 0
         self._blocks: list[_Block] = []
         self._count = 0
-        self._room = _Room()
+        # tokens of the budget that the admitted rows cannot grow to
+        self._spare = 0
 
     def __len__(self) -> int:
         return self._count
@@ -182,7 +168,7 @@ class CachedDecodeSession:
             response_tokens: Tokens that the longest response may reach.
             budget: Upper bound of cached tokens.
         """
-        self._room = _Room(budget, self.tokens(prompts, prompt_tokens, rows, response_tokens))
+        self._spare = budget - self.tokens(prompts, prompt_tokens, rows, response_tokens)
 
     def prefill(
         self,
@@ -220,7 +206,7 @@ class CachedDecodeSession:
             # a prompt that the budget could not hold is computed again
             cache = entry.cache if entry.cache is not None else self._read(entry)[0]
             rows = [first + i for i, own in enumerate(handles) if own == handle]
-            keeps = handle not in sealed and self._room.keeps(cache.length)
+            keeps = handle not in sealed and cache.length <= self._spare
             entry.cache = cache if keeps else None
             if self._alone:
                 self._blocks += [_Block(cache.select([0]), [row]) for row in rows]
@@ -272,8 +258,9 @@ class CachedDecodeSession:
         """Add ``block``, merged into a block of equal length if there is one, so that both run in
         one call."""
         # a step costs one model call per block
+        kind = block.cache.length, block.cache.shift, block.cache.name
         for other in self._blocks:
-            if other.cache.joins(block.cache):
+            if kind == (other.cache.length, other.cache.shift, other.cache.name):
                 other.cache, other.rows = other.cache.join(block.cache), other.rows + block.rows
                 return
         self._blocks.append(block)
@@ -285,18 +272,11 @@ class CachedDecodeSession:
         if cache.tokens is not None:
             cache.tokens = torch.cat([cache.tokens, ids], dim=1)
             # the whole prefix again: this model has no cache that could be used
-            logits, _ = self._call(
-                {"input_ids": cache.tokens}, 0, cache.length + 1, use_cache=False
-            )
+            prefix = {"input_ids": cache.tokens}
+            logits, _ = self._call(prefix, 0, cache.length + 1, use_cache=False)
         else:
-            logits, output = self._call(
-                {
-                    "input_ids": ids,
-                    cache.name: cache.state,
-                },
-                cache.length + cache.shift,
-                1,
-            )
+            inputs = {"input_ids": ids, cache.name: cache.state}
+            logits, output = self._call(inputs, cache.length + cache.shift, 1)
             cache.state = output[cache.name]
         cache.length += 1
         return logits
@@ -317,7 +297,7 @@ class CachedDecodeSession:
                 return _Cache(1, length, 0, name, state), logits
         return _Cache(1, length, 0, tokens=ids), logits
 
-    def _read_media(self, ids: Tensor, seen: Any) -> tuple[_Cache, Tensor]:
+    def _read_media(self, ids: Tensor, seen: MergedInputs) -> tuple[_Cache, Tensor]:
         """Run ``_read`` for a prompt whose placeholders stand for features of media."""
         length = ids.shape[1]
         source = torch.arange(length, device=self._device)
@@ -325,6 +305,7 @@ class CachedDecodeSession:
         text = self._model.config.get_text_config(decoder=True)
         inputs |= seen.masks(text, inputs["inputs_embeds"], source, None)
         positions = source if seen.positions is None else seen.positions
+        # media advance positions by less than their tokens: the response continues from there
         shift = 0 if seen.positions is None else int(seen.positions.max()) + 1 - length
         inputs["position_ids"] = positions[None] if positions.ndim == 1 else positions[:, None]
         decoder = decoder_of(self._model, self._family)
@@ -356,23 +337,9 @@ class CachedDecodeSession:
             positions = torch.arange(first, first + width, device=self._device)
             inputs["position_ids"] = positions.expand(len(inputs["input_ids"]), -1)
         # a prompt of many tokens would otherwise get logits of the full vocabulary for each
-        with _last_alone(self._model.get_output_embeddings()):
+        with head_input(self._model.get_output_embeddings(), lambda states: states[:, -1:]):
             output = self._model(**inputs, use_cache=use_cache)
         return output.logits[:, -1], output
-
-
-@contextmanager
-def _last_alone(head: nn.Module) -> Generator[None]:
-    """Make ``head`` compute the logits of each row's last state alone."""
-
-    def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (given[0][:, -1:], *given[1:])
-
-    hook = head.register_forward_pre_hook(cut)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _mapped(change: Callable[..., Tensor], *trees: Any) -> Any:
@@ -389,18 +356,11 @@ def _mapped(change: Callable[..., Tensor], *trees: Any) -> Any:
         return type(first)((key, _mapped(change, *(tree[key] for tree in trees))) for key in first)
     if isinstance(first, list | tuple):
         return type(first)(_mapped(change, *parts) for parts in zip(*trees, strict=True))
-    if not _is_state(first):
+    # a cache of transformers or a layer of one; anything else is a setting
+    ours = type(first).__module__.partition(".")[0] == "transformers"
+    if not ours or isinstance(first, type | PreTrainedConfig) or not hasattr(first, "__dict__"):
         return first
     made = copy.copy(first)
     for name in vars(first):
         setattr(made, name, _mapped(change, *(vars(tree)[name] for tree in trees)))
     return made
-
-
-def _is_state(value: object) -> bool:
-    """Return ``True`` if ``value`` is a cache of transformers, or a layer of one."""
-    kind = type(value)
-    ours = kind.__module__.partition(".")[0] == "transformers" and not isinstance(
-        value, type | PreTrainedConfig
-    )
-    return ours and hasattr(value, "__dict__")

@@ -87,11 +87,6 @@ def rereads_prefix(config: PreTrainedConfig) -> bool:
     return low > 0 or high < float("inf")
 
 
-def steps_alone(config: PreTrainedConfig) -> bool:
-    """Return ``True`` if a model of ``config`` must step one row at a time."""
-    return config.get_text_config(decoder=True).model_type in LONE_FAMILIES
-
-
 class LengthBound(NamedTuple):
     """The length up to which a token's log-prob depends only on earlier tokens.
 

@@ -208,11 +208,9 @@ class PlanDecodeSession:
         used_columns = int(self._prompt_lengths.max(initial=0))
         used_answers = int(self._lengths.max(initial=0))
         # shrinking would copy the arrays, and the next prompts may need the room again
-        largest_prompts = (
-            max(self._prompts.rows, prompts),
-            max(self._prompts.columns, prompt_tokens),
-        )
-        largest_answers = (max(self._answers.rows, rows), max(self._answers.columns, answer_tokens))
+        held, grown = self._prompts, self._answers
+        largest_prompts = max(held.rows, prompts), max(held.columns, prompt_tokens)
+        largest_answers = max(grown.rows, rows), max(grown.columns, answer_tokens)
         if math.prod(largest_prompts) + math.prod(largest_answers) <= budget:
             prompts, prompt_tokens = largest_prompts
             rows, answer_tokens = largest_answers
@@ -271,6 +269,7 @@ class PlanDecodeSession:
         self._handles += handles
         self._prompt_lengths = np.concatenate([self._prompt_lengths, lengths])
         self._shifts = np.concatenate([self._shifts, shifts])
+        # step() builds it again: the rows of the new slots are not in it
         self._rows = None
         return logits
 
@@ -377,10 +376,6 @@ class _Rectangle:
         self.columns = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    @property
-    def size(self) -> int:
-        return self.rows * self.columns
-
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return this layer's arrays of keys and values, shaped and typed like
         ``key``/``value [.., H_kv, T, d]``."""
@@ -407,11 +402,11 @@ class _Rectangle:
     def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
         for pair in self._layers.values():
             for x in pair:
+                to = to_device(torch.from_numpy(dst), x.device)
+                of = to_device(torch.from_numpy(src), x.device)
                 # only the used columns: a full copy would move memory that holds nothing yet
                 used = x[:, :, :used_columns]
-                used[to_device(torch.from_numpy(dst), x.device)] = used[
-                    to_device(torch.from_numpy(src), x.device)
-                ]
+                used[to] = used[of]
 
 
 def _resized(old: Tensor, rows: int, columns: int, used_rows: int, used_columns: int) -> Tensor:
@@ -468,10 +463,6 @@ class _PrefillPlan:
             store[slots, :, : self._columns] = rectangle
         options = {"scale": scale, "softcap": softcap, "window": window}
         return self._plan.attend(layer, query, key, value, **options)
-
-
-def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 class _Rows:
@@ -545,6 +536,7 @@ class _Rows:
         answer_at = torch.arange(self.longest + 1, device=self.device) + end
         hidden = torch.cat([prompt_at >= end, answer_at > at], dim=1)
         if windowed:
+            # a token attends to the last ``window`` keys, itself included
             hidden |= torch.cat([prompt_at, answer_at], dim=1) <= at - window
         return hidden.unsqueeze(1)
 
@@ -587,26 +579,19 @@ class _StepPlan:
                 0, place, new[0].transpose(0, 1).reshape(-1, new.shape[-1])
             )
             own.append(store[: rows.count, :, : rows.longest + 1].flatten(0, 1))
-        shared = [
-            x[: rows.slots, :, : rows.prompt_columns].flatten(0, 1)
-            for x in self._prompts.layer(layer, key, value)
-        ]
+        stored = self._prompts.layer(layer, key, value)
+        shared = [x[: rows.slots, :, : rows.prompt_columns].flatten(0, 1) for x in stored]
 
         # scaling queries costs less than scaling scores, which have a column per key
         flat = (query[0].transpose(0, 1) * scale).reshape(rows.count * kv_heads, -1)
         # rows of one prompt become one batch entry, so that its keys are read once
-        by_lane = flat.index_select(0, from_lane).view(
-            rows.slots * kv_heads, rows.lanes * repeats, -1
-        )
-        on_prompt = (
-            (by_lane @ shared[0].transpose(1, 2))
-            .view(-1, repeats * rows.prompt_columns)
-            .index_select(0, to_lane)
-        )
+        lanes = rows.slots * kv_heads, rows.lanes * repeats, -1
+        by_lane = flat.index_select(0, from_lane).view(lanes) @ shared[0].transpose(1, 2)
+        on_prompt = by_lane.view(-1, repeats * rows.prompt_columns).index_select(0, to_lane)
         on_own = flat.view(rows.count * kv_heads, repeats, -1) @ own[0].transpose(1, 2)
-        scores = _capped(
-            torch.cat([on_prompt.view(rows.count * kv_heads, repeats, -1), on_own], dim=-1), softcap
-        )
+        scores = torch.cat([on_prompt.view(rows.count * kv_heads, repeats, -1), on_own], dim=-1)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
 
         # layers with the same window share one mask
         if window not in self._hidden:
@@ -619,11 +604,8 @@ class _StepPlan:
         on_prompt, on_own = weights.split([rows.prompt_columns, rows.longest + 1], dim=-1)
 
         by_lane = on_prompt.reshape(rows.count * kv_heads, -1).index_select(0, from_lane)
-        by_lane = by_lane.view(rows.slots * kv_heads, rows.lanes * repeats, -1) @ shared[1]
-        out = (
-            by_lane.view(-1, repeats * value.shape[-1])
-            .index_select(0, to_lane)
-            .view(rows.count * kv_heads, repeats, -1)
-        )
+        by_lane = by_lane.view(lanes) @ shared[1]
+        out = by_lane.view(-1, repeats * value.shape[-1]).index_select(0, to_lane)
+        out = out.view(rows.count * kv_heads, repeats, -1)
         # the product with the response's values is added to the prompt's in one call
         return torch.baddbmm(out, on_own, own[1]).view(1, rows.count, query.shape[1], -1)

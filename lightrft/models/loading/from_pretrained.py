@@ -319,6 +319,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     text alone. Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, or
     an unreadable chat template.
     """
+    # the tokenizer of a folder of adapters lies in it, unlike the model's config
     is_adapter = (Path(config.path).expanduser() / "adapter_config.json").is_file()
     if config.tokenizer:
         where = config.tokenizer
@@ -433,6 +434,7 @@ def save_model(
             inner.save_pretrained(str(path))
         else:
             base = base_model(inner)
+
             implementation = base.config._attn_implementation
             state = merged_state(inner) if is_adapted(inner) else None
             base.save_pretrained(str(path), state_dict=state)

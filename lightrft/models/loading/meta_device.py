@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -15,6 +12,7 @@ from lightrft.models.loading.from_pretrained import (
     from_settings,
     known_settings,
     model_settings,
+    saved_adapters,
 )
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.lora import add_adapters, base_model
@@ -28,20 +26,15 @@ def meta_model(config: ModelConfig) -> nn.Module:
     as ``load_model`` does for errors that a config can show, and for a class that cannot be built
     without weights.
     """
-    adapters = Path(config.path).expanduser() / "adapter_config.json"
-    if adapters.is_file():
-        base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
-        return _with_saved_adapters(
-            meta_model(
-                config.model_copy(
-                    update={
-                        "path": base,
-                        "lora": None,
-                    }
-                )
-            ),
-            adapters.parent,
-        )
+    if (found := saved_adapters(config)) is not None:
+        from peft import PeftConfig, get_peft_model
+
+        base = meta_model(config.model_copy(update={"path": found[0], "lora": None}))
+        saved = PeftConfig.from_pretrained(str(found[1]))
+        # peft saves adapters with inference_mode set, which would freeze them
+        saved.inference_mode = False
+        with torch.device("meta"), suppress_hf_warnings(local=True):
+            return get_peft_model(base_model(base), saved).eval()
     settings = known_settings(config)
     try:
         with torch.device("meta"), suppress_hf_warnings(local=True):
@@ -53,16 +46,6 @@ def meta_model(config: ModelConfig) -> nn.Module:
             f"model.path = {config.path!r}: no model can be made of its config ({error})"
         ) from error
     return model.eval()
-
-
-def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:
-    from peft import PeftConfig, get_peft_model
-
-    saved = PeftConfig.from_pretrained(str(folder))
-    # peft saves adapters with inference_mode set, which would freeze them
-    saved.inference_mode = False
-    with torch.device("meta"), suppress_hf_warnings(local=True):
-        return get_peft_model(base_model(model), saved).eval()
 
 
 def dtype_of(config: ModelConfig, settings: PreTrainedConfig | None = None) -> torch.dtype:

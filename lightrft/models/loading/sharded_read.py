@@ -147,11 +147,11 @@ class DeferredWeights:
     def _check_tied(self, name: str, tensor: Tensor, source: Source, held: ShardLayout) -> None:
         known = held(tensor)
         with _opened(source) as stored:
-            pieces = known.pieces(PIECE)
-            if _shape(source) == known.shape and all(
-                torch.equal(stored[index or ...].to(piece), piece) for index, piece in pieces
-            ):
-                return
+            equal = _shape(source) == known.shape
+            for index, piece in known.pieces(PIECE):
+                equal = equal and torch.equal(stored[index or ...].to(piece), piece)
+        if equal:
+            return
         tied = f"config.json says that {name} is tied to another weight"
         raise ModelError(
             f"model.path = {self.config.path!r}: "
@@ -208,9 +208,8 @@ class DeferredWeights:
         width = PIECE // max(1, _shape(source)[1])
         with _opened(source) as stored:
             for index, part in held(magnitude).pieces(width):
-                part.copy_(
-                    torch.linalg.norm(stored[(*index, slice(None))].to(self.types[name]), dim=1)
-                )
+                rows = stored[(*index, slice(None))].to(self.types[name])
+                part.copy_(torch.linalg.norm(rows, dim=1))
 
 
 def build_model(
@@ -250,13 +249,8 @@ def build_on_meta(
     keys = _keys(of_base, settings)
     kind = dtype or _stored_dtype(of_base, settings, keys)
     base = _bare(of_base, settings, kind)
-    unread = _located(
-        base,
-        DeferredWeights(
-            of_base, kind, {name: tensor.dtype for name, tensor in base.state_dict().items()}
-        ),
-        keys,
-    )
+    types = {name: tensor.dtype for name, tensor in base.state_dict().items()}
+    unread = _located(base, DeferredWeights(of_base, kind, types), keys)
     # before adapters are added, which stay trainable
     freeze(base, config.freeze)
     # peft puts adapters on the weights' device, so the weights must not be on the meta device yet.
@@ -392,9 +386,8 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
         if (single := cached_file(where, SINGLE, **options)) is not None:
             files = {Path(single).name: single}
         elif (index := cached_file(where, INDEX, **options)) is not None:
-            names = sorted(
-                set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            file_of = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(file_of.values()))
             files = {name: cached_file(where, name, revision=config.revision) for name in names}
         else:
             return {}
@@ -449,8 +442,8 @@ def put_together(model: PreTrainedModel) -> set[str]:
     for entry in get_model_conversion_mapping(model):
         if isinstance(entry, WeightConverter):
             patterns += entry.target_patterns
-    return {
-        name
-        for name, _ in model.named_parameters()
-        if any(re.search(pattern, name) for pattern in patterns)
-    }
+    names = set()
+    for name, _ in model.named_parameters():
+        if any(re.search(pattern, name) for pattern in patterns):
+            names.add(name)
+    return names

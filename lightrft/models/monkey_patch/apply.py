@@ -51,6 +51,7 @@ MONKEY_PATCH_FUNC: dict[str, Callable[..., None]] = {
 def _patch(module: str, name: str, group: dist.ProcessGroup | None) -> None:
     modeling = import_module(module)
     owner = getattr(modeling, name)
+    # not the current forward, which an earlier call may have patched for another group
     own = original(owner, "forward")
     slices = Slices(group)
 

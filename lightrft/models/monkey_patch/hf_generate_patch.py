@@ -24,6 +24,7 @@ def apply_monkey_patch_to_generation_mixin() -> None:
         *args: object,
         **kwargs: object,
     ) -> StoppingCriteriaList:
+        # by identity with the caller's: these stay, even one for end tokens
         own = list(stopping_criteria or ())
         criteria = built(self, generation_config, stopping_criteria, *args, **kwargs)
         return StoppingCriteriaList(

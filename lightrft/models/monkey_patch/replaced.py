@@ -21,6 +21,7 @@ def replace(owner: type, name: str, new: Callable[..., object], effect: str) -> 
         new: The new method.
         effect: Text of the warning.
     """
+    # the first one stays: after a second patch the current method is not the original
     _ORIGINALS.setdefault((owner, name), vars(owner)[name])
     setattr(owner, name, new)
     _log.warning("patched %s.%s for this process: %s", owner.__name__, name, effect)

@@ -30,9 +30,9 @@ class Slices:
     @property
     def size(self) -> int:
         """Number of ranks. It is 1 until a process group exists."""
-        return (
-            dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
-        )
+        # asked again each time: the process group may be created after the patch
+        running = dist.is_available() and dist.is_initialized()
+        return dist.get_world_size(self.group) if running else 1
 
     def plan(self, positions: Tensor, rows: int) -> SegmentPlan:
         """Build the attention plan of ``rows`` concatenated rows.
@@ -124,18 +124,6 @@ def _scatter_rows(out: Tensor, slices: Slices, rows: int) -> Tensor:
     """Exchange ``[1, B * L, h / n, d]`` of all tokens for ``[B, t, h * d]`` of this rank's
     tokens."""
     # [n, B, t, h / n, d]
-    tokens = (
-        out[0]
-        .unflatten(
-            0,
-            (
-                rows,
-                slices.size,
-                -1,
-            ),
-        )
-        .transpose(0, 1)
-        .contiguous()
-    )
+    tokens = out[0].unflatten(0, (rows, slices.size, -1)).transpose(0, 1).contiguous()
     got = exchange(tokens, slices.group)  # [n, ...], a block of heads from each rank
     return got.permute(1, 2, 0, 3, 4).flatten(2)

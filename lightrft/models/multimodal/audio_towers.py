@@ -72,7 +72,8 @@ def _clips(
     """Return the frames ``[k, mels]`` of each clip, and the number of them that belong to the clip
     itself."""
     own = inputs["feature_lengths"]
-    return list(inputs["input_features"].split([kept(n, window) for n in own.tolist()])), own
+    lengths = [kept(n, window) for n in own.tolist()]
+    return list(inputs["input_features"].split(lengths)), own
 
 
 def _window(tower: Any) -> int:
@@ -129,15 +130,27 @@ def _own_frames(
     if lengths is not None:
         return list(lengths)
     own = [clip.shape[1] for clip in clips]
-    return (
-        own
-        if places is None
-        else [
+    if places is None:
+        return own
+    for i, (frames, features) in enumerate(zip(own, places, strict=True)):
+        if qwen2_audio_features(frames) > features:
             # four frames make one feature
-            n if qwen2_audio_features(n) <= f else 4 * f
-            for n, f in zip(own, places, strict=True)
-        ]
-    )
+            own[i] = 4 * features
+    return own
+
+
+def _concatenated(
+    clips: Sequence[Tensor], kept: Sequence[int], own: list[int]
+) -> dict[str, Tensor]:
+    """Return the media of ``clips [mels, T]``: the first ``kept`` frames of each, padded with
+    zeros, of which ``own`` belong to the clip."""
+    frames = []
+    for clip, n in zip(clips, kept, strict=True):
+        frames.append(torch.nn.functional.pad(clip[:, :n], (0, max(0, n - clip.shape[1]))))
+    return {
+        "input_features": torch.cat(frames, dim=1).t().contiguous(),
+        "feature_lengths": torch.tensor(own),
+    }
 
 
 def _qwen2_audio_arranged(
@@ -148,34 +161,15 @@ def _qwen2_audio_arranged(
 ) -> dict[str, Tensor]:
     window = _window(model.model.audio_tower)
     own = _own_frames([clip[:, :window] for clip in clips], lengths, places)
-    kept = [frames_around(n, window) for n in own]
-    frames = [
-        torch.nn.functional.pad(clip[:, :n], (0, max(0, n - clip.shape[1])))
-        for clip, n in zip(clips, kept)
-    ]
-    return {
-        "input_features": torch.cat(frames, dim=1).t().contiguous(),
-        "feature_lengths": torch.tensor(own),
-    }
+    return _concatenated(clips, [frames_around(n, window) for n in own], own)
 
 
 def _qwen2_audio_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     window = _window(model.model.audio_tower)
     clips, own = _clips(inputs, window, frames_around)
-    mels = torch.stack(
-        [
-            torch.nn.functional.pad(
-                clip,
-                (
-                    0,
-                    0,
-                    0,
-                    window - len(clip),
-                ),
-            )
-            for clip in clips
-        ]
-    )
+    # the model's own forward takes clips of the full window alone
+    full = [torch.nn.functional.pad(clip, (0, 0, 0, window - len(clip))) for clip in clips]
+    mels = torch.stack(full)
     mask = torch.arange(window, device=own.device) < own[:, None]
     return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
 
@@ -197,15 +191,8 @@ def _voxtral_arranged(
     places: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     """Return the media of ``windows [mels, T]`` each, all of whose frames are valid."""
-    window = _window(model.model.audio_tower)
-    frames = [
-        torch.nn.functional.pad(part[:, :window], (0, max(0, window - part.shape[1])))
-        for part in windows
-    ]
-    return {
-        "input_features": torch.cat(frames, dim=1).t().contiguous(),
-        "feature_lengths": torch.tensor([window] * len(frames)),
-    }
+    own = [_window(model.model.audio_tower)] * len(windows)
+    return _concatenated(windows, own, own)
 
 
 def _omni_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
@@ -218,9 +205,8 @@ def _omni_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, ob
 
 
 def _omni(model: Any, inputs: dict[str, Tensor]) -> Features:
-    return Features(
-        model.get_audio_features(**_omni_own(model, inputs), return_dict=True).last_hidden_state
-    )
+    output = model.get_audio_features(**_omni_own(model, inputs), return_dict=True)
+    return Features(output.last_hidden_state)
 
 
 def _omni_arranged(
@@ -230,11 +216,7 @@ def _omni_arranged(
     places: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     own = _own_frames(clips, lengths, places)
-    frames = [clip[:, :n] for clip, n in zip(clips, own)]
-    return {
-        "input_features": torch.cat(frames, dim=1).t().contiguous(),
-        "feature_lengths": torch.tensor(own),
-    }
+    return _concatenated(clips, own, own)
 
 
 def _omni_video(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:

@@ -80,11 +80,8 @@ class MergedInputs:
         edge = torch.ones(1, dtype=torch.bool, device=source.device)
         starts = torch.cat([edge, ~follows]).nonzero()[:, 0]
         lengths = torch.diff(starts, append=starts.new_tensor([len(source)]))
-        return [
-            (s, n)
-            for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist())
-            if b >= 0
-        ]
+        runs = list(zip(starts.tolist(), lengths.tolist()))
+        return [run for run, number in zip(runs, block[starts].tolist()) if number >= 0]
 
     def masks(
         self,
@@ -110,11 +107,9 @@ class MergedInputs:
         for kind in set(config.layer_types):
             # the blocks are added to the causal mask by ``or``, so a window must be applied again
             # by ``and``
-            near = (
-                sliding_window_overlay(config.sliding_window)
-                if kind == "sliding_attention"
-                else None
-            )
+            near = None
+            if kind == "sliding_attention":
+                near = sliding_window_overlay(config.sliding_window)
             masks[kind] = create_causal_mask(
                 config,
                 embeddings,
@@ -173,11 +168,12 @@ def merge_multimodal_inputs(
     placed = 0
     inside = _inside(both.lengths, begun)
     for tower in reader.towers:
-        features = _features(model, tower, both.media)
-        if features is None:
+        inputs = given(tower, both.media)
+        if not inputs:
             if every_tower:
                 idle.append(_nothing(model, tower))
             continue
+        features = tower.features(model, inputs)
         places = _places(model, tower, both, inside)
         count = len(features.values)
         if len(places) != count:
@@ -261,11 +257,6 @@ def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
     return {name: media[name].values for name in names if name in media}
 
 
-def _features(model: PreTrainedModel, tower: Tower, media: Media) -> Features | None:
-    inputs = given(tower, media)
-    return tower.features(model, inputs) if inputs else None
-
-
 def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
     """Return 0, computed from everything that the tower computes on a blank, so that its parameters
     get zero gradients."""
@@ -273,10 +264,10 @@ def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
         raise ModelError(
             f"model type {model.config.model_type!r}: its {tower.kind} tower has no blank to run on"
         )
-    blank = {
-        name: value.to(model.device) for name, value in tower.blank(model, tower.inputs).items()
-    }
+    made = tower.blank(model, tower.inputs)
+    blank = {name: value.to(model.device) for name, value in made.items()}
     features = tower.features(model, blank)
+    # times 0, not detached: the parameters must get a gradient, of 0
     return torch.stack([0 * level.sum() for level in (features.values, *features.deep)]).sum()
 
 
@@ -393,6 +384,7 @@ def own_inputs(
     if reader is None:
         raise ModelError(f"model type {model.config.model_type!r} cannot read media")
     needed = torch.unique(packed.gather // packed.input_ids.shape[1])
+    # the layout leaves out rows without response tokens
     rows = [b for b, n in enumerate(batch.lengths.tolist()) if n]
     assert len(rows) == len(needed)
     index = torch.tensor(rows, device=batch.prompt_of.device)
@@ -423,7 +415,6 @@ def own_keywords(
             made |= tower.adapt(model, inputs)
             types[ids == tower.token_id(model.config)] = tower.type_id
     # families name the same keyword differently
-    names = {"mm_token_type_ids", "token_type_ids"} & set(
-        inspect.signature(model.forward).parameters
-    )
+    accepted = set(inspect.signature(model.forward).parameters)
+    names = {"mm_token_type_ids", "token_type_ids"} & accepted
     return made | dict.fromkeys(names, types)

@@ -20,13 +20,16 @@ def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
     frames, lengths = inputs["pixel_values_videos"], inputs["video_lengths"]
     vision = model.config.vision_config
     each = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
-    made = model.get_video_features(frames[None], return_dict=True).pooler_output[
-        0, : len(frames) * each
-    ]
+    output = model.get_video_features(frames[None], return_dict=True).pooler_output
+    # without the mark that the model appends to its one clip
+    made = output[0, : len(frames) * each]
     clips = made.split((lengths * each).tolist())
     # the model marks the end of a clip with the token that ends a line of tiles
     end = model.model.image_newline[None].to(made)
-    return Features(torch.cat([part for clip in clips for part in (clip, end)]))
+    parts = []
+    for clip in clips:
+        parts += [clip, end]
+    return Features(torch.cat(parts))
 
 
 def _own_clips(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:

@@ -33,19 +33,8 @@ Adapt = Callable[[Any, dict[str, Tensor]], dict[str, object]]
 shape than it takes."""
 
 
-def as_they_are(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
-    """Return media unchanged, for media with the names and shapes of the model's forward."""
-    return dict(inputs)
-
-
 Arrange = Callable[
-    [
-        Any,
-        Sequence[Tensor],
-        Sequence[int] | None,
-        Sequence[int] | None,
-    ],
-    dict[str, Tensor],
+    [Any, Sequence[Tensor], Sequence[int] | None, Sequence[int] | None], dict[str, Tensor]
 ]
 """Maps ``(model, one array per clip, lengths of the clips, placeholders of each)`` to media by
 name. Lengths and placeholders may be ``None``."""
@@ -63,7 +52,7 @@ class Tower:
         inputs: Names of its media; the first one has the content.
         token: Config field with the placeholder's id.
         getter: The model's method that computes features from the media that ``adapt`` returns.
-        adapt: Maps media to keywords of the model's own forward.
+        adapt: Maps media to keywords of the model's own forward. By default, these are the media.
         compute: Replaces ``getter`` and ``adapt``, for families without such a method, or whose
             method needs more than the media hold.
         type_id: Entry of this kind in ``mm_token_type_ids``.
@@ -76,7 +65,7 @@ class Tower:
     inputs: tuple[str, ...]
     token: str
     getter: str = ""
-    adapt: Adapt = as_they_are
+    adapt: Adapt = lambda model, inputs: dict(inputs)
     compute: Callable[[Any, dict[str, Tensor]], Features] | None = None
     type_id: int = 1
     hints: tuple[str, ...] = ()
@@ -90,16 +79,19 @@ class Tower:
         """Return the features of ``inputs``, the values of this tower's media."""
         if self.compute is not None:
             return self.compute(model, inputs)
-        return pooled(getattr(model, self.getter)(**self.adapt(model, inputs), return_dict=True))
+        output = getattr(model, self.getter)(**self.adapt(model, inputs), return_dict=True)
+        # some families return the features, others an object that holds them
+        values = getattr(output, "pooler_output", output)
+        deep = getattr(output, "deepstack_features", None) or ()
+        return Features(_joined(values), tuple(_joined(level) for level in deep))
 
 
 def patch_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return the patches of one feature, and their grid."""
     vision = model.config.vision_config
-    side, width = (
-        vision.spatial_merge_size,
-        vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
-    )
+    side = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
     return {names[0]: torch.ones(side**2, width), names[1]: torch.tensor([[1, side, side]])}
 
 
@@ -138,20 +130,11 @@ class ModalityEncoder:
     unread: tuple[str, ...] = ()
 
 
-def pooled(output: object) -> Features:
-    """Return the features in the output of a ``get_..._features`` method."""
-    # some families return the features, others an object that holds them
-    values = getattr(output, "pooler_output", output)
-    deep = getattr(output, "deepstack_features", None) or ()
-    return Features(_joined(values), tuple(_joined(d) for d in deep))
-
-
-def _joined(values: Any) -> Tensor:
-    return (
-        values.flatten(0, -2)
-        if isinstance(values, Tensor)
-        else torch.cat([v.flatten(0, -2) for v in values])
-    )
+def _joined(values: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.flatten(0, -2)
+    # one tensor per picture or clip
+    return torch.cat([each.flatten(0, -2) for each in values])
 
 
 def rope_index(
@@ -220,9 +203,10 @@ GEMMA_3 = ModalityEncoder(
 def _as_one_row(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return crops ``[K, C, H, W]`` as ``[1, K, C, H, W]``, since the model expects crops per row.
     Other shapes stay."""
-    return {
-        name: values.unsqueeze(0) if values.ndim == 4 else values for name, values in inputs.items()
-    }
+    made: dict[str, object] = {}
+    for name, values in inputs.items():
+        made[name] = values.unsqueeze(0) if values.ndim == 4 else values
+    return made
 
 
 SMOL_VLM = ModalityEncoder(

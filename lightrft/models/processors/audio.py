@@ -67,16 +67,11 @@ def voxtral(
         problem = f"n_fft = {extractor.n_fft} is more than 4 * hop_length"
         unknown = "where the silence after a clip begins would not be known"
         raise ValueError(f"{problem} = {4 * extractor.hop_length}: {unknown}")
-    features = partial(
-        audio_towers.voxtral_features,
-        window=window,
-        stacked=tower.intermediate_size // tower.hidden_size,
-    )
+    stacked = tower.intermediate_size // tower.hidden_size
+    features = partial(audio_towers.voxtral_features, window=window, stacked=stacked)
     kept = partial(audio_towers.frames_to_silence, window=window)
-    written, around = (
-        token_text(tokenizer, settings.audio_token_id),
-        (known(tokenizer, "[BEGIN_AUDIO]"), ""),
-    )
+    written = token_text(tokenizer, settings.audio_token_id)
+    around = (known(tokenizer, "[BEGIN_AUDIO]"), "")
     return {"audio": Clip(extractor, written, around, features, kept, windows=None)}
 
 
@@ -161,15 +156,12 @@ class Clip:
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
         frames = self._frames(len(value))
-        kept, whole = (
-            self.kept(frames),
-            -(-len(value) // self.extractor.n_samples) * self.extractor.n_samples,
-        )
+        kept = self.kept(frames)
+        window, hop = self.extractor.n_samples, self.extractor.hop_length
+        whole = -(-len(value) // window) * window
         # Pad with silence only to the end of the last kept window of samples, not to the model's
         # full window.
-        enough = (
-            kept + -(-self.extractor.n_fft // self.extractor.hop_length) + 1
-        ) * self.extractor.hop_length
+        enough = (kept + -(-self.extractor.n_fft // hop) + 1) * hop
         made = self.extractor(
             value, sampling_rate=self.rate, max_length=min(enough, whole), return_tensors="pt"
         )
@@ -198,11 +190,9 @@ class Clip:
         if not samples or not self.features(frames):
             clip = f"a clip of {samples} samples ({samples / self.rate:.3g} s)"
             raise ValueError(f"{clip} is too short to hear anything in it")
-        return (
-            frames
-            if self.windows is None
-            else min(frames, self.windows * self.extractor.nb_max_frames)
-        )
+        if self.windows is None:
+            return frames
+        return min(frames, self.windows * self.extractor.nb_max_frames)
 
 
 class OmniClip(Clip):
@@ -219,11 +209,9 @@ def save_beside_pictures(extractor: WhisperFeatureExtractor, path: Path) -> None
     """Add the config of ``extractor`` to the file with the picture processor's config."""
     file = path / "preprocessor_config.json"
     pictures = json.loads(file.read_text(encoding="utf-8"))
-    own = type(
-        extractor
-    )().to_dict()  # an extractor read from such a file also has the picture settings
-    sound = {
-        name: value for name, value in json.loads(extractor.to_json_string()).items() if name in own
-    }
+    # an extractor read from such a file also has the settings of pictures, which a new one lacks
+    own = type(extractor)().to_dict()
+    fields = json.loads(extractor.to_json_string())
+    sound = {name: value for name, value in fields.items() if name in own}
     text = json.dumps({**pictures, **sound}, indent=2, sort_keys=True)
     file.write_text(text + "\n", encoding="utf-8")

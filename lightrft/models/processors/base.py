@@ -90,10 +90,8 @@ class Processor:
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Processor:
         if min_pixels is None and max_pixels is None:
             return self
-        return replace(
-            self,
-            parts={kind: part.limited(min_pixels, max_pixels) for kind, part in self.parts.items()},
-        )
+        parts = {kind: part.limited(min_pixels, max_pixels) for kind, part in self.parts.items()}
+        return replace(self, parts=parts)
 
     def save(self, path: str | Path) -> None:
         for part in self.parts.values():
@@ -123,13 +121,11 @@ def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:
     Raises:
         ModelError: ``pixels`` is out of bounds.
     """
-    for name, bound, wrong in (
-        ("min_pixels", min_pixels, pixels < (min_pixels or 0)),
-        ("max_pixels", max_pixels, max_pixels is not None and pixels > max_pixels),
-    ):
-        if wrong:
-            problem = f"this model reads pictures of {pixels} pixels and cannot take it"
-            raise ModelError(f"{name} = {bound}: {problem}; leave it unset")
+    problem = f"this model reads pictures of {pixels} pixels and cannot take it; leave it unset"
+    if min_pixels is not None and pixels < min_pixels:
+        raise ModelError(f"min_pixels = {min_pixels}: {problem}")
+    if max_pixels is not None and pixels > max_pixels:
+        raise ModelError(f"max_pixels = {max_pixels}: {problem}")
 
 
 def write_settings(file: Path, fields: Mapping[str, object]) -> None:
@@ -138,12 +134,7 @@ def write_settings(file: Path, fields: Mapping[str, object]) -> None:
 
 
 Build = Callable[
-    [
-        ModelConfig,
-        PreTrainedConfig,
-        PreTrainedTokenizerBase,
-    ],
-    Mapping[str, ModalityProcessor],
+    [ModelConfig, PreTrainedConfig, PreTrainedTokenizerBase], Mapping[str, ModalityProcessor]
 ]
 """Maps ``(model settings, the model's config, tokenizer)`` to the parts of a family."""
 

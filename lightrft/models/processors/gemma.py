@@ -43,18 +43,12 @@ def build(
     processor = Gemma3ImageProcessorPil.from_pretrained(
         config.path, revision=config.revision or "main"
     )
-    begin, soft, end = (
-        token_text(tokenizer, i)
-        for i in (
-            settings.boi_token_index,
-            settings.image_token_index,
-            settings.eoi_token_index,
-        )
-    )
+    begin = token_text(tokenizer, settings.boi_token_index)
+    soft = token_text(tokenizer, settings.image_token_index)
+    end = token_text(tokenizer, settings.eoi_token_index)
     features = settings.mm_tokens_per_image
-    return {
-        "image": GemmaImage(processor, begin, f"\n\n{begin}{soft * features}{end}\n\n", features)
-    }
+    whole = f"\n\n{begin}{soft * features}{end}\n\n"
+    return {"image": GemmaImage(processor, begin, whole, features)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +67,11 @@ class GemmaImage:
     rate: int = 0
 
     def placeholder_text(self, extent: Extent) -> str:
-        crops = self._crops(*extent.shape[:2])
+        crops = 0
+        if self.processor.do_pan_and_scan:
+            # only the shape is read, and a broadcast array takes no memory
+            shape = np.broadcast_to(np.uint8(0), (3, *extent.shape[:2]))
+            crops = len(self.processor.pan_and_scan(shape, **self._options))
         if not crops:
             return self.whole
         many = " ".join([self.whole] * crops)
@@ -101,10 +99,3 @@ class GemmaImage:
         """The settings of crops, with defaults for nulls."""
         chosen = {name: getattr(self.processor, name) for name in _CROPS}
         return {name: _CROPS[name] if value is None else value for name, value in chosen.items()}
-
-    def _crops(self, height: int, width: int) -> int:
-        if not self.processor.do_pan_and_scan:
-            return 0
-        # only the shape is read, and a broadcast array takes no memory
-        shape = np.broadcast_to(np.uint8(0), (3, height, width))
-        return len(self.processor.pan_and_scan(shape, **self._options))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -47,9 +47,8 @@ def build(
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     image, video, start, end = (token_text(tokenizer, getattr(settings, name)) for name in names)
     marks = (start, end)
-    frames = Qwen2VLImageProcessorPil.from_dict(
-        {k: v for k, v in fields.items() if k in processor.to_dict()}
-    )
+    shared = {name: value for name, value in fields.items() if name in processor.to_dict()}
+    frames = Qwen2VLImageProcessorPil.from_dict(shared)
     clip: dict[str, Any] = {"processor": frames, "written": video, "fields": fields}
     plain = QwenVideo(**clip, around=marks)
     timed = replace(plain, timed=True)
@@ -77,7 +76,7 @@ class QwenImage:
     rate: int = 0
 
     def placeholder_text(self, extent: Extent) -> str:
-        height, width = self._resized(*extent.shape[:2])
+        height, width = _resized(self.processor, *extent.shape[:2])
         return self.written * (height * width // _side(self.processor) ** 2)
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
@@ -92,12 +91,6 @@ class QwenImage:
 
     def save(self, path: Path) -> None:
         self.processor.save_pretrained(path)
-
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
-        size = self.processor.size
-        return smart_resize(
-            height, width, _side(self.processor), size["shortest_edge"], size["longest_edge"]
-        )
 
 
 @dataclass(frozen=True)
@@ -116,6 +109,7 @@ class QwenVideo:
     timed: bool = False
     around: tuple[str, str] = ("", "")
     rate: int = 0
+    saved_type: ClassVar[str] = "Qwen2VLVideoProcessor"
 
     def placeholder_text(self, extent: Extent) -> str:
         return self.written * (int(self._grid(extent).prod()) // self.processor.merge_size**2)
@@ -124,9 +118,11 @@ class QwenVideo:
         grid = self._grid(extent)
         made = {"pixel_values_videos": self._patches(value, grid), "video_grid_thw": grid[None]}
         if self.timed:
-            made["second_per_grid_ts"] = torch.tensor(
-                [self.processor.temporal_patch_size * _spacing(extent)]
-            )
+            times = _times(extent)
+            # seconds from one frame to the next; 0 for a single frame
+            spacing = (times[-1] - times[0]) / max(1, len(times) - 1)
+            seconds = self.processor.temporal_patch_size * spacing
+            made["second_per_grid_ts"] = torch.tensor([seconds])
         return made
 
     def _patches(self, value: np.ndarray, grid: Tensor) -> Tensor:
@@ -136,13 +132,13 @@ class QwenVideo:
         size = (int(grid[2]) * side, int(grid[1]) * side)
         # the last frame completes an incomplete pair
         taken = [min(t, len(value) - 1) for t in range(int(grid[0]) * per_patch)]
-        frames = [
-            Image.fromarray(value[t]).resize(size, resample=self.processor.resample) for t in taken
-        ]
+        frames = []
+        for t in taken:
+            picture = Image.fromarray(value[t])
+            frames.append(picture.resize(size, resample=self.processor.resample))
         # frames are resized above, to the size of the clip
-        patches = self.processor(images=frames, do_resize=False, return_tensors="pt")[
-            "pixel_values"
-        ]
+        made = self.processor(images=frames, do_resize=False, return_tensors="pt")
+        patches = made["pixel_values"]
         # The picture processor repeats each frame to fill a patch's time axis. Consecutive frames
         # replace the copies here.
         each = patches.view(int(grid[0]), per_patch, int(grid[1] * grid[2]), -1)
@@ -157,30 +153,18 @@ class QwenVideo:
         return replace(self, processor=limited, fields={**self.fields, "size": dict(limited.size)})
 
     def save(self, path: Path) -> None:
-        write_settings(
-            path / "video_preprocessor_config.json",
-            {
-                **self.fields,
-                "video_processor_type": "Qwen2VLVideoProcessor",
-            },
-        )
+        fields = {**self.fields, "video_processor_type": self.saved_type}
+        write_settings(path / "video_preprocessor_config.json", fields)
 
     def _grid(self, extent: Extent) -> Tensor:
         """Return the number of patches along time, height and width."""
-        height, width = (n // self.processor.patch_size for n in self._resized(*extent.shape[:3]))
-        return torch.tensor(
-            [
-                -(-extent.shape[0] // self.processor.temporal_patch_size),
-                height,
-                width,
-            ]
-        )
+        pairs = -(-extent.shape[0] // self.processor.temporal_patch_size)
+        height, width = self._resized(*extent.shape[:3])
+        side = self.processor.patch_size
+        return torch.tensor([pairs, height // side, width // side])
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        size = self.processor.size
-        return smart_resize(
-            height, width, _side(self.processor), size["shortest_edge"], size["longest_edge"]
-        )
+        return _resized(self.processor, height, width)
 
 
 @dataclass(frozen=True)
@@ -193,6 +177,7 @@ class Qwen3Video(QwenVideo):
 
     marks: tuple[str, str] = ("", "")
     each: tuple[int | None, int | None] = (None, None)
+    saved_type: ClassVar[str] = "Qwen3VLVideoProcessor"
 
     @property
     def least(self) -> int:
@@ -200,34 +185,23 @@ class Qwen3Video(QwenVideo):
         return self.processor.temporal_patch_size
 
     def placeholder_text(self, extent: Extent) -> str:
-        grid, (start, end) = self._grid(extent), self.marks
-        times, step = _times(extent), self.processor.temporal_patch_size
-        pairs = [
-            (times[t], times[min(t + step, len(times)) - 1]) for t in range(0, len(times), step)
-        ]
-        picture = (
-            start + self.written * (int(grid[1] * grid[2]) // self.processor.merge_size**2) + end
-        )
-        return "".join(f"<{(first + last) / 2:.1f} seconds>{picture}" for first, last in pairs)
+        grid = self._grid(extent)
+        start, end = self.marks
+        features = int(grid[1] * grid[2]) // self.processor.merge_size**2
+        picture = start + self.written * features + end
+        times = _times(extent)
+        step = self.processor.temporal_patch_size
+        text = ""
+        for t in range(0, len(times), step):
+            pair = times[t : t + step]
+            text += f"<{(pair[0] + pair[-1]) / 2:.1f} seconds>{picture}"
+        return text
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Qwen3Video:
         low, high = self.each
-        return replace(
-            self,
-            each=(
-                low if min_pixels is None else min_pixels,
-                high if max_pixels is None else max_pixels,
-            ),
-        )
-
-    def save(self, path: Path) -> None:
-        write_settings(
-            path / "video_preprocessor_config.json",
-            {
-                **self.fields,
-                "video_processor_type": "Qwen3VLVideoProcessor",
-            },
-        )
+        low = low if min_pixels is None else min_pixels
+        high = high if max_pixels is None else max_pixels
+        return replace(self, each=(low, high))
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
         size = self.processor.size
@@ -247,18 +221,18 @@ def _side(processor: Qwen2VLImageProcessorPil) -> int:
     return processor.patch_size * processor.merge_size
 
 
+def _resized(processor: Qwen2VLImageProcessorPil, height: int, width: int) -> tuple[int, int]:
+    """Return the height and width at which ``processor`` reads a picture."""
+    low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
+    return smart_resize(height, width, _side(processor), low, high)
+
+
 def _times(extent: Extent) -> tuple[float, ...]:
     if len(extent.times) != extent.shape[0]:
         raise ValueError(
             f"a clip of {extent.shape[0]} frames whose times are not known: this model reads them"
         )
     return extent.times
-
-
-def _spacing(extent: Extent) -> float:
-    """Return the seconds from one frame to the next."""
-    times = _times(extent)
-    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
 def _limited(

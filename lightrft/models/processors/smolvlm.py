@@ -41,13 +41,8 @@ def build(
         config.path, revision=config.revision or "main"
     )
     side = processor.max_image_size["longest_edge"] // settings.vision_config.patch_size
-    return {
-        "image": SmolImage(
-            processor,
-            token_text(tokenizer, settings.image_token_id),
-            side**2 // settings.scale_factor**2,
-        )
-    }
+    written = token_text(tokenizer, settings.image_token_id)
+    return {"image": SmolImage(processor, written, side**2 // settings.scale_factor**2)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,15 +44,10 @@ def internvl(
     )
     vision = settings.vision_config
     side = vision.image_size[0] // vision.patch_size[0] * settings.downsample_ratio
-    marks = (
-        getattr(tokenizer, "start_image_token", "<img>"),
-        getattr(tokenizer, "end_image_token", "</img>"),
-    )
-    return {
-        "image": InternImage(
-            processor, token_text(tokenizer, settings.image_token_id), marks, int(side**2)
-        )
-    }
+    begin = getattr(tokenizer, "start_image_token", "<img>")
+    end = getattr(tokenizer, "end_image_token", "</img>")
+    written = token_text(tokenizer, settings.image_token_id)
+    return {"image": InternImage(processor, written, (begin, end), int(side**2))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +84,8 @@ class InternImage:
         tile = self.processor.size["height"] * self.processor.size["width"]
         most = fields["max_patches"] if max_pixels is None else max(1, max_pixels // tile)
         least = fields["min_patches"] if min_pixels is None else -(-min_pixels // tile)
-        limited = type(self.processor).from_dict(
-            {
-                **fields,
-                "min_patches": max(1, min(least, most)),
-                "max_patches": most,
-            }
-        )
-        return replace(self, processor=limited)
+        fields |= {"min_patches": max(1, min(least, most)), "max_patches": most}
+        return replace(self, processor=type(self.processor).from_dict(fields))
 
     def save(self, path: Path) -> None:
         self.processor.save_pretrained(path)
@@ -181,13 +170,9 @@ class OnevisionImage:
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> OnevisionImage:
         low, high = self.bounds
-        return replace(
-            self,
-            bounds=(
-                low if min_pixels is None else min_pixels,
-                high if max_pixels is None else max_pixels,
-            ),
-        )
+        low = low if min_pixels is None else min_pixels
+        high = high if max_pixels is None else max_pixels
+        return replace(self, bounds=(low, high))
 
     def save(self, path: Path) -> None:
         self.processor.save_pretrained(path)
@@ -245,18 +230,14 @@ class OnevisionVideo:
         return self.written * (extent.shape[0] * math.ceil(self.side / 2) ** 2 + 1)
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        made = self.processor(
-            images=[Image.fromarray(frame) for frame in value], return_tensors="pt"
-        )
-        return {
-            "pixel_values_videos": made["pixel_values"],
-            "video_lengths": torch.tensor([len(value)]),
-        }
+        frames = [Image.fromarray(frame) for frame in value]
+        made = self.processor(images=frames, return_tensors="pt")
+        lengths = torch.tensor([len(value)])
+        return {"pixel_values_videos": made["pixel_values"], "video_lengths": lengths}
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        return len(inputs["pixel_values_videos"]) * math.ceil(self.side / 2) ** 2 + len(
-            inputs["video_lengths"]
-        )
+        frames, clips = len(inputs["pixel_values_videos"]), len(inputs["video_lengths"])
+        return frames * math.ceil(self.side / 2) ** 2 + clips
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> OnevisionVideo:
         return self  # a frame is always one tile

@@ -23,11 +23,7 @@ def _whisper_extractor(**settings: object) -> transformers.WhisperFeatureExtract
     return transformers.WhisperFeatureExtractor(**sizes)
 
 
-def _qwen2_audio(
-    sizes: Fields,
-    ids: dict[str, int],
-    tower: Fields,
-) -> PreTrainedConfig:
+def _qwen2_audio(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     audio = {
         "model_type": "qwen2_audio_encoder",
         "num_mel_bins": 16,

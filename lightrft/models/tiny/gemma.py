@@ -9,6 +9,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from lightrft.models.tiny.spec import Fields, SavedProcessor, Tiny
+from lightrft.models.tiny.text import sliding_then_full
 
 
 def _processor(**settings: object) -> SavedProcessor:
@@ -30,15 +31,11 @@ def _gemma3(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConf
         "vision_use_head": False,
         **tower,
     }
-    layers = [
-        "full_attention" if i % 2 else "sliding_attention"
-        for i in range(sizes["num_hidden_layers"])
-    ]
     text = {
         "head_dim": head,
         "query_pre_attn_scalar": head,
         "sliding_window": 8,
-        "layer_types": layers,
+        "layer_types": sliding_then_full(sizes["num_hidden_layers"]),
         **sizes,
     }
     begin, end, soft = ids.values()
@@ -54,11 +51,7 @@ def _gemma3(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConf
 
 FAMILIES = {
     "gemma3": Tiny(
-        (
-            "<start_of_image>",
-            "<end_of_image>",
-            "<image_soft_token>",
-        ),
+        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
         {"image": "<start_of_image>"},
         _gemma3,
         _processor,

@@ -35,23 +35,13 @@ def processor(**settings: object) -> SavedProcessor:
 def text(sizes: Fields, **rope: object) -> Fields:
     """Return the fields of a text config whose positions have three axes."""
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
+    # the sections share the pairs of a head: time gets what height and width leave
     sections = [head // 2 - 2 * (head // 6), head // 6, head // 6]
-    return {
-        **sizes,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": sections,
-            **rope,
-        },
-    }
+    axes = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **rope}
+    return {**sizes, "rope_parameters": axes}
 
 
-def _qwen2_vl(
-    sizes: Fields,
-    ids: dict[str, int],
-    tower: Fields,
-) -> PreTrainedConfig:
+def _qwen2_vl(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     vision = {
         "depth": 2,
         "embed_dim": 32,
@@ -84,11 +74,7 @@ def vision_2_5(sizes: Fields, tower: Fields) -> Fields:
     }
 
 
-def _qwen2_5_vl(
-    sizes: Fields,
-    ids: dict[str, int],
-    tower: Fields,
-) -> PreTrainedConfig:
+def _qwen2_5_vl(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     return transformers.Qwen2_5_VLConfig(
         text_config=text(sizes), vision_config=vision_2_5(sizes, tower), **_ids(ids)
     )
@@ -114,22 +100,14 @@ def _qwen3_text(sizes: Fields) -> Fields:
     return {**text(sizes, mrope_interleaved=True), "head_dim": head}
 
 
-def _qwen3_vl(
-    sizes: Fields,
-    ids: dict[str, int],
-    tower: Fields,
-) -> PreTrainedConfig:
+def _qwen3_vl(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     vision = _qwen3_vision(sizes, tower)
     return transformers.Qwen3VLConfig(
         text_config=_qwen3_text(sizes), vision_config=vision, **_ids(ids)
     )
 
 
-def _qwen3_vl_moe(
-    sizes: Fields,
-    ids: dict[str, int],
-    tower: Fields,
-) -> PreTrainedConfig:
+def _qwen3_vl_moe(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -137,10 +115,7 @@ def _qwen3_vl_moe(
     }
     vision = _qwen3_vision(sizes, tower)
     return transformers.Qwen3VLMoeConfig(
-        text_config={
-            **experts,
-            **_qwen3_text(sizes),
-        },
+        text_config={**experts, **_qwen3_text(sizes)},
         vision_config=vision,
         **_ids(ids),
     )
@@ -148,11 +123,9 @@ def _qwen3_vl_moe(
 
 def _qwen3_5_vision(sizes: Fields, tower: Fields) -> Fields:
     """Return the fields of Qwen3-VL's tower config, without features for deeper layers."""
-    return {
-        name: value
-        for name, value in _qwen3_vision(sizes, tower).items()
-        if name != "deepstack_visual_indexes"
-    }
+    fields = _qwen3_vision(sizes, tower)
+    fields.pop("deepstack_visual_indexes", None)
+    return fields
 
 
 def _qwen3_5_text(sizes: Fields) -> Fields:
@@ -175,11 +148,7 @@ def _qwen3_5(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedCon
     )
 
 
-def _qwen3_5_moe(
-    sizes: Fields,
-    ids: dict[str, int],
-    tower: Fields,
-) -> PreTrainedConfig:
+def _qwen3_5_moe(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     width = sizes["hidden_size"] // 2
     experts = {
         "num_experts": 4,
@@ -189,10 +158,7 @@ def _qwen3_5_moe(
     }
     vision = _qwen3_5_vision(sizes, tower)
     return transformers.Qwen3_5MoeConfig(
-        text_config={
-            **experts,
-            **_qwen3_5_text(sizes),
-        },
+        text_config={**experts, **_qwen3_5_text(sizes)},
         vision_config=vision,
         **_ids(ids),
     )

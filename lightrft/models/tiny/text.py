@@ -51,21 +51,11 @@ def tiny_tokenizer(
         special: More special tokens, last in the vocabulary.
         chat_template: The chat template.
     """
-    vocabulary = dict.fromkeys(
-        [
-            PAD,
-            UNK,
-            START,
-            END,
-            *chars,
-            *extra_chars,
-            *(ROLES if whole_roles else ()),
-            *special,
-        ]
-    )
-    backend = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK)
-    )
+    roles = ROLES if whole_roles else ()
+    # a dict keeps the order and drops what is listed twice
+    tokens = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *roles, *special])
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     role = rf"^(?:{'|'.join(ROLES)})(?=\n)|" if whole_roles else ""
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(role + r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
@@ -82,19 +72,13 @@ def tiny_tokenizer(
     return tokenizer
 
 
-def _sliding_then_full(layers: int) -> list[str]:
+def sliding_then_full(layers: int) -> list[str]:
+    """Return alternating kinds of attention, from a sliding window on."""
     return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
 
 
 def _gemma2(sizes: Fields) -> Fields:
-    return {
-        "head_dim": sizes["head_dim"],
-        "query_pre_attn_scalar": sizes["head_dim"],
-        "sliding_window": 16,
-        "layer_types": _sliding_then_full(sizes["num_hidden_layers"]),
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    }
+    return {**_gemma3(sizes), "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def _gemma3(sizes: Fields) -> Fields:
@@ -102,7 +86,7 @@ def _gemma3(sizes: Fields) -> Fields:
         "head_dim": sizes["head_dim"],
         "query_pre_attn_scalar": sizes["head_dim"],
         "sliding_window": 16,
-        "layer_types": _sliding_then_full(sizes["num_hidden_layers"]),
+        "layer_types": sliding_then_full(sizes["num_hidden_layers"]),
     }
 
 
@@ -117,27 +101,19 @@ def _moe(sizes: Fields) -> Fields:
     }
 
 
-def _head_dim(sizes: Fields) -> Fields:
-    return {"head_dim": sizes["head_dim"]}
-
-
-def _nothing(sizes: Fields) -> Fields:
-    return {}
-
-
 _FAMILIES: dict[str, tuple[str, Callable[[Fields], Fields]]] = {
-    "qwen2": ("qwen2", _nothing),
-    "qwen3": ("qwen3", _head_dim),
+    "qwen2": ("qwen2", lambda sizes: {}),
+    "qwen3": ("qwen3", lambda sizes: {"head_dim": sizes["head_dim"]}),
     "qwen3_moe": ("qwen3_moe", _moe),
-    "llama": ("llama", _head_dim),
-    "mistral": ("mistral", lambda sizes: {**_head_dim(sizes), "sliding_window": 16}),
+    "llama": ("llama", lambda sizes: {"head_dim": sizes["head_dim"]}),
+    "mistral": ("mistral", lambda sizes: {"head_dim": sizes["head_dim"], "sliding_window": 16}),
     "gemma2": ("gemma2", _gemma2),
     "gemma3": ("gemma3_text", _gemma3),
     "phi3": (
         "phi3",
         lambda sizes: {"original_max_position_embeddings": sizes["max_position_embeddings"]},
     ),
-    "olmo2": ("olmo2", _nothing),
+    "olmo2": ("olmo2", lambda sizes: {}),
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
@@ -161,12 +137,8 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: object) -> PreTrai
     }
     sizes.setdefault("intermediate_size", 2 * sizes["hidden_size"])
     sizes.setdefault("num_key_value_heads", max(1, sizes["num_attention_heads"] // 2))
-    derived = {
-        **sizes,
-        "head_dim": sizes.get(
-            "head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"])
-        ),
-    }
+    head_dim = max(1, sizes["hidden_size"] // sizes["num_attention_heads"])
+    derived = {"head_dim": head_dim, **sizes}
     # Initial weights are wider than transformers' 0.02: at this size the model would otherwise
     # start almost uniform.
     tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3, "initializer_range": 0.1}

@@ -464,11 +464,11 @@ def family_config(model_type: str, **overrides: object) -> PreTrainedConfig:
         raise ModelError(f"unknown family {model_type!r}; known: {', '.join(TEXT_FAMILIES)}")
     kind: Any = CONFIG_MAPPING[model_type]
     fields = {field.name for field in dataclasses.fields(kind)}
-    sizes = {
-        name: size
-        for name, size in _SIZES.items()
-        if not {name, kind.attribute_map.get(name)}.isdisjoint(fields)
-    }
+    sizes = {}
+    for name, size in _SIZES.items():
+        # a config may know a field by another name, too
+        if name in fields or kind.attribute_map.get(name) in fields:
+            sizes[name] = size
     return kind(**sizes | _ROWS[model_type] | overrides)
 
 

@@ -19,11 +19,7 @@ def _tower(tower: Fields, **fields: object) -> Fields:
     return {**sizes, **fields, **tower}
 
 
-def _internvl(
-    sizes: Fields,
-    ids: dict[str, int],
-    tower: Fields,
-) -> PreTrainedConfig:
+def _internvl(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     vision = _tower(tower, image_size=16, initializer_range=0.1)
     text = {"model_type": "qwen2", **sizes}
     settings: Fields = {
@@ -44,11 +40,7 @@ def _internvl_processor(**settings: object) -> SavedProcessor:
 _GRIDS = [[12, 12], [12, 24], [24, 12], [24, 24]]
 
 
-def _onevision(
-    sizes: Fields,
-    ids: dict[str, int],
-    tower: Fields,
-) -> PreTrainedConfig:
+def _onevision(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     vision: Fields = _tower(
         tower, image_size=12, vision_use_head=False, model_type="siglip_vision_model"
     )
@@ -77,21 +69,14 @@ def _onevision_processor(**settings: object) -> SavedProcessor:
 
 FAMILIES = {
     "internvl": Tiny(
-        (
-            "<img>",
-            "</img>",
-            "<IMG_CONTEXT>",
-        ),
+        ("<img>", "</img>", "<IMG_CONTEXT>"),
         {"image": "<IMG_CONTEXT>\n"},
         _internvl,
         _internvl_processor,
     ),
     "llava_onevision": Tiny(
         ("<image>", "<video>"),
-        {
-            "image": "<image>\n",
-            "video": "<video>\n",
-        },
+        {"image": "<image>\n", "video": "<video>\n"},
         _onevision,
         _onevision_processor,
     ),
