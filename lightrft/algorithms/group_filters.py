@@ -38,6 +38,7 @@ def pass_rate_of(group: Group, threshold: float) -> float:
 def zero_variance(group: Group) -> str:
     """Drop groups of equal rewards, which have no group-relative gradient."""
     rewards = {r.reward for r in group}
+    # 0 for a group without responses, which has nothing to learn either
     return "zero_variance" if len(rewards) <= 1 else ""
 
 

@@ -284,6 +284,7 @@ def sapo(
     """
     ratio = ratio_of(logprobs, old)
     tau = by_sign(advantages > 0, tau_pos, tau_neg, ratio)
+    # a sigmoid has slope 1 / 4 at 0: by 4 / tau, the slope at ratio 1 is 1
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {"ratio": ratio.detach()}
 
 
@@ -464,5 +465,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None)
     """
     error = (values - returns).square()
     if clip is not None:
-        error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns).square())
+        clipped = old + (values - old).clamp(-clip, clip)
+        # the larger one, so that clipping never makes an error look smaller
+        error = torch.maximum(error, (clipped - returns).square())
     return error / 2

@@ -289,6 +289,7 @@ def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
     rows = TokenRows.of(batch)
     last = last_sampled(rows)
     rewards = torch.zeros(rows.mask.numel(), dtype=batch.rewards.dtype, device=last.device)
+    # a row without sampled tokens has no token to place its reward on
     rewards[last[last >= 0]] = batch.rewards[last >= 0]
     if kl_coef:
         if batch.old_logprobs is None or batch.ref_logprobs is None:

@@ -61,7 +61,10 @@ class RunningStats:
 
     def deviation(self) -> float:
         """Return the standard deviation over ``count``; exactly 0 while all numbers are equal."""
-        return math.sqrt(self.squares / self.count) if self.lowest < self.highest else 0.0
+        # by the bounds: rounding in ``merged`` may leave squares above 0 for equal numbers
+        if self.lowest >= self.highest:
+            return 0.0
+        return math.sqrt(self.squares / self.count)
 
     def scale(self, eps: float) -> float:
         """Return deviation + eps; 1 while all numbers are equal, since they have no scale yet."""

@@ -121,7 +121,10 @@ def verify_layout(role: TrainableModel | FrozenModel, batch: Batch, strategy: St
         strategy: Gathers the model's weights.
     """
     actor: Actor = role.model
-    if actor.config.check_layout and not role.layout_verified and len(batch):
+    # An empty batch shows nothing. A worker may get an empty part before any other.
+    if role.layout_verified or not len(batch):
+        return
+    if actor.config.check_layout:
         with strategy.gathered(actor):
             reason = actor.check_layout(batch)
         if reason:

@@ -592,6 +592,7 @@ class Actor(Backbone):
             self.longest_row or LONG_ROW,
             context_length(self.base.config) or LONG_ROW,
         )
+        # too short to cut responses off its end and still share a prompt
         if length < 16:
             return []
         # the eager implementation holds the scores of all heads in float32

@@ -25,6 +25,7 @@ def _expected(weights: Tensor, x: Tensor) -> Tensor:
 def _centred(student: Tensor, x: Tensor) -> Tensor:
     """Return ``q (x - E_q x)``, the gradient of ``E_q x`` in the logits with ``x`` held
     constant."""
+    # as in _expected(): ``x`` is infinite where the student's probability is 0
     x = x.masked_fill(student == -torch.inf, 0.0)
     q = student.exp()
     return q * (x - (q * x).sum(-1, keepdim=True))

@@ -78,6 +78,8 @@ _OWN_EAGER_ATTENTION = (*("deepseek_v4", "flint", "gpt_oss", "hy_v4", "mimo_v2_f
 """As ``_OWN_ATTENTION``, where only the eager implementation is exact: learned sinks or position
 biases."""
 
+# nothing is assumed: the model's own decoder and attention, over one sample per row
+_UNPROVED = Family(decoder="", layout="padded", padded_attention=None)
 _PADDED = Family(layout="padded")
 _EAGER = Family(layout="padded", padded_attention="eager")
 _GPT = Family(decoder="transformer")
@@ -283,9 +285,6 @@ def decoder_of(model: nn.Module, family: Family) -> nn.Module:
         return model.get_submodule(family.decoder)
     except AttributeError:  # another class of the family names it differently
         return model.get_decoder()  # ty: ignore[not-callable]
-
-
-_UNPROVED = Family(decoder="", layout="padded", padded_attention=None)
 
 
 def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | None, float | None]:

@@ -230,6 +230,7 @@ def process_sequences(
     """
     length = sequences.shape[1]
     real = (sequences != eos_token_id) & (sequences != pad_token_id)
+    # clamped, so that the end token of a row without padding replaces its last token
     ends = length - real.long().flip(1).argmax(1, keepdim=True).clamp(min=1)
     sequences = sequences.scatter(1, ends, eos_token_id)
     first = real.long().argmax(1, keepdim=True)

@@ -50,12 +50,10 @@ def plain_batch(
     columns = ("logprobs", "old_logprobs", "behavior_logprobs", "ref_logprobs", "values")
     rows = {name: [-rng.uniform(0.1, 2) for row in mask for _ in row] for name in columns}
     count = len(mask)
-    # labels may have gaps, and the groups of a batch are numbered without
-    labels = sorted(set(prompt_of))
     return Batch(
-        Segments.of([[p] for p in range(len(labels))]),
+        Segments.of([[p] for p in range(len(set(prompt_of)))]),
         Segments.of([list(range(len(row))) for row in mask]),
-        torch.tensor([labels.index(label) for label in prompt_of], dtype=torch.long),
+        torch.tensor(dense(prompt_of), dtype=torch.long),
         sampled=torch.tensor([m for row in mask for m in row], dtype=torch.bool),
         sample=torch.arange(count),
         rewards=double(rewards or [float(i % 2) for i in range(count)]),
@@ -64,6 +62,12 @@ def plain_batch(
         truncated=torch.tensor([i % 2 == 0 for i in range(count)], dtype=torch.bool),
         **{name: double(row) for name, row in rows.items()},
     )
+
+
+def dense(labels: Sequence[int]) -> list[int]:
+    """Renumber the groups to 0..P-1 in the order of their labels."""
+    names = sorted(set(labels))
+    return [names.index(x) for x in labels]
 
 
 def double(numbers: Sequence[float]) -> Tensor:
@@ -162,6 +166,7 @@ def spoiled(batch: Batch) -> Batch:
     columns = batch.columns("token")
     spoiled_columns = {}
     for i, name in enumerate(names):
+        # finite and unlike any number of the batch, and another one for each column
         spoiled_columns[name] = torch.where(batch.mask, columns[name], -3.7 - i)
     return batch.replace(**spoiled_columns)
 

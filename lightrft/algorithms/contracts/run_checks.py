@@ -62,6 +62,7 @@ def run_contract_checks(name: str, kind: str, options: Mapping[str, object]) -> 
 def with_options(function: Function, options: Mapping[str, object]) -> Function:
     """Bind ``options`` to ``function``; they override other keywords."""
 
+    # wraps, since the checks look up the needs and the signature of the function inside
     @functools.wraps(function)
     def held(*values: object, **keywords: object) -> object:
         return function(*values, **{**keywords, **options})

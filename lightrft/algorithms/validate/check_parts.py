@@ -125,6 +125,7 @@ def _unread(
         return
     reads = registry.about(settings.name).reads
     known = ", ".join(sorted(reads)) or "none of them"
+    # name and options select the function, and normalize applies to the result of any
     read = reads | also | {"name", "options", "normalize"}
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)

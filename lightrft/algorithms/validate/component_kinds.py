@@ -93,6 +93,7 @@ def kind_of(name: str) -> str:
     """
     if ":" not in name:
         return _kind_of_registered(name)
+    # any registry will do: all import ``package.module:function`` in the same way
     parameters = inspect.signature(COMPONENT_KINDS["loss"].registry[name]).parameters
     # "batch" is a keyword of one kind and a positional argument of others, so keywords go first.
     known_keywords = {keyword for kind in COMPONENT_KINDS.values() for keyword in kind.given}
@@ -182,6 +183,7 @@ def signature_problems(
         for parameter in parameters
         if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     ]
+    # given by position, so the function may name them as it likes
     by_position = positional[:arguments]
     keywords = {parameter.name: parameter for parameter in by_name if parameter not in by_position}
     if Parameter.VAR_KEYWORD not in kinds:

@@ -119,6 +119,7 @@ class PaddedRows:
         rows = {}
         for name, values in media.items():
             if values is not None:
+                # as one row: the model's own forward takes the media of all samples together
                 rows[name] = Ragged(values, torch.tensor([len(values)]))
         if not rows:
             return {}

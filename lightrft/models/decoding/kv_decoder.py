@@ -88,6 +88,7 @@ class KVDecoder:
                 shared[id(parameter)] = own
             else:
                 shared[id(parameter)] = parameter
+        # deepcopy takes these parameters for copies that it has made already
         other = KVDecoder(copy.deepcopy(self.model, shared))
         other._own_attention = self._own_attention
         return other

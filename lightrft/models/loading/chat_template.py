@@ -51,6 +51,7 @@ def fit_template(
     has_template = bool(tokenizer.chat_template)
     for template in _of_processor(settings.model_type, where, revision, chat=has_template):
         taken = _taken(tokenizer, template, kinds)
+        # a proper superset: a template that takes more kinds but loses one is no gain
         if taken > own:
             more = ", ".join(sorted(taken - own))
             _log.info("the tokenizer's chat template takes no %s: the processor's is used", more)
@@ -97,5 +98,6 @@ def _of_processor(
         yield found
     processor = getattr(transformers, _CLASSES.get(model_type, ""), None)
     own = getattr(processor, "default_chat_template", None)
+    # read without an instance, which would need the processors of all media
     if chat and isinstance(own, property) and own.fget is not None:
         yield own.fget(None)

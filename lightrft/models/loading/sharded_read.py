@@ -247,6 +247,7 @@ def build_on_meta(
     of_base = config if found is None else config.model_copy(update={"path": found[0]})
     settings = _settings(of_base)
     keys = _keys(of_base, settings)
+    # before the model is built, since its parameters take their dtype from it
     kind = dtype or _stored_dtype(of_base, settings, keys)
     base = _bare(of_base, settings, kind)
     types = {name: tensor.dtype for name, tensor in base.state_dict().items()}

@@ -85,6 +85,7 @@ class SmolImage:
         if max_pixels is None or longest**2 <= max_pixels:
             return self
         fields = self.processor.to_dict()
+        # a multiple of the crops' side, since pictures are cut into whole crops
         fields["size"] = {"longest_edge": isqrt(max_pixels) // self._side * self._side}
         return SmolImage(type(self.processor).from_dict(fields), self.written, self.features)
 

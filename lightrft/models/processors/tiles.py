@@ -117,6 +117,7 @@ def onevision(
         raise ValueError(
             "image_grid_pinpoints differ between config.json and preprocessor_config.json"
         )
+    # another strategy drops features of each tile, which the count of placeholders does not know
     if settings.vision_feature_select_strategy != "full":
         problem = f"vision_feature_select_strategy {settings.vision_feature_select_strategy!r}"
         raise ValueError(f"{problem}, where 'full' is known")

@@ -170,6 +170,7 @@ def drawn_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        # float32, which callers cast: the numbers of a seed are the same in every dtype
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if model.generation_config is not None:
         said = config.to_dict()

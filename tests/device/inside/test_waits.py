@@ -68,7 +68,7 @@ def test_a_decoded_token_batch_costs_one_wait(
         for i, prompt in enumerate(prompts)
         for s in range(3)
     ]
-    with watched(monkeypatch, native._RunningRequests, "advance") as calls:
+    with watched(monkeypatch, native.GenerationBatch, "_advance") as calls:
         done = list(engine.generate(requests, SamplingConfig(max_new_tokens=8, **sampling)))
     assert len(done) == 12
     assert len(calls) > 8  # rows come and go

@@ -6,6 +6,7 @@ import torch
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, save_model, where_of
+from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError
 
@@ -48,6 +49,13 @@ def test_an_unset_path_is_an_error():
 def test_a_folder_that_is_no_model_is_an_error(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         load_model(config(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_model, meta_model])
+def test_adapters_that_do_not_name_their_base_are_an_error(tmp_path, load):
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelError, match="does not name a base model"):
+        load(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_broken_config_is_an_error(folder):
