@@ -604,7 +604,8 @@ def gigpo(
     mask = TokenRows.of(batch).mask
     row_of = batch.row_of[mask]
     # `number [S, 2]` is the response and the step of each step; `step` is the step of each token.
-    number, step = torch.unique(_pairs(row_of, batch.steps[mask]), dim=0, return_inverse=True)
+    pairs = torch.stack([row_of, batch.steps[mask].to(row_of.dtype)], 1)
+    number, step = torch.unique(pairs, dim=0, return_inverse=True)
     response = number[:, 0]
     back = group_sum(token_rewards[mask], step, len(number))
     for k in range(len(number) - 2, -1, -1):  # sorted by response, then by step
@@ -612,7 +613,8 @@ def gigpo(
             back[k] += settings.gamma * back[k + 1]
     state = batch.states.new_zeros(len(number)).index_copy(0, step, batch.states[mask])
     # states are compared within the responses to one prompt only
-    same_state = _pairs(batch.prompt_of[response], state)
+    prompt = batch.prompt_of[response]
+    same_state = torch.stack([prompt, state.to(prompt.dtype)], 1)
     states, state_of = torch.unique(same_state, dim=0, return_inverse=True)
     episodes = by_prompt(batch, token_rewards)
     steps = GroupStats(back, state_of, len(states))
@@ -625,10 +627,6 @@ def gigpo(
     tokens = torch.zeros_like(token_rewards)
     tokens[mask] = episode_advantage[row_of] + weight * step_advantage[step]
     return tokens, tokens
-
-
-def _pairs(a: Tensor, b: Tensor) -> Tensor:
-    return torch.stack([a, b.to(a.dtype)], 1)
 
 
 def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

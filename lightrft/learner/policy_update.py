@@ -36,7 +36,7 @@ from lightrft.learner.micro_batches import local_micro_batches, mini_batches
 from lightrft.models.actor import TokenScores
 from lightrft.observability.metrics import Last, Max, Mean, Metrics, Sum
 from lightrft.roles import Roles, TrainableModel
-from lightrft.strategy.base import StepInfo, Strategy
+from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
 from lightrft.utils.seeding import derive_seed, torch_generator
 
@@ -511,19 +511,12 @@ def optimizer_step(
     metrics = all_reduce_metrics(metrics, teams)
     # Every rank has the same number of parts, so all take the step or none does.
     if parts:
-        metrics.merge(_step_metrics(who, strategy.step(trained.state)))
+        info = strategy.step(trained.state)
+        metrics.add(f"{who}/grad_norm", Max(info.grad_norm))
+        metrics.add(f"{who}/lr", Last(info.lr))
+        metrics.add(f"{who}/skipped_steps", Sum(int(info.skipped)))
+        metrics.add(f"{who}/optimizer_steps", Sum(int(not info.skipped)))
     return teams.sum(total), metrics
-
-
-def _step_metrics(who: str, info: StepInfo) -> Metrics:
-    return Metrics(
-        {
-            f"{who}/grad_norm": Max(info.grad_norm),
-            f"{who}/lr": Last(info.lr),
-            f"{who}/skipped_steps": Sum(1 if info.skipped else 0),
-            f"{who}/optimizer_steps": Sum(0 if info.skipped else 1),
-        }
-    )
 
 
 def _times(losses: Tensor, factor: Tensor) -> Tensor:

@@ -103,7 +103,16 @@ class PaddedRows:
 
         Raises ``ModelError`` for media that do not fit the model or the placeholders.
         """
-        packed, lengths = self._rectangle() if self.lengths is None else self._packed(backbone)
+        if self.lengths is not None:
+            packed, lengths = self._packed(backbone)
+        else:
+            real = self.mask != 0
+            lengths = real.sum(1).tolist()
+            # padding gets position 1: it must be a valid one, and is not read
+            positions = (real.long().cumsum(-1) - 1).masked_fill(~real, 1)
+            source = torch.where(real.flatten(), real.flatten().long().cumsum(0) - 1, -1)
+            none = source.new_zeros(0)
+            packed = Packed(self.tokens, positions, None, none, None, source, real.long())
         present = {name: values for name, values in media.items() if values is not None}
         seen = self._see(backbone, lengths, present)
         if seen is not None and seen.positions is not None:
@@ -127,14 +136,6 @@ class PaddedRows:
             kind = f"model type {backbone.base.config.model_type!r}"
             raise ModelError(f"{kind} cannot read media ({', '.join(rows)})")
         return own_keywords(backbone.base, backbone.family.reader, self.tokens, rows)
-
-    def _rectangle(self) -> tuple[Packed, list[int]]:
-        real = self.mask != 0
-        positions = (real.long().cumsum(-1) - 1).masked_fill(~real, 1)
-        source = torch.where(real.flatten(), real.flatten().long().cumsum(0) - 1, -1)
-        none = source.new_zeros(0)
-        packed = Packed(self.tokens, positions, None, none, None, source, real.long())
-        return packed, real.sum(1).tolist()
 
     def _packed(self, backbone: Backbone) -> tuple[Packed, list[int]]:
         """Build one flat row of samples that do not attend to each other. Positions after the last

@@ -61,9 +61,10 @@ class StoredTensor:
     file: str
     key: str
 
-    def get_shape(self) -> list[int]:
-        with safe_open(self.file, framework="pt") as opened:
-            return opened.get_slice(self.key).get_shape()
+    @property
+    def shape(self) -> tuple[int, ...]:
+        with self.opened() as tensor:
+            return tuple(tensor.get_shape())
 
     @contextmanager
     def opened(self) -> Generator[Any]:
@@ -112,7 +113,12 @@ class DeferredWeights:
 
         Each must have memory for the part that ``held`` selects.
         """
-        tensors = _by_plain_name(model)
+        tensors: dict[str, Tensor] = {}
+        for stored_name, tensor in base_model(model).state_dict(keep_vars=True).items():
+            plain = plain_name(stored_name)
+            # adapters have values already
+            if plain is not None:
+                tensors[plain] = tensor
         magnitudes = _magnitudes(model) if self.dora else {}
         filled: set[int] = set()
 
@@ -147,7 +153,7 @@ class DeferredWeights:
     def _check_tied(self, name: str, tensor: Tensor, source: Source, held: ShardLayout) -> None:
         known = held(tensor)
         with _opened(source) as stored:
-            equal = _shape(source) == known.shape
+            equal = tuple(source.shape) == known.shape
             for index, piece in known.pieces(PIECE):
                 equal = equal and torch.equal(stored[index or ...].to(piece), piece)
         if equal:
@@ -192,8 +198,8 @@ class DeferredWeights:
 
     def _fill(self, name: str, tensor: Tensor, source: Source, held: ShardLayout) -> None:
         here = held(tensor)
-        if _shape(source) != here.shape:
-            found = f"{name}, {list(_shape(source))} where the model has {list(here.shape)}"
+        if tuple(source.shape) != here.shape:
+            found = f"{name}, {list(source.shape)} where the model has {list(here.shape)}"
             problem = f"1 weights are missing or misshapen, e.g. {found}"
             raise ModelError(f"model.path = {self.config.path!r}: {problem}")
         with _opened(source) as stored:
@@ -205,7 +211,7 @@ class DeferredWeights:
     def _fill_norms(self, name: str, magnitude: Tensor, source: Source, held: ShardLayout) -> None:
         """Fill a new adapter's weight-decomposition magnitude: the norm of each row of the weight,
         which only its source has."""
-        width = PIECE // max(1, _shape(source)[1])
+        width = PIECE // max(1, source.shape[1])
         with _opened(source) as stored:
             for index, part in held(magnitude).pieces(width):
                 rows = stored[(*index, slice(None))].to(self.types[name])
@@ -403,23 +409,8 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
         ) from error
 
 
-def _by_plain_name(model: nn.Module) -> dict[str, Tensor]:
-    """Return the stored tensors of ``model``, by their names without adapters."""
-    stored = base_model(model).state_dict(keep_vars=True)
-    found = {}
-    for name, tensor in stored.items():
-        plain = plain_name(name)
-        if plain is not None:
-            found[plain] = tensor
-    return found
-
-
 def _opened(source: Source) -> AbstractContextManager[Any]:
     return source.opened() if isinstance(source, StoredTensor) else nullcontext(source)
-
-
-def _shape(source: Source) -> tuple[int, ...]:
-    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
 
 
 def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
