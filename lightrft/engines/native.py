@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from lightrft.types import FinishReason, Prompt, Request, Rollout
 from lightrft.utils.cpu_threads import threads_for
 from lightrft.utils.device_transfer import index_on, to_device
 from lightrft.utils.errors import ModelError, ResourceError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class NativeEngine:
@@ -50,7 +53,7 @@ class NativeEngine:
     def __init__(
         self,
         decoder: DecoderProtocol,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         config: EngineConfig,
         version: int = 0,
         *,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class StopStrings:
@@ -13,7 +16,7 @@ class StopStrings:
     Text is decoded only if the newest token can end a stop string, and only the last tokens.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._special = set(tokenizer.all_special_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,6 +18,11 @@ from lightrft.learner.sft_step import examples_to_batch, mean_nll
 from lightrft.models.actor import Actor
 from lightrft.observability.metrics import Metrics
 from lightrft.types import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.models.processors.base import Processor
 
 
 @dataclass(slots=True)
@@ -36,7 +41,10 @@ class PretrainingLoss:
 
     @staticmethod
     def of(
-        config: PtxConfig, tokenizer: Any, seed: int, processor: Any = None
+        config: PtxConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        processor: Processor | None = None,
     ) -> PretrainingLoss | None:
         """Build the loss from settings; ``None`` if its coefficient is 0.
 

@@ -332,7 +332,6 @@ def _generic(
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         x = head(h).to(wide(hidden.dtype))
         logp = transform_logits(x, bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
-
         entropies = -_expected_log(logp.exp(), logp) if entropy else logp.new_zeros(0)
         return logp.gather(1, t[:, None])[:, 0], entropies
 
@@ -412,7 +411,7 @@ def log_probs_from_logits(
         try:
             from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
         except ImportError:
-            # as with the argument: PyTorch computes the same numbers, with more memory
+            # PyTorch computes them below
             pass
         else:
             return -cross_entropy_loss(flat, picks)[0].reshape(labels.shape)

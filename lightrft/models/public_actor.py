@@ -429,8 +429,8 @@ class _Loader:
         if isinstance(source, nn.Module):
             return source, ModelConfig()
         config = ModelConfig(path=str(source), **self.settings)
-        # the device of an empty tensor is torch's default, which a caller may have set
-        # under a meta-device context no weights exist that could be placed
+        # An empty tensor shows torch's default device. Under a meta-device context no weights
+        # exist that could be placed.
         device_map = None if torch.empty(0).device.type == "meta" else self.device_map
         return load_model(config, device=torch.empty(0).device, device_map=device_map), config
 

@@ -81,7 +81,7 @@ class KVDecoder:
         nothing else, so each may run in a separate thread.
         """
         # frozen weights are shared with this decoder, trained ones get a parameter of their own
-        shared: dict[int, Any] = {}
+        shared: dict[int, nn.Parameter] = {}
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 own = nn.Parameter(parameter.detach(), requires_grad=False)

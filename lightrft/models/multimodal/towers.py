@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,19 @@ class Features:
     deep: tuple[Tensor, ...] = ()
 
 
-Adapt = Callable[[Any, dict[str, Tensor]], dict[str, object]]
+Adapt = Callable[[PreTrainedModel, dict[str, Tensor]], dict[str, object]]
 """Maps ``(model, media by name)`` to keywords of the model's own forward, for media of another
 shape than it takes."""
 
 
 Arrange = Callable[
-    [Any, Sequence[Tensor], Sequence[int] | None, Sequence[int] | None], dict[str, Tensor]
+    [PreTrainedModel, Sequence[Tensor], Sequence[int] | None, Sequence[int] | None],
+    dict[str, Tensor],
 ]
 """Maps ``(model, one array per clip, lengths of the clips, placeholders of each)`` to media by
 name. Lengths and placeholders may be ``None``."""
 
-Blank = Callable[[Any, tuple[str, ...]], dict[str, Tensor]]
+Blank = Callable[[PreTrainedModel, tuple[str, ...]], dict[str, Tensor]]
 """Maps ``(model, names of a tower's inputs)`` to the smallest media that the tower accepts."""
 
 
@@ -66,13 +66,13 @@ class Tower:
     token: str
     getter: str = ""
     adapt: Adapt = lambda model, inputs: dict(inputs)
-    compute: Callable[[Any, dict[str, Tensor]], Features] | None = None
+    compute: Callable[[PreTrainedModel, dict[str, Tensor]], Features] | None = None
     type_id: int = 1
     hints: tuple[str, ...] = ()
     arrange: Arrange | None = None
     blank: Blank | None = None
 
-    def token_id(self, config: Any) -> int:
+    def token_id(self, config: PreTrainedConfig) -> int:
         return getattr(config, self.token)
 
     def features(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Features:
@@ -103,7 +103,7 @@ def picture_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, T
     return {names[0]: torch.ones(1, 3, height, width)}
 
 
-Positions = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
+Positions = Callable[[PreTrainedModel, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
 """Maps ``(model, ids [P, L], type ids [P, L], mask [P, L], media by name)`` to positions ``[axes,
 P, L]``."""
 

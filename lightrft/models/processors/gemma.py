@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -59,7 +58,7 @@ class GemmaImage:
     ``features`` features.
     """
 
-    processor: Any
+    processor: Gemma3ImageProcessorPil
     written: str
     whole: str
     features: int
