@@ -94,6 +94,7 @@ def _old_logprobs(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.old_logprobs = interpolated computes no log-probs before the update, which "
             f"{reader} reads; take old_logprobs: policy"
         )
+    # corrections and token masks compare with the old policy, whatever the loss reads
     has_ratio = _objective_reads_old(algorithm) or weighing or algorithm.token_masks
     if not has_ratio and not reader:
         loss = algorithm.loss.name
@@ -151,6 +152,7 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _kl_controller(kl: KLConfig) -> Iterator[str]:
+    # fixed reads none of them
     read = {
         "adaptive": {"target", "horizon"},
         "linear": {"final", "steps"},

@@ -106,6 +106,7 @@ def kind_of(name: str) -> str:
     best = _closest_kinds(arguments, keywords)
     if len(best) == 1:
         return best[0]
+    # without a kind of as many arguments, all kinds are shown
     forms = "; ".join(
         f"{kind} ({', '.join(COMPONENT_KINDS[kind].arguments)})" for kind in best or COMPONENT_KINDS
     )
@@ -117,6 +118,7 @@ def kind_of(name: str) -> str:
 
 def _kind_of_registered(name: str) -> str:
     """Return the only kind whose registry holds ``name``."""
+    # a name may stand in two tables: reinforce is an advantage and a loss
     holders = [kind for kind, row in COMPONENT_KINDS.items() if name in row.registry]
     if len(holders) == 1:
         return holders[0]

@@ -434,7 +434,6 @@ def save_model(
             inner.save_pretrained(str(path))
         else:
             base = base_model(inner)
-
             implementation = base.config._attn_implementation
             state = merged_state(inner) if is_adapted(inner) else None
             base.save_pretrained(str(path), state_dict=state)
