@@ -575,7 +575,7 @@ class GenerationBatch:
         length = int(rows.steps[row])
         token_ids = rows.tokens[row, :length].tolist()
         if text is None:
-            text = self._engine.tokenizer.decode(token_ids, skip_special_tokens=True)
+            text = str(self._engine.tokenizer.decode(token_ids, skip_special_tokens=True))
         # a partial response may hold tokens of an environment, which the policy did not sample
         resumed = [] if request.partial is None else request.partial.sampled
         return Rollout(

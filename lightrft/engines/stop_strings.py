@@ -76,4 +76,4 @@ class StopStrings:
         return tail[::-1]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

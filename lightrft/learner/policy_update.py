@@ -514,8 +514,10 @@ def optimizer_step(
         info = strategy.step(trained.state)
         metrics.add(f"{who}/grad_norm", Max(info.grad_norm))
         metrics.add(f"{who}/lr", Last(info.lr))
-        metrics.add(f"{who}/skipped_steps", Sum(int(info.skipped)))
-        metrics.add(f"{who}/optimizer_steps", Sum(int(not info.skipped)))
+        # the reason of a skipped step; empty for others
+        skipped = bool(info.skipped)
+        metrics.add(f"{who}/skipped_steps", Sum(int(skipped)))
+        metrics.add(f"{who}/optimizer_steps", Sum(int(not skipped)))
     return teams.sum(total), metrics
 
 

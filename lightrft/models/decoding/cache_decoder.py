@@ -303,7 +303,9 @@ class CachedDecodeSession:
         source = torch.arange(length, device=self._device)
         inputs = seen.inputs(self._model, ids, source)
         text = self._model.config.get_text_config(decoder=True)
-        inputs |= seen.masks(text, inputs["inputs_embeds"], source, None)
+        embeddings = inputs["inputs_embeds"]
+        assert isinstance(embeddings, Tensor)
+        inputs |= seen.masks(text, embeddings, source, None)
         positions = source if seen.positions is None else seen.positions
         # media advance positions by less than their tokens: the response continues from there
         shift = 0 if seen.positions is None else int(seen.positions.max()) + 1 - length

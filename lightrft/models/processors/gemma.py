@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -58,7 +59,7 @@ class GemmaImage:
     ``features`` features.
     """
 
-    processor: Gemma3ImageProcessorPil
+    processor: Any
     written: str
     whole: str
     features: int
