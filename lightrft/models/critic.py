@@ -53,7 +53,7 @@ class Critic(Backbone):
         width = self.base.config.get_text_config().hidden_size
         self.value_head = _Head(width, 1, bias=False, device=self.device, dtype=torch.float32)
         self._draw_head(seed)
-        # after the draw, so that the head starts from the same numbers as in float32
+        # last, so that the head starts from the same numbers as in float32
         if self.base.dtype == torch.float64:
             self.value_head.double()
         head = self.base.get_output_embeddings()

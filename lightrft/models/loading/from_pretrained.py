@@ -319,7 +319,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     text alone. Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, or
     an unreadable chat template.
     """
-    # the tokenizer of a folder of adapters lies in it, unlike the model's config
+    # a folder of adapters holds a tokenizer, but no config of the model
     is_adapter = (Path(config.path).expanduser() / "adapter_config.json").is_file()
     if config.tokenizer:
         where = config.tokenizer
