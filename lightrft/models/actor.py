@@ -692,14 +692,7 @@ def _few(batch: Batch, out: Tensor, rows: int = 4) -> Batch:
     sizes = torch.bincount(batch.prompt_of, minlength=len(batch.prompts))
     media = sum((r.lengths for r in batch.prompts.media.values()), torch.zeros_like(sizes))
     # the first key decides: rows with tokens, with media, of large groups, of one prompt together
-    keys = torch.stack(
-        [
-            (batch.lengths == 0).long(),
-            (media == 0).long()[batch.prompt_of],
-            -sizes[batch.prompt_of],
-            batch.prompt_of,
-        ],
-        1,
-    ).tolist()
-    order = sorted((~out).nonzero()[:, 0].tolist(), key=keys.__getitem__)
-    return batch.select(torch.tensor(order[:rows], dtype=torch.long, device=batch.prompt_of.device))
+    of = batch.prompt_of
+    keys = torch.stack([(batch.lengths == 0).long(), (media == 0).long()[of], -sizes[of], of], 1)
+    order = sorted((~out).nonzero()[:, 0].tolist(), key=keys.tolist().__getitem__)
+    return batch.select(torch.tensor(order[:rows], dtype=torch.long, device=of.device))

@@ -409,12 +409,12 @@ def log_probs_from_logits(
     picks = labels.reshape(-1)
     if flat.is_cuda and not disable_logprobs_flashattn:
         try:
-            from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
+            import flash_attn.ops.triton.cross_entropy as fused  # ty: ignore[import-not-found]
         except ImportError:
             # PyTorch computes them below
             pass
         else:
-            return -cross_entropy_loss(flat, picks)[0].reshape(labels.shape)
+            return -fused.cross_entropy_loss(flat, picks)[0].reshape(labels.shape)
     if flat.dtype in (torch.bfloat16, torch.float16):
         if not len(flat):
             return flat.new_zeros(labels.shape, dtype=torch.float32)
