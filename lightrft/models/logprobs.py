@@ -408,13 +408,9 @@ def log_probs_from_logits(
     flat = logits.reshape(-1, logits.shape[-1])
     picks = labels.reshape(-1)
     if flat.is_cuda and not disable_logprobs_flashattn:
-        try:
-            import flash_attn.ops.triton.cross_entropy as fused  # ty: ignore[import-not-found]
-        except ImportError:
-            # PyTorch computes them below
-            pass
-        else:
-            return -fused.cross_entropy_loss(flat, picks)[0].reshape(labels.shape)
+        fused = _fused_cross_entropy()
+        if fused is not None:
+            return -fused(flat, picks)[0].reshape(labels.shape)
     if flat.dtype in (torch.bfloat16, torch.float16):
         if not len(flat):
             return flat.new_zeros(labels.shape, dtype=torch.float32)
@@ -423,6 +419,14 @@ def log_probs_from_logits(
         return torch.stack(rows).reshape(labels.shape)
     chosen = flat.gather(1, picks[:, None])[:, 0]
     return (chosen - flat.logsumexp(-1)).reshape(labels.shape)
+
+
+def _fused_cross_entropy() -> Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None:
+    try:
+        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
+    except ImportError:
+        return None
+    return cross_entropy_loss
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
