@@ -3,6 +3,9 @@
 ``run`` and ``Process`` stand in for ``subprocess.run`` and ``subprocess.Popen`` of ``python words...``. A server process with the imports
 done forks itself for each. With ``seats``, the ranks that torch's launcher starts there are forks too, children of the launcher.
 
+``door`` is the path of a socket through which other processes can ask for a fork: ``tests/warm_client.py`` does, in place of an
+interpreter, so that workers of Ray are forks too.
+
 A fork shares the hash seed and the modules of the server. So tests of the imports themselves, of start-up time, of memory, and one run of
 every way to start ranks use new interpreters instead.
 """
@@ -15,6 +18,8 @@ import json
 import os
 import runpy
 import selectors
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -150,16 +155,45 @@ def spawn(work: Callable[[int, str], None], folder: Path, processes: int = 2) ->
             rank.close()
 
 
-_servers: list[socket.socket] = []
+def interpreter(folder: Path) -> Path:
+    """Return a program in ``folder`` to use as ``python``: it has the server of this process run scripts and modules.
+
+    Code given by ``-c`` gets a new interpreter, since reward workers begin that way, with pipes that a fork would not have. With the
+    environment variable ``WARM_PYTHON`` set to this program, it is ``sys.executable`` in forks too.
+    """
+    path = folder / "python"
+    new = shlex.quote(sys.executable)
+    path.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {new} "$@"\nexec {as_client()} "$@"\n')
+    path.chmod(0o700)
+    return path
+
+
+def as_client() -> str:
+    """Return the command, for a shell, that takes the words of ``python`` and has the server of this process run them."""
+    words = [sys.executable, "-S", "-E", ROOT / "tests" / "warm_client.py", door()]
+    return shlex.join(map(str, words))
+
+
+_servers: list[tuple[socket.socket, Path]] = []
+
+
+def door() -> Path:
+    """Return the path of the socket at which this process's server listens. Only this user can reach it."""
+    _server()
+    return _servers[0][1]
 
 
 def _server() -> socket.socket:
     """Return the connection to this process's server, which is started when it is first asked for."""
     if not _servers:
+        path = Path(tempfile.mkdtemp(prefix="warm-")) / "door"
+        entrance = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        entrance.bind(str(path))
+        entrance.listen(64)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
-        code = f"from tests.warm import begin; begin({theirs.fileno()})"
+        code = f"from tests.warm import begin; begin({theirs.fileno()}, {entrance.fileno()})"
         env = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -169,49 +203,58 @@ def _server() -> socket.socket:
         words = [sys.executable, "-c", code]
         server = subprocess.Popen(
             words,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), entrance.fileno()],
             env=env,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
-        _servers.append(ours)
-        atexit.register(lambda: (ours.close(), server.wait(30)))
-    return _servers[0]
+        entrance.close()
+        _servers.append((ours, path))
+        atexit.register(lambda: (ours.close(), server.wait(30), shutil.rmtree(path.parent)))
+    return _servers[0][0]
 
 
 # -------------------------------------------------------------------------------------------------------------------- in the server
 
 
-def begin(fd: int) -> None:
+def begin(connection: int, entrance: int) -> None:
     """Serve, and in each fork run the program that was asked for, as the interpreter would."""
     gc.disable()
     for name in IMPORTED:
         __import__(name)
     gc.freeze()
     gc.enable()
-    request = serve(socket.socket(fileno=fd))
+    request = serve(socket.socket(fileno=connection), socket.socket(fileno=entrance))
     if request is not None:
         leave(execute(request["words"]))
 
 
-def serve(connection: socket.socket) -> dict[str, Any] | None:
+def serve(connection: socket.socket, entrance: socket.socket) -> dict[str, Any] | None:
     """Fork for each request, and report how each fork ended. Returns in a fork its request, and ``None`` once nobody can ask any more."""
     waiting: dict[int, tuple[int, socket.socket]] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
+        selector.register(entrance, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj is not connection:
+                if key.fileobj is entrance:
+                    selector.register(entrance.accept()[0], selectors.EVENT_READ)
+                    continue
+                if not isinstance(key.fileobj, socket.socket):
                     pid, status = waiting.pop(key.fd)
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     _tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                     status.close()
                     continue
-                data, fds, _, _ = socket.recv_fds(connection, LARGEST, 4)
+                data, fds, _, _ = socket.recv_fds(key.fileobj, LARGEST, 4)
                 if not data:
-                    return None
+                    if key.fileobj is connection:
+                        return None
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+                    continue
                 request = json.loads(data)
                 pid = os.fork()
                 if pid == 0:
@@ -237,6 +280,7 @@ def prepare(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     for stream, fd in enumerate(fds[:3]):
         os.dup2(fd, stream)
     os.closerange(3, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))
+    os.setpgid(0, 0)  # Ray kills the process group of a worker that has died
     become(request["words"], request["env"], request["cwd"])
     return take_seats(request["seats"]) or request
 
@@ -245,6 +289,7 @@ def become(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    sys.executable = env.get("WARM_PYTHON", sys.executable)
     if words[0] == "-u":
         sys.stdout.reconfigure(line_buffering=True)  # ty: ignore[unresolved-attribute]
         words = words[1:]

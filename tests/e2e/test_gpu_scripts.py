@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import tiny_config, tiny_model
 from lightrft.types import Batch, Segments
+from tests import warm
 from tests.e2e.command import ROOT
+from tests.e2e.several import ENVIRONMENT
 
 SCRIPTS = ROOT / "benchmarks" / "gpu"
 
@@ -38,10 +38,9 @@ def layouts(common: ModuleType) -> Iterator[ModuleType]:
 
 @pytest.mark.slow
 def test_all_scripts_run_and_leave_two_files_with_the_machine_in_their_names(
-    tmp_path: Path,
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     words = [
-        sys.executable,
         str(SCRIPTS / "run_all.py"),
         "--smoke",
         "--machine",
@@ -49,7 +48,8 @@ def test_all_scripts_run_and_leave_two_files_with_the_machine_in_their_names(
         "--out",
         str(tmp_path),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=480, check=False)
+    env = {**ENVIRONMENT, "WARM_PYTHON": str(warm.interpreter(tmp_path_factory.mktemp("warm")))}
+    done = warm.run(words, env=env, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu-here.json", "gpu-here.md"]
     found = json.loads((tmp_path / "gpu-here.json").read_text(encoding="utf-8"))

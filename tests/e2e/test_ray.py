@@ -33,6 +33,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import DataError, RankError, ResourceError
 from lightrft.utils.stop_signal import StopFlag
+from tests import warm
 from tests.e2e.several import PRESETS, beside, check_equal, config_file, rows_with_pictures
 
 pytestmark = pytest.mark.slow
@@ -44,6 +45,11 @@ PATIENCE = 20.0
 Act = Callable[[RayLauncher], None]
 Whom = Callable[[RayLauncher], Sequence[int]]
 """Processes, by their numbers."""
+
+
+def forks() -> dict[str, Any]:
+    """A runtime environment of Ray whose workers have torch imported when they begin."""
+    return {"py_executable": warm.as_client()}
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +64,19 @@ def nodes() -> Generator[Cluster]:
     }
     # A machine that others fill too has Ray kill workers.
     own |= {"RAY_memory_monitor_refresh_ms": "0"}
+    # Two that no test uses.
+    own |= {"RAY_prestart_worker_first_driver": "0"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
         _enable_token_auth()  # the mode is read when ray is imported, and anew here
-        cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 * 2**20}
-        )
-        ray.init(address=cluster.address, log_to_driver=False)
+        head = {
+            "num_cpus": 2,
+            "object_store_memory": 80 * 2**20,
+        }
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        # In new interpreters each worker would need 5 s of a processor to import torch.
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env=forks())
         yield cluster
         ray.shutdown()
         cluster.shutdown()
@@ -250,7 +261,10 @@ def ended(
 def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(
     nodes, tree, tmp_path
 ):
-    """With a cluster of its own, for which nothing is written into the user's home, and on one that is there."""
+    """With a cluster of its own, for which nothing is written into the user's home, and on one that is there.
+
+    The workers of its own cluster are new interpreters, as in real use.
+    """
     tree = deep_merge(
         tree, {**PRESETS["lora"], "checkpoint": {"every": 0}, "train": {"steps": 200}}
     )
@@ -342,7 +356,9 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     staff = {"engine": 1, "scorer": 1, "reference": 1, "teacher": 1}
     # Loads within it on a busy machine too.
     over = staffed(
-        **{f"{role}s": count for role, count in staff.items()}, call_timeout_minutes=0.5, restarts=9
+        **{f"{role}s": count for role, count in staff.items()},
+        call_timeout_minutes=0.5,
+        restarts=9,
     )
     all_of = workers(*(f"{role} 0" for role in staff))
     acts = {1: stopped(all_of, seconds=3), 2: killed(all_of), 3: stopped(workers("engine 0"))}

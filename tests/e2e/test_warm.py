@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 from tests import warm
 
@@ -46,3 +47,28 @@ def test_the_ranks_of_a_warm_launcher_are_its_children_in_sessions_of_their_own(
     done = warm.run(["-c", launch, rank], env=os.environ, cwd=tmp_path, seats=2)
     found = [(tmp_path / f"rank{i}").read_text() for i in range(2)]
     assert found == [f"({done.stdout.strip()}, True, True)"] * 2, done.stderr
+
+
+def test_a_warm_interpreter_runs_its_words_in_a_fork_and_ends_as_the_fork_does(tmp_path):
+    python, script = str(warm.interpreter(tmp_path)), tmp_path / "script.py"
+    env = {**os.environ, "WARM_PYTHON": python}
+    script.write_text(
+        "import os, sys\n"
+        "print('torch' in sys.modules, sys.executable, *sys.argv[1:], input(), flush=True)\n"
+        "sys.exit(3) if len(sys.argv) > 2 else os.kill(os.getpid(), 9)\n"
+    )
+    for words, status in ((["two words", "'"], 3), (["one"], -signal.SIGKILL)):
+        command = [python, str(script), *words]
+        done = subprocess.run(command, env=env, input="typed\n", capture_output=True, text=True)
+        said = f"True {python} {' '.join(words)} typed\n"
+        assert (done.returncode, done.stdout) == (status, said), done.stderr
+
+
+def test_code_for_a_warm_interpreter_runs_in_a_new_one_with_its_pipes(tmp_path):
+    code = "import os, sys; os.write(int(sys.argv[1]), str('torch' in sys.modules).encode())"
+    inlet, outlet = os.pipe()
+    with os.fdopen(inlet) as pipe:
+        words = [str(warm.interpreter(tmp_path)), "-c", code, str(outlet)]
+        subprocess.run(words, pass_fds=[outlet], check=True)
+        os.close(outlet)
+        assert pipe.read() == "False"
