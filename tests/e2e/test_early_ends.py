@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +18,7 @@ from lightrft.observability.trackers import read_rows
 from lightrft.trainer import rl
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import DamagedError, GenerationInterrupted
+from tests import warm
 from tests.e2e.several import ROOT, config_file
 from tests.e2e.test_resume import steady
 from tests.unit.distributed.test_process_group import at, free_port
@@ -195,12 +194,16 @@ def test_a_rank_that_fails_while_the_others_draw_ends_them_at_once(tree, tmp_pat
     }
     file = config_file(deep_merge(tree, over), tmp_path, "broken")
     env, began = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, time.monotonic()
-    command, port = [sys.executable, "-c", BROKEN, str(file)], free_port()
-    both = [
-        subprocess.Popen(command, env=env | at(port, rank), stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    first, second = (one.communicate(timeout=400)[1] for one in both)
+    port = free_port()
+    both = [warm.Process(["-c", BROKEN, file], env | at(port, rank)) for rank in range(2)]
+    try:
+        for one in both:
+            one.wait(400)
+        first, second = (one.said(2) for one in both)
+    finally:
+        for one in both:
+            one.send_signal(signal.SIGKILL)
+            one.close()
     assert "ZeroDivisionError: broken" in second.splitlines()[-1]
     assert "rank 1: ZeroDivisionError: broken" in first
     assert time.monotonic() - began < 300  # strategy.timeout_minutes is ten minutes

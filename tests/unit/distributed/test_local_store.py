@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from lightrft.distributed import process_group
 from lightrft.distributed.local_store import is_loopback, loopback_store
 from lightrft.distributed.torchrun import OneMachine
 from lightrft.engines.weight_transport import ProcessGroupBroadcast
+from tests import warm
 
 PATIENCE = timedelta(seconds=20)
 
@@ -124,7 +123,5 @@ def test_ranks_that_a_launcher_starts_here_and_the_launcher_listen_on_loopback_a
         "from lightrft.distributed.torchrun import run_processes; raise "
         f"SystemExit(run_processes('x', [{program!r}], 2, 2.0))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", launch], capture_output=True, text=True, check=False
-    )
+    done = warm.run(["-c", launch], env=os.environ, seats=2)
     assert done.returncode == 0, done.stderr[-2000:]

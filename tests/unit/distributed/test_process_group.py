@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from lightrft.distributed.process_group import (
     run_with_keepalive,
 )
 from lightrft.utils.errors import LostRankError
+from tests import warm
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 
 MINUTES = 0.02
@@ -170,12 +170,14 @@ def at(port: int, rank: int) -> dict[str, str]:
 def ends(program: str, port: int, **more: str) -> list[int]:
     """The exit status of each of two ranks."""
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", program], env={**os.environ, **at(port, rank), **more}
-        )
-        for rank in range(2)
+        warm.Process(["-c", program], {**os.environ, **at(port, rank), **more}) for rank in range(2)
     ]
-    return [one.wait(240) for one in both]
+    try:
+        return [one.wait(240) for one in both]
+    finally:
+        for one in both:
+            one.send_signal(signal.SIGKILL)
+            one.close()
 
 
 @pytest.mark.slow
