@@ -7,6 +7,7 @@ of their own.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shutil
 import sys
 import traceback
@@ -58,9 +59,24 @@ def build() -> ModuleType:
     folder = Path(cpp_extension.get_default_build_root()) / f"lightrft_counting_device_{digest}"
     flags = ["-O0", "-g0"]  # a minute less to compile, and the kernels are torch's own
     with alone(folder):
-        return cpp_extension.load(
+        finished = folder / "finished"
+        # torch would compile again in each new virtual environment, whose headers have other paths.
+        if finished.exists():
+            return load(folder / "counting_device.so")
+        extension = cpp_extension.load(
             "counting_device", [str(SOURCE)], build_directory=str(folder), extra_cflags=flags
         )
+        finished.touch()
+        return extension
+
+
+def load(library: Path) -> ModuleType:
+    """Import the compiled device from its file."""
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    assert spec is not None and spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
 
 
 @cache

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 from tests.device.counting_device import alone, build, missing_tool
 
@@ -29,6 +30,16 @@ def test_a_build_that_was_killed_does_not_keep_others_waiting(tmp_path: Path) ->
     (tmp_path / "lock").touch()
     with alone(tmp_path):
         assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_built")
+def test_a_device_that_was_compiled_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiles(*args: object, **options: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(cpp_extension, "load", compiles)
+    assert build.__wrapped__().counts().keys() >= {"current_bytes"}
 
 
 @pytest.mark.slow
