@@ -11,16 +11,33 @@ import signal
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lightrft.distributed.worker_api import Maker, WorkerLost
+from lightrft.workers.worker_group import WorkerGroup
 from tests import warm
 
 _SERVER = mp.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["lightrft.workers.engine_workers", "lightrft.workers.model_workers", *warm.IMPORTED]
 )
+
+
+def time_out_after(seconds: float, group: WorkerGroup, worker: ProcessWorker) -> None:
+    """Make calls of ``group`` time out after ``seconds``, until ``worker`` is restarted.
+
+    A worker that loads a model on a busy machine needs more time than a test has to wait for a stopped one.
+    """
+    limits, restart = group.limits, worker.restart
+
+    def restart_with_patience() -> None:
+        group.limits = limits
+        restart()
+
+    worker.restart = restart_with_patience  # type: ignore[method-assign]
+    group.limits = replace(limits, call_timeout=seconds)
 
 
 def serve(made: bytes, connection: Connection) -> None:

@@ -32,9 +32,9 @@ STEPS, ANSWERS = 4, 15
 END = 300.0
 """Seconds after which a run in which a process was killed has ended everywhere. It takes 35: torch's launcher gives the others thirty. On
 a busy machine it is more; one that waits for the rank that is gone takes ten minutes."""
-TIMEOUT = 16.0
+TIMEOUT = 10.0
 """Seconds of ``strategy.timeout_minutes`` where a process is stopped."""
-GRACE = 15
+GRACE = 4
 """Seconds that a stopped process has to end by itself, which it never does. A launcher gives it a minute or more."""
 
 

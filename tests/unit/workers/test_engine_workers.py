@@ -42,7 +42,7 @@ from lightrft.workers.engine_workers import (
 from lightrft.workers.weight_sync import WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
-from tests.worker_helpers import ProcessWorker
+from tests.worker_helpers import ProcessWorker, time_out_after
 
 CONFIG = EngineConfig(max_num_seqs=6)
 SAMPLING = SamplingConfig(max_new_tokens=24, temperature=1.0)
@@ -392,14 +392,12 @@ def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_wei
 
 def test_an_engine_that_falls_silent_is_taken_for_lost(folder: Path) -> None:
     worker = worker_of(folder, "engine 0")
-    engines = EngineWorkerGroup(
-        [worker], CONFIG, FaultPolicy(restarts=2, call_timeout=60.0), hand()
-    )
+    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, hand())
     try:
         engines.load_weights(other_weights(folder).items(), 1)
         requests = requests_of()
         expected = told(answers(engines, requests))
-        engines.crew.limits = FaultPolicy(restarts=2, call_timeout=30.0)
+        time_out_after(3.0, engines.crew, worker)
         worker.signal(signal.SIGSTOP)
         began = time.monotonic()
         assert told(answers(engines, requests)) == expected
@@ -507,7 +505,7 @@ def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(
 
     try:
         engines.crew.each("ping")
-        engines.crew.limits = FaultPolicy(restarts=2, call_timeout=20.0)
+        time_out_after(20.0 if pause else 6.0, engines.crew, workers[1])
         began = time.monotonic()
         assert engines.load_weights(stopping(), 2) == {
             name: checksum(tensor) for name, tensor in weights.items()

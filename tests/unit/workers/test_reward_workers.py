@@ -18,7 +18,7 @@ from lightrft.types import Attachment, Prompt, Ragged, Rollout
 from lightrft.utils.errors import RewardError, WorkerError
 from lightrft.workers.reward_workers import TRIES, RewardWorkerGroup, reward_scorer_worker
 from lightrft.workers.worker_group import FaultPolicy
-from tests.worker_helpers import ProcessWorker
+from tests.worker_helpers import ProcessWorker, time_out_after
 
 LIMITS = FaultPolicy(restarts=4, call_timeout=60.0)
 REWARD = """
@@ -142,7 +142,7 @@ def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(
     scorer.check_sources(["known"])
     for worker in workers:
         worker.call("check_sources", ["known"]).result(60)
-    scorer.crew.limits = FaultPolicy(restarts=4, call_timeout=20.0)
+    time_out_after(5.0, scorer.crew, workers[1])
     workers[1].signal(signal.SIGSTOP)
     given, began = rollouts_of(20), time.monotonic()
     for rollout in given:
