@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -41,12 +42,13 @@ class Elsewhere:
     def __call__(
         self,
         config: RLConfig,
+        requirements: Requirements,
         tokenizer: Any,
         steps: int,
         processor: Any = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> Roles:
-        roles = local_roles(config, tokenizer, steps, processor, ranks)
+        roles = local_roles(config, requirements, tokenizer, steps, processor, ranks)
         roles.scorer.close()
         cpu = config.strategy
         trained = frozenset(
