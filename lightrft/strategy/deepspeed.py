@@ -481,6 +481,22 @@ def _deepspeed() -> Any:
     # DeepSpeed would compile this op on first use, for calls that are not made here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
+    _import_muon()
     # DeepSpeed uses deprecated names of torch.
     warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)
     return deepspeed
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon optimizer without compiling it.
+
+    Every engine imports it, to compare its class with that of the optimizer in use. On import it
+    calls ``torch.compile``, which loads torch's compiler: 2 s of a processor in each rank.
+    """
+    compiler = import_module("deepspeed.runtime.compiler")
+    compiling = compiler.compile
+    compiler.compile = lambda *args, **options: lambda function: function
+    try:
+        import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compiling

@@ -81,6 +81,18 @@ def on_two_ranks(cell: str, folder: Path) -> list[tuple[dict[str, Any], dict[str
     return [(first[str(stage)], second[str(stage)]) for stage in STAGES]
 
 
+@needs_deepspeed
+def test_the_compiler_of_torch_is_not_loaded_for_an_optimizer_that_is_not_used() -> None:
+    code = (
+        "import sys; from lightrft.strategy.deepspeed import _deepspeed; _deepspeed(); "
+        "from deepspeed.runtime import compiler; from deepspeed.runtime.zero.muon import "
+        "muon_optimizer; print('torch._inductor.compile_fx' in sys.modules, "
+        "muon_optimizer.MuonWithAuxAdam.__name__, compiler.compile.__name__)"
+    )
+    done = warm.run(["-c", code], env=os.environ)
+    assert done.stdout.splitlines()[-1:] == ["False MuonWithAuxAdam compile"], done.stderr
+
+
 STEPS = """
 def cell(stage):
     strategy = zero(stage)
