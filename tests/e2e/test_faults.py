@@ -24,8 +24,10 @@ from tests.e2e.several import ENVIRONMENT, check_equal, config_file, train
 
 KILLING = Path(__file__).with_name("killing.py")
 LAUNCH = """
-import sys
+import os, sys
 from lightrft.distributed.torchrun import run_processes
+from torch.distributed.elastic.multiprocessing.api import PContext
+PContext.close.__defaults__ = None, int(os.environ.get("GRACE", "30"))
 sys.exit(run_processes("lightrft rl", sys.argv[1:], 2, 1.0))
 """
 STEPS, ANSWERS = 4, 15
@@ -35,7 +37,7 @@ a busy machine it is more; one that waits for the rank that is gone takes ten mi
 TIMEOUT = 10.0
 """Seconds of ``strategy.timeout_minutes`` where a process is stopped."""
 GRACE = 4
-"""Seconds that a stopped process has to end by itself, which it never does. A launcher gives it a minute or more."""
+"""Seconds that a launcher gives a stopped process to end by itself, which it never does. torch gives it thirty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def whole(tree, whole_runs, tmp_path_factory) -> Path:
 def run_until(file: Path, where: str, nth: int, rank: int, how: str) -> Ended:
     """Two processes of the run of ``file``; on ``rank`` something happens."""
     words = ["-c", LAUNCH, KILLING, file, where, str(nth), str(rank), how]
-    limits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)} if how == "stop" else {}
+    limits = {"GRACE": str(GRACE)} if how == "stop" else {}
     done = warm.run(words, env=ENVIRONMENT | limits, seats=2)
     happened = file.with_name("happened")
     assert happened.exists() or where == "never", done.stderr
