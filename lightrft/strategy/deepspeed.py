@@ -493,7 +493,7 @@ def _import_muon() -> None:
     Every engine imports it, to compare its class with that of the optimizer in use. On import it
     calls ``torch.compile``, which loads torch's compiler: 2 s of a processor in each rank.
     """
-    compiler = import_module("deepspeed.runtime.compiler")
+    compiler: Any = import_module("deepspeed.runtime.compiler")
     compiling = compiler.compile
     compiler.compile = lambda *args, **options: lambda function: function
     try:
