@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import TrOCRConfig
@@ -17,6 +19,39 @@ from lightrft.types import Batch, Segments
 # Relative: a rollout keeps its log-probs in float32, whatever the model computes in.
 STORED = 2**-23
 NO_HEAD_DIM = ("qwen2", "phi3", "olmo2")  # their head width is always hidden size over heads
+
+COMMON_FAMILIES = frozenset(
+    (
+        "deepseek_v3",
+        "falcon_h1",
+        "gemma2",
+        "gemma3_text",
+        "glm4_moe",
+        "gpt_oss",
+        "llama",
+        "mamba",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_5_text",
+        "qwen2_5_vl",
+        "gemma3",
+        "qwen2_audio",
+    )
+)
+"""Families that ``make test`` proves, at least one of each kind of layer. CI proves them all."""
+
+
+def by_family(families: Iterable[str]) -> list[Any]:
+    """Return a test parameter for each family, marked as slow unless it is a common one."""
+    return [
+        pytest.param(family, marks=() if family in COMMON_FAMILIES else pytest.mark.slow, id=family)
+        for family in families
+    ]
 
 
 class Float64(TorchFunctionMode):

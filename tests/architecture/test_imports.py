@@ -228,6 +228,7 @@ def test_every_module_imports_with_no_optional_package_and_without_touching_cuda
     assert "loaded too early: []" in run(code)
 
 
+@pytest.mark.slow
 def test_each_module_imports_alone_whatever_the_order() -> None:
     assert run(IMPORT_ALONE.format(package=PACKAGE, names=names_of_modules())).startswith(
         "each of "

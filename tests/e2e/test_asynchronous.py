@@ -46,7 +46,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_batch_n_is_drawn_by_the_version_that_is_due_whoever_is_faster(
     rl_config, tmp_path, monkeypatch, staleness
 ):

@@ -79,6 +79,7 @@ def test_a_run_that_ended_after_an_evaluation_and_before_a_checkpoint_begins_ane
     assert [row["step"] for row in rows(tmp_path / "ended")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated weights", "truncated manifest", "another step"])
 def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_it_bit_for_bit(
     tree, tmp_path, caplog, damage

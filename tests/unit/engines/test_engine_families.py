@@ -26,7 +26,7 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_config, family_model
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError
-from tests.model_helpers import STORED, Float64, float32_bound
+from tests.model_helpers import STORED, Float64, by_family, float32_bound
 
 PROMPTS = (5, 20, 1, 13, 5)
 """Tokens of the prompts: beyond a window of 8, and two of equal length."""
@@ -101,7 +101,7 @@ def assert_own(model: PreTrainedModel, rollouts: list[Rollout]) -> None:
         torch.testing.assert_close(found, own, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", by_family(TEXT_FAMILIES))
 def test_sampled_log_probs_are_those_of_the_models_own_forward(family: str) -> None:
     model = model_of(family)
     with exact(model):

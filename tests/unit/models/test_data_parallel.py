@@ -69,6 +69,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"found_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MEDIA_FAMILIES)
 def test_two_processes_of_which_one_has_no_media_get_the_gradient_of_the_joined_batch(
     family, found, tmp_path

@@ -18,13 +18,13 @@ from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, WINDOW, family_config, family_model
 from lightrft.types import Rollout
 from lightrft.utils.errors import ModelError
-from tests.model_helpers import ragged_batch, unproved_model
+from tests.model_helpers import by_family, ragged_batch, unproved_model
 
 KNOWN = [family for family in TEXT_FAMILIES if not FAMILIES[family].refused]
 REFUSED = [family for family in TEXT_FAMILIES if FAMILIES[family].refused]
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", by_family(KNOWN))
 def test_a_family_loads_scores_in_three_layouts_and_learns_as_its_own_forward_says(
     family, tmp_path
 ):

@@ -127,7 +127,10 @@ def test_what_a_function_prints_forks_or_reads_disturbs_nothing():
 
 
 @pytest.mark.parametrize("function", ["batched", "batched_async", "asynchronous"])
-@pytest.mark.parametrize("guilty", ["raise", "nan", "loop", "memory", "exit"])
+@pytest.mark.parametrize(
+    "guilty",
+    ["raise", "nan", pytest.param("loop", marks=pytest.mark.slow), "memory", "exit"],
+)
 def test_one_guilty_rollout_does_not_fail_those_that_share_its_call(function, guilty):
     rollouts, _ = score(
         ["1", "2", guilty, "3"] * 2, function, timeout=2 if guilty == "loop" else 30

@@ -241,6 +241,7 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
     assert engines.load_weights(weights.items(), 3) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["message", "broadcast"])
 def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(
     way: Way, folder: Path

@@ -15,7 +15,7 @@ from lightrft.models.multimodal.merge_inputs import own_inputs
 from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.types import Batch, Request, Rollout, Segments
 from tests.media_helpers import mixed_prompts, rig
-from tests.model_helpers import STORED
+from tests.model_helpers import STORED, by_family
 
 TOKENS = 8
 
@@ -98,7 +98,7 @@ def answers(r, prompts, samples, temperature=0.0, decoder=Careful):
     return {(x.prompt.id, x.sample): x for x in engine.generate(requests, sampling)}
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", by_family(MEDIA_FAMILIES))
 def test_greedy_answers_are_those_of_a_plain_loop_over_the_models_own_forward(family, tmp_path):
     r = rig(family, tmp_path)
     prompts = mixed_prompts(r)
@@ -110,7 +110,7 @@ def test_greedy_answers_are_those_of_a_plain_loop_over_the_models_own_forward(fa
     }
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", by_family(MEDIA_FAMILIES))
 def test_log_probs_of_drawn_answers_are_those_of_the_models_own_forward(family, tmp_path, exact):
     r = rig(family, tmp_path, torch.float64)
     prompts = mixed_prompts(r)
@@ -146,7 +146,7 @@ def volume(calls):
     return sum(n * torch.Size(shape).numel() for shape, n in calls.items())
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", by_family(MEDIA_FAMILIES))
 def test_a_tower_sees_the_media_of_a_prompt_once_whatever_the_number_of_answers(family, tmp_path):
     r = rig(family, tmp_path)
     prompts = mixed_prompts(r)
@@ -180,7 +180,7 @@ def test_a_tower_sees_the_media_of_a_prompt_once_whatever_the_number_of_answers(
         assert volume(first) == held
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", by_family(MEDIA_FAMILIES))
 def test_the_models_own_cache_gives_the_answers_of_the_plan_where_media_are_read(family, tmp_path):
     r = rig(family, tmp_path)
     prompts = mixed_prompts(r)[:4]

@@ -170,6 +170,7 @@ def test_a_rate_by_part_of_a_model_without_parts_is_an_error():
         prepared(nn.Linear(2, 2), lr_of={"tower": 1e-6})
 
 
+@pytest.mark.slow
 def test_training_with_rates_by_part_goes_on_bit_for_bit_from_a_checkpoint(made, tmp_path):
     r, batch = made
     options: dict[str, Any] = {"lr_of": RATES, "schedule": "cosine", "weight_decay": 0.1}
@@ -269,6 +270,7 @@ def test_the_documented_function_adapts_towers_only_where_they_are_not_frozen(ma
     )
 
 
+@pytest.mark.slow
 def test_trained_adapters_of_every_part_are_merged_into_what_is_exported_and_come_back_as_adapters(
     made, tmp_path
 ):
