@@ -246,12 +246,16 @@ _TRAINED_BY_RANKS = (
 )
 
 REMOVED: dict[str, str] = {
-    "launch.ray.critic": f"it was removed: a critic in one worker cannot be sharded; {_TRAINED_BY_RANKS}",
+    "launch.ray.critic": (
+        f"it was removed: a critic in one worker cannot be sharded; {_TRAINED_BY_RANKS}"
+    ),
     "launch.ray.process": (
         "it was removed: a process reward model in one worker cannot be sharded; "
         f"{_TRAINED_BY_RANKS}"
     ),
-    "optimizer.warmup": "set optimizer.warmup_steps, or optimizer.warmup_ratio for a share of all steps",
+    "optimizer.warmup": (
+        "set optimizer.warmup_steps, or optimizer.warmup_ratio for a share of all steps"
+    ),
 }
 """Settings of earlier versions, as they end, with what to do instead."""
 

@@ -275,14 +275,18 @@ PRESETS: dict[str, dict[str, object]] = {
 PAPERS: dict[str, str] = {
     "grpo": "DeepSeekMath, arXiv 2402.03300, eq. 3 and 21, section 4.2",
     "reinforce++": "REINFORCE++, arXiv 2501.03262, section 3",
-    "reinforce++_baseline": "REINFORCE++ with a baseline, arXiv 2501.03262, section 3; k2 and its coefficient as in "
-    "the authors' script of 2026",
+    "reinforce++_baseline": (
+        "REINFORCE++ with a baseline, arXiv 2501.03262, section 3; k2 and its coefficient as in "
+        "the authors' script of 2026"
+    ),
     "rloo": "Back to basics, arXiv 2402.14740, section 3: the policy gradient of whole responses; "
     "coefficient as there for TL;DR",
     "remax": "ReMax, arXiv 2310.10505, algorithm 2; discount and coefficient of the KL as in the "
     "authors' scripts",
-    "remax_released": "ReMax as in the authors' released code: each token has its own KL only, and the mean is "
-    "over tokens",
+    "remax_released": (
+        "ReMax as in the authors' released code: each token has its own KL only, and the mean is "
+        "over tokens"
+    ),
     "opo": "OPO, arXiv 2505.23585: exact on-policy training, without KL or entropy",
     "pass_at_k": "Inference-time objectives, arXiv 2503.19595, section 3",
     "maxrl": "Maximum likelihood reinforcement learning, arXiv 2602.02710",
@@ -292,8 +296,10 @@ PAPERS: dict[str, str] = {
     "of correct responses",
     "dr_grpo": "Understanding R1-Zero-like training, arXiv 2503.20783, section 3.2: no division by "
     "length or deviation, no KL",
-    "lite_ppo": "Tricks or traps, arXiv 2508.08221, section 5: deviation of the batch, token-level loss, "
-    "no KL",
+    "lite_ppo": (
+        "Tricks or traps, arXiv 2508.08221, section 5: deviation of the batch, token-level loss, "
+        "no KL"
+    ),
     "gdpo": "GDPO, arXiv 2601.05242, section 3: every reward inside its group, then their weighted "
     "sum over the batch",
     "vapo": "VAPO, arXiv 2504.05118, section 5.1; there the critic learns alone for the first 50 "
@@ -307,35 +313,51 @@ PAPERS: dict[str, str] = {
     "gmpo": "GMPO, arXiv 2507.20673, section 4: bounds (e^-0.4, e^0.4)",
     "cispo": "MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound; the upper one is not "
     "printed, so it is DAPO's",
-    "cispo_cap": "CISPO as in ScaleRL, arXiv 2510.13786, sections 3.2 and 4: one bound, on the ratio "
-    "itself; deviation of the batch, mean over prompts. Its filter of groups with equal "
-    "rewards and its curriculum are separate settings",
+    "cispo_cap": (
+        "CISPO as in ScaleRL, arXiv 2510.13786, sections 3.2 and 4: one bound, on the ratio "
+        "itself; deviation of the batch, mean over prompts. Its filter of groups with equal "
+        "rewards and its curriculum are separate settings"
+    ),
     "cpgd": "CPGD, arXiv 2505.12504, section 4; the deviation of the group and the numbers of the "
     "drift follow the authors' code, whose ratio less 1 pulls by at most 2",
     "sapo": "SAPO, arXiv 2511.20347, section 5",
     "vespo": "VESPO, arXiv 2602.10693: weights against the sampler",
-    "dppo": "DPPO, binary total variation, arXiv 2602.04879: the trust region is around the sampler; "
-    "advantage and denominator of the authors' script",
+    "dppo": (
+        "DPPO, binary total variation, arXiv 2602.04879: the trust region is around the sampler; "
+        "advantage and denominator of the authors' script"
+    ),
     "dppo_kl": "DPPO, binary KL, arXiv 2602.04879: the trust region is around the sampler",
     "topr": "TOPR, arXiv 2503.14286, section 3: rewards of 1 and -1, no baseline",
-    "kimi_k15": "Kimi k1.5, arXiv 2501.12599, section 2.3.2: mirror descent around the policy before the "
-    "update",
+    "kimi_k15": (
+        "Kimi k1.5, arXiv 2501.12599, section 2.3.2: mirror descent around the policy before the "
+        "update"
+    ),
     "otb": "the optimal token baseline, arXiv 2602.07078",
     "m2po": "M2PO, arXiv 2510.01161, section 5",
-    "m2po_released": "M2PO as in the authors' released code: the second moment of the tokens where clipping "
-    "could act, and a clip that is never narrower than its floors",
+    "m2po_released": (
+        "M2PO as in the authors' released code: the second moment of the tokens where clipping "
+        "could act, and a clip that is never narrower than its floors"
+    ),
     "clip_cov": "The entropy mechanism, arXiv 2505.22617, section 4.2; clip and filter as in the "
     "authors' scripts",
-    "kl_cov": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 7B models, and filter, "
-    "as in the authors' scripts",
-    "kl_cov_32b": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 32B models, and filter, "
-    "as in the authors' scripts",
-    "high_entropy": "Beyond the 80/20 rule, arXiv 2506.01939, section 5: DAPO on the most uncertain fifth of "
-    "the tokens",
+    "kl_cov": (
+        "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 7B models, and filter, "
+        "as in the authors' scripts"
+    ),
+    "kl_cov_32b": (
+        "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 32B models, and filter, "
+        "as in the authors' scripts"
+    ),
+    "high_entropy": (
+        "Beyond the 80/20 rule, arXiv 2506.01939, section 5: DAPO on the most uncertain fifth of "
+        "the tokens"
+    ),
     "prime": "PRIME, arXiv 2502.01456: no KL, only prompts of which between 0.2 and 0.8 of the "
     "answers are right; see also ``prm``",
-    "prime_released": "PRIME as in the authors' released code: process scores over their largest return, "
-    "whitened advantages",
+    "prime_released": (
+        "PRIME as in the authors' released code: process scores over their largest return, "
+        "whitened advantages"
+    ),
     "opd": "On-policy distillation, arXiv 2306.13649, by the sampled token; distill: reverse_kl, "
     "forward_kl or jsd for whole vocabularies",
 }
@@ -367,7 +389,9 @@ SOURCES: dict[str, dict[str, str]] = {
     "remax": {"advantage.gamma": REMAX_SCRIPT, "kl.coef": REMAX_SCRIPT},
     "remax_released": {"advantage.gamma": REMAX_SCRIPT, "kl.coef": REMAX_SCRIPT},
     "rft": {
-        "advantage.options.threshold": "1: the reward of a correct response; arXiv 2308.01825 keeps correct responses"
+        "advantage.options.threshold": (
+            "1: the reward of a correct response; arXiv 2308.01825 keeps correct responses"
+        )
     },
     "dr_grpo": {"loss": PPO_CLIP},
     "lite_ppo": {"loss": PPO_CLIP},
@@ -389,7 +413,9 @@ SOURCES: dict[str, dict[str, str]] = {
         "loss.clip_high": f"{DAPO}; MiniMax-M1 prints none",
     },
     "cispo_cap": {
-        "loss": "ScaleRL, arXiv 2510.13786; the cap of 5 as TRL's documentation gives it for the paper"
+        "loss": (
+            "ScaleRL, arXiv 2510.13786; the cap of 5 as TRL's documentation gives it for the paper"
+        )
     },
     "cpgd": {
         "loss": f"{CPGD_SCRIPT}: the default of eps_clip",
@@ -403,13 +429,17 @@ SOURCES: dict[str, dict[str, str]] = {
     "topr": {"advantage.gamma": UNDISCOUNTED, "loss": "TOPR, arXiv 2503.14286, section 3"},
     "kimi_k15": {"policy_drift.coef": "chosen here: Kimi k1.5 prints none"},
     "otb": {
-        "advantage.eps": "verl, trainer/ppo/core_algos.py, compute_optimal_token_baseline_advantage",
+        "advantage.eps": (
+            "verl, trainer/ppo/core_algos.py, compute_optimal_token_baseline_advantage"
+        ),
         "loss": VERL_CLIP,
     },
     "m2po": {"token_masks": f"M2PO, arXiv 2510.01161, section 5; {M2PO_SCRIPT}"},
     "m2po_released": {
         "token_masks.0.options.tau": M2PO_SCRIPT,
-        "token_masks.0.options": "Infini-AI-Lab/M2PO, verl/trainer/ppo/core_algos.py, compute_m2po_policy_loss",
+        "token_masks.0.options": (
+            "Infini-AI-Lab/M2PO, verl/trainer/ppo/core_algos.py, compute_m2po_policy_loss"
+        ),
     },
     "clip_cov": {"loss": f"{ENTROPY}/7b_clip_cov.sh", "token_masks": f"{ENTROPY}/7b_clip_cov.sh"},
     "kl_cov": {"token_masks": f"{ENTROPY}/7b_kl_cov.sh: 0.2 %"},
@@ -421,7 +451,9 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "prime": {"advantage.gamma": PRIME_SCRIPT, "loss": VERL_CLIP, "filters": PRIME_SCRIPT},
     "prime_released": {
-        "advantage.options": "PRIME-RL/Entropy-Mechanism-of-RL, recipe/prime/config/prime_trainer.yaml",
+        "advantage.options": (
+            "PRIME-RL/Entropy-Mechanism-of-RL, recipe/prime/config/prime_trainer.yaml"
+        ),
         "loss": VERL_CLIP,
         "filters": PRIME_SCRIPT,
     },
