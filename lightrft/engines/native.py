@@ -23,7 +23,7 @@ from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.stop_strings import StopStrings
 from lightrft.types import FinishReason, Prompt, Request, Rollout
 from lightrft.utils.cpu_threads import threads_for
-from lightrft.utils.device_transfer import index_on, to_device
+from lightrft.utils.device_transfer import to_device
 from lightrft.utils.errors import ModelError, ResourceError
 
 if TYPE_CHECKING:
@@ -526,7 +526,8 @@ class GenerationBatch:
             shape = (len(groups), logits[0].shape[0])
             seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
             for row, group in zip(seen, groups):
-                row[index_on(self._device, group.prompt.token_ids)] = True
+                prompt_ids = torch.tensor(group.prompt.token_ids, dtype=torch.long)
+                row[to_device(prompt_ids, self._device)] = True
             self._seen = seen if self._seen is None else torch.cat([self._seen, seen])
         for group in groups:
             group.rows += 1

@@ -37,29 +37,38 @@ FILE_SUFFIXES = (
 )
 
 
+_MARKS_OF_A_PATH = re.compile(
+    r"""
+      ^[./~]  # a start that a name on the hub, "owner/name" or "name", cannot have
+    | /\Z     # a folder
+    | \\      # a path of Windows
+    | /.*/    # deeper than owner/name
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
 def looks_like_path(name: str, folder: Path = Path()) -> bool:
     """Return True if ``name`` can only be a path and not a name on the hub.
 
     The path is relative to ``folder`` and need not exist.
     """
-    # A name on the hub is "owner/name" or "name".
-    starts_like_path = name.startswith((".", "/", "~"))
-    if starts_like_path or name.endswith("/") or "\\" in name or name.count("/") > 1:
+    if _MARKS_OF_A_PATH.search(name):
         return True
     path = folder / Path(name).expanduser()
     if "/" in name and path.parent.is_dir():
         return True
-    suffix = path.suffix.lower()
     # Close matches count, so that "data.josnl" is reported as a missing file.
-    return bool(suffix and difflib.get_close_matches(suffix, FILE_SUFFIXES, n=1, cutoff=0.75))
+    return bool(difflib.get_close_matches(path.suffix.lower(), FILE_SUFFIXES, n=1, cutoff=0.75))
 
 
-def nearest_name(path: Path) -> str:
+def nearest_name(path: Path, pattern: str = "*") -> str:
     """Return ``; did you mean ...?`` with the name closest to ``path`` in its folder.
 
-    The text is empty if no name is close.
+    Only names that match the glob ``pattern`` count. The text is empty if no name is close.
     """
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    # ``glob`` of a folder that does not exist yields nothing.
+    names = [file.name for file in path.parent.glob(pattern)]
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
@@ -121,10 +130,9 @@ def whole_folder(path: Path) -> Generator[Path]:
     try:
         yield temporary
         # Before the rename: otherwise a power cut could leave a complete folder of empty files.
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with file.open("r+b") as opened:
-                    os.fsync(opened.fileno())
+        for file in filter(Path.is_file, temporary.rglob("*")):
+            with file.open("r+b") as opened:
+                os.fsync(opened.fileno())
         # A rename cannot replace a folder with files in it, so the old one moves away first.
         if path.exists():
             path.rename(replaced)
@@ -252,10 +260,11 @@ def _number_and_file(error: BaseException) -> tuple[int | None, str]:
     """Return the error number of ``error``, or None, and the file that it names, or ""."""
     if not isinstance(error, OSError):
         return _number_in_text(error), ""
+    number = error.errno or _number_in_text(error)
     # Functions that were given a file descriptor set its number in place of a name.
-    if error.filename is None or isinstance(error.filename, int):
-        return error.errno, ""
-    return error.errno, os.fsdecode(error.filename)
+    if isinstance(error.filename, int | None):
+        return number, ""
+    return number, os.fsdecode(error.filename)
 
 
 def _is_inside(folder: Path | None, name: str, error: BaseException) -> bool:
@@ -279,9 +288,8 @@ def is_disk_full(error: BaseException) -> bool:
     The text of the error is searched too, because some libraries do not set ``errno``.
     """
     for cause in _causes(error):
-        if isinstance(cause, OSError) and cause.errno in WITHOUT_ROOM:
-            return True
-        if "No space left on device" in str(cause) or "os error 28" in str(cause):
+        number, _ = _number_and_file(cause)
+        if number in WITHOUT_ROOM or "No space left on device" in str(cause):
             return True
     return False
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lightrft.utils.lazy_imports import Tensor, torch
 
 
@@ -19,8 +17,3 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     # the call returns.
     unsafe = torch.device(device).type == "mps"
     return tensor.to(device, non_blocking=tensor.device.type == "cpu" and not unsafe)
-
-
-def index_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """Return ``numbers`` as an int64 tensor ``[n]`` on ``device``, without waiting for it."""
-    return to_device(torch.tensor(numbers, dtype=torch.long), device)

@@ -170,7 +170,7 @@ def _functions_of(name: str) -> str:
         return f"write {name}:function"
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     public = [node.name for node in functions if not node.name.startswith("_")]
-    return "write " + " or ".join(f"{name}:{function}" for function in public or ["function"])
+    return f"write {name}:" + f" or {name}:".join(public or ["function"])
 
 
 def _from_file(path: Path, name: str, kind: str) -> ModuleType:

@@ -91,7 +91,7 @@ class _Plain:
 
     def of(self, value: object, place: str) -> object:
         """Return ``value``, found at ``place``, with tensors of their own storage."""
-        if value is None or isinstance(value, bool):
+        if isinstance(value, bool | None):
             return value
         # Subclasses, such as numpy's floats, could not be read back.
         for kind in (int, str, float):
@@ -100,7 +100,7 @@ class _Plain:
         if isinstance(value, dict):
             plain: dict[object, object] = {}
             for key, item in value.items():
-                if not (key is None or isinstance(key, str | int | float)):
+                if not isinstance(key, str | int | float | None):
                     raise TypeError(
                         f"state{place}: a key of type {type(key).__name__} cannot be saved: {key!r}"
                     )
