@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lightrft.config.base import (
-    ComponentConfig,
+    Components,
     NamedFunction,
     Settings,
-    _full_parts,
+    changed_fields,
     deep_merge,
     is_branch,
 )
@@ -107,7 +107,7 @@ class KLConfig(Settings):
     def used(self) -> bool:
         """True if any KL term exists, so that a reference is needed."""
         # A ``linear`` or ``cosine`` schedule may start from 0 and end above it.
-        return self.where != "none" and (self.coef > 0 or self.final > 0)
+        return self.where != "none" and max(self.coef, self.final) > 0
 
     @model_validator(mode="after")
     def _means_something(self) -> KLConfig:
@@ -115,7 +115,9 @@ class KLConfig(Settings):
             raise ValueError(
                 f"kl.coef is {self.coef} but kl.where is 'none'; set kl.where to 'reward' or 'loss'"
             )
-        if self.where == "loss" and self.estimator == "k1" and self.used and not self.weighted:
+        # The gradient of an unweighted k1 is that of a log-prob, whose mean is 0 on policy.
+        is_plain_k1 = (self.where, self.estimator, self.weighted) == ("loss", "k1", False)
+        if is_plain_k1 and self.used:
             raise ValueError(
                 "kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or "
                 "kl.weighted: true, or kl.where: reward"
@@ -126,6 +128,17 @@ class KLConfig(Settings):
                 "kl.refresh_every; set that, e.g. to 1"
             )
         return self
+
+
+_WHOLE = ("reverse_kl", "forward_kl", "jsd")
+"""Kinds of distillation that compare the whole vocabulary."""
+
+_READ_BY_KINDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "coef": (("sampled", *_WHOLE), "set distill.kind, e.g. to sampled"),
+    "beta": (("jsd",), "only kind jsd reads it"),
+    "temperature": (_WHOLE, "sampling.temperature holds there"),
+}
+"""Setting to the kinds of distillation that read it, and what to do with another kind."""
 
 
 class DistillConfig(Settings):
@@ -150,22 +163,18 @@ class DistillConfig(Settings):
     @property
     def whole(self) -> bool:
         """True if the whole vocabulary is compared, not the sampled token alone."""
-        return self.kind not in ("none", "sampled")
+        return self.kind in _WHOLE
 
     @model_validator(mode="after")
     def _means_something(self) -> DistillConfig:
-        # The literals below are the defaults. A setting that nothing reads is a user's mistake.
-        if self.kind != "jsd" and self.beta != 0.5:
-            raise ValueError(f"distill.beta = {self.beta} changes nothing: only kind jsd reads it")
-        if not self.whole and self.temperature is not None:
-            raise ValueError(
-                f"distill.temperature = {self.temperature} changes nothing with kind "
-                f"{self.kind}; sampling.temperature holds there"
-            )
-        if self.kind == "none" and self.coef != 1.0:
-            raise ValueError(
-                f"distill.coef = {self.coef} changes nothing: set distill.kind, e.g. to sampled"
-            )
+        for name in changed_fields(self):
+            kinds, way_out = _READ_BY_KINDS.get(name, ((self.kind,), ""))
+            # A setting that nothing reads is a user's mistake.
+            if self.kind not in kinds:
+                raise ValueError(
+                    f"distill.{name} = {getattr(self, name)} changes nothing with kind "
+                    f"{self.kind}; {way_out}"
+                )
         return self
 
 
@@ -236,7 +245,7 @@ class NormalizeConfig(Settings):
 
     @model_validator(mode="after")
     def _one_scale(self) -> NormalizeConfig:
-        if self.terms != "none" and self.rewards != "none":
+        if "none" not in (self.terms, self.rewards):
             raise ValueError(
                 f"normalize.terms is {self.terms!r} and normalize.rewards {self.rewards!r}: "
                 "terms with separate scales need none for their sum; leave one of "
@@ -274,10 +283,10 @@ class AlgorithmConfig(Settings):
     """Source of the old log-probs in the ratio. ``policy``: the policy before the update.
     ``rollout``: the sampler that generated the tokens. ``interpolated``: between the sampler and
     the current policy, by the version that generated each token, without a forward pass (AReaL)."""
-    importance_sampling: tuple[ComponentConfig, ...] = ()
+    importance_sampling: Components = ()
     """Weights on token losses, by the distance of sampler and old policy. Functions by name,
     multiplied. Set it when responses come from other weights."""
-    token_masks: tuple[ComponentConfig, ...] = ()
+    token_masks: Components = ()
     """Functions that leave tokens of a mini-batch out of the loss."""
     aggregation: str = "token"
     """Token losses to the loss of the global batch. A registered name, ``package.module:function``
@@ -299,9 +308,9 @@ class AlgorithmConfig(Settings):
     """Critic loss."""
     normalize: NormalizeConfig = NormalizeConfig()
     """Scales of rewards and values."""
-    shaping: tuple[ComponentConfig, ...] = ()
+    shaping: Components = ()
     """Functions that change the rewards of a batch, in order, before advantages."""
-    filters: tuple[ComponentConfig, ...] = ()
+    filters: Components = ()
     """Functions that drop groups. Another prompt is sampled for each dropped group, within
     ``rollout.max_rounds``."""
 
@@ -314,22 +323,16 @@ class AlgorithmConfig(Settings):
         tree = {"preset": tree} if isinstance(tree, str) else tree
         if not is_branch(tree):
             return tree
-        given = dict(tree)  # the caller's tree stays as it is
-        for branch in PARTS:
-            if branch in given:
-                given[branch] = _full_parts(given[branch])
-        name = given.setdefault("preset", "grpo")
+        given = {"preset": "grpo", **tree}
+        name = given["preset"]
         if name is None:
             return given
-        if not isinstance(name, str) or name not in PRESETS:
+        row = PRESETS.get(str(name))
+        if row is None:
             hint = did_you_mean(str(name), PRESETS) or "."
             raise ValueError(f"unknown preset {name!r}{hint} Known: {', '.join(sorted(PRESETS))}")
-        row = PRESETS[name]
         kept = {key: part for key, part in row.items() if not _renamed(part, given.get(key))}
         return deep_merge(kept, given)
-
-
-PARTS = ("shaping", "filters", "importance_sampling", "token_masks")
 
 
 def _renamed(preset: object, given: object) -> bool:
@@ -337,7 +340,5 @@ def _renamed(preset: object, given: object) -> bool:
 
     The numbers of the preset are not meant for that function.
     """
-    if not is_branch(preset) or "name" not in preset:
-        return False
     name = given.get("name") if is_branch(given) else given
-    return isinstance(name, str) and name != preset["name"]
+    return is_branch(preset) and isinstance(name, str) and name != preset.get("name", name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import inspect
 import itertools
 import re
@@ -12,15 +13,15 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lightrft.config.other_names import own_name, why_removed
-from lightrft.config.setting_paths import branch_of, made_absolute, read_beside
+from lightrft.config.setting_paths import branch_of, read_beside
+from lightrft.utils.atomic_files import nearest_name
 from lightrft.utils.errors import ConfigError
 
 if typing.TYPE_CHECKING:
@@ -142,14 +143,17 @@ def load_settings(
 
 
 def build(
-    cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, problems: Sequence[str] = ()
+    cls: type[S],
+    tree: Tree,
+    sources: Mapping[str, str] = types.MappingProxyType({}),
+    problems: Sequence[str] = (),
 ) -> S:
     """Build a ``cls`` from ``tree``.
 
     Args:
         cls: Settings class of the tree.
         tree: Plain values by key.
-        sources: The source of each dotted key, named in errors. ``None`` names none.
+        sources: The source of each dotted key, named in errors.
         problems: Problems found earlier, which are raised with those of the tree.
 
     Raises:
@@ -159,7 +163,7 @@ def build(
     try:
         settings = cls.model_validate(tree)
     except ValidationError as error:
-        found += [_explain(cls, problem, sources or {}) for problem in error.errors()]
+        found += [_explain(cls, problem, sources) for problem in error.errors()]
     if found:
         raise ConfigError("\n".join(found))
     return settings
@@ -173,11 +177,6 @@ def to_yaml(settings: Settings) -> str:
 def tree_to_yaml(tree: Tree) -> str:
     """Return a tree of plain values as YAML that ``parse_yaml`` reads back equal."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def to_resolved_yaml(settings: Settings) -> str:
-    """Return ``to_yaml`` with absolute paths, for a file in any folder."""
-    return tree_to_yaml(made_absolute(type(settings), settings.model_dump(mode="json")))
 
 
 def parse_yaml(text: str) -> Any:
@@ -258,9 +257,8 @@ def expand_shorthand(cls: type[Settings], tree: Mapping[str, object]) -> Tree:
         if branch is None:
             full[key] = value
             continue
-        # ``bool`` is a subclass of ``int``, but true and false stand for no branch.
-        is_bare = isinstance(value, str | int | float) and not isinstance(value, bool)
-        if is_bare and branch.shorthand:
+        # The exact types: ``bool`` is a subclass of ``int``, and true stands for no branch.
+        if branch.shorthand and type(value) in (str, int, float):
             value = {branch.shorthand: value}
         full[key] = expand_shorthand(branch, value) if is_branch(value) else value
     return full
@@ -268,7 +266,7 @@ def expand_shorthand(cls: type[Settings], tree: Mapping[str, object]) -> Tree:
 
 # Pydantic can fill in descriptions by itself (use_attribute_docstrings), but does so when a class
 # is made: 0.13 s at each start, of which only help and documentation would have any use.
-@cache
+@functools.cache
 def _descriptions_in(module: str) -> dict[str, dict[str, str]]:
     """Class to field to description, for all classes of ``module``. Empty without its source."""
     try:
@@ -339,9 +337,8 @@ def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
     if key not in cls.model_fields:
         return None
     kind = cls.model_fields[key].annotation
-    # ``X | Y`` and ``Optional[X]`` have different types in Python 3.11.
-    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-    for option in typing.get_args(kind) if is_union else (kind,):
+    # With ``| None`` a single type is a union too. A list of branches is none of its options.
+    for option in typing.get_args(kind | None):
         if isinstance(option, type) and issubclass(option, Settings):
             return option
     return None
@@ -357,11 +354,7 @@ def _merge(tree: Tree, over: Tree, source: str, sources: dict[str, str]) -> None
 
 def _read_yaml(path: Path) -> Tree:
     if not path.is_file():
-        # ``glob`` of a folder that does not exist yields nothing.
-        names = [file.name for file in path.parent.glob("*.yaml")]
-        near = difflib.get_close_matches(path.name, names, n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"there is no config file {path}{hint}")
+        raise ConfigError(f"there is no config file {path}{nearest_name(path, '*.yaml')}")
     try:
         # An empty file, or one with comments alone, is read as None.
         tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
@@ -394,8 +387,8 @@ def _translated(cls: type[Settings], name: str, given: object) -> str:
     translations = []
     for key, _ in dotted({name: given}):
         found = own_name(key)
-        # One table serves all verbs, and not every verb has every setting.
-        if found is not None and found != key and _exists(cls, found.split(".")):
+        # One table serves all verbs, and not every verb has every setting. Unknown names are "".
+        if _exists(cls, found.split(".")):
             translations.append(f"{key} is {found} here")
     return ", ".join(translations)
 
@@ -411,7 +404,7 @@ def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
 
 def _explain(cls: type[Settings], error: ErrorDetails, sources: Mapping[str, str]) -> str:
     """Return the sentence about one ``error`` of pydantic, with the source of the setting."""
-    path = [str(p) for p in error["loc"]]
+    path = list(map(str, error["loc"]))
     name = ".".join(path)
     where = _origin(name, sources)
     if error["type"] == "extra_forbidden":
@@ -430,7 +423,8 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
     """Return the file or argument that set ``name``, as `` (from ...)``, or "" if none did."""
     for key, source in sources.items():
         # A problem of a branch comes from one of its leaves, and one of an item from its list.
-        if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):
+        outer, inner = sorted((f"{key}.", f"{name}."), key=len)
+        if inner.startswith(outer):
             return f" (from {source})"
     return ""
 
@@ -446,14 +440,11 @@ def _advice(cls: type[Settings], path: Sequence[str], given: object) -> str:
     name = ".".join(path)
     if found := why_removed(name) or _translated(cls, name, given):
         return found
-    owner = cls
-    for part in path[:-1]:
-        owner = branch_of(owner, part)
-    names = list(owner.model_fields)
-    near = difflib.get_close_matches(path[-1], names, n=1)
-    if near:
-        return f"did you mean {'.'.join([*path[:-1], near[0]])}?"
-    return f"known here: {', '.join(names)}"
+    *above, last = path
+    known = functools.reduce(branch_of, above, cls).model_fields
+    if near := difflib.get_close_matches(last, known, n=1):
+        return f"did you mean {'.'.join([*above, near[0]])}?"
+    return f"known here: {', '.join(known)}"
 
 
 class ComponentConfig(NamedFunction):
@@ -465,10 +456,21 @@ class ComponentConfig(NamedFunction):
     """Keyword arguments of the function."""
 
 
-def _full_parts(parts: object, key: str = "name") -> object:
-    """Return ``[a, {name: b}]``, or a bare ``a``, with every bare name as ``{key: name}``."""
-    if isinstance(parts, str | dict):
-        parts = [parts]
-    if not isinstance(parts, list | tuple):
-        return parts  # reported by the validation of the field
-    return [{key: part} if isinstance(part, str) else part for part in parts]
+def bare_names(key: str) -> BeforeValidator:
+    """Return a validator of a tuple of branches, which accepts ``a`` for ``[{key: a}]``.
+
+    An item of the tuple may be a bare name too, and a single branch needs no list around it.
+    """
+
+    def full(parts: object) -> object:
+        if isinstance(parts, str | dict | Settings):
+            parts = [parts]
+        if not isinstance(parts, list | tuple):
+            return parts  # reported by the validation of the field
+        return [{key: part} if isinstance(part, str) else part for part in parts]
+
+    return BeforeValidator(full)
+
+
+Components = Annotated[tuple[ComponentConfig, ...], bare_names("name")]
+"""Functions with their options, applied in order."""

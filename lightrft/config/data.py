@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings, _full_parts, is_branch
+from lightrft.config.base import Settings, bare_names
 
 
 class Columns(Settings):
@@ -150,7 +150,7 @@ class SourceConfig(Settings):
 class DataConfig(Settings):
     """Rows to prompts or conversations."""
 
-    sources: tuple[SourceConfig, ...] = ()
+    sources: Annotated[tuple[SourceConfig, ...], bare_names("path")] = ()
     """Sources of rows. One path, or a list of paths and tables; see ``SourceConfig``."""
     columns: Columns = Columns()
     """Columns of a row."""
@@ -196,16 +196,6 @@ class DataConfig(Settings):
     token_cache_min_mb: float = Field(1.0, ge=0)
     """Smaller data, in MiB of all files together, is tokenized at every start, which takes about a
     second per MiB."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_sources(cls, tree: object) -> object:
-        """Accept ``sources: a.jsonl`` and ``[a.jsonl]``, short for ``[{path: a.jsonl}]``."""
-        if not is_branch(tree) or "sources" not in tree:
-            return tree
-        given = tree["sources"]
-        listed = [given] if isinstance(given, SourceConfig) else _full_parts(given, "path")
-        return {**tree, "sources": listed}
 
     @model_validator(mode="after")
     def _weights_mean_something(self) -> DataConfig:

@@ -269,10 +269,10 @@ def why_removed(name: str) -> str | None:
     return None
 
 
-def own_name(name: str) -> str | None:
+def own_name(name: str) -> str:
     """Return the setting that does what ``name`` does in an earlier version or another program.
 
-    The longest known ending of the dotted name decides. None if no ending is known.
+    The longest known ending of the dotted name decides. Empty if no ending is known.
     """
     for old, new in OLD_NAMES.items():
         # In the middle too: a branch that was renamed has settings below it.
@@ -284,4 +284,4 @@ def own_name(name: str) -> str | None:
     # The longest ending first: ``actor.optim.lr`` says more than ``lr``.
     while ending and ending not in OTHER_NAMES:
         ending = ending.partition(".")[2]
-    return OTHER_NAMES.get(ending)
+    return OTHER_NAMES.get(ending, "")

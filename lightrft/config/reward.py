@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from lightrft.config.base import Settings, _full_parts, is_branch
+from lightrft.config.base import Settings, bare_names
 
 
 class RewardTerm(Settings):
@@ -27,13 +27,17 @@ class RewardTerm(Settings):
     """Keyword arguments of the function."""
 
 
+Terms = Annotated[tuple[RewardTerm, ...], bare_names("function")]
+"""Terms of one reward."""
+
+
 class RewardConfig(Settings):
     """The scoring of responses. A call that fails in any way fails its samples only. Failed samples
     are counted and never trained on."""
 
-    terms: tuple[RewardTerm, ...] = ()
+    terms: Terms = ()
     """Terms of the reward: one name, or a list of names and tables; see ``RewardTerm``."""
-    per_source: dict[str, tuple[RewardTerm, ...]] = Field(default_factory=dict)
+    per_source: dict[str, Terms] = Field(default_factory=dict)
     """Data source to the terms of its rows, in place of ``terms``."""
     workers: int = Field(1, ge=1)
     """Number of processes that call the functions."""
@@ -41,19 +45,3 @@ class RewardConfig(Settings):
     """Limit of each call in seconds."""
     memory_mb: int = Field(2048, ge=64)
     """Memory limit of a worker in MiB, on top of what it needs to start."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_names(cls, tree: object) -> object:
-        """Accept ``terms: [math]``, short for ``terms: [{function: math}]``."""
-        if not is_branch(tree):
-            return tree
-        full = dict(tree)  # the caller's tree stays as it is
-        if "terms" in tree:
-            full["terms"] = _full_parts(tree["terms"], "function")
-        sources = tree.get("per_source")
-        if is_branch(sources):
-            full["per_source"] = {
-                source: _full_parts(terms, "function") for source, terms in sources.items()
-            }
-        return full

@@ -26,6 +26,19 @@ if typing.TYPE_CHECKING:
 Change = Callable[[str, str], str]
 """Return the new value of ``(dotted key, old value)``."""
 
+# ``data.py:12`` and ``C:/data`` have a colon too, and are paths.
+_FUNCTION = re.compile(r"(?P<where>.*):(?P<name>[^\W\d]\w*)")
+
+_NOT_RELATIVE = re.compile(
+    r"""
+      ^\*?$    # nothing, or the "*" of data.media.allow.roots, which allows every folder
+    | ^[~/]    # absolute
+    | ://      # an address
+    | [{<\n]   # a template, e.g. of a chat, given in place of the name of its file
+    """,
+    re.VERBOSE,
+)
+
 
 def read_beside(
     cls: type[Settings], tree: Mapping[str, object], file: Path, problems: list[str]
@@ -107,10 +120,8 @@ class _PathChange:
     def _field(self, cls: type[Settings], name: str, value: object, key: str) -> object:
         if name in (*cls.paths, *cls.functions):
             return self._paths(cls, name, value, key)
-        # Unknown keys stay as they are. ``build`` reports them with the nearest name.
-        if name not in cls.model_fields:
-            return value
         below = branch_of(cls, name)
+        # Unknown keys stay as they are, like plain values. ``build`` reports them.
         if below is cls:
             return value
         # The keys of such a table are names that the user chooses, not fields.
@@ -131,26 +142,17 @@ class _PathChange:
         """Return ``value`` of the field ``name`` changed. A list is changed item by item."""
         if isinstance(value, list | tuple):
             return [self._paths(cls, name, one, key) for one in value]
-        if not isinstance(value, str) or not _may_be_relative(value):
+        if not isinstance(value, str) or _NOT_RELATIVE.search(value):
             return value
-        where, colon, function = value.rpartition(":")
-        # ``data.py:12`` and ``C:/data`` have a colon too, and are paths.
-        names_function = bool(colon) and function.isidentifier()
-        if names_function and where.endswith(".py"):
-            return f"{self.change(key, where)}:{function}"
+        function = _FUNCTION.fullmatch(value)
+        if function and function["where"].endswith(".py"):
+            return f"{self.change(key, function['where'])}:{function['name']}"
         if name in cls.functions:
             return self.change(key, value) if value.endswith(".py") else value
-        if name not in cls.paths or names_function:
+        if name not in cls.paths or function:
             return value
         if glob.has_magic(value) or looks_like_path(value, self.folder):
             return self.change(key, value)
         # A name on the hub, such as ``owner/name``, differs from a path only in what exists here.
-        exists = (self.folder / value).exists() or Path(value).exists()
-        return self.change(key, value) if exists else value
-
-
-def _may_be_relative(value: str) -> bool:
-    if value in ("", "*") or value.startswith(("~", "/")) or "://" in value:
-        return False
-    # Templates, e.g. of a chat, may be given in place of the name of their file.
-    return not re.search(r"[{<\n]", value)
+        places = (self.folder / value, Path(value))
+        return self.change(key, value) if any(map(Path.exists, places)) else value

@@ -67,7 +67,7 @@ SHARDING = ("hsdp_shard_size", "reshard_after_forward", "cpu_offload")
 
 # The last kind of each setting is the one that the error proposes.
 _OF_KINDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(SHARDING, ("auto", "fsdp2")),
+    **dict.fromkeys(("tensor_parallel", "sequence_parallel", *SHARDING), ("auto", "fsdp2")),
     **dict.fromkeys(
         ("offload_activations", "offload_during_generation"), ("auto", "fsdp2", "single")
     ),
@@ -114,18 +114,12 @@ class StrategyConfig(Settings):
 
     @model_validator(mode="after")
     def _of_kind(self) -> StrategyConfig:
-        for name in ("tensor_parallel", "sequence_parallel"):
-            if getattr(self, name) > 1 and self.kind not in ("auto", "fsdp2"):
-                raise ValueError(
-                    f"strategy.{name} = {getattr(self, name)} needs strategy.kind fsdp2, which "
-                    f"is {self.kind}; set strategy.kind=fsdp2, or strategy.{name}=1"
-                )
         for name in changed_fields(self):
             kinds = _OF_KINDS.get(name, (self.kind,))
             if self.kind not in kinds:
                 raise ValueError(
-                    f"strategy.{name} = {getattr(self, name)} changes nothing with kind "
-                    f"{self.kind}; set strategy.kind={kinds[-1]}, or leave it out"
+                    f"strategy.{name} = {getattr(self, name)} needs strategy.kind {kinds[-1]}, "
+                    f"which is {self.kind}; set strategy.kind={kinds[-1]}, or leave it out"
                 )
         return self
 

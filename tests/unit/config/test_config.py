@@ -10,9 +10,10 @@ import pytest
 
 from lightrft.config import verbs as trees
 from lightrft.config.algorithm import AlgorithmConfig, KLConfig
-from lightrft.config.base import ComponentConfig, Settings, build, load_settings, to_resolved_yaml
+from lightrft.config.base import ComponentConfig, Settings, build, load_settings, tree_to_yaml
 from lightrft.config.presets import PRESETS
 from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.config.setting_paths import made_absolute
 from lightrft.config.strategy import SamplingConfig
 from lightrft.config.train import CriticConfig
 from lightrft.config.verbs import ChatConfig, RLConfig, SFTConfig
@@ -27,7 +28,8 @@ CLASSES = [
 
 def saved(settings: Settings, folder: Path) -> Path:
     path = folder / "config.yaml"
-    path.write_text(to_resolved_yaml(settings), encoding="utf-8")
+    tree = made_absolute(type(settings), settings.model_dump(mode="json"))
+    path.write_text(tree_to_yaml(tree), encoding="utf-8")
     return path
 
 
@@ -145,6 +147,20 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
             "sampling (from command line): min_new_tokens 9 is above max_new_tokens 8; raise the "
             "latter",
         ),
+        (
+            ["algorithm.distill.beta=0.3"],
+            "algorithm.distill (from command line): distill.beta = 0.3 changes nothing with kind "
+            "none; only kind jsd reads it",
+        ),
+        (
+            ["algorithm.distill={kind: sampled, temperature: 2.0}"],
+            "distill.temperature = 2.0 changes nothing with kind sampled; sampling.temperature "
+            "holds there",
+        ),
+        (
+            ["algorithm.distill.coef=2"],
+            "distill.coef = 2.0 changes nothing with kind none; set distill.kind, e.g. to sampled",
+        ),
         (["algorithm.shaping=[{nmae: overlong}]"], "did you mean algorithm.shaping.0.name?"),
         (["reward.terms=[{function: math, wieght: 2}]"], "did you mean reward.terms.0.weight?"),
         (
@@ -189,6 +205,7 @@ def test_a_kl_term_without_a_coefficient_needs_no_reference() -> None:
     [
         ("math", (RewardTerm(function="math"),)),
         (["math", "a.py:f"], (RewardTerm(function="math"), RewardTerm(function="a.py:f"))),
+        (RewardTerm(function="math"), (RewardTerm(function="math"),)),
         ({"function": "math", "weight": 2}, (RewardTerm(function="math", weight=2.0),)),
         (["math", {"function": "b"}], (RewardTerm(function="math"), RewardTerm(function="b"))),
         ([], ()),

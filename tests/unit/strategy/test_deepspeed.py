@@ -396,6 +396,6 @@ def test_what_has_a_setting_here_is_refused_in_that_of_deepspeed(tree: dict[str,
 def test_settings_of_deepspeed_are_refused_with_another_strategy(tree: dict[str, object]) -> None:
     with pytest.raises(
         ValidationError,
-        match=r"changes nothing with kind (auto|fsdp2); set strategy.kind=deepspeed",
+        match=r"deepspeed, which is (auto|fsdp2); set strategy.kind=deepspeed",
     ):
         StrategyConfig(**tree)  # type: ignore[arg-type]
