@@ -50,6 +50,11 @@ def positional(arguments: Sequence[str], key: str) -> list[str]:
     return [named.get(a, a) for a in arguments]
 
 
+def wants_usage(words: Sequence[str]) -> bool:
+    """Return True if ``words`` are none, or ask for help."""
+    return not words or not {"-h", "--help"}.isdisjoint(words)
+
+
 def is_bare_word(argument: str) -> bool:
     """Return True unless ``argument`` is a setting, an option or a file of settings."""
     if "=" in argument or argument.startswith("-"):

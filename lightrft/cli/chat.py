@@ -37,15 +37,11 @@ def run(arguments: Sequence[str]) -> int:
         chat = Chat(config)
         for path in config.attach:
             chat.attach(path)
-        while True:
-            if sys.stdin.isatty():
-                sys.stdout.write("> ")
-                sys.stdout.flush()
-            line = sys.stdin.readline()
+        # An empty line still ends in a newline. Only the end of input is "".
+        for line in iter(_read_line, ""):
             text = line.strip()
-            # An empty line still ends in a newline. Only the end of input is "".
-            if not line or text in ("/exit", "/quit"):
-                return 0
+            if text in ("/exit", "/quit"):
+                break
             word, _, rest = text.partition(" ")
             try:
                 if text == "/clear":
@@ -58,3 +54,12 @@ def run(arguments: Sequence[str]) -> int:
             except DataError as error:
                 sys.stderr.write(f"{error}; /clear starts a new conversation\n")
             sys.stdout.flush()
+    return 0
+
+
+def _read_line() -> str:
+    """Return the next line of the input, with a prompt in a terminal."""
+    if sys.stdin.isatty():
+        sys.stdout.write("> ")
+        sys.stdout.flush()
+    return sys.stdin.readline()

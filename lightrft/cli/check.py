@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from lightrft.cli.arguments import wants_usage
 from lightrft.config.base import parse_yaml
 from lightrft.utils.errors import ConfigError
 
@@ -21,7 +22,7 @@ def run(arguments: Sequence[str]) -> int:
     from lightrft.algorithms.contracts.run_checks import CHECKS
 
     words = list(arguments)
-    if not words or {"-h", "--help"} & set(words):
+    if wants_usage(words):
         sys.stdout.write(f"{USAGE}\n\nkinds: {', '.join([*CHECKS, 'reward'])}\n")
         return 0
     kind = _take("--kind", words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import resources
+from itertools import filterfalse
 
 from lightrft.cli.arguments import (
     is_bare_word,
@@ -55,10 +56,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the selected demo and the other arguments. Raise ``ConfigError`` for unknown ones."""
-    names = [argument for argument in arguments if is_bare_word(argument)]
+    names = list(filter(is_bare_word, arguments))
     name = " ".join(names) or next(iter(DEMOS))
     if name in DEMOS:
-        return name, [argument for argument in arguments if argument not in names]
+        return name, list(filterfalse(is_bare_word, arguments))
     # Several names are a misunderstanding, and no misspelling of one.
     near = did_you_mean(name, DEMOS) if len(names) == 1 else ""
     hint = near or f"; there are {', '.join(DEMOS)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.arguments import is_bare_word, parse
+from lightrft.cli.arguments import is_bare_word, parse, wants_usage
 from lightrft.config.presets import PRESETS
 from lightrft.config.verbs import RLConfig
 
@@ -13,7 +13,7 @@ from lightrft.config.verbs import RLConfig
 def run(arguments: Sequence[str]) -> int:
     """Print the objective of a preset or of a config. ``--latex`` prints it as LaTeX."""
     words = [a for a in arguments if a != "--latex"]
-    if not words or {"-h", "--help"} & set(words):
+    if wants_usage(words):
         presets = ", ".join(sorted(PRESETS))
         sys.stdout.write(
             "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\npresets: "

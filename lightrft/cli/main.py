@@ -39,16 +39,17 @@ Each other verb is a module with ``run(arguments) -> exit status``.
 """
 
 
-OTHER_VERBS = {
-    "rl": ("train", "grpo", "ppo", "dapo", "rloo", "reinforce", "rlhf", "train_rl", "train-rl"),
-    "sft": ("finetune", "fine-tune", "fine_tune", "train_sft", "train-sft"),
-    "eval": ("evaluate", "test", "validate", "benchmark"),
-    "generate": ("infer", "inference", "predict", "sample", "rollout"),
-    "chat": ("talk", "repl", "ask"),
-    "doctor": ("plan", "estimate", "diagnose", "dry-run"),
-    "explain": ("describe", "formula"),
+OTHER_VERBS: dict[str, str] = {
+    **dict.fromkeys(("train", "train_rl", "train-rl", "rlhf"), "rl"),
+    **dict.fromkeys(("grpo", "ppo", "dapo", "rloo", "reinforce"), "rl"),
+    **dict.fromkeys(("finetune", "fine-tune", "fine_tune", "train_sft", "train-sft"), "sft"),
+    **dict.fromkeys(("evaluate", "test", "validate", "benchmark"), "eval"),
+    **dict.fromkeys(("infer", "inference", "predict", "sample", "rollout"), "generate"),
+    **dict.fromkeys(("talk", "repl", "ask"), "chat"),
+    **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
+    **dict.fromkeys(("describe", "formula"), "explain"),
 }
-"""Names that other tools use for a verb, for suggestions."""
+"""Name that another tool uses for a verb, to the verb, for suggestions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = words
     if verb not in VERBS:
-        sys.stderr.write(f"lightrft: there is no verb {verb!r}{_hint(verb)}\n\n{usage()}")
+        meant = OTHER_VERBS.get(verb.lower(), verb)
+        hint = did_you_mean(meant, VERBS)
+        sys.stderr.write(f"lightrft: there is no verb {verb!r}{hint}\n\n{usage()}")
         return 2
     # Before the import of torch, as is any import of a verb.
     set_thread_policy()
@@ -103,14 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     finally:
         stop_logging(shown)
-
-
-def _hint(verb: str) -> str:
-    """Return ``; did you mean ...?`` with the verb that ``verb`` may stand for, or ""."""
-    for own, others in OTHER_VERBS.items():
-        if verb.lower() in others:
-            return f"; did you mean {own!r}?"
-    return did_you_mean(verb, VERBS)
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:

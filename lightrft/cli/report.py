@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightrft.cli.arguments import wants_usage
 from lightrft.utils.errors import ConfigError
 from lightrft.viewer.report import write_report
 
@@ -16,7 +17,7 @@ RUNS = Path("runs")
 
 def run(arguments: Sequence[str]) -> int:
     """Write the report of each run, finished or not, and print its path."""
-    if not arguments or {"-h", "--help"} & set(arguments):
+    if wants_usage(arguments):
         sys.stdout.write(
             f"{USAGE}\n\nWrite report.html into the folder of a run, from what the run has "
             "written so far.\n"
@@ -33,12 +34,13 @@ def _folder_of(name: str) -> Path:
     for path in (Path(name).expanduser(), RUNS / name):
         if path.is_dir():
             return path
-    known: list[str] = []
-    for parent in (RUNS, Path(name).parent):
-        # The slash matches folders alone. A parent that does not exist has none.
-        known += [str(path) for path in parent.glob("*/")]
+    # The slash matches folders alone. A parent that does not exist has none.
+    folders = [*RUNS.glob("*/"), *Path(name).parent.glob("*/")]
+    known = list(map(str, folders))
     # A misspelled path first, then a misspelled name of a run.
-    near = difflib.get_close_matches(name, known, n=1)
-    near = near or difflib.get_close_matches(str(RUNS / name), known, n=1)
+    near = [
+        *difflib.get_close_matches(name, known, n=1),
+        *difflib.get_close_matches(str(RUNS / name), known, n=1),
+    ]
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"there is no run folder {name}{hint}")
