@@ -338,7 +338,7 @@ def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
         return None
     kind = cls.model_fields[key].annotation
     # With ``| None`` a single type is a union too. A list of branches is none of its options.
-    for option in typing.get_args(kind | None):
+    for option in typing.get_args(kind | None):  # ty: ignore[unsupported-operator]
         if isinstance(option, type) and issubclass(option, Settings):
             return option
     return None
