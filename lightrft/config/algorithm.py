@@ -263,6 +263,10 @@ class ValueConfig(Settings):
     ``null`` clips nothing."""
 
 
+PARTS = ("shaping", "filters", "importance_sampling", "token_masks")
+"""Fields of ``AlgorithmConfig`` that are lists of functions."""
+
+
 class AlgorithmConfig(Settings):
     """An algorithm as a row of settings over shared functions. A ``preset`` fills in a published
     row; what stands next to it wins."""
