@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -61,9 +62,7 @@ def token_cache_of(
         problem = "are not kept, and each start tokenizes them"
         _log.info("data.token_cache: the tokens of %s %s: %s", purpose, problem, obstacle)
         return None
-    files: list[Path] = []
-    for some in found:
-        files += some or ()
+    files = list(itertools.chain.from_iterable(filter(None, found)))
     # small files are tokenized faster than they are looked up
     if sum(file.stat().st_size for file in files) < config.token_cache_min_mb * MIB:
         return None

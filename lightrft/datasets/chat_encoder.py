@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.data import DataConfig
-from lightrft.datasets.media import NOTHING, MediaReader, SupportedMedia
+from lightrft.datasets.media import MediaReader, SupportedMedia
 from lightrft.datasets.media.items import MARK, Item, as_parts, mark, marks, replaced
 from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
 from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation
@@ -66,6 +66,7 @@ class ChatEncoder:
         # the type that apply_chat_template() returns depends on its arguments
         self.tokenizer: Any = tokenizer
         self.media = None if processor is None else MediaReader(config.media, processor)
+        self._media_parts = {} if self.media is None else self.media.parts
         has_template = bool(tokenizer.chat_template)
         if config.apply_chat_template is True and not has_template:
             problem = f"the tokenizer {_name(tokenizer)} has no chat template"
@@ -80,10 +81,10 @@ class ChatEncoder:
         self.system = config.system
         self.options = dict(config.chat_template_options)
         self._as_text = config.special_tokens == "text"
+        self._build_tables()
         if not self.chat:
             _refuse_chat_settings(config)
-        self._build_tables()
-        if self.chat:
+        else:
             for kind, text in self.unsupported_media.items():
                 way_out = "each is written into the text of its message"
                 _log.warning("the chat template takes no %s: %s as %r", kind, way_out, text)
@@ -94,7 +95,7 @@ class ChatEncoder:
         tokenizer = self.tokenizer
         source = str(tokenizer.chat_template)
         places: set[str] = set()
-        for part in () if self.media is None else self.media.parts.values():
+        for part in self._media_parts.values():
             places.add(part.written)
             source += "".join(part.around)
         special = set(tokenizer.all_special_tokens)
@@ -125,10 +126,8 @@ class ChatEncoder:
     @cached_property
     def reads(self) -> SupportedMedia:
         """Return the media that rows may contain, with their spellings."""
-        if self.media is None:
-            return NOTHING
         spellings = {}
-        for kind, part in self.media.parts.items():
+        for kind, part in self._media_parts.items():
             # with special_tokens: text, the model's own placeholder in a row is an ordinary word
             own = () if self._as_text else (part.written,)
             spellings[kind] = tuple(dict.fromkeys((f"<{kind}>", *own)))
@@ -137,10 +136,8 @@ class ChatEncoder:
     @cached_property
     def unsupported_media(self) -> dict[str, str]:
         """Return the text of one item, for each kind of media that no template writes."""
-        if self.media is None:
-            return {}
         texts = {}
-        for kind, part in self.media.parts.items():
+        for kind, part in self._media_parts.items():
             # In this order: without a chat template there is none to ask.
             if not self.chat or not self._takes[kind]:
                 texts[kind] = part.written.join(part.around)
@@ -206,9 +203,8 @@ class ChatEncoder:
         used: list[list[int]] = []
         items: list[Item] = []
         for record, texts in shown:
-            found = itertools.chain.from_iterable(marks(text) for text in texts)
             # Once each: the texts of several turns repeat the media of earlier ones.
-            used.append(sorted({number for _, number in found}))
+            used.append(sorted({number for _, number in marks("".join(texts))}))
             items += [record.media[number] for number in used[-1]]
         # one call measures the items of all records, so that they are read concurrently
         extents = iter(self.media.measured(items))
@@ -253,7 +249,7 @@ class ChatEncoder:
         if isinstance(record.prompt, str):
             messages = [{"role": "user", "content": self._text_of(record, cut)}]
         else:
-            messages = self.shielded(_asking(record), cut)
+            messages = self.shielded(_asking(record.prompt, record.where), cut)
         return self.render(self.with_system(messages), record.where, generate=True)
 
     def conversation(self, record: ParsedRow) -> list[Message]:
@@ -266,7 +262,9 @@ class ChatEncoder:
 
     def last_message(self, record: ParsedRow) -> str:
         """Return the text that ``cut`` refers to: the prompt or its last message."""
-        return record.prompt if isinstance(record.prompt, str) else _asking(record)[-1]["content"]
+        if isinstance(record.prompt, str):
+            return record.prompt
+        return _asking(record.prompt, record.where)[-1]["content"]
 
     def with_system(self, messages: list[Message]) -> list[Message]:
         """Return ``messages`` after the configured system message, unless they have their own."""
@@ -305,9 +303,7 @@ class ChatEncoder:
             raise MalformedRow(f"{where}: {problem}: {error}") from error
         if self.media is None:
             return text
-        order: list[tuple[str, int]] = []
-        for message in messages:
-            order += marks(message["content"])
+        order = marks("".join(m["content"] for m in messages))
         return self._with_marks(text, order, where) if order else text
 
     def escape_special_tokens(self, text: str, *, answer: bool = False) -> str:
@@ -406,15 +402,12 @@ class ChatEncoder:
 
         word = {"type": "text", "text": "(word)"}
         takes = {"string": writes("(word)", "(word)"), "text": writes([word], "(word)")}
-        if self.media is not None:
-            for kind, part in self.media.parts.items():
-                takes[kind] = writes([{"type": kind}, word], part.written, "(word)")
+        for kind, part in self._media_parts.items():
+            takes[kind] = writes([{"type": kind}, word], part.written, "(word)")
         return takes
 
     def _written(self, text: str) -> str:
-        assert self.media is not None
-        parts = self.media.parts
-        return replaced(text, lambda kind, _: parts[kind].written)
+        return replaced(text, lambda kind, _: self._media_parts[kind].written)
 
     def _surrounded(self, text: str) -> str:
         """Return ``text`` with the expected text around each item, where it is missing."""
@@ -423,7 +416,7 @@ class ChatEncoder:
         # The split gives: text, kind, number, text, kind, number, text ...
         made, *cut = MARK.split(text)
         for kind, number, after in zip(cut[::3], cut[1::3], cut[2::3]):
-            left, right = self.media.parts[kind].around
+            left, right = self._media_parts[kind].around
             if not made.endswith(left):
                 made += left
             made += mark(kind, int(number))
@@ -434,12 +427,10 @@ class ChatEncoder:
 
     def _with_marks(self, text: str, order: Sequence[tuple[str, int]], where: str) -> str:
         """Return ``text`` with the marks of ``order`` in place of the template's media text."""
-        assert self.media is not None
-        parts = self.media.parts
         # kinds may share a spelling, so the marks that wait for a place are kept by spelling
         waiting: dict[str, list[str]] = {}
         for kind, number in order:
-            waiting.setdefault(parts[kind].written, []).append(mark(kind, number))
+            waiting.setdefault(self._media_parts[kind].written, []).append(mark(kind, number))
         found = _any_of(sorted(waiting, key=len, reverse=True))
         for written, items in waiting.items():
             held = sum(match[0] == written for match in found.finditer(text))
@@ -473,7 +464,7 @@ class ChatEncoder:
     def _text_of(self, record: ParsedRow, cut: int) -> str:
         prompt = record.prompt
         if not isinstance(prompt, str):
-            asked = _asking(record)
+            asked = _asking(prompt, record.where)
             if len(asked) != 1 or asked[0]["role"] != "user":
                 problem = f"a conversation of {len(asked)} messages needs a chat template"
                 way_out = "set model.chat_template to a template file"
@@ -605,16 +596,12 @@ def prefix_error(tokenizer: PreTrainedTokenizerBase, shorter: str, longer: str) 
     )
 
 
-def _asking(record: ParsedRow) -> list[Message]:
-    """Return the messages of a record before the assistant's last turn."""
-    messages = [] if isinstance(record.prompt, str) else list(record.prompt)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
-        raise MalformedRow(
-            f"{record.where}: the conversation has no message before the assistant's"
-        )
-    return messages
+def _asking(prompt: Sequence[Message], where: str) -> Sequence[Message]:
+    """Return the messages of a prompt before the assistant's last turn."""
+    for end in range(len(prompt), 0, -1):
+        if prompt[end - 1]["role"] != "assistant":
+            return prompt[:end]
+    raise MalformedRow(f"{where}: the conversation has no message before the assistant's")
 
 
 def _parse_template(template: str, media: bool) -> list[tuple[str, str]]:

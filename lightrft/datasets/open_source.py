@@ -32,6 +32,7 @@ from lightrft.datasets.row_tables import (
     MalformedRow,
     MappedRows,
     Rows,
+    Skipped,
     as_row,
     suffix_of,
     utf8_of,
@@ -110,8 +111,8 @@ def media_root(root: str, path: str) -> Path:
 
 def is_function(path: str) -> bool:
     """Return True if ``path`` has the form ``module:function`` or ``file.py:function``."""
-    where, colon, attribute = path.rpartition(":")
-    if not colon or not where or not attribute.isidentifier():
+    where, _, attribute = path.rpartition(":")
+    if not where or not attribute.isidentifier():
         return False
     return "://" not in path and not Path(path).exists()
 
@@ -122,11 +123,11 @@ def files_of(source: SourceConfig) -> list[Path] | None:
     Raises ``DataError`` if there are no files.
     """
     path = Path(source.path).expanduser()
-    if is_function(source.path) or _on_hub(source):
+    if is_function(source.path):
         return None
+    if _is_saved(path):
+        return sorted(file for file in path.rglob("*") if file.is_file())
     if path.is_dir():
-        if _is_saved(path):
-            return sorted(file for file in path.rglob("*") if file.is_file())
         return _files_of_folder(path, source)
     if path.is_file():
         return [path]
@@ -137,6 +138,9 @@ def files_of(source: SourceConfig) -> list[Path] | None:
         if not files:
             raise DataError(f"data.sources: no file matches {source.path}")
         return files
+    # Last, because a local file or folder may have a name that a hub dataset could have too.
+    if HUB_NAME.fullmatch(source.path) and not looks_like_path(source.path):
+        return None
     raise DataError(f"data.sources: there is no file or folder {source.path}{nearest_name(path)}")
 
 
@@ -152,18 +156,10 @@ def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -
     files = files_of(source)
     if files is None:
         return _from_hub(source)
-    if path.is_dir() and _is_saved(path):
+    if _is_saved(path):
         return _from_saved(path, source)
     opened = [_from_file(f, malformed, source.limit, indexes) for f in files]
     return opened[0] if path.is_file() else ConcatRows(opened)
-
-
-def _on_hub(source: SourceConfig) -> bool:
-    """Return True if ``source`` can only be the name of a dataset on the hub."""
-    path = Path(source.path).expanduser()
-    if path.is_dir() or path.is_file() or glob.has_magic(source.path):
-        return False
-    return not looks_like_path(source.path) and bool(HUB_NAME.fullmatch(source.path))
 
 
 def _is_saved(path: Path) -> bool:
@@ -246,17 +242,13 @@ def _from_json(
 
 def _listed(items: Iterable[object], name: str, malformed: Malformed) -> InMemoryRows:
     good = []
-    bad = 0
-    first = ""
+    skipped = Skipped(malformed)
     for i, item in enumerate(items):
         try:
             good.append(as_row(item, f"{name}, row {i + 1}"))
         except MalformedRow as error:
-            if malformed == "error":
-                raise MalformedRow(f"{error}. Mend the row, or set data.bad_rows: skip") from None
-            bad += 1
-            first = first or str(error)
-    return InMemoryRows(good, name, bad, first)
+            skipped.add(str(error))
+    return InMemoryRows(good, name, skipped.count, skipped.first)
 
 
 def _from_saved(path: Path, source: SourceConfig) -> Rows:
@@ -357,7 +349,7 @@ def _is_table(made: object) -> bool:
     """Return True if ``made`` has a length and can be indexed by position."""
     if isinstance(made, Mapping):
         return False
-    return isinstance(made, Sequence) or (hasattr(made, "__len__") and hasattr(made, "__getitem__"))
+    return hasattr(made, "__len__") and hasattr(made, "__getitem__")
 
 
 def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:

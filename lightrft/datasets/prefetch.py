@@ -21,8 +21,7 @@ class Fetcher(Generic[T]):
     def __init__(self, read: Callable[[int], T], media: MediaReader | None) -> None:
         self._read = read
         # without threads, an entry is read when it is asked for
-        has_threads = media is not None and media.workers.count > 0
-        self._workers: Workers | None = media.workers if has_threads else None
+        self._workers = Workers(0) if media is None else media.workers
         self._begun: dict[int, Future[T | MalformedRow]] = {}
 
     def fetch(self, indices: Sequence[int]) -> list[T | MalformedRow]:
@@ -30,7 +29,7 @@ class Fetcher(Generic[T]):
 
         An unreadable entry is returned as its ``MalformedRow`` error.
         """
-        if self._workers is None:
+        if not self._workers.count:
             return [self._tried(i) for i in indices]
         started: dict[int, Future[T | MalformedRow]] = {}
         # an index may occur twice: one read serves both
@@ -44,7 +43,7 @@ class Fetcher(Generic[T]):
 
         Earlier reads of other entries are dropped, and cancelled if they have not started.
         """
-        if self._workers is None:
+        if not self._workers.count:
             return
         wanted = dict.fromkeys(indices)
         kept = {i: self._begun.pop(i) for i in wanted if i in self._begun}

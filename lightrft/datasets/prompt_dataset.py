@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -157,12 +156,11 @@ class Sources:
             DataError: a source cannot be read, has a bad row that must not be skipped, or has no
                 rows left.
         """
-        with nullcontext() if cache is None else cache.locked():
-            entry = None if cache is None else cache.read()
-            if entry is None:
-                lengths, names = self._encode(keep, kept, cache)
-            else:
-                lengths, names = self._restore(entry, kept)
+        if cache is None:
+            lengths, names, _ = self._encode(keep)
+        else:
+            with cache.locked():
+                lengths, names = self._cached(keep, kept, cache)
         # Outside the lock: it depends on settings that the cache ignores, such as weights.
         order = self.order(lengths, seed)
         # Names of a cache are unique already, and stay in their file.
@@ -170,17 +168,11 @@ class Sources:
             return order, names
         return order, unique_names([names[k] for k in order])
 
-    def _encode(
-        self,
-        keep: Keep,
-        kept: Columns,
-        cache: TokenCache | None,
-    ) -> tuple[list[int], Sequence[str]]:
-        """Encode every row and write the cache.
+    def _encode(self, keep: Keep) -> tuple[list[int], list[str], list[Indexes]]:
+        """Encode every row.
 
-        Return the number of stored rows per source, and their names.
+        Return the number of stored rows per source, their names, and the indexes of the files.
         """
-        before = () if cache is None else stamps(self.config)
         indexes: list[Indexes] = [{} for _ in self.config.sources]
         self._open(indexes)
         lengths: list[int] = []
@@ -190,9 +182,33 @@ class Sources:
             for chunk in self.chunks(s):
                 names += keep(s, chunk)
             lengths.append(len(names) - start)
+        return lengths, names, indexes
+
+    def _cached(
+        self, keep: Keep, kept: Columns, cache: TokenCache
+    ) -> tuple[list[int], Sequence[str]]:
+        """Restore the rows from ``cache``, or encode them and write it.
+
+        Return the number of stored rows per source, and their names.
+        """
+        entry = cache.read()
+        if entry is not None:
+            return self._restore(entry, kept)
+        before = stamps(self.config)
+        lengths, names, indexes = self._encode(keep)
         # a file that changed during reading must not be cached under the digest of one version
-        if cache is None or stamps(self.config) != before:
-            return lengths, names
+        if stamps(self.config) == before:
+            cache.write(self._entry(kept, lengths, names, indexes))
+        return lengths, names
+
+    def _entry(
+        self,
+        kept: Columns,
+        lengths: list[int],
+        names: list[str],
+        indexes: Sequence[Indexes],
+    ) -> Entry:
+        """Return what the cache stores, which ``_restore`` reads."""
         columns = {f"kept/{name}": np.asarray(column) for name, column in kept.items()}
         files: list[list[tuple[str, int, str]]] = []
         for s, index in enumerate(indexes):
@@ -209,11 +225,10 @@ class Sources:
             "unique": len(set(names)) == len(names),
             "files": files,
         }
-        cache.write(Entry(columns, names, facts))
-        return lengths, names
+        return Entry(columns, names, facts)
 
     def _restore(self, entry: Entry, kept: Columns) -> tuple[list[int], Sequence[str]]:
-        """Restore columns, counts and indexes from ``entry``. Return the same as ``_encode``."""
+        """Restore columns, counts and indexes from ``entry``. Return the same as ``_cached``."""
         facts, columns = entry.facts, entry.columns
         indexes: list[Indexes] = []
         for s, files in enumerate(facts["files"]):
@@ -236,8 +251,8 @@ class Sources:
             for source, index in zip(self.config.sources, indexes)
         ]
         self.counts["malformed"] += sum(rows.malformed for rows in self.rows)
-        problems = [rows.first_problem for rows in self.rows if rows.first_problem]
-        self.first_problem = problems[0] if problems else ""
+        problems = [rows.first_problem for rows in self.rows]
+        self.first_problem = next(filter(None, problems), "")
 
     def order(self, lengths: Sequence[int], seed: int) -> np.ndarray:
         """Return the mixing order of the stored rows, given the number of rows of each source.
@@ -268,6 +283,16 @@ class EncodedDataset(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def _stored(self, i: int, kind: str) -> tuple[int, int]:
+        """Return the number of entry ``i`` among the stored rows, and its first token's position.
+
+        Raises ``IndexError``, which names the ``kind`` of the entry.
+        """
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"{kind} {i} of {len(self)}")
+        k = int(self._order[i])
+        return k, self._kept["ends"][k - 1] if k else 0
 
     def fetch(self, indices: Sequence[int]) -> list[T | MalformedRow]:
         """Return the entries at ``indices``, with media decoded concurrently.
@@ -369,16 +394,13 @@ class PromptDataset(EncodedDataset[Prompt]):
 
         Raises ``MalformedRow`` if its media have become unreadable.
         """
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"prompt {i} of {len(self)}")
-        k = int(self._order[i])
-        source, ends = int(self._kept["source"][k]), self._kept["ends"]
-        start = ends[k - 1] if k else 0
+        k, start = self._stored(i, "prompt")
+        source, end = int(self._kept["source"][k]), self._kept["ends"][k]
         record = self._sources.record(source, int(self._kept["row"][k]))
         text = self.encoder.prompt(record, self._cuts.get(k, 0))
         prompt = Prompt(
             id=self._ids[i],
-            token_ids=self._kept["tokens"][start : ends[k]].tolist(),
+            token_ids=self._kept["tokens"][start:end].tolist(),
             text=self.encoder.readable(text),
             label=record.label,
             reference=_reference(record),

@@ -100,18 +100,12 @@ class ParsedRow:
     @property
     def messages(self) -> list[Message]:
         """Return the whole conversation. A text prompt becomes a user message."""
-        if isinstance(self.prompt, str):
-            asked = [{"role": "user", "content": self.prompt}]
-        else:
-            asked = self.prompt
-        if isinstance(self.response, str):
-            return [*asked, {"role": "assistant", "content": self.response}]
-        return [*asked, *(self.response or [])]
+        return [*_as_messages(self.prompt, "user"), *_as_messages(self.response, "assistant")]
 
     @property
     def asked(self) -> int:
         """Return the number of messages that belong to the prompt."""
-        return 1 if isinstance(self.prompt, str) else len(self.prompt)
+        return len(_as_messages(self.prompt, "user"))
 
     @property
     def answer(self) -> str | None:
@@ -123,6 +117,13 @@ class ParsedRow:
             return None
         # without the marks of media, which are no text
         return replaced(last["content"], lambda *_: "")
+
+
+def _as_messages(said: str | list[Message] | None, role: str) -> list[Message]:
+    """Return a text as one message of ``role``, messages unchanged, and None as no messages."""
+    if isinstance(said, str):
+        return [{"role": role, "content": said}]
+    return said or []
 
 
 def read_record(
@@ -159,7 +160,7 @@ def read_record(
     finder = MediaFinder(reads, where, root, media_columns)
     has_media = finder.has_columns(row)
     name, asked = found["prompt"]
-    if has_media and (asked is None or asked == ""):
+    if has_media and asked in (None, ""):
         asked = " "  # the prompt is the media alone
     _check_prompt_column(row, columns, name, asked, where)
     prompt = read_prompt(asked, where, finder, blank=has_media)
@@ -194,15 +195,15 @@ def _check_prompt_column(
 ) -> None:
     """Raise ``MalformedRow`` if the prompt ``asked`` in column ``name`` is missing or ambiguous."""
     if asked is None:
-        if any(usual in row for usual in USUAL["prompt"]):
+        if not row.keys().isdisjoint(USUAL["prompt"]):
             raise MalformedRow(f"{where}: the prompt is empty")
         raise MalformedRow(
             f"{where}: no column with a prompt (looked for {', '.join(USUAL['prompt'])}); "
             f"the row has: {', '.join(row) or 'nothing'}. Name the column in data.columns.prompt"
         )
     # alpaca rows have their question in one column and its material in the other
-    of_alpaca = "instruction" in row and "input" in row
-    if of_alpaca and name in ("input", "instruction") and not columns.prompt:
+    of_alpaca = {"input", "instruction"}
+    if not columns.prompt and name in of_alpaca and of_alpaca <= row.keys():
         way_out = "set the source's reader: alpaca, or data.columns.prompt"
         raise MalformedRow(f"{where}: both 'instruction' and 'input'; {way_out}")
 
@@ -363,7 +364,7 @@ def _placed(
     prompt: str | list[Message], response: str | list[Message] | None, finder: MediaFinder, row: Row
 ) -> tuple[str | list[Message], str | list[Message] | None]:
     """Return prompt and response with the media of the row at their positions."""
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    asked = _as_messages(prompt, "user")
     answers = response if isinstance(response, list) else []
     messages = [*asked, *answers]
     users = [k for k, m in enumerate(asked) if m["role"] == "user"]
@@ -387,9 +388,8 @@ def _json_messages(text: str) -> list[object] | None:
         value = json.loads(text)
     except ValueError:
         return None
-    if not isinstance(value, list) or not value:
-        return None
-    return value if all(map(_is_message, value)) else None
+    # a JSON text that begins with a bracket is a list
+    return value if value and all(map(_is_message, value)) else None
 
 
 def _is_message(value: object) -> bool:

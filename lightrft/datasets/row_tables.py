@@ -129,7 +129,7 @@ class TextIndex:
 Indexes = dict[str, TextIndex]
 """Index of each file of JSON lines by path. Opening a file that is not in the table adds it."""
 
-OPENERS: dict[str, Callable[[Path], Any]] = {
+OPENERS: dict[str, Callable[[Path, str], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -150,20 +150,21 @@ def utf8_of(path: Path) -> bytes | None:
 
     Raises ``DataError`` if the file cannot be decompressed or decoded.
     """
-    opener = OPENERS.get(path.suffix)
+    is_plain = path.suffix not in OPENERS
+    opener = OPENERS.get(path.suffix, Path.open)
     try:
-        with opener(path) if opener else path.open("rb") as file:
+        with opener(path, "rb") as file:
             # the encoding shows in the positions of null bytes among the first four
             head = file.read(4)
             encoding = json.detect_encoding(head)
             is_utf8 = encoding.startswith("utf-8")
-            if is_utf8 and opener is None:
+            if is_utf8 and is_plain:
                 return None
             data = head + file.read()
         return data if is_utf8 else data.decode(encoding).encode("utf-8")
     except (EOFError, OSError, lzma.LZMAError) as error:
         # an OSError of a plain file is about the disk, not about its compression
-        if opener is None and isinstance(error, OSError):
+        if is_plain and isinstance(error, OSError):
             raise
         raise DataError(f"{path}: cannot be decompressed: {error}") from None
     except UnicodeDecodeError as error:
@@ -208,7 +209,7 @@ class JsonLinesRows:
         """Return the index of all records."""
         # Not lists: a number of a list takes four times the eight bytes.
         offsets, lines = array("Q"), array("Q")
-        skipped = _Skipped(self.path, malformed)
+        skipped = Skipped(malformed)
         with self._open() as file:
             if file.read(len(BOM)) != BOM:
                 file.seek(0)
@@ -221,7 +222,7 @@ class JsonLinesRows:
                 try:
                     row = _json_row(raw)
                 except ValueError as error:
-                    skipped.add(line, error)
+                    skipped.add(f"{self.path}, line {line}: {error}")
                     continue
                 if row is not None:
                     offsets.append(offset)
@@ -265,17 +266,16 @@ def _json_row(raw: bytes) -> Row | None:
     return row
 
 
-class _Skipped:
-    """Counts malformed records of a file, or raises ``MalformedRow`` for the first of them."""
+class Skipped:
+    """Counts malformed rows of a source, or raises ``MalformedRow`` for the first of them."""
 
-    def __init__(self, path: Path, malformed: Malformed) -> None:
-        self.path = path
+    def __init__(self, malformed: Malformed) -> None:
         self.count = 0
         self.first = ""
         self._malformed = malformed
 
-    def add(self, line: int, error: ValueError) -> None:
-        problem = f"{self.path}, line {line}: {error}"
+    def add(self, problem: str) -> None:
+        """Count a row, or raise ``MalformedRow`` under ``malformed: error``."""
         if self._malformed == "error":
             raise MalformedRow(f"{problem}. Mend the row, or set data.bad_rows: skip") from None
         self.count += 1
@@ -330,14 +330,14 @@ class Csv(InMemoryRows):
         line, names = self._header(path, lines)
         rows: list[Row] = []
         self.lines: list[int] = []
-        skipped = _Skipped(path, malformed)
+        skipped = Skipped(malformed)
         while line < len(lines) and (limit is None or len(rows) < limit):
             try:
                 used, values = _csv_record(lines, line)
                 if values and len(values) != len(names):
                     raise ValueError(f"{len(values)} values under a header of {len(names)}")
             except ValueError as error:
-                skipped.add(line + 1, error)
+                skipped.add(f"{path}, line {line + 1}: {error}")
                 # an open quote takes in all lines after it, so go on with the next line
                 used, values = 1, []
             if values:
@@ -381,8 +381,8 @@ class ConcatRows:
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = list(parts)
         self.malformed = sum(part.malformed for part in self.parts)
-        problems = [part.first_problem for part in self.parts if part.first_problem]
-        self.first_problem = problems[0] if problems else ""
+        problems = [part.first_problem for part in self.parts]
+        self.first_problem = next(filter(None, problems), "")
         # index after the last row of each part
         self._ends = list(accumulate(len(part) for part in self.parts))
 

@@ -41,11 +41,12 @@ class PromptSampler:
         self.shuffle = shuffle
         self.epoch = 0
         self.position = 0
-        self._known: tuple[int, np.ndarray] | None = None
+        # the epoch whose order was asked for last, and its order
+        self._known = (-1, np.empty(0, np.int64))
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of one epoch, ``[length]``."""
-        if self._known is None or self._known[0] != epoch:
+        if self._known[0] != epoch:
             order = np.arange(self.length)
             if self.shuffle:
                 chance = numpy_generator(self.seed, RandomStream.EPOCH_ORDER, epoch)

@@ -137,11 +137,8 @@ class SFTDataset(EncodedDataset[Example]):
         self.counts["examples"] = len(self._order)
 
     def __getitem__(self, i: int) -> Example:
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"example {i} of {len(self)}")
-        k = int(self._order[i])
-        tokens, ends = self._kept["tokens"], self._kept["ends"]
-        start, split, end = ends[k - 1] if k else 0, self._kept["split"][k], ends[k]
+        k, start = self._stored(i, "example")
+        tokens, split, end = self._kept["tokens"], self._kept["split"][k], self._kept["ends"][k]
         example = Example(
             prompt_ids=tokens[start:split].tolist(),
             response_ids=tokens[split:end].tolist(),

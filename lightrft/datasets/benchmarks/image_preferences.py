@@ -87,11 +87,12 @@ def imagerewarddb_pairs(path: str, split: str = "train") -> PairBuilder[tuple[in
     of_prompt: dict[str, list[tuple[int, object]]] = defaultdict(list)
     for i in range(len(rows)):
         row = rows[i]
-        of_prompt[row["prompt_id"]].append((i, row["rank"]))
+        if row["rank"] is not None:
+            of_prompt[row["prompt_id"]].append((i, row["rank"]))
     keys = []
     for found in of_prompt.values():
         for (i, best), (j, other) in combinations(found, 2):
-            if best is not None and other is not None and best != other:
+            if best != other:
                 keys.append((i, j))
     return PairBuilder(keys, partial(_beside, rows))
 

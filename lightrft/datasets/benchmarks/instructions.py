@@ -12,6 +12,7 @@ def alpaca(row: Row) -> Row:
 
     The prompt is the instruction, followed by a blank line and the input if there is one.
     """
-    given = row.get("input") or ""
-    prompt = f"{row['instruction']}\n\n{given}" if given else row["instruction"]
+    prompt = row["instruction"]
+    if given := row.get("input"):
+        prompt = f"{prompt}\n\n{given}"
     return {**row, "prompt": prompt, "response": row["output"]}

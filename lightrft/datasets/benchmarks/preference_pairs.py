@@ -90,6 +90,7 @@ def preference_label(
         letters[head] = "C" if winner is None else "AB"[order.index(winner)]
     label = next(iter(letters.values()))
     best = next(iter(heads.values()))
+    chosen, rejected = (None, None) if best is None else (parts[best], parts[1 - best])
     return {
         **row,
         "prompt": [{"role": "user", "content": content}],
@@ -97,8 +98,8 @@ def preference_label(
         "label": label,
         "data_source": source,
         "request": request,
-        "chosen": None if best is None else parts[best],
-        "rejected": None if best is None else parts[1 - best],
+        "chosen": chosen,
+        "rejected": rejected,
         "shown": list(order),
         **letters,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from lightrft.datasets.media.fetch import first_given
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 
@@ -17,12 +18,12 @@ def verl(row: Row) -> Row:
     extra = row.get("extra_info") or {}
     truth = row["reward_model"]["ground_truth"]
     # The worked solution. verl writes that of GSM8K under ``answer``.
-    solutions = [extra[key] for key in ("answer", "reference") if extra.get(key) is not None]
+    solution = first_given(extra, ("answer", "reference"))
     source = row.get("data_source") or ""
     named = {
         "prompt": row["prompt"],
         "label": truth,
-        "reference": solutions[0] if solutions else truth,
+        "reference": truth if solution is None else solution,
         "data_source": source,
     }
     if extra.get("index") is not None:

@@ -84,8 +84,8 @@ def sound_length(content: Content, hearing: AudioSettings) -> int:
 def read_sound(content: Content, hearing: AudioSettings) -> np.ndarray:
     """Return the mean of all channels, resampled to ``hearing.rate``, ``[N]`` float32."""
     rate, blocks = _blocks(content, hearing)
-    found = list(blocks)
-    values = np.concatenate(found) if found else np.empty(0, np.float32)
+    # the empty block is for a sound without any, which _length() refuses
+    values = np.concatenate([np.empty(0, np.float32), *blocks])
     length = _length(len(values), rate, hearing)
     if not np.isfinite(values).all():
         raise ValueError("the sound holds values that are not finite")

@@ -11,7 +11,7 @@ import io
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +28,7 @@ from lightrft.datasets.media.access import UNRESTRICTED, Access
 from lightrft.datasets.media.download import Bounds, public, receive
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{32,}={0,2}\s*")
-_NESTED = (
+NESTED = (
     "image",
     "video",
     "audio",
@@ -40,6 +40,7 @@ _NESTED = (
     "path",
     "file",
 )
+"""Fields that stand for the whole medium."""
 _ANIMATED = ("GIF", "PNG", "WEBP")
 _PICTURES = (*_ANIMATED, "BMP", "JPEG", "PPM", "TIFF")
 _FORMATS = (*_PICTURES, "AVIF", "DIB", "ICO", "JPEG2000", "MPO", "PCX", "QOI", "SGI", "TGA")
@@ -121,14 +122,12 @@ class Fetch:
             array = np.asarray(value["array"])
             rate = value.get("sampling_rate")
             return array if rate is None else Samples(array, int(rate))
-        encoded = value.get("data")
-        if encoded is None:
-            encoded = value.get("base64")
+        encoded = first_given(value, ("data", "base64"))
         if encoded is not None:
             if isinstance(encoded, str) and not encoded.startswith("data:"):
                 return self._decoded(encoded)
             return self.content(encoded, root)
-        inside = nested(value)
+        inside = first_given(value, NESTED)
         if inside is None:
             have = ", ".join(map(str, value)) or "nothing"
             raise ValueError(f"neither bytes, path, url nor array in it; it has: {have}")
@@ -240,12 +239,10 @@ def picture_formats() -> tuple[str, ...]:
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
-def nested(value: Mapping[str, object]) -> object:
-    """Return the value of ``value`` under a key that stands for the whole medium, or None."""
-    for name in _NESTED:
-        if value.get(name) is not None:
-            return value[name]
-    return None
+def first_given(fields: Mapping[str, object], names: Iterable[str]) -> object:
+    """Return the value of the first of ``names`` that is not null in ``fields``, or None."""
+    values = map(fields.get, names)
+    return next((value for value in values if value is not None), None)
 
 
 def digest(content: Content) -> bytes:

@@ -102,7 +102,7 @@ def _orientation(picture: Image.Image) -> int:
 
 
 def _within(height: int, width: int, limit: int) -> tuple[int, int, int]:
-    if height < 1 or width < 1:
+    if min(height, width) < 1:
         raise ValueError(f"the picture is empty: {width} x {height} pixels")
     if height * width > limit:
         allowed = f"data.media.max_source_pixels = {limit}"
@@ -112,13 +112,12 @@ def _within(height: int, width: int, limit: int) -> tuple[int, int, int]:
 
 def _rows_first(array: np.ndarray) -> np.ndarray:
     """Return an array ``[H, W, C]`` from ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``."""
-    channels = (1, 3, 4)
     if array.ndim == 2:
         return array[..., None]
-    if array.ndim == 3 and array.shape[-1] in channels:
-        return array
-    if array.ndim == 3 and array.shape[0] in channels:
-        return np.moveaxis(array, 0, -1)
+    # the last axis first: a picture of three rows may have three channels behind them
+    for axis in (-1, 0):
+        if array.ndim == 3 and array.shape[axis] in (1, 3, 4):
+            return np.moveaxis(array, axis, -1)
     problem = f"an array of shape {array.shape} is no picture"
     raise ValueError(f"{problem}; it must be [height, width, 3]")
 

@@ -13,7 +13,7 @@ from os import PathLike, fspath
 from pathlib import Path, PurePath
 from urllib.parse import urlparse
 
-from lightrft.datasets.media.fetch import Fetch, is_still, nested
+from lightrft.datasets.media.fetch import NESTED, Fetch, first_given, is_still
 
 KINDS = ("image", "video", "audio")
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
@@ -84,9 +84,9 @@ def kind_of(part: Mapping[str, object]) -> str | None:
 
 def payload(part: Mapping[str, object], kind: str) -> object:
     """Return the media of a content part of ``kind``, or None if the part only marks a position."""
-    for name in (kind, f"{kind}_url", f"input_{kind}"):
-        if part.get(name) is not None:
-            return part[name]
+    given = first_given(part, (kind, f"{kind}_url", f"input_{kind}"))
+    if given is not None:
+        return given
     fields = (*_FIELDS, "sampling_rate")
     own = {name: part[name] for name in fields if part.get(name) is not None}
     return own or None
@@ -138,8 +138,8 @@ def _is_frame(value: object, root: Path) -> bool:
 
     Nothing is downloaded for this check.
     """
-    if isinstance(value, Mapping) and all(value.get(name) is None for name in _RAW):
-        inside = nested(value)
+    if isinstance(value, Mapping) and first_given(value, _RAW) is None:
+        inside = first_given(value, NESTED)
         return inside is not None and _is_frame(inside, root)
     if isinstance(value, list | tuple):
         return False

@@ -21,6 +21,7 @@ USUAL = {
     "audio": ("audios", "audio", "audio_path"),
 }
 _WAITING = "?"
+_RESERVED = re.compile(f"[{OPEN}{CLOSE}]")
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,7 @@ class MediaFinder:
 
         Raises ``MalformedRow`` for text that contains reserved mark characters.
         """
-        if not self.reads.spellings:
-            return text
-        # without this check, a row could write a mark itself and read an item of its choice
-        if OPEN in text or CLOSE in text:
-            reserved = "U+FDD2 or U+FDD3, which are reserved for places of media"
-            raise MalformedRow(f"{where}: the text holds {reserved}; take them out")
+        text = self.plain(text, where)
         for kind, spellings in self.reads.spellings.items():
             for spelling in spellings:
                 text = text.replace(spelling, _waiting(kind))
@@ -99,8 +95,10 @@ class MediaFinder:
 
         Raises ``MalformedRow`` for text that contains reserved mark characters.
         """
-        if self.reads.spellings and (OPEN in text or CLOSE in text):
-            return self.text(text, where)
+        # without this check, a row could write a mark itself and read an item of its choice
+        if self.reads.spellings and _RESERVED.search(text):
+            reserved = "U+FDD2 or U+FDD3, which are reserved for places of media"
+            raise MalformedRow(f"{where}: the text holds {reserved}; take them out")
         return text
 
     def has_columns(self, row: Row) -> bool:
@@ -166,7 +164,7 @@ class MediaFinder:
             problem = f"column {column!r} holds {held}, but the model reads {self.reads}"
             way_out = f"leave the column out with data.columns.{kind}s: null"
             raise MalformedRow(f"{self.where}: {problem}; take a model that reads it, or {way_out}")
-        if not expected or expected == count:
+        if expected in (0, count):
             return
         problem = f"the text has {expected} places for {kind} (<{kind}>), but the row has {held}"
         if column:

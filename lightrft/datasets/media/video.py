@@ -6,6 +6,7 @@ Raises ``ValueError`` with the reason.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -123,20 +124,19 @@ class VideoSettings:
             return self.spread(len(times), self.least)
         return found.tolist()
 
-    def spread(self, count: int, most: int | None = None) -> list[int]:
+    def spread(self, count: int, most: int = sys.maxsize) -> list[int]:
         """Return evenly spread positions below ``count``.
 
-        There are at most ``max_frames`` of them, and at most ``most`` unless that is None.
+        There are at most ``max_frames`` of them, and at most ``most``.
         """
-        taken = min(count, self.max_frames, count if most is None else most)
+        taken = min(count, self.max_frames, most)
         return np.unique(np.linspace(0, count - 1, taken).round().astype(int)).tolist()
 
 
 def clip_extent(content: Content, viewing: VideoSettings) -> Extent:
     """Return the extent that ``read_clip`` returns, without decoding every frame."""
     if isinstance(content, np.ndarray | Frames):
-        chosen, times = _even(content, viewing)
-        return Extent((len(chosen), *_one_size(content, chosen, viewing)), times)
+        return _evenly(_pictures(content), viewing)[1]
     if _is_animation(content):
         with _animation(content) as picture:
             return _extent_of(picture, viewing)[1]
@@ -148,10 +148,10 @@ def clip_extent(content: Content, viewing: VideoSettings) -> Extent:
 def read_clip(content: Content, viewing: VideoSettings) -> tuple[np.ndarray, Extent]:
     """Return the selected frames ``[T, H, W, 3]`` and their extent, with their times."""
     if isinstance(content, np.ndarray | Frames):
-        chosen, times = _even(content, viewing)
-        shape = (len(chosen), *_one_size(content, chosen, viewing))
-        pictures = (read_picture(_frame(content, k), viewing.max_source_pixels) for k in chosen)
-        return _filled(shape, enumerate(pictures)), Extent(shape, times)
+        pictures = _pictures(content)
+        chosen, extent = _evenly(pictures, viewing)
+        frames = (read_picture(pictures[k], viewing.max_source_pixels) for k in chosen)
+        return _filled(extent.shape, enumerate(frames)), extent
     if _is_animation(content):
         with _animation(content) as picture:
             chosen, extent = _extent_of(picture, viewing)
@@ -172,19 +172,31 @@ def _decoded(content: Content, viewing: VideoSettings) -> tuple[np.ndarray, Exte
             raise ValueError(f"the video is damaged: {error.strerror}") from None
 
 
-def _one_size(
-    content: np.ndarray | Frames,
-    chosen: Sequence[int],
-    viewing: VideoSettings,
-) -> tuple[int, int, int]:
-    """Return the common size of all ``chosen`` frames, from their headers."""
-    sizes = {picture_size(_frame(content, k), viewing.max_source_pixels) for k in chosen}
+def _pictures(content: np.ndarray | Frames) -> Sequence[Content]:
+    """Return the frames of a list or an array, without a copy."""
+    if isinstance(content, Frames):
+        return content.pictures
+    if content.ndim != 4:
+        raise ValueError(
+            f"an array of shape {content.shape} is no video; it must be [frames, height, width, 3]"
+        )
+    return list(content)
+
+
+def _evenly(pictures: Sequence[Content], viewing: VideoSettings) -> tuple[list[int], Extent]:
+    """Return the selected frames of a list, and their extent with times at ``viewing.fps``."""
+    if not pictures:
+        raise ValueError("the video has no frames")
+    chosen = viewing.spread(len(pictures))
+    # from the headers, so that no frame is decoded before all are known to fit together
+    sizes = {picture_size(pictures[k], viewing.max_source_pixels) for k in chosen}
     if len(sizes) > 1:
         listed = sorted(f"{width} x {height}" for height, width, _ in sizes)
         raise ValueError(f"frames of different sizes: {', '.join(listed)}")
     ((height, width, channels),) = sizes
     viewing.check(len(chosen), height, width)
-    return height, width, channels
+    times = tuple(k / (viewing.fps or 1.0) for k in chosen)
+    return chosen, Extent((len(chosen), height, width, channels), times)
 
 
 def _filled(shape: tuple[int, ...], frames: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
@@ -285,32 +297,13 @@ def _upright(frame: Any) -> np.ndarray:
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=turns))
 
 
-def _even(
-    content: np.ndarray | Frames, viewing: VideoSettings
-) -> tuple[list[int], tuple[float, ...]]:
-    """Return the selected frames of a list, and their times at ``viewing.fps``."""
-    if isinstance(content, np.ndarray) and content.ndim != 4:
-        raise ValueError(
-            f"an array of shape {content.shape} is no video; it must be [frames, height, width, 3]"
-        )
-    count = len(content) if isinstance(content, np.ndarray) else len(content.pictures)
-    if not count:
-        raise ValueError("the video has no frames")
-    chosen = viewing.spread(count)
-    return chosen, tuple(k / (viewing.fps or 1.0) for k in chosen)
-
-
-def _frame(content: np.ndarray | Frames, k: int) -> Content:
-    return content[k] if isinstance(content, np.ndarray) else content.pictures[k]
-
-
 def _is_animation(content: Content) -> TypeGuard[Path | bytes | Image.Image]:
     if isinstance(content, Image.Image):
         return True
     if not isinstance(content, Path | bytes):
         return False
     start = head(content)
-    if start[:4] == b"GIF8" or start[:8] == b"\x89PNG\r\n\x1a\n":
+    if start.startswith((b"GIF8", b"\x89PNG\r\n\x1a\n")):
         return True
     return start[:4] == b"RIFF" and start[8:12] == b"WEBP"
 
