@@ -126,7 +126,7 @@ def files_of(source: SourceConfig) -> list[Path] | None:
     if is_function(source.path):
         return None
     if _is_saved(path):
-        return sorted(file for file in path.rglob("*") if file.is_file())
+        return sorted(filter(Path.is_file, path.rglob("*")))
     if path.is_dir():
         return _files_of_folder(path, source)
     if path.is_file():
@@ -134,7 +134,7 @@ def files_of(source: SourceConfig) -> list[Path] | None:
     if glob.has_magic(source.path):
         # glob instead of Path.glob, which takes no absolute pattern
         names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
-        files = [Path(name) for name in names if Path(name).is_file()]
+        files = list(filter(Path.is_file, map(Path, names)))
         if not files:
             raise DataError(f"data.sources: no file matches {source.path}")
         return files
@@ -155,7 +155,8 @@ def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -
     path = Path(source.path).expanduser()
     files = files_of(source)
     if files is None:
-        return _from_hub(source)
+        table = _load(source.path, source.path, name=source.subset, split=source.split)
+        return InMemoryRows(table, f"{source.path}[{source.split}]")
     if _is_saved(path):
         return _from_saved(path, source)
     opened = [_from_file(f, malformed, source.limit, indexes) for f in files]
@@ -169,7 +170,7 @@ def _is_saved(path: Path) -> bool:
 def _files_of_folder(path: Path, source: SourceConfig) -> list[Path]:
     known = [file for file in path.rglob("*") if suffix_of(file) in SUFFIXES]
     # Sorted, so that the order of rows does not depend on the file system.
-    files = sorted(file for file in known if file.is_file())
+    files = sorted(filter(Path.is_file, known))
     if not files:
         wanted = f"a folder with {', '.join(SUFFIXES)} files"
         raise DataError(f"data.sources: {path} is neither a saved data set nor {wanted}")
@@ -290,13 +291,6 @@ def _undecoded(dataset: Any) -> Any:
         if plain != feature:
             dataset = dataset.cast_column(name, plain)
     return dataset
-
-
-def _from_hub(source: SourceConfig) -> Rows:
-    return InMemoryRows(
-        _load(source.path, source.path, name=source.subset, split=source.split),
-        f"{source.path}[{source.split}]",
-    )
 
 
 def _load(kind: str, shown_as: str, **options: Any) -> Any:

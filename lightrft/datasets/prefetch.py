@@ -31,11 +31,8 @@ class Fetcher(Generic[T]):
         """
         if not self._workers.count:
             return [self._tried(i) for i in indices]
-        started: dict[int, Future[T | MalformedRow]] = {}
-        # an index may occur twice: one read serves both
-        for i in dict.fromkeys(indices):
-            begun = self._begun.pop(i, None)
-            started[i] = begun or self._workers.submit(self._tried, i)
+        self._start(indices)
+        started = {i: self._begun.pop(i) for i in set(indices)}
         return [started[i].result() for i in indices]
 
     def prefetch(self, indices: Sequence[int]) -> None:
@@ -45,12 +42,16 @@ class Fetcher(Generic[T]):
         """
         if not self._workers.count:
             return
-        wanted = dict.fromkeys(indices)
-        kept = {i: self._begun.pop(i) for i in wanted if i in self._begun}
         # First, so that no thread starts on an entry that is not wanted any more.
-        for dropped in self._begun.values():
-            dropped.cancel()
-        self._begun = {i: kept.get(i) or self._workers.submit(self._tried, i) for i in wanted}
+        for i in self._begun.keys() - set(indices):
+            self._begun.pop(i).cancel()
+        self._start(indices)
+
+    def _start(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            # an index may occur twice: one read serves both
+            if i not in self._begun:
+                self._begun[i] = self._workers.submit(self._tried, i)
 
     def _tried(self, i: int) -> T | MalformedRow:
         try:

@@ -292,7 +292,8 @@ class EncodedDataset(Generic[T]):
         if not -len(self) <= i < len(self):
             raise IndexError(f"{kind} {i} of {len(self)}")
         k = int(self._order[i])
-        return k, self._kept["ends"][k - 1] if k else 0
+        start = self._kept["ends"][k - 1] if k else 0
+        return k, start
 
     def fetch(self, indices: Sequence[int]) -> list[T | MalformedRow]:
         """Return the entries at ``indices``, with media decoded concurrently.
@@ -423,11 +424,11 @@ class PromptDataset(EncodedDataset[Prompt]):
         """
         wanted = set(ids)
         found = {name: i for i, name in enumerate(self._ids) if name in wanted}
-        missing = [name for name in ids if name not in found]
-        if missing:
-            problem = f"the checkpoint holds responses to prompt {missing[0]!r}"
-            raise CheckpointError(f"{problem}, which the data does not have")
-        return [found[name] for name in ids]
+        try:
+            return [found[name] for name in ids]
+        except KeyError as error:
+            problem = f"the checkpoint holds responses to prompt {error}"
+            raise CheckpointError(f"{problem}, which the data does not have") from None
 
     @property
     def ids(self) -> Sequence[str]:

@@ -249,7 +249,7 @@ def read_conversation(
 def read_prompt(
     value: object,
     where: str,
-    finder: MediaFinder | None = None,
+    finder: MediaFinder,
     *,
     blank: bool = False,
 ) -> str | list[Message]:
@@ -259,13 +259,12 @@ def read_prompt(
         value: text, a list of messages (``role``/``content`` or ShareGPT's ``from``/``value``), or
             such a list as a JSON string.
         where: location of the row, for messages.
-        finder: collects media. None for a prompt without media.
+        finder: collects media.
         blank: if True, an empty prompt is allowed.
 
     Raises:
         MalformedRow: the prompt is empty or has another type.
     """
-    finder = finder or MediaFinder(NOTHING, where, Path(), {})
     if isinstance(value, str):
         inside = _json_messages(value)
         if inside is None:
@@ -367,9 +366,9 @@ def _placed(
     asked = _as_messages(prompt, "user")
     answers = response if isinstance(response, list) else []
     messages = [*asked, *answers]
-    users = [k for k, m in enumerate(asked) if m["role"] == "user"]
     # media without a place in the text go before the last message of the user
-    last = users[-1] if users else len(asked) - 1
+    users = (k for k, m in enumerate(asked) if m["role"] == "user")
+    last = max(users, default=len(asked) - 1)
     texts = finder.place([m["content"] for m in messages], last, row)
     if not finder.items:
         return prompt, response

@@ -50,7 +50,7 @@ class UnknownText:
         it drops.
         """
         if self._unknown is not None:
-            return sum(i == self._unknown for i in ids)
+            return ids.count(self._unknown)
         if not self._drops:
             return 0
         return sum(not self._knows(character) for character in text)

@@ -168,8 +168,15 @@ def genai_bench_pairs(path: str, split: str = "train") -> PairBuilder[tuple[int,
     rows = _open(path, split)
     keys = []
     for i in range(len(rows)):
-        keys += [(i, one, two) for one, two in combinations(_models(rows[i]), 2)]
+        row = rows[i]
+        models = [m for m in with_ratings(row["HumanRatings"]) if row.get(m) is not None]
+        keys += [(i, one, two) for one, two in combinations(models, 2)]
     return PairBuilder(keys, partial(_of_two, rows))
+
+
+def with_ratings(ratings: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the names of the models that anyone has rated."""
+    return [model for model, given in ratings.items() if given]
 
 
 def rated(ratings: Mapping[str, Sequence[float]], source: str) -> tuple[str, str]:
@@ -177,7 +184,7 @@ def rated(ratings: Mapping[str, Sequence[float]], source: str) -> tuple[str, str
 
     Raises ``ValueError`` with the source of pairs unless there are exactly two.
     """
-    models = [m for m, given in ratings.items() if given]
+    models = with_ratings(ratings)
     if len(models) != 2:
         raise ValueError(f"it rates {len(models)} models; pairs come from the source {source}")
     return models[0], models[1]
@@ -204,14 +211,6 @@ def _beside(rows: Rows, pair: tuple[int, int]) -> Row:
     for name, value in first.items():
         made[name] = value if name in same else [value, second.get(name)]
     return made
-
-
-def _models(row: Row) -> list[str]:
-    models = []
-    for model, ratings in row["HumanRatings"].items():
-        if ratings and row.get(model) is not None:
-            models.append(model)
-    return models
 
 
 def _of_two(rows: Rows, key: tuple[int, str, str]) -> Row:

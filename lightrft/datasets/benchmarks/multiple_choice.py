@@ -18,7 +18,7 @@ def format_choices(choices: Mapping[object, object] | Sequence[object]) -> dict[
         return {str(letter): str(text) for letter, text in choices.items() if text is not None}
     if len(choices) > len(LETTERS):
         raise ValueError(f"{len(choices)} choices; at most {len(LETTERS)} have a letter")
-    return {letter: str(text) for letter, text in zip(LETTERS, choices)}
+    return dict(zip(LETTERS, map(str, choices)))
 
 
 def shown(choices: Mapping[str, str]) -> str:

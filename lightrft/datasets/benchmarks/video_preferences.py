@@ -10,7 +10,7 @@ import json
 from itertools import combinations
 from pathlib import Path
 
-from lightrft.datasets.benchmarks.image_preferences import mean, rated
+from lightrft.datasets.benchmarks.image_preferences import mean, rated, with_ratings
 from lightrft.datasets.benchmarks.preference_pairs import (
     Instruction,
     Winner,
@@ -180,7 +180,6 @@ def genai_bench_video_pairs(path: str) -> list[dict[str, object]]:
     pairs = []
     for name, row in rows.items():
         ratings = row["models"]
-        models = [model for model, given in ratings.items() if given]
-        for two in combinations(models, 2):
+        for two in combinations(with_ratings(ratings), 2):
             pairs.append({**row, "id": name, "models": {model: ratings[model] for model in two}})
     return pairs

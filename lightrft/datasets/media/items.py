@@ -139,8 +139,7 @@ def _is_frame(value: object, root: Path) -> bool:
     Nothing is downloaded for this check.
     """
     if isinstance(value, Mapping) and first_given(value, _RAW) is None:
-        inside = first_given(value, NESTED)
-        return inside is not None and _is_frame(inside, root)
+        return _is_frame(first_given(value, NESTED), root)
     if isinstance(value, list | tuple):
         return False
     try:
