@@ -103,10 +103,8 @@ def media_root(root: str, path: str) -> Path:
     is_local = source.exists() or glob.has_magic(path)
     if is_function(path) or not is_local:
         return Path()
-    if source.is_dir():
-        return source
-    # the innermost folder that holds all files of a pattern
-    return next(parent for parent in source.parents if not glob.has_magic(str(parent)))
+    # the innermost folder that exists: it holds all files of a pattern
+    return next(folder for folder in (source, *source.parents) if folder.is_dir())
 
 
 def is_function(path: str) -> bool:

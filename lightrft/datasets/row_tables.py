@@ -214,7 +214,8 @@ class JsonLinesRows:
             if file.read(len(BOM)) != BOM:
                 file.seek(0)
             line = 0
-            while limit is None or len(offsets) < limit:
+            # always true without a limit, which is None
+            while len(offsets) != limit:
                 offset, raw = file.tell(), file.readline()
                 if not raw:
                     break
@@ -331,7 +332,7 @@ class Csv(InMemoryRows):
         rows: list[Row] = []
         self.lines: list[int] = []
         skipped = Skipped(malformed)
-        while line < len(lines) and (limit is None or len(rows) < limit):
+        while line < len(lines) and len(rows) != limit:
             try:
                 used, values = _csv_record(lines, line)
                 if values and len(values) != len(names):
@@ -383,11 +384,11 @@ class ConcatRows:
         self.malformed = sum(part.malformed for part in self.parts)
         problems = [part.first_problem for part in self.parts]
         self.first_problem = next(filter(None, problems), "")
-        # index after the last row of each part
-        self._ends = list(accumulate(len(part) for part in self.parts))
+        # index of the first row of each part, and the number of all rows
+        self._starts = list(accumulate(map(len, self.parts), initial=0))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._starts[-1]
 
     def __getitem__(self, i: int) -> Row:
         part, k = self._find(i)
@@ -398,10 +399,9 @@ class ConcatRows:
         return part.where(k)
 
     def _find(self, i: int) -> tuple[Rows, int]:
-        # From the right: an empty part ends where the part before it does.
-        k = bisect_right(self._ends, i)
-        start = self._ends[k - 1] if k else 0
-        return self.parts[k], i - start
+        # From the right: an empty part starts where the part after it does.
+        k = bisect_right(self._starts, i) - 1
+        return self.parts[k], i - self._starts[k]
 
 
 class LimitRows:

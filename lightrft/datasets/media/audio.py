@@ -114,12 +114,12 @@ def resampled(values: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     padded = np.pad(values.astype(np.float64), (reach, reach + down + 1))
     windows = np.lib.stride_tricks.sliding_window_view(padded, taps)
     out = np.empty(length)
-    whole = _whole_bank(up, down) if up * taps <= _BANK else None
+    fits = up * taps <= _BANK
     part = max(1, _BANK // taps)
     for base in range(0, min(up, length), part):
         firsts = range(base, min(base + part, up, length))
         phases = [first * down % up for first in firsts]
-        bank = _filters(up, down, np.array(phases)) if whole is None else whole[phases]
+        bank = _whole_bank(up, down)[phases] if fits else _filters(up, down, np.array(phases))
         for first, row in zip(firsts, bank):  # outputs first, first + up, ... have the same phase
             count = -(-(length - first) // up)
             out[first::up] = windows[first * down // up :: down][:count] @ row

@@ -103,9 +103,8 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
         root: folder of relative paths.
     """
     # By type first: an array would be compared with the empty text element by element.
-    is_empty = isinstance(value, str | bytes) and not value
-    if value is None or is_empty:
-        return []
+    if isinstance(value, str | bytes | None):
+        return [value] if value else []
     if not isinstance(value, list | tuple):
         return [value]
     # parquet may hold null for an item that a row does not have.

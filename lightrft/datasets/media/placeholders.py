@@ -135,7 +135,7 @@ class MediaFinder:
         for kind in KINDS:
             expected = 0
             if kind in self.reads.spellings:
-                expected = sum(text.count(_waiting(kind)) for text in texts)
+                expected = "".join(texts).count(_waiting(kind))
             # Items of message parts, which ``part`` has found.
             explicit = any(item.kind == kind for item in self.items)
             # media in the messages replace the usual columns, but not a column that is named
@@ -152,8 +152,7 @@ class MediaFinder:
                 texts = [_filled(text, kind, places) for text in texts]
             else:
                 front += "".join(places)
-        if front:
-            texts[last] = front + texts[last]
+        texts[last] = front + texts[last]
         return texts
 
     def _check_count(self, kind: str, column: str, count: int, expected: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightrft.config.data import DataConfig, SourceConfig
-from lightrft.datasets.open_source import open_source, source_name
+from lightrft.datasets.open_source import media_root, open_source, source_name
 from lightrft.utils.errors import ConfigError, DataError
 
 ROWS = [
@@ -73,6 +73,14 @@ def test_a_pattern_takes_its_files_in_order(tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
     assert rows_of(path=f"{tmp_path}/*.jsonl") == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_media_of_a_file_are_in_its_folder_even_if_the_name_of_the_folder_has_brackets(tmp_path):
+    folder = tmp_path / "rows [small]"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("{}\n")
+    assert media_root("", str(folder / "rows.jsonl")) == folder
+    assert media_root("", f"{tmp_path}/rows*/*.jsonl") == tmp_path
 
 
 def test_a_folder_gives_only_the_files_of_the_split(tmp_path):
