@@ -325,7 +325,9 @@ def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:
     _check_keywords(function, options, source.path, "data.sources.options", ())
     try:
         made = function(**options)
-        if not _is_table(made):
+        # a table has a length and can be indexed by position
+        is_indexed = hasattr(made, "__len__") and hasattr(made, "__getitem__")
+        if isinstance(made, Mapping) or not is_indexed:
             return _listed(itertools.islice(made, source.limit), source.path, malformed)
         # a data set of the hub would decode every picture of a row on access
         rows = _undecoded(made) if hasattr(made, "cast_column") else made
@@ -335,13 +337,6 @@ def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:
     except Exception as error:  # whatever a user's function raises
         problem = f"{type(error).__name__}: {error}"
         raise DataError(f"data.sources: {source.path} raised {problem}") from error
-
-
-def _is_table(made: object) -> bool:
-    """Return True if ``made`` has a length and can be indexed by position."""
-    if isinstance(made, Mapping):
-        return False
-    return hasattr(made, "__len__") and hasattr(made, "__getitem__")
 
 
 def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:

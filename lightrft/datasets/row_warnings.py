@@ -49,11 +49,10 @@ class UnknownText:
         For a tokenizer without an unknown token, return the number of characters of ``text`` that
         it drops.
         """
-        if self._unknown is not None:
-            return ids.count(self._unknown)
-        if not self._drops:
-            return 0
-        return sum(not self._knows(character) for character in text)
+        if self._drops:
+            return sum(not self._knows(character) for character in text)
+        # no token is None, so a tokenizer without an unknown token that drops nothing gives 0
+        return ids.count(self._unknown)
 
     def _knows(self, character: str) -> bool:
         # Kept: encoding one character costs as much as encoding a line.

@@ -114,7 +114,7 @@ def _rows_first(array: np.ndarray) -> np.ndarray:
     """Return an array ``[H, W, C]`` from ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``."""
     if array.ndim == 2:
         return array[..., None]
-    # the last axis first: a picture of three rows may have three channels behind them
+    # the last axis first: [3, W, 3] is a picture of three rows
     for axis in (-1, 0):
         if array.ndim == 3 and array.shape[axis] in (1, 3, 4):
             return np.moveaxis(array, axis, -1)

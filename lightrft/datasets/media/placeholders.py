@@ -217,6 +217,7 @@ def _rate(value: Any, where: str) -> float:
         rate = float(value)
     except (TypeError, ValueError, OverflowError):
         rate = math.nan
-    if not (math.isfinite(rate) and rate > 0):
+    # nan fails every comparison
+    if not 0 < rate < math.inf:
         raise MalformedRow(f"{where}: fps is {value!r}, not a number of frames a second above 0")
     return rate
