@@ -123,11 +123,9 @@ class Fetch:
             rate = value.get("sampling_rate")
             return array if rate is None else Samples(array, int(rate))
         encoded = first_given(value, ("data", "base64"))
-        if encoded is not None:
-            if isinstance(encoded, str) and not encoded.startswith("data:"):
-                return self._decoded(encoded)
-            return self.content(encoded, root)
-        inside = first_given(value, NESTED)
+        if isinstance(encoded, str) and not encoded.startswith("data:"):
+            return self._decoded(encoded)
+        inside = first_given(value, ("data", "base64", *NESTED))
         if inside is None:
             have = ", ".join(map(str, value)) or "nothing"
             raise ValueError(f"neither bytes, path, url nor array in it; it has: {have}")
