@@ -319,7 +319,7 @@ def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, path)
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "lightrft.datasets.open_source._from_hub", lambda source: pytest.fail("asked the hub")
+        "lightrft.datasets.open_source._load", lambda *_, **__: pytest.fail("asked the hub")
     )
     with pytest.raises(DataError, match=r"there is no file or folder|neither a saved data set"):
         rows_of(path=path)
