@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.token_masks import TOKEN_MASKS
@@ -16,7 +18,11 @@ from lightrft.config.base import Tree
 from lightrft.config.presets import PRESETS, source_of
 from lightrft.config.verbs import RLConfig
 from lightrft.rollout.curriculum import CURRICULA
+from lightrft.utils.registry import Registry
 
+OF_ADVANTAGE = frozenset({"gamma", "gae_lambda", "eps"})
+OF_LOSS = frozenset({"ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"})
+"""Settings that several advantages read, and that several losses read."""
 OF_LIST = {row.key.removeprefix("algorithm."): row for row in COMPONENT_KINDS.values()}
 
 
@@ -42,7 +48,8 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[EffectiveSett
     found = []
     # ``given`` lacks options that the user left to the defaults of their function.
     for key, value in flat(with_option_defaults(tree)).items():
-        if value is None or value == {} or not is_read(key, algorithm):
+        branch, _, leaf = key.partition(".")
+        if value in (None, {}) or IDLE.get(branch, _never)(leaf, algorithm):
             continue
         full = f"algorithm.{key}"
         if key not in given:
@@ -73,53 +80,52 @@ def flat(tree: Tree | Sequence[Any], prefix: str = "") -> Tree:
     return leaves
 
 
-def is_read(key: str, algorithm: AlgorithmConfig) -> bool:
-    """Return True if some part of the algorithm reads ``key``, given without ``algorithm.``."""
-    branch, _, leaf = key.partition(".")
-    idle = IDLE.get(branch)
-    return idle is None or not idle(leaf, algorithm)
+def _never(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    return False
 
 
-def reads(kind: ComponentKind, name: str) -> frozenset[str] | None:
-    """Return the shared settings of its kind that the function ``name`` reads.
+def _unread(registry: Registry[Any], name: str, shared: frozenset[str]) -> frozenset[str]:
+    """Return the settings of ``shared`` that the function ``name`` does not read.
 
-    None means a function of the user, which may read all of them.
+    Args:
+        registry: The registry of the function.
+        name: Name of the function.
+        shared: Settings that several functions of the registry read.
     """
-    return kind.registry.about(name).reads if name in kind.registry else None
+    # A function of the user may read all of them.
+    return shared - registry.about(name).reads if name in registry else frozenset()
 
 
 def _idle_advantage(leaf: str, algorithm: AlgorithmConfig) -> bool:
     if leaf == "eps" and algorithm.advantage.normalize != "none":  # read by the whitening
         return False
-    read = reads(COMPONENT_KINDS["advantage"], algorithm.advantage.name)
-    return read is not None and leaf in SHARED["advantage"] - read
+    return leaf in _unread(ADVANTAGES, algorithm.advantage.name, OF_ADVANTAGE)
 
 
 def _idle_loss(leaf: str, algorithm: AlgorithmConfig) -> bool:
-    read = reads(COMPONENT_KINDS["loss"], algorithm.loss.name)
-    if read is None:
-        return False
-    idle = SHARED["loss"] - read
+    idle = _unread(POLICY_LOSSES, algorithm.loss.name, OF_LOSS)
+    # Token masks read settings of the loss too.
     for mask in algorithm.token_masks:
-        # A token mask of the user may read every setting of the loss.
-        built_in = mask.name in TOKEN_MASKS
-        idle -= TOKEN_MASKS.about(mask.name).reads if built_in else SHARED["loss"]
+        idle &= _unread(TOKEN_MASKS, mask.name, OF_LOSS)
     return leaf in idle
 
 
 def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
     kl = algorithm.kl
-    refreshes = leaf in ("refresh_every", "refresh_decay")
+    # Of a KL term that is not used, the reference may still be: by a process reward.
+    of_reference = dict.fromkeys(("refresh_every", "refresh_decay"), not kl.refresh_every)
     if not kl.used:
-        # A process reward reads the reference too, so refreshing it may still matter.
-        return leaf != "where" and not (refreshes and kl.refresh_every)
-    if leaf in ("target", "horizon"):
-        return kl.controller != "adaptive"
-    if leaf in ("final", "steps"):
-        return kl.controller not in ("linear", "cosine")
-    if leaf == "weighted":
-        return kl.where != "loss"
-    return refreshes and not kl.refresh_every
+        return leaf != "where" and of_reference.get(leaf, True)
+    is_scheduled = kl.controller in ("linear", "cosine")
+    idle = {
+        **of_reference,
+        "target": kl.controller != "adaptive",
+        "horizon": kl.controller != "adaptive",
+        "final": not is_scheduled,
+        "steps": not is_scheduled,
+        "weighted": kl.where != "loss",
+    }
+    return idle.get(leaf, False)
 
 
 def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:
@@ -130,12 +136,6 @@ def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:
         "values": settings.values,
     }
     return not active.get(leaf, any(active.values()))
-
-
-SHARED = {
-    "advantage": frozenset({"gamma", "gae_lambda", "eps"}),
-    "loss": frozenset({"ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"}),
-}
 
 
 def _idle_distill(leaf: str, algorithm: AlgorithmConfig) -> bool:

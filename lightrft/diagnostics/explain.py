@@ -79,6 +79,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     aggregation = COMPONENT_KINDS["aggregation"].registry.about(algorithm.aggregation)
     inner = " ".join(text for text, _ in terms)
     inner_latex = "".join(latex for _, latex in terms)
+    # The aggregation applies to the whole sum.
     if len(terms) > 1:
         inner = f"({inner})"
         inner_latex = rf"\big({inner_latex}\big)"
@@ -211,13 +212,11 @@ def _scales(settings: NormalizeConfig, own: tuple[EffectiveSetting, ...]) -> Ite
         about = About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242")
         yield Line("reward terms", settings.terms, about, own)
     if settings.rewards != "none":
-        standard = settings.rewards == "standard"
-        numerator = "(R - mean)" if standard else "R"
-        formula = (
-            f"R <- {numerator} / (std + eps), mean and std of all rewards that the run has seen"
-        )
-        numerator_latex = "R - mean" if standard else "R"
-        latex = rf"R\leftarrow\frac{{{numerator_latex}}}{{\operatorname{{std}}+\epsilon}}"
+        text, symbols = ("R", "R")
+        if settings.rewards == "standard":
+            text, symbols = ("(R - mean)", "R - mean")
+        formula = f"R <- {text} / (std + eps), mean and std of all rewards that the run has seen"
+        latex = rf"R\leftarrow\frac{{{symbols}}}{{\operatorname{{std}}+\epsilon}}"
         yield Line("reward scale", settings.rewards, About(formula, latex), own)
     if settings.values:
         formula = (
@@ -347,8 +346,11 @@ def _listed(
 
 def _below(branch: str, found: tuple[EffectiveSetting, ...]) -> tuple[EffectiveSetting, ...]:
     """Return the numbers of one branch, without names of functions."""
-    below = [number for number in found if number.key.startswith(f"{branch}.")]
-    return tuple(number for number in below if symbol_of(number) not in NAMES)
+    below = []
+    for number in found:
+        if number.key.startswith(f"{branch}.") and symbol_of(number) not in NAMES:
+            below.append(number)
+    return tuple(below)
 
 
 NAMES = (
@@ -362,6 +364,7 @@ NAMES = (
     "rewards",
     "values",
 )
+"""Last words of the keys that choose a function or a form, which are no numbers of a formula."""
 
 
 def to_text(explanation: Explanation) -> str:

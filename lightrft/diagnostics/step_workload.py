@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.verbs import RLConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,51 +30,54 @@ class Forward:
     what: str
 
 
-def roles(config: RLConfig) -> Iterator[Role]:
-    """Yield the models that are loaded."""
-    algorithm = config.algorithm
-    requirements = Requirements.of(algorithm)
+def _applying(rows: Iterable[tuple[object, T]]) -> list[T]:
+    """Return the second item of each row whose first item is true."""
+    return [row for applies, row in rows if applies]
+
+
+def roles(config: RLConfig) -> list[Role]:
+    """Return the models that are loaded."""
+    needs = Requirements.of(config.algorithm)
     adapters = "its adapters are trained" if config.model.lora is not None else "trained"
-    yield Role("policy", f"{adapters}, and sampled from")
-    if requirements.reference:
-        yield Role("reference", _reference(config))
-    if requirements.critic:
-        yield Role("critic", "trained on the returns; a value for each token")
-    if algorithm.distill.kind != "none":
-        yield Role("teacher", "frozen; scores the responses of the policy")
-    if requirements.prm:
-        yield Role("process model", "trained on outcomes; a reward for each token")
+    distills = config.algorithm.distill.kind != "none"
+    rows = (
+        (True, Role("policy", f"{adapters}, and sampled from")),
+        (needs.reference, Role("reference", _reference(config))),
+        (needs.critic, Role("critic", "trained on the returns; a value for each token")),
+        (distills, Role("teacher", "frozen; scores the responses of the policy")),
+        (needs.prm, Role("process model", "trained on outcomes; a reward for each token")),
+    )
+    return _applying(rows)
 
 
-def forward_passes(config: RLConfig) -> Iterator[Forward]:
-    """Yield all passes over the batch of a step, in order, after generation."""
+def forward_passes(config: RLConfig) -> list[Forward]:
+    """Return all passes over the batch of a step, in order, after generation."""
     algorithm = config.algorithm
-    requirements = Requirements.of(algorithm)
+    needs = Requirements.of(algorithm)
     updates = config.train.ppo_epochs
-    old = requirements.old_logprobs(updates * config.train.num_mini_batches)
-    computed = {"log-probs": old, "entropy": requirements.entropy, "energy": requirements.energy}
-    wanted = [word for word, applies in computed.items() if applies]
-    if wanted:
-        yield Forward("policy", 1, False, f"{' and '.join(wanted)} before the update")
-    if requirements.reference:
-        yield Forward("reference", 1, False, "log-probs")
-    if algorithm.distill.kind == "sampled":
-        yield Forward("teacher", 1, False, "log-probs of the sampled tokens")
-    if requirements.critic:
-        yield Forward("critic", 1, False, "values before the update")
-    if requirements.prm:
-        yield Forward("process model", 1, True, "the outcome loss, forward and backward")
-        if config.prm.forward == "double":
-            yield Forward("process model", 1, False, "log-probs after that")
-    if requirements.current:
-        readers = "token_masks" if algorithm.token_masks else "importance_sampling"
-        what = f"log-probs before each optimizer step, for the {readers}"
-        yield Forward("policy", updates, False, what)
-    if algorithm.distill.whole:
-        yield Forward("teacher", updates, False, "distributions over the vocabulary")
-    yield Forward("policy", updates, True, "the loss, forward and backward")
-    if requirements.critic:
-        yield Forward("critic", updates, True, "the value loss, forward and backward")
+    old = needs.old_logprobs(updates * config.train.num_mini_batches)
+    words = ((old, "log-probs"), (needs.entropy, "entropy"), (needs.energy, "energy"))
+    wanted = " and ".join(_applying(words))
+    sampled = algorithm.distill.kind == "sampled"
+    separate = needs.prm and config.prm.forward == "double"
+    readers = "token_masks" if algorithm.token_masks else "importance_sampling"
+    before = f"log-probs before each optimizer step, for the {readers}"
+    outcome = "the outcome loss, forward and backward"
+    whole = "distributions over the vocabulary"
+    # In the order in which a step runs them.
+    rows = (
+        (wanted, Forward("policy", 1, False, f"{wanted} before the update")),
+        (needs.reference, Forward("reference", 1, False, "log-probs")),
+        (sampled, Forward("teacher", 1, False, "log-probs of the sampled tokens")),
+        (needs.critic, Forward("critic", 1, False, "values before the update")),
+        (needs.prm, Forward("process model", 1, True, outcome)),
+        (separate, Forward("process model", 1, False, "log-probs after that")),
+        (needs.current, Forward("policy", updates, False, before)),
+        (algorithm.distill.whole, Forward("teacher", updates, False, whole)),
+        (True, Forward("policy", updates, True, "the loss, forward and backward")),
+        (needs.critic, Forward("critic", updates, True, "the value loss, forward and backward")),
+    )
+    return _applying(rows)
 
 
 def gradient(config: RLConfig) -> Iterator[str]:
@@ -82,16 +88,16 @@ def gradient(config: RLConfig) -> Iterator[str]:
     if algorithm.token_masks:
         yield "Tokens that a token mask leaves out get none from the policy loss."
     # Terms of the loss that no advantage multiplies.
-    terms = {
-        "the KL term": algorithm.kl.used and algorithm.kl.where == "loss",
-        "the entropy term": algorithm.entropy.used,
-        "the drift term": algorithm.policy_drift.coef,
-        "the teacher's divergence": algorithm.distill.whole,
-        "the likelihood of correct responses": algorithm.positive_nll.coef,
-    }
-    reached = [name for name, applies in terms.items() if applies]
+    terms = (
+        (algorithm.kl.used and algorithm.kl.where == "loss", "the KL term"),
+        (algorithm.entropy.used, "the entropy term"),
+        (algorithm.policy_drift.coef, "the drift term"),
+        (algorithm.distill.whole, "the teacher's divergence"),
+        (algorithm.positive_nll.coef, "the likelihood of correct responses"),
+    )
+    reached = " and ".join(_applying(terms))
     if reached:
-        yield f"Rows with advantage 0 still get gradient from {' and '.join(reached)}."
+        yield f"Rows with advantage 0 still get gradient from {reached}."
     else:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
     yield from _other_models(config)

@@ -199,12 +199,10 @@ def exact_sum(values: Iterable[float]) -> float:
     Infinities of both signs give nan.
     """
     values = list(values)
-    # ``math.fsum`` raises for infinities of both signs.
+    # ``math.fsum`` raises for infinities of both signs. ``sum`` gives nan for them.
     special = [value for value in values if not math.isfinite(value)]
-    if any(math.isnan(value) for value in special) or len(set(special)) > 1:
-        return math.nan
     if special:
-        return special[0]
+        return sum(special)
     try:
         return math.fsum(values)
     except OverflowError:
@@ -223,20 +221,17 @@ def _detached(part: Part) -> Part:
 
 def _read(metrics: Iterable[Metric]) -> None:
     """Replace every tensor by a number, with one transfer per device."""
-    places: list[tuple[list[Part], int]] = []
+    by_device: dict[torch.device, list[tuple[list[Part], int]]] = {}
     for metric in metrics:
         for column in metric.columns:
             for i, part in enumerate(column):
                 if not isinstance(part, int | float):
-                    places.append((column, i))
-    if not places:
+                    by_device.setdefault(part.device, []).append((column, i))
+    if not by_device:
         return
     # Imported here: reports read metrics without torch, which takes seconds to import.
     import torch
 
-    by_device: dict[torch.device, list[tuple[list[Part], int]]] = {}
-    for column, i in places:
-        by_device.setdefault(column[i].device, []).append((column, i))
     for device, group in by_device.items():
         # float64 holds every number of a narrower type exactly. MPS does not have it.
         wide = torch.float32 if device.type == "mps" else torch.float64

@@ -50,11 +50,14 @@ def filter_and_select(
     if any(r.finish_reason == "abort" for r in group):
         return FilterResult(reason="aborted")
     # First, so that the filters and the baseline below see only finite rewards.
+    greedy: Rollout | None = None
+    answers: list[Rollout] = []
     for rollout in group:
         _fail_without_number(rollout)
-    greedy = next((r for r in group if r.sample == GREEDY), None)
-    scored = [r for r in group if not r.failed]
-    answers = [r for r in scored if r is not greedy]
+        if rollout.sample == GREEDY:
+            greedy = rollout
+        elif not rollout.failed:
+            answers.append(rollout)
     if greedy is not None:
         if greedy.failed:
             return FilterResult(reason="baseline_failed")
@@ -150,17 +153,14 @@ class CollectedRollouts:
                 if place in kept:
                     groups[-1].append(rollout)
                 else:
-                    self._fail_shaped(rollout)
+                    rollout.failed = "the shaped reward is not finite"
+                    self.failures[rollout.failed] += 1
+                    # From one count to the other, so that the sum of all stays.
+                    self.tokens["trained"] -= len(rollout)
+                    self.tokens["failed"] += len(rollout)
                 place += 1
         # A group without responses would have no prompt in the batch.
-        self.groups = [group for group in groups if group]
-
-    def _fail_shaped(self, rollout: Rollout) -> None:
-        """Move the tokens of ``rollout`` from trained to failed, so that the sum stays."""
-        rollout.failed = "the shaped reward is not finite"
-        self.failures[rollout.failed] += 1
-        self.tokens["trained"] -= len(rollout)
-        self.tokens["failed"] += len(rollout)
+        self.groups = list(filter(None, groups))
 
     def carry_over(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
         """Keep a group generated in this step for the next step to train on."""
@@ -200,24 +200,27 @@ class CollectedRollouts:
         # An aborted response without tokens was never started.
         self.rollouts += [r for r in group if len(r) or r.finish_reason != "abort"]
         self.tokens["sampled"] += tokens_of(group)
-        if all(r.finish_reason != "abort" for r in group):
-            answers = [r for r in group if r.sample != GREEDY]
-            scored = [r for r in answers if not r.failed]
-            self.finished.append(scored)
-            self._compare(scored)
         # By identity: responses of a group may be equal in every field.
         kept = {id(r) for r in verdict.kept}
+        scored: list[Rollout] = []
         for rollout in group:
             if rollout.failed:
                 self.failures[rollout.failed] += 1
                 self.tokens["failed"] += len(rollout)
-            elif id(rollout) not in kept:
-                reason = verdict.reason or "not_selected"
-                # The greedy response is never trained on, whatever becomes of its group.
-                if rollout.sample == GREEDY:
-                    reason = "baseline"
+                continue
+            reason = verdict.reason or "not_selected"
+            # The greedy response is never trained on, whatever becomes of its group.
+            if rollout.sample == GREEDY:
+                reason = "baseline"
+            else:
+                scored.append(rollout)
+            if id(rollout) not in kept:
                 self.filtered[reason] += len(rollout)
                 self.tokens["filtered"] += len(rollout)
+        # Scores of an aborted group are incomplete, so nothing may be learned from them.
+        if all(r.finish_reason != "abort" for r in group):
+            self.finished.append(scored)
+            self._compare(scored)
 
 
 def tokens_of(group: Sequence[Rollout]) -> int:
@@ -230,17 +233,20 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
 
     Aborted and greedy responses are not part of the means.
     """
-    complete = [r for r in collected.rollouts if r.finish_reason != "abort"]
-    answers = [r for r in complete if r.sample != GREEDY]
+    answers: list[Rollout] = []
+    greedy: list[Rollout] = []
+    for rollout in collected.rollouts:
+        if rollout.sample == GREEDY:
+            greedy.append(rollout)
+        elif rollout.finish_reason != "abort":
+            answers.append(rollout)
     scored = [r for r in answers if not r.failed]
     metrics = _reward_metrics(scored)
-    if answers:
-        failed = sum(bool(r.failed) for r in answers)
-        metrics.add("rollout/frac_reward_failed", Mean(failed, len(answers)))
-    groups = collected.compared["groups"]
-    if groups:
-        metrics.add("rollout/frac_reward_zero_std", Mean(collected.compared["zero_std"], groups))
-    greedy = [r for r in collected.rollouts if r.sample == GREEDY]
+    # A mean over no responses or no groups has no value and is not written.
+    failed = len(answers) - len(scored)
+    metrics.add("rollout/frac_reward_failed", Mean(failed, len(answers)))
+    compared = collected.compared
+    metrics.add("rollout/frac_reward_zero_std", Mean(compared["zero_std"], compared["groups"]))
     for rollout in greedy:
         if rollout.reward is not None and not rollout.failed:
             metrics.add("rollout/baseline", Mean(rollout.reward))

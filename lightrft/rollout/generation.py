@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Engine, never_stop
@@ -48,10 +49,10 @@ def requests_for(
 
 def unfinished_requests(group: Sequence[Rollout]) -> list[Request]:
     """Return requests that continue the unfinished responses of ``group``."""
-    unfinished = [r for r in group if r.finish_reason == "abort"]
     return [
         Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, partial=r)
-        for r in unfinished
+        for r in group
+        if r.finish_reason == "abort"
     ]
 
 
@@ -154,7 +155,7 @@ def generate_and_score(
         keep_alive()
         return stopped() or (quota is not None and quota.met)
 
-    responses = engine.generate(_flat(requests), sampling, over)
+    responses = engine.generate(list(chain.from_iterable(requests)), sampling, over)
     return score_groups(responses, scorer, requests, timers, stopped, quota, ready, keep_alive)
 
 
@@ -182,7 +183,7 @@ def generate_all(
         return False
 
     with timers("generate"):
-        return list(engine.generate(_flat(requests), sampling, over))
+        return list(engine.generate(list(chain.from_iterable(requests)), sampling, over))
 
 
 def score_groups(
@@ -223,16 +224,11 @@ def score_groups(
     except Exception:
         # A rollout left in the scorer would come back in the next call.
         with suppress(RewardError):
-            for _ in scorer.results(wait=True):
-                pass
+            deque(scorer.results(wait=True), maxlen=0)
         raise
     if group_scorer.cut and stopped() and not (quota is not None and quota.met):
         raise GenerationInterrupted
     return group_scorer.result()
-
-
-def _flat(requests: Sequence[Sequence[Request]]) -> list[Request]:
-    return [r for group in requests for r in group]
 
 
 class _GroupScorer:

@@ -86,7 +86,8 @@ def estimate_memory(
                 phases[i] = replace(phase, parts={**phase.parts, **at_the_same_time})
     if device.processes > 1:
         phases.append(reading(place, models, loaded))
-    if "engine" in apart and isinstance(config, RLConfig):
+    if "engine" in apart:
+        assert isinstance(config, RLConfig)
         # A bucket in transfer. On a CPU, the copy for restarted engines is in the same memory.
         copy = _trained_bytes(models[0]) if device.kind == "cpu" else 0.0
         kept["weights for engines"] = ModelMemory(config.launch.ray.bucket_mb * MIB + copy)
@@ -184,8 +185,8 @@ def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
     counts = {}
     for model in models:
         if model.parameters:
-            trained = sum(p.count for p in model.parameters if p.trained)
-            counts[model.name] = (sum(p.count for p in model.parameters), trained)
+            total = sum(p.count for p in model.parameters)
+            counts[model.name] = (total, model.trained_count)
     return counts
 
 

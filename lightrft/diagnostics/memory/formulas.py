@@ -43,9 +43,9 @@ class ShardingFactors:
     numbers. ``cut`` is the number of tensor-parallel ranks, of which none gathers a full layer.
     ``copied``: float32 weights also have separate masters. ``precise``: trained weights are stored
     in float32 only and serve as masters. ``by_blocks``: weights are gathered block by block when
-    called. ``left``: fraction of a block's gathered weights that stays on the device between
-    forward and backward. ``bucket``: elements of the bucket in which gradients are reduced.
-    ``away``: parts that are offloaded to CPU memory.
+    called. ``kept_between_passes``: fraction of a block's gathered weights that stays on the device
+    between forward and backward. ``bucket``: elements of the bucket in which gradients are reduced.
+    ``on_host``: parts that are offloaded to CPU memory.
     """
 
     weights: int = 1
@@ -58,6 +58,10 @@ class ShardingFactors:
     kept_between_passes: float = 0.0
     bucket: float = 0.0
     on_host: tuple[Part, ...] = ()
+
+    def count(self, p: Parameters) -> float:
+        """Return the number of elements of ``p`` on a tensor-parallel rank."""
+        return p.count / (self.cut if p.cut else 1)
 
 
 WHOLE = ShardingFactors()
@@ -104,7 +108,7 @@ def held(parameters: Iterable[Parameters], shares: ShardingFactors = WHOLE) -> M
     """
     weights = masters = moments = 0.0
     for p in parameters:
-        here = p.count / (shares.cut if p.cut else 1)
+        here = shares.count(p)
         alone = p.trained and shares.precise
         weights += here * (max(MASTER, p.itemsize) if alone else p.itemsize)
         if not p.trained:
@@ -118,14 +122,14 @@ def held(parameters: Iterable[Parameters], shares: ShardingFactors = WHOLE) -> M
 
 def on_device(model: ModelMemory, shares: ShardingFactors) -> ModelMemory:
     """Return the bytes of ``model`` that are not offloaded."""
-    weights = 0 if "weights" in shares.on_host else 1
-    state = 0 if "state" in shares.on_host else 1
+    weights = "weights" not in shares.on_host
+    state = "state" not in shares.on_host
     return ModelMemory(model.weights * weights, model.masters * state, model.moments * state)
 
 
 def gradients(parameters: Iterable[Parameters], shares: ShardingFactors = WHOLE) -> float:
     """Return the bytes of float32 gradients: sum of 4 * count, divided by shares and cut."""
-    trained = sum(p.count / (shares.cut if p.cut else 1) for p in parameters if p.trained)
+    trained = sum(shares.count(p) for p in parameters if p.trained)
     return MASTER * trained / shares.gradients
 
 

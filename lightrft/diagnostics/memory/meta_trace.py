@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.models.actor import Actor, Backbone
@@ -107,16 +108,9 @@ class AllocationTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.live + size)
 
 
-def _tensors(value: object) -> Generator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+def _tensors(value: object) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dictionaries."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @dataclass(slots=True)
@@ -216,6 +210,7 @@ def largest_batch(
 
 
 def _batch(prompt_of: list[int], prompt_tokens: int, answer_tokens: int) -> Batch:
+    # Any token serves, since the meta device has no values.
     prompts = Segments.of([[0] * prompt_tokens for _ in range(max(prompt_of) + 1)])
     answers = Segments.of([[0] * answer_tokens for _ in prompt_of])
     return Batch(
@@ -267,6 +262,7 @@ def update(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters: dict[str, Tensor] = {}
     for name, p in trained.items():
+        # A parameter of full precision is its own master.
         is_precise = p.dtype in (torch.float32, torch.float64)
         masters[name] = p if is_precise else p.detach().float()
     both = Masters(trained, masters)

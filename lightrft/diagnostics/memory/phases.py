@@ -100,20 +100,19 @@ class Model:
         found: dict[nn.Parameter, Parameters] = {}
         for path, module in self.model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
+                itemsize: float = parameter.itemsize
+                # bitsandbytes quantizes the weights of linear layers, without biases and the head.
+                is_inside = type(module) is nn.Linear and "head" not in path.rpartition(".")[2]
+                is_frozen = name == "weight" and not parameter.requires_grad
+                if self.quantised and is_inside and is_frozen:
+                    itemsize = QUANTISED
                 found[parameter] = Parameters(
                     parameter.numel(),
-                    self._itemsize(parameter, module, name),
+                    itemsize,
                     self.trained and parameter.requires_grad,
                     f"{path}.{name}" in cut,
                 )
         return list(found.values())
-
-    def _itemsize(self, parameter: nn.Parameter, module: nn.Module, name: str) -> float:
-        if not self.quantised or parameter.requires_grad:
-            return parameter.itemsize
-        # bitsandbytes quantizes linear layers except the head.
-        is_quantised = type(module) is nn.Linear and "head" not in name
-        return QUANTISED if is_quantised else parameter.itemsize
 
     def units(self, cut: int, *, trained: bool = False) -> tuple[float, list[float]]:
         """Return the bytes of weights outside of blocks, and of each block, in the compute dtype.
@@ -138,6 +137,11 @@ class Model:
                 outside.pop(p, None)
             blocks.append(size)
         return sum(outside.values()), blocks
+
+    @property
+    def trained_count(self) -> int:
+        """The number of trained parameters."""
+        return sum(p.count for p in self.parameters if p.trained)
 
     @property
     def text(self) -> Any:
@@ -235,6 +239,7 @@ def drawing_answers(
     keys = key_value_cache(tokens, [width] * text.num_hidden_layers, policy.itemsize)
     cache = keys + recurrent_states(rows, text.to_dict())
     at_once = max(1, min(slots, PREFILL_TOKENS // lengths.prompt))
+    # Each prompt of this batch has one response token.
     budget = at_once * (lengths.prompt + 1)
     prefill = meta_trace.largest_batch(at_once, 1, lengths.prompt, 1, budget, "packed")
     forward = partial(meta_trace.forward, policy.model, prefill)
@@ -336,6 +341,7 @@ def _updates(
     if place.device.processes > 1:
         summed = gradients(m.parameters, shares)
     on_it = {} if "gradients" in shares.on_host else {"gradients": summed}
+    # What is cut away is from a formula, which may give more than the trace has.
     update = {**on_it, "activations": max(0.0, activations)}
     config = place.config
     if m.name == "policy" and isinstance(config, RLConfig) and config.algorithm.distill.whole:
@@ -367,9 +373,8 @@ def _whole(place: ProcessProfile, m: Model, *, backward: bool) -> dict[str, floa
     if not backward:
         return parts
     if shares.bucket:
-        trained = sum(p.count for p in m.parameters if p.trained)
         touched = place.device.kind == "cpu"
-        parts["gradients on their way"] = collected(trained, shares.bucket, touched=touched)
+        parts["gradients on their way"] = collected(m.trained_count, shares.bucket, touched=touched)
     elif shares.by_blocks:
         outside, blocks = m.units(shares.cut, trained=True)
         parts["gradients on their way"] = on_their_way(outside, blocks, m.itemsize)

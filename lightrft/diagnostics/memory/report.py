@@ -158,6 +158,7 @@ def _peak(found: MemoryEstimate, device: Device, place: str = "") -> tuple[float
 
 def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
     """Return the kinds of processes that share a device, as placed by ``launch.ray``."""
+    # True: without accelerators there is no device to share.
     plan = plan_placement(launch, True)
     living: list[list[str]] = [[] for _ in plan.bundles]
     for slot in plan.ranks:
@@ -166,6 +167,7 @@ def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
         if slot.devices:
             kind = name.rpartition(" ")[0]
             living[slot.bundle].append(ROLES.get(kind, kind))
+    # Each combination once, since it may stand on many devices.
     return list(dict.fromkeys(tuple(each) for each in living if len(each) > 1))
 
 

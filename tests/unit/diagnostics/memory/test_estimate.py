@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers
-from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory
-from lightrft.diagnostics.memory.phases import Device, Lengths
+from lightrft.diagnostics.memory.formulas import QUANTISED, MemoryPhase, ModelMemory
+from lightrft.diagnostics.memory.phases import Device, Lengths, Model
+from lightrft.models.actor import Actor
+from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.tiny.text import tiny_config
 from lightrft.utils.onednn_cache import BYTES, CACHES
 
@@ -52,6 +55,19 @@ def test_only_the_models_that_the_algorithm_needs_are_counted(tmp_path: Path) ->
     ]
     with_kl = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
     assert list(found(tmp_path, algorithm=with_kl, model={"lora": {}}).models) == ["policy"]
+
+
+def test_four_bits_are_counted_for_weights_of_linear_layers_except_the_head(tmp_path: Path) -> None:
+    config = built(tmp_path).model
+    model = Actor(meta_model(config), config).requires_grad_(False)
+    head = model.base.get_output_embeddings()
+    small = 0
+    for module in model.base.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            small += module.weight.numel()
+    counted = Model("policy", model, False, quantised=True).parameters
+    assert small == sum(p.count for p in counted if p.itemsize == QUANTISED)
+    assert {p.itemsize for p in counted} == {QUANTISED, 4}
 
 
 def test_all_phases_of_a_step_are_there(tmp_path: Path) -> None:
