@@ -1,10 +1,14 @@
 """A real browser for the tests of pages."""
 
+import contextlib
 import html
+import http.server
 import json
 import re
 import shutil
 import subprocess
+import threading
+import time
 
 import pytest
 
@@ -41,10 +45,38 @@ def browse(page, profile, *options):
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+class _Late(http.server.BaseHTTPRequestHandler):
+    """Answers after a tenth of a second."""
+
+    def do_GET(self):
+        time.sleep(0.1)
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def late_server():
+    """Yield the address of a server that answers late.
+
+    The browser's virtual time stands still while a page waits for an answer. Frames come in real time, so a page that waits
+    for a frame asks this server.
+    """
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Late) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+
+
 DRIVER = """<body><iframe width=1280 height=3000 src="%s"></iframe><script>
 document.querySelector("iframe").onload = async ({ target }) => {
   const view = target.contentWindow, page = view.document;
   const pause = () => new Promise((done) => setTimeout(done, 40));
+  const frames = () => fetch("%s", { mode: "no-cors" });
   const figure = (title) =>
     [...page.querySelectorAll("figure")].find((f) => f.querySelector("h3").textContent === title);
   const mouse = (over, kind, share) => {
@@ -98,8 +130,10 @@ def drive(report, script, *options):
     """The value that ``script`` returns about a report that is open in a browser, which must not complain."""
     folder = report.parent.parent
     driver = folder / "driver.html"
-    driver.write_text(DRIVER % (f"{report.parent.name}/{report.name}", script), encoding="utf-8")
-    dom, console = browse(driver, folder / "profile", *options)
+    with late_server() as address:
+        text = DRIVER % (f"{report.parent.name}/{report.name}", address, script)
+        driver.write_text(text, encoding="utf-8")
+        dom, console = browse(driver, folder / "profile", *options)
     assert console == [], console
     told = re.search(r'<pre id="told">(.*?)</pre>', dom, re.DOTALL)
     assert told, dom[-500:]

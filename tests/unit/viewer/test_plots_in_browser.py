@@ -70,7 +70,7 @@ USE = """
     target.width = width;
     const [box, canvas] = [".plot", "canvas"].map((name) => figure("Reward").querySelector(name));
     const wide = (element) => Math.round(element.getBoundingClientRect().width);
-    for (let i = 0; i < 50 && wide(box) !== wide(canvas); i += 1) await pause();
+    for (let i = 0; i < 100 && wide(box) !== wide(canvas); i += 1) await frames();
     widths.push([wide(box), wide(canvas)]);
   }
 """
