@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny import save_tiny_media
@@ -23,8 +25,22 @@ HEADS = {"num_key_value_heads": 2}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """By number of ranks and rank, what each cell gives."""
-    folder = tmp_path_factory.mktemp("fsdp2")
+    """By number of ranks and rank, what each cell gives. It takes a minute, so the workers of pytest share it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "fsdp2"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "complete").exists():
+            save_models(folder)
+            run(folder)
+            (folder / "complete").touch()
+    return results_of(folder)
+
+
+def save_models(folder: Path) -> None:
+    """The models that the ranks load."""
     for name, options in {
         "untied": {"tie_word_embeddings": False},
         "tied": {"tie_word_embeddings": True},
@@ -44,14 +60,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     lacking = tiny_model("qwen2").state_dict()
     del lacking["model.layers.1.mlp.up_proj.weight"]
     tiny_model("qwen2").save_pretrained(folder / "lacking", state_dict=lacking)
-    return run(folder)
 
 
-def run(folder: Path) -> dict[Any, Any]:
-    """What 2 and 4 ranks, and one process, find in ``folder``."""
+def run(folder: Path) -> None:
+    """Let 2 and 4 ranks, and one process, write what they find in ``folder``."""
     command = [sys.executable, "-m", "tests.unit.strategy.fsdp2_work", str(folder), "2", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def results_of(folder: Path) -> dict[Any, Any]:
+    """What 2 and 4 ranks, and one process, found in ``folder``."""
     files = {
         (size, rank): folder / f"found-{size}-{rank}.pt" for size in (2, 4) for rank in range(size)
     }
@@ -196,7 +215,8 @@ def test_loading_holds_one_copy_of_the_weights_on_all_ranks_together(tmp_path):
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     assert weights > 250e6
     model.save_pretrained(tmp_path / "large", max_shard_size="80MB")
-    found = run(tmp_path)
+    run(tmp_path)
+    found = results_of(tmp_path)
     assert found[1]["peak"] > 0.95 * weights  # a copy that is there is seen
     for ranks in (2, 4):
         peaks = [found[ranks, rank]["peak"] for rank in range(ranks)]
