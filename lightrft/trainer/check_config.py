@@ -6,6 +6,7 @@ import logging
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
+from lightrft.config.base import changed_fields
 from lightrft.config.verbs import RLConfig
 from lightrft.trainer.check_rollout import check_rollout
 from lightrft.trainer.preflight import check_learning
@@ -77,8 +78,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
             f"algorithm.distill.kind = {algorithm.distill.kind} needs a teacher; set "
             "teacher.path to its folder or name"
         )
-    # A section that differs from its defaults was set by the user.
-    if not distills and config.teacher != type(config.teacher)():
+    if not distills and changed_fields(config.teacher):
         raise ConfigError(
             f"teacher.path = {config.teacher.path!r} changes nothing: set algorithm.distill, "
             "e.g. to sampled"
@@ -88,7 +88,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
             f"algorithm.advantage = {advantage} learns from a teacher alone; set "
             "algorithm.distill, e.g. to sampled"
         )
-    if not requirements.critic and config.critic != type(config.critic)():
+    if not requirements.critic and changed_fields(config.critic):
         raise ConfigError(
             f"critic changes nothing: advantage {advantage!r} has no critic; take gae or vapo"
         )
@@ -97,7 +97,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
             f"reference = {config.reference!r} changes nothing: no part in force reads it; set "
             "algorithm.kl, or leave it out"
         )
-    if not requirements.prm and config.prm != type(config.prm)():
+    if not requirements.prm and changed_fields(config.prm):
         raise ConfigError(
             f"prm changes nothing: advantage {advantage!r} has no process reward; take prime"
         )
@@ -106,7 +106,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
             f"ptx.coef = {config.ptx.coef} needs ptx.data.sources; name what to learn from, e.g. "
             f"[{{path: sft.jsonl}}]"
         )
-    if not config.ptx.coef and config.ptx != type(config.ptx)():
+    if not config.ptx.coef and changed_fields(config.ptx):
         raise ConfigError(
             "ptx changes nothing: ptx.coef is 0; give it a share in the loss, e.g. ptx.coef=0.1"
         )

@@ -71,14 +71,14 @@ class FrozenModelWorker:
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:
         """Return log-probs ``[N]`` of the response tokens."""
-        self._settled(batch)
+        verify_layout(self.role, batch, self.strategy)
         scores = self.role.score(batch.to(self.strategy.device), temperature=temperature)
         return scores.logprobs.float().cpu()
 
     @torch.no_grad()
     def states(self, batch: Batch) -> Tensor:
         """Return the final hidden states ``[N, H]`` that predict the response tokens."""
-        self._settled(batch)
+        verify_layout(self.role, batch, self.strategy)
         return self.role.model(batch.to(self.strategy.device), states_alone=True).cpu()
 
     def head_form(self) -> HeadForm:
@@ -113,10 +113,6 @@ class FrozenModelWorker:
     @property
     def _head(self) -> nn.Module:
         return self.role.model.base.get_output_embeddings()
-
-    def _settled(self, batch: Batch) -> None:
-        if not self.role.layout_verified:
-            verify_layout(self.role, batch, self.strategy)
 
 
 class RemoteReference:
