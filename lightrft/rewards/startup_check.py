@@ -51,8 +51,13 @@ def check_rewards(
         problems = [outcome for outcome in outcomes if outcome.problem]
         if not problems:
             continue
+        first = problems[0]
+        share = f"{len(problems)} of {len(outcomes)} made-up responses to rows of the data"
+        text = (
+            f"reward {trial.term.function!r} failed on {share}. The first failure:\n"
+            f"{first.trace}\n{first.problem}"
+        )
         # A reward may rightly raise on some rows, and the run then only drops these responses.
-        text = failure_text(trial.term.function, problems, len(outcomes))
         if len(problems) == len(outcomes):
             raise RewardError(text)
         log.warning("%s", text)
@@ -65,19 +70,6 @@ def spread(count: int) -> list[int]:
     """
     rows = min(ROWS, count)
     return [i * count // rows for i in range(rows)]
-
-
-def failure_text(name: str, problems: Sequence[TrialOutcome], calls: int) -> str:
-    """Format how often a reward failed, with the first failure.
-
-    Args:
-        name: The reward.
-        problems: The failed outcomes.
-        calls: Number of calls.
-    """
-    first = problems[0]
-    share = f"{len(problems)} of {calls} made-up responses to rows of the data"
-    return f"reward {name!r} failed on {share}. The first failure:\n{first.trace}\n{first.problem}"
 
 
 def tried(

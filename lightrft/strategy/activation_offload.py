@@ -5,14 +5,14 @@ Tensors saved for the backward pass are kept there until it needs them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 SMALL = 1024
 """Elements up to which a tensor stays on the device."""
+Kept = Tensor | tuple[torch.device, Tensor]
+"""A tensor that stays, or the device of an offloaded one and its copy in CPU memory."""
 
 
 def keep_on_host(model: nn.Module) -> None:
@@ -43,7 +43,7 @@ def stays(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def to_host(tensor: Tensor) -> Any:
+def to_host(tensor: Tensor) -> Kept:
     """Return a copy in CPU memory and the device to restore it to.
 
     If the tensor ``stays``, return it.
@@ -56,7 +56,7 @@ def to_host(tensor: Tensor) -> Any:
     return tensor.device, host.copy_(tensor, non_blocking=pinned)
 
 
-def from_host(kept: Any) -> Tensor:
+def from_host(kept: Kept) -> Tensor:
     """Return the tensor that ``to_host`` was given."""
     if isinstance(kept, Tensor):
         return kept

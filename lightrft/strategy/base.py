@@ -76,7 +76,6 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: Any
     config: OptimizerConfig
     inner: Any = None
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)

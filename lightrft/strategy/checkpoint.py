@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lightrft.strategy.manifest import (
     MANIFEST,
+    FileEntry,
     Manifest,
     digest_file,
     read_manifest,
@@ -137,13 +138,7 @@ class CheckpointStore:
 
     def steps(self) -> dict[int, Path]:
         """Return complete checkpoints by step, oldest first."""
-        found: dict[int, Path] = {}
-        # FINAL last: a final folder takes precedence over the one that it replaces.
-        for path in [*self._folders(REPLACED), *self._folders(FINAL)]:
-            manifest = read_manifest(path)
-            if manifest is not None:
-                found[manifest.step] = path
-        return dict(sorted(found.items()))
+        return {manifest.step: path for path, manifest in self._complete()}
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, or ``None``."""
@@ -198,14 +193,15 @@ class CheckpointStore:
 
         Of equals, return the older.
         """
-        return next(iter(self._ranked()), None)
+        ranked = self._ranked()
+        return ranked[0][1] if ranked else None
 
     def best_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
         """Return the checkpoint with the best metric whose files all match their digests.
 
         Skip damaged ones with a warning.
         """
-        return _first_intact(self._ranked(), at_work)
+        return _first_intact([path for _, path in self._ranked()], at_work)
 
     def last_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
         """Return the newest checkpoint whose files all match their digests.
@@ -218,11 +214,11 @@ class CheckpointStore:
         """Return ``True`` if ``metric`` is better than the metric of every checkpoint here."""
         if self._best_name is None or metric is None or not math.isfinite(metric):
             return False
-        best = self.best()
-        held = None if best is None else read_manifest(best)
-        if held is None:
+        ranked = self._ranked()
+        if not ranked:
             return True
-        return self._best_sign * metric > self._best_sign * held.metrics[self._best_name]
+        best_score, _ = ranked[0]
+        return self._best_sign * metric > best_score
 
     def discard_after(self, step: int) -> None:
         """Remove checkpoints newer than ``step``, since new ones will be written.
@@ -240,15 +236,25 @@ class CheckpointStore:
                     "%s is not an intact checkpoint: it is moved to %s", path, _move_aside(path)
                 )
 
-    def _ranked(self) -> list[Path]:
-        """Return complete checkpoints that have the metric, the best first."""
-        scored = []
-        for step, path in self.steps().items():
+    def _complete(self) -> list[tuple[Path, Manifest]]:
+        """Return complete checkpoints with their manifests, oldest first."""
+        found: dict[int, tuple[Path, Manifest]] = {}
+        # FINAL last: a final folder takes precedence over the one that it replaces.
+        for path in [*self._folders(REPLACED), *self._folders(FINAL)]:
             manifest = read_manifest(path)
-            value = manifest.metrics.get(self._best_name or "") if manifest else None
-            if value is not None and math.isfinite(value):
-                scored.append((-self._best_sign * value, step, path))
-        return [path for *_, path in sorted(scored)]
+            if manifest is not None:
+                found[manifest.step] = (path, manifest)
+        return [found[step] for step in sorted(found)]
+
+    def _ranked(self) -> list[tuple[float, Path]]:
+        """Return complete checkpoints that have the metric, with their scores, the best first."""
+        scored = []
+        for path, manifest in self._complete():
+            value = manifest.metrics.get(self._best_name or "", math.nan)
+            if math.isfinite(value):
+                scored.append((self._best_sign * value, path))
+        # A stable sort: of equals, the older checkpoint comes first.
+        return sorted(scored, key=lambda entry: -entry[0])
 
     def _by_name(self) -> list[Path]:
         """Return folders named as checkpoints, the newest first. A final folder comes before the
@@ -281,17 +287,22 @@ class CheckpointStore:
     @staticmethod
     def _seal(temporary: Path, manifest: Manifest, at_work: Callable[[], None]) -> None:
         """Sync every file to disk, and write the manifest that makes the folder a checkpoint."""
-        files = {}
-        written = [path for path in temporary.rglob("*") if path.is_file()]
-        for path in sorted(path for path in written if path.name != WRITING):
+        files: dict[str, FileEntry] = {}
+        paths = sorted(temporary.rglob("*"))
+        for path in paths:
+            if not path.is_file() or path.name == WRITING:
+                continue
             # Before the manifest exists: it must not survive a power cut that the files do not.
-            _sync(path)
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())
             files[path.relative_to(temporary).as_posix()] = {
                 "bytes": path.stat().st_size,
                 "sha256": digest_file(path, at_work),
             }
-        for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
-            sync_folder(folder)
+        # After the files, since the entry of a file is part of its folder.
+        for path in paths:
+            if path.is_dir():
+                sync_folder(path)
         write_manifest(temporary, Manifest(manifest.step, files, manifest.about, manifest.metrics))
         (temporary / WRITING).unlink()
 
@@ -321,8 +332,7 @@ class CheckpointStore:
         return is_disk_full(error) or (vague and shutil.disk_usage(self.folder).free < 64 * 1024)
 
     def _disk_full(self, final: Path, reached: int) -> DiskFullError:
-        manifests = map(read_manifest, self.steps().values())
-        last = [manifest.bytes for manifest in manifests if manifest is not None]
+        last = [manifest.bytes for _, manifest in self._complete()]
         # The failed save did not reach its full size. Earlier ones tell it.
         needed = max([reached, *last])
         free = shutil.disk_usage(self.folder if self.folder.exists() else final.anchor).free
@@ -359,11 +369,6 @@ def _step_of(path: Path) -> int:
 def _move_aside(path: Path) -> Path:
     """Rename a folder, or a link, so that it is no checkpoint any more. Nothing is removed."""
     return path.rename(_free_name(path.with_name(DAMAGED + path.name.lstrip("."))))
-
-
-def _sync(path: Path) -> None:
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
 
 
 def _folder_bytes(path: Path) -> int:

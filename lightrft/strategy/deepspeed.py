@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightrft.config.base import deep_merge
+from lightrft.config.base import Tree, deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.distributed.shards import LocalShard, flat_blocks, local_shard_of
@@ -188,17 +188,14 @@ class DeepSpeedStrategy(SingleStrategy):
         if self.config.zero_stage == 3:
             self._fetch_by_blocks(model, engine.optimizer.parameter_offload)
             _share_masters(engine.optimizer)
-        state = TrainState(
-            model, adamw, None, optimizer, Zero(engine, parameters, 0, total_steps), shapes
-        )
+        inner = Zero(engine, parameters, 0, total_steps)
+        state = TrainState(model, adamw, optimizer, inner, shapes)
         set_lr(adamw, optimizer, 0, total_steps)
         # DeepSpeed's own first step would link moments only to the parameters of its first group.
         self._reset_moments(state, None)
         return state
 
-    def _engine(
-        self, model: nn.Module, adamw: torch.optim.Optimizer | None, more: dict[str, Any]
-    ) -> Any:
+    def _engine(self, model: nn.Module, adamw: torch.optim.Optimizer | None, more: Tree) -> Any:
         """Build DeepSpeed's engine over ``model``. Raises ``ConfigError`` for settings that
         DeepSpeed refuses."""
         config = deep_merge({"zero_optimization": _sizes(model)}, self._configuration()) | more
@@ -219,7 +216,7 @@ class DeepSpeedStrategy(SingleStrategy):
                 f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}"
             ) from error
 
-    def _configuration(self) -> dict[str, Any]:
+    def _configuration(self) -> Tree:
         ours = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -365,7 +362,7 @@ class DeepSpeedStrategy(SingleStrategy):
             parameter.data.copy_(whole["weights"])
 
 
-def _check_settings(settings: Mapping[str, Any], device: torch.device) -> None:
+def _check_settings(settings: Tree, device: torch.device) -> None:
     """Raise ``ConfigError`` for settings of DeepSpeed that do not work here.
 
     ``settings`` is ``strategy.deepspeed``.
@@ -374,7 +371,7 @@ def _check_settings(settings: Mapping[str, Any], device: torch.device) -> None:
         raise ConfigError(
             f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out"
         )
-    zero: Mapping[str, Any] = settings.get("zero_optimization", {})
+    zero: Tree = settings.get("zero_optimization", {})
     if "stage" in zero:
         raise ConfigError(
             "strategy.deepspeed.zero_optimization.stage: set strategy.zero_stage in its place"
@@ -439,7 +436,7 @@ def _share_masters(zero: Any) -> None:
             master.data = shard.data
 
 
-def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+def _precision(parameters: Iterable[nn.Parameter]) -> Tree:
     """Return DeepSpeed's precision settings for trained ``parameters``.
 
     DeepSpeed supports one dtype. If some parameters are bfloat16, all are converted to it, with

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import CheckpointError, DamagedError
@@ -25,25 +25,33 @@ PART = 2**24
 """Bytes that are read at once."""
 
 
+class FileEntry(TypedDict):
+    """Size and digest of a file."""
+
+    bytes: int
+    sha256: str
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The content of a manifest.
 
     Attributes:
         step: Step of the checkpoint.
-        files: ``{"bytes", "sha256"}`` by relative path.
+        files: Size and digest by relative path.
         about: Identifies the run and the model that the checkpoint belongs to.
         metrics: The value by which a checkpoint may be the best.
     """
 
     step: int
-    files: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, FileEntry]
     about: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        return sum(int(entry["bytes"]) for entry in self.files.values())
+        """Return the size of all files."""
+        return sum(entry["bytes"] for entry in self.files.values())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -81,7 +89,8 @@ def load_manifest(folder: Path) -> Manifest:
         raise DamagedError(
             f"{folder} is not a complete checkpoint: its {MANIFEST} is not of the format {FORMAT}"
         )
-    # A flipped byte must not turn one format into the other: each has exactly the fields that it was written with.
+    # A flipped byte must not turn one format into the other: each has exactly the fields that it
+    # was written with.
     intact = True
     if document["format"] == FORMAT:
         digest = document.pop("digest", None)

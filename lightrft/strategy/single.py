@@ -53,7 +53,7 @@ class SingleStrategy:
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
-        self.device = _pick_device() if config.device == "auto" else _device(config.device)
+        self.device = _device(config.device)
         if self.device.type == "cpu":
             bound_products()
 
@@ -87,7 +87,7 @@ class SingleStrategy:
         )
         inner = Masters(parameters, masters, 0, total_steps)
         set_lr(adamw, optimizer, inner.step, inner.total)
-        return TrainState(model, adamw, None, optimizer, inner, shapes)
+        return TrainState(model, adamw, optimizer, inner, shapes)
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         loss.backward()
@@ -96,7 +96,8 @@ class SingleStrategy:
             master = inner.masters[name]
             if master is parameter or parameter.grad is None:
                 continue
-            # Micro-batches add up in float32: a sum of half-precision gradients would lose the small ones.
+            # Micro-batches add up in float32: a sum of half-precision gradients would lose the
+            # small ones.
             grad = parameter.grad.to(master.dtype)
             master.grad = grad if master.grad is None else master.grad.add_(grad)
             parameter.grad = None
@@ -400,12 +401,13 @@ def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) ->
     return {name: config.lr_of.get(part, config.lr) for name, part in part_of.items()}
 
 
-def _pick_device() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
 def _device(name: str) -> torch.device:
-    """Return the device ``name``. Raises ``ConfigError`` if it does not exist."""
+    """Return the device ``name``, or for ``auto`` an accelerator if there is one.
+
+    Raises ``ConfigError`` if it does not exist.
+    """
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or HOST
     try:
         return torch.empty(0, device=name).device
     # torch raises AssertionError for a device that it was not built for.

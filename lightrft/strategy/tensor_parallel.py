@@ -193,7 +193,7 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> d
     return cuts
 
 
-def _check_sizes(config: Any, size: int) -> None:
+def _check_sizes(config: object, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if not hasattr(config, name):
             continue

@@ -266,7 +266,7 @@ def update(
         is_precise = p.dtype in (torch.float32, torch.float64)
         masters[name] = p if is_precise else p.detach().float()
     both = Masters(trained, masters)
-    state = TrainState(model, None, None, OptimizerConfig(), both)  # ty: ignore[invalid-argument-type]
+    state = TrainState(model, None, OptimizerConfig(), both)  # ty: ignore[invalid-argument-type]
     with _training(model), _called(model, batch, written, entropy, saved) as (watch, call):
         # Two are enough: from the second on, gradients are accumulated into existing ones.
         for part in range(min(parts, 2)):

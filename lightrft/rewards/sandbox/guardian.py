@@ -160,11 +160,10 @@ def _children(pid: int) -> list[int]:
     # Kernels without CONFIG_PROC_CHILDREN have no such file, so look at the parent of every process.
     if found or (Path("/proc/thread-self/children")).exists():
         return found
-    return [child for child in _all_processes() if _parent_of(child) == pid]
-
-
-def _all_processes() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _parent_of(int(entry.name)) == pid:
+            found.append(int(entry.name))
+    return found
 
 
 def _parent_of(pid: int) -> int:

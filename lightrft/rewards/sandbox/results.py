@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence, Sized
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence, Sized
+from typing import TypeGuard
 
 VALUE = ""
 """Key of the reward itself in the result of ``terms_of``. Other terms are only logged."""
@@ -23,7 +23,7 @@ def wrong_and_ungraded() -> dict[str, float]:
     return {VALUE: 0.0, UNGRADED: 1.0}
 
 
-def number_of(value: Any) -> float:
+def number_of(value: object) -> float:
     """Convert ``value`` to a finite float.
 
     Raises:
@@ -31,9 +31,10 @@ def number_of(value: Any) -> float:
     """
     # By its attributes, since a worker loads neither numpy nor torch.
     shape = getattr(value, "shape", None)
-    is_scalar_array = shape is not None and tuple(shape) == () and hasattr(value, "item")
+    item = getattr(value, "item", None)
+    is_scalar_array = shape is not None and tuple(shape) == () and item is not None
     if is_scalar_array:
-        value = value.item()
+        value = item()
     if not isinstance(value, numbers.Real):
         of_shape = "" if shape is None else f" of shape {tuple(shape)}"
         raise InvalidReward(f"returned {type(value).__name__}{of_shape}, not a number")
@@ -73,7 +74,7 @@ def terms_of(result: object) -> dict[str, float]:
     return {VALUE: number_of(math.fsum(terms.values())), **terms}
 
 
-def rows_of(result: object, count: int) -> list[Any]:
+def rows_of(result: object, count: int) -> list[object]:
     """Split the result of a batched function into one result per rollout.
 
     Raises:
@@ -89,7 +90,7 @@ def rows_of(result: object, count: int) -> list[Any]:
     return [{key: column[i] for key, column in columns.items()} for i in range(count)]
 
 
-def _row(column: Any, count: int, where: str) -> list[Any]:
+def _row(column: object, count: int, where: str) -> list[object]:
     if not _is_list(column):
         raise InvalidReward(f"returned {type(column).__name__}{where}, not a list of {count}")
     if len(column) != count:
@@ -97,11 +98,12 @@ def _row(column: Any, count: int, where: str) -> list[Any]:
     return list(column)
 
 
-def _is_list(column: Any) -> bool:
+def _is_list(column: object) -> TypeGuard[Collection[object]]:
     """Return whether ``column`` is a sequence other than text, or an array with an axis."""
     # A text is a sequence of as many "rewards" as it has characters.
     if isinstance(column, str | bytes):
         return False
     if isinstance(column, Sequence):
         return True
-    return hasattr(column, "shape") and len(column.shape) >= 1 and isinstance(column, Sized)
+    shape = getattr(column, "shape", ())
+    return len(shape) >= 1 and isinstance(column, Sized)

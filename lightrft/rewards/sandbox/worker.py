@@ -2,9 +2,8 @@
 
 It therefore starts in an instant. Its parent starts it on one end of a socket pair and sends
 frames. The first frame is a ``WorkerInit``, then one ``WorkBatch`` follows per group of calls. The
-worker
-replies with JSON lines, one when a group has begun and one per call. The parent therefore knows
-which call a silent worker is in. Output printed by functions goes to standard error.
+worker replies with JSON lines, one when a group has begun and one per call. The parent therefore
+knows which call a silent worker is in. Output printed by functions goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightrft.rewards.registry import OverBudget, Reward, load_reward
 from lightrft.rewards.sandbox.guardian import become_guardian
@@ -133,18 +132,17 @@ class RewardWorker:
         """Run the calls of ``work`` and send the outcome of each."""
         self.tell(begun=True)
         reward = self.rewards[work.reward]
-        if not reward.grouped:
+        if not reward.grouped or len(work.views) == 1:
             for index, view in enumerate(work.views):
-                call = partial(_score, reward, view)
-                self._alone(index, call, reward.cpu_seconds)
-        elif len(work.views) == 1:
-            self._alone(0, lambda: self._one_of_group(reward, work.views[0]))
+                self._alone(index, partial(self._score, reward, view), reward.cpu_seconds)
         elif reward.batched:
             self._batch(reward, work.views)
         else:
             self._together(reward, work.views)
 
-    def _one_of_group(self, reward: Reward, view: bytes) -> dict[str, float]:
+    def _score(self, reward: Reward, view: bytes) -> dict[str, float]:
+        """Call a reward function on one pickled view."""
+        # Unpickled within the call, so that its time and memory limits hold for a huge view, too.
         rollout = pickle.loads(view)
         result = reward.function([rollout] if reward.batched else rollout, **reward.options)
         if reward.asynchronous:
@@ -152,7 +150,7 @@ class RewardWorker:
         return terms_of(rows_of(result, 1)[0] if reward.batched else result)
 
     def _alone(
-        self, index: int, call: Callable[[], dict[str, float]], cpu_seconds: float | None = None
+        self, index: int, call: Callable[[], dict[str, float]], cpu_seconds: float | None
     ) -> None:
         began = time.perf_counter()
         outcome = self._guarded(call, self.deadline, cpu_seconds)
@@ -161,11 +159,13 @@ class RewardWorker:
     def _batch(self, reward: Reward, views: list[bytes]) -> None:
         """Run one call for all views; if it fails, each view is retried alone to find the cause."""
 
-        def call() -> dict[str, Any]:
+        rows: list[object] = []
+
+        def call() -> None:
             result = reward.function([pickle.loads(view) for view in views], **reward.options)
             if reward.asynchronous:
                 result = self._event_loop().run_until_complete(result)
-            return {"rows": rows_of(result, len(views))}
+            rows.extend(rows_of(result, len(views)))
 
         began = time.perf_counter()
         outcome = self._guarded(call, self.deadline)
@@ -174,9 +174,8 @@ class RewardWorker:
             if "terms" not in outcome:
                 self.tell(i=index, s=seconds, again=outcome["kind"])
                 continue
-            row = outcome["terms"]["rows"][index]
             # Guarded too, since the numbers of a user's class may run code.
-            terms = self._guarded(lambda row=row: terms_of(row), self.deadline)
+            terms = self._guarded(partial(terms_of, rows[index]), self.deadline)
             self.tell(i=index, s=seconds, **terms)
 
     def _together(self, reward: Reward, views: list[bytes]) -> None:
@@ -188,7 +187,7 @@ class RewardWorker:
         async def one(index: int, view: bytes) -> None:
             began = time.perf_counter()
             scope = asyncio.timeout(self.deadline)
-            outcome: dict[str, Any]
+            outcome: dict[str, object]
             try:
                 async with scope:
                     result = await reward.function(pickle.loads(view), **reward.options)
@@ -207,10 +206,10 @@ class RewardWorker:
             calls = [one(index, view) for index, view in enumerate(views)]
             await asyncio.gather(*calls, return_exceptions=True)
 
-        def run() -> object:
-            return self._event_loop().run_until_complete(all_of_them())
-
-        outcome = self._guarded(run, self.deadline + LOOP_SLACK)
+        outcome = self._guarded(
+            lambda: self._event_loop().run_until_complete(all_of_them()),
+            self.deadline + LOOP_SLACK,
+        )
         for index in range(len(views)):
             if index not in told:
                 self.tell(i=index, s=0.0, again=outcome.get("kind", "deadline"))
@@ -227,7 +226,7 @@ class RewardWorker:
         call: Callable[[], object],
         seconds: float,
         cpu_seconds: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the result of ``call`` under the key ``terms``, or ``kind`` and ``reason``.
 
         Args:
@@ -242,8 +241,9 @@ class RewardWorker:
             # An alarm that fires outside of the call must not raise in the worker's own code.
             self.armed = True
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            self._budget(cpu_seconds)
-            outcome = {"terms": call()}
+            if cpu_seconds is not None:
+                self._budget(cpu_seconds)
+            outcome: dict[str, object] = {"terms": call()}
             self.armed = False
         except OverBudget:
             self.armed = False
@@ -252,22 +252,22 @@ class RewardWorker:
             self.armed = False
             outcome = failure(error)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self._budget(0.0 if cpu_seconds else None)
+        if cpu_seconds is not None:
+            self._budget(0.0)
         if self.rang:
             self.loop = None  # the loop was interrupted, so its state is unknown
         return outcome
 
-    def _budget(self, cpu_seconds: float | None) -> None:
+    def _budget(self, cpu_seconds: float) -> None:
         """Limit the CPU time of a call; 0 removes the limit.
 
         First a handler raises ``OverBudget``. A call inside a C function, e.g. a product of huge
         integers, does not see it. SIGPROF then ends the process.
         """
-        if cpu_seconds is not None:
-            signal.signal(signal.SIGVTALRM, self._spend)
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_PROF, KILL_FACTOR * cpu_seconds)
-            signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+        signal.signal(signal.SIGVTALRM, self._spend)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, KILL_FACTOR * cpu_seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
 
     def _spend(self, *_: object) -> None:
         if self.armed:
@@ -281,7 +281,7 @@ class RewardWorker:
             raise DeadlineExceeded
 
 
-def failure(error: BaseException) -> dict[str, str]:
+def failure(error: BaseException) -> dict[str, object]:
     """Return why a call has no result, in the words of the protocol."""
     if isinstance(error, DeadlineExceeded):
         return {"kind": "deadline", "reason": ""}
@@ -290,12 +290,6 @@ def failure(error: BaseException) -> dict[str, str]:
     if isinstance(error, InvalidReward):
         return {"kind": "value", "reason": str(error)[:300]}
     return {"kind": "raised", "reason": f"raised {describe(error)}"}
-
-
-def _score(reward: Reward, view: bytes) -> dict[str, float]:
-    """Call a plain reward function on one pickled view."""
-    # Unpickled within the call, so that its time and memory limits hold for a huge view, too.
-    return terms_of(reward.function(pickle.loads(view), **reward.options))
 
 
 def describe(error: BaseException) -> str:

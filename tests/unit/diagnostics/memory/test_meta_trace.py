@@ -77,7 +77,7 @@ def test_a_traced_update_holds_at_most_what_a_real_one_on_the_cpu_does(
     if checkpointing:
         real.gradient_checkpointing_enable()
     parameters = dict(real.named_parameters())
-    state = TrainState(real, None, None, OptimizerConfig(), Masters(parameters, dict(parameters)))  # ty: ignore[invalid-argument-type]
+    state = TrainState(real, None, OptimizerConfig(), Masters(parameters, dict(parameters)))  # ty: ignore[invalid-argument-type]
     strategy = SingleStrategy(StrategyConfig(device="cpu"))
     real.train()
     with AllocationTracker() as watch:
