@@ -23,13 +23,13 @@ class Case:
         check: Short name of the check.
         asks: The requirement, in words.
         texts: The responses.
-        same: If true, a second call must give the same numbers.
+        times: Number of calls on each response. All must give the same numbers.
     """
 
     check: str
     asks: str
     texts: tuple[str, ...]
-    same: bool = False
+    times: int = 1
 
 
 CASES = (
@@ -45,7 +45,7 @@ CASES = (
         "scores what no one would type",
         ("\x00\x1b[2J", "\U0001f600" * 5, "{}%s\\frac{", "\ufffd"),
     ),
-    Case("repeatable", "gives the same response the same number again", TEXTS, same=True),
+    Case("repeatable", "gives the same response the same number again", TEXTS, times=2),
 )
 """The checks, in display order."""
 
@@ -89,7 +89,7 @@ def _broken(reward: Reward, case: Case, limit: float) -> str:
         limit: Seconds for each call.
     """
     calls = calls_on(reward, [_rollout(text) for text in case.texts])
-    all_calls = calls * 2 if case.same else calls
+    all_calls = calls * case.times
     outcomes = try_rewards([(reward.name, dict(reward.options))], all_calls, limit)
     for outcome in outcomes:
         if not outcome.problem:

@@ -46,6 +46,11 @@ GRACE_SECONDS = 1.0  # past the deadline, before a worker whose alarm did not fi
 # Between polls of a busy worker, so that cheap rewards do not wake this process once per call.
 LISTEN_SECONDS = 0.002
 STARTS = 3  # consecutive failed starts of a worker that end the run
+CAUSES = {
+    -signal.SIGKILL: ("memory", "killed from outside, as when the machine runs out of memory"),
+    BOMB_STATUS: ("died", f"started more than {MOST} processes"),
+}
+"""Kind and reason of a failed call, by the exit status of its worker."""
 
 
 @dataclass(slots=True)
@@ -54,7 +59,7 @@ class _Term:
     weight: float
     reward: Reward
     waiting: deque[_Call] = field(default_factory=deque)
-    seconds: float | None = None  # running mean of one call
+    seconds: float = math.inf  # running mean of one call; infinite before the first
 
 
 @dataclass(slots=True)
@@ -181,8 +186,7 @@ class Scorer:
             RewardError: If its data source has no terms.
         """
         terms = self._terms_of(rollout.prompt.data_source)
-        if not terms:
-            self.check_sources([rollout.prompt.data_source])
+        self.check_sources([rollout.prompt.data_source])
         rollout.reward = None
         rollout.terms = {}
         rollout.weights = {}
@@ -348,7 +352,7 @@ class Scorer:
         fair = math.ceil(len(term.waiting) / self.config.workers)
         if term.reward.grouped:
             return min(fair, GROUP)
-        quick = 1 if term.seconds is None else int(SLICE_SECONDS / max(term.seconds, 1e-6))
+        quick = int(SLICE_SECONDS / max(term.seconds, 1e-6))
         return min(fair, SLICE, max(quick, 1))
 
     def _started(self, calls: list[_Call]) -> list[_Call]:
@@ -458,7 +462,7 @@ class Scorer:
         if outcome.again:
             self._again([call], alone=True)
             return outcome.again != "memory"
-        if term.seconds is None:
+        if math.isinf(term.seconds):
             term.seconds = outcome.seconds
         else:
             term.seconds = 0.9 * term.seconds + 0.1 * outcome.seconds
@@ -495,10 +499,8 @@ class Scorer:
             return "garbled", f"ended its worker: {gone}"
         if status is None:
             return "died", "cut its worker off"
-        if status == -signal.SIGKILL:
-            return "memory", "killed from outside, as when the machine runs out of memory"
-        if status == BOMB_STATUS:
-            return "died", f"started more than {MOST} processes"
+        if status in CAUSES:
+            return CAUSES[status]
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         return "died", f"ended its process {how}"
 

@@ -76,8 +76,9 @@ class CheckpointStore:
             raise ValueError(f"keep = {keep}: at least one checkpoint must stay")
         self.folder = folder
         self.keep = keep
-        self._best_name = best.lstrip("-") if best else None
-        self._best_sign = -1.0 if best and best.startswith("-") else 1.0
+        best = best or ""
+        self._best_name = best.lstrip("-")
+        self._best_sign = -1.0 if best.startswith("-") else 1.0
         self.failures = 0
 
     @contextmanager
@@ -118,9 +119,7 @@ class CheckpointStore:
                 metrics[self._best_name] = float(metric)
             self._seal(temporary, Manifest(step, {}, dict(about or {}), metrics), at_work)
             if os.path.lexists(final) and (final.is_symlink() or read_manifest(final) is None):
-                log.warning(
-                    "%s is not an intact checkpoint: it is moved to %s", final, _move_aside(final)
-                )
+                _reject(final)
             self._publish(temporary, final)
         except BaseException as error:
             # Both before the folder is removed, which frees the space again.
@@ -212,7 +211,7 @@ class CheckpointStore:
 
     def improves(self, metric: float | None) -> bool:
         """Return ``True`` if ``metric`` is better than the metric of every checkpoint here."""
-        if self._best_name is None or metric is None or not math.isfinite(metric):
+        if not self._best_name or metric is None or not math.isfinite(metric):
             return False
         ranked = self._ranked()
         if not ranked:
@@ -232,9 +231,7 @@ class CheckpointStore:
             if read_manifest(path) is not None:
                 _remove(path)
             else:
-                log.warning(
-                    "%s is not an intact checkpoint: it is moved to %s", path, _move_aside(path)
-                )
+                _reject(path)
 
     def _complete(self) -> list[tuple[Path, Manifest]]:
         """Return complete checkpoints with their manifests, oldest first."""
@@ -250,7 +247,7 @@ class CheckpointStore:
         """Return complete checkpoints that have the metric, with their scores, the best first."""
         scored = []
         for path, manifest in self._complete():
-            value = manifest.metrics.get(self._best_name or "", math.nan)
+            value = manifest.metrics.get(self._best_name, math.nan)
             if math.isfinite(value):
                 scored.append((self._best_sign * value, path))
         # A stable sort: of equals, the older checkpoint comes first.
@@ -369,6 +366,10 @@ def _step_of(path: Path) -> int:
 def _move_aside(path: Path) -> Path:
     """Rename a folder, or a link, so that it is no checkpoint any more. Nothing is removed."""
     return path.rename(_free_name(path.with_name(DAMAGED + path.name.lstrip("."))))
+
+
+def _reject(path: Path) -> None:
+    log.warning("%s is not an intact checkpoint: it is moved to %s", path, _move_aside(path))
 
 
 def _folder_bytes(path: Path) -> int:

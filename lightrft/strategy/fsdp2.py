@@ -103,11 +103,11 @@ class Fsdp2Strategy(SingleStrategy):
         if half is not None:
             # Float32 modules among half-precision ones keep computing in float32.
             alone = [module for module in model.modules() if _full_precision(module)]
-        # With tensor parallelism, the optimizer keeps the float32 copy.
-        if self.across is not None:
-            half = None
-        if half is not None:
-            exchange(model, _as_float32)
+            if self.across is None:
+                exchange(model, _as_float32)
+            else:
+                # With tensor parallelism, the optimizer keeps the float32 copy.
+                half = None
         offload = OffloadPolicy()
         if self.config.cpu_offload:
             offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
@@ -197,7 +197,7 @@ def _fetch_ahead(model: nn.Module) -> None:
     before: dict[str, FSDPModule] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            stack = name.rpartition(".")[0] if name else name
+            stack = name.rpartition(".")[0]
             module.set_modules_to_backward_prefetch([before.get(stack, module)])
             before[stack] = module
 

@@ -5,6 +5,7 @@ It has float32 master weights, global-norm clipping, and a portable checkpoint b
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -266,16 +267,18 @@ def parameter_groups(
             or does not train.
     """
     rates = rates_of(model, masters, config)
-    groups: list[dict[str, Any]] = []
-    # A dictionary, not a set, so that the groups have the same order in every run.
-    for rate in dict.fromkeys(rates.values()):
-        mine = {n: m for n, m in masters.items() if rates[n] == rate}
+    decays = {True: config.weight_decay, False: 0.0}
+    # The order of the groups must be the same in every run: a dictionary keeps it, a set does not.
+    keys = itertools.product(dict.fromkeys(rates.values()), decays)
+    found: dict[tuple[float, bool], list[Tensor]] = {key: [] for key in keys}
+    for name, master in masters.items():
         # By full shapes: in ZeRO stage 3, every parameter has the shape [0].
-        decayed = [m for n, m in mine.items() if len(shapes[n]) >= 2]
-        plain = [m for n, m in mine.items() if len(shapes[n]) < 2]
-        for params, decay in ((decayed, config.weight_decay), (plain, 0.0)):
-            if params:
-                groups.append({"params": params, "weight_decay": decay, "rate": rate})
+        is_matrix = len(shapes[name]) >= 2
+        found[rates[name], is_matrix].append(master)
+    groups: list[dict[str, Any]] = []
+    for (rate, is_matrix), params in found.items():
+        if params:
+            groups.append({"params": params, "weight_decay": decays[is_matrix], "rate": rate})
     return groups
 
 

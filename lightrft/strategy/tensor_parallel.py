@@ -99,8 +99,7 @@ def cut_names(model: nn.Module) -> frozenset[str]:
         if style == EXPERTS:
             cut |= set(module.parameters())
         elif style in STYLES:
-            adapters = getattr(module, ADAPTERS[style], {}).values()
-            for part in (getattr(module, "base_layer", module), *adapters):
+            for part in _matrices(module, style):
                 cut |= set(part.parameters())
     # By identity, since the inner model has other names for its parameters.
     return frozenset(name for name, parameter in model.named_parameters() if parameter in cut)
@@ -119,7 +118,7 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group ``tensors`` by their mesh, since one call can only process tensors of one mesh."""
     found: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        mesh = getattr(tensor, "device_mesh", None)
         found.setdefault(mesh, []).append(tensor)
     # At least one group, so that the norm of no tensors is 0.
     return list(found.values()) or [[]]
@@ -155,22 +154,22 @@ def _style(plan: Mapping[str, str], name: str) -> str:
 def _parts(
     name: str, module: Any, plan: Mapping[str, str], size: int
 ) -> Iterator[tuple[nn.Module, ParallelStyle]]:
-    """Yield the sharded submodules of a module, with their styles.
-
-    This is the layer itself. If it has adapters (peft's), it is the layer below them and the
-    sharded adapter matrices.
-    """
+    """Yield the sharded submodules of a module, with their styles."""
     style = _style(plan, name)
     if style == EXPERTS:
         yield module, Experts(_cuts(name, module, plan, size))
-    elif style in STYLES and not hasattr(module, "base_layer"):
-        yield module, STYLES[style]()
     elif style in STYLES:
         if len(getattr(module, "lora_magnitude_vector", ())):
             why = "model.lora.dora = true needs the norms of whole weights"
             raise _refused(size, f"{why}; set model.lora.dora=false", "or ")
-        for part in (module.base_layer, *getattr(module, ADAPTERS[style]).values()):
+        for part in _matrices(module, style):
             yield part, STYLES[style]()
+
+
+def _matrices(module: nn.Module, style: str) -> list[nn.Module]:
+    """Return the layer itself, or the layer below peft's adapters and their sharded matrices."""
+    adapters = getattr(module, ADAPTERS[style], {}).values()
+    return [getattr(module, "base_layer", module), *adapters]
 
 
 def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, Placement]:

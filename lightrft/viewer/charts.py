@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from lightrft.viewer.formatting import FORMS, Form, compact, percent
@@ -12,6 +13,8 @@ NOISY = 40
 """Number of points above which a smoothed line is added to the raw line."""
 PHASES = ("generate", "reward", "logprobs", "reference", "update", "eval", "checkpoint", "other")
 """Phases of a step, in the order in which a bar stacks them."""
+OF_SOURCE = re.compile(r"eval/[^/]+/accuracy")
+"""Metrics of the accuracy on one data source."""
 STATISTICS = ("reward/mean", "reward/std", "reward/max", "reward/min")
 """Metrics of the whole reward. The others under ``reward/`` are its terms."""
 
@@ -95,8 +98,7 @@ def _accuracy(run: RunData) -> Plot | None:
     if not points:
         return None
     series = [Series("eval accuracy", points, 2, dots=len(points) <= NOISY)]
-    by_source = [name for name in run.names("eval/") if name.endswith("/accuracy")]
-    sources = [name for name in by_source if name.count("/") == 2]
+    sources = [name for name in run.names("eval/") if OF_SOURCE.fullmatch(name)]
     if len(sources) > 1:  # a single source equals the total
         for color, name in enumerate(sources[:5], 3):
             series.append(Series(name.split("/")[1], run.points(name), color, dots=True))

@@ -42,6 +42,13 @@ def seconds(value: float) -> str:
     return f"{compact(value)} s"
 
 
+def css_of(value: float) -> str:
+    """Return the CSS class of a change or an advantage; empty if it is 0."""
+    if value == 0:
+        return ""
+    return "good" if value > 0 else "bad"
+
+
 FORMS: Mapping[Form, Callable[[float], str]] = {
     "compact": compact,
     "percent": percent,

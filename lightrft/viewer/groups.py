@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from lightrft.utils.errors import DataError
-from lightrft.viewer.formatting import compact
+from lightrft.viewer.formatting import compact, css_of
 
 STEPS, GROUPS, RESPONSES, CHARACTERS = 8, 4, 16, 2000
 """Largest numbers of steps, groups per step, responses per group and characters per text."""
@@ -122,9 +123,9 @@ def _mean_advantage(
     advantages: Sequence[float | None],
 ) -> float | None:
     """Return the mean advantage of the sampled tokens; None if there are none."""
-    own = advantages
-    if len(sampled) == len(advantages):
-        own = [advantage for advantage, is_own in zip(advantages, sampled) if is_own]
+    if len(sampled) != len(advantages):
+        sampled = [True] * len(advantages)
+    own = compress(advantages, sampled)
     trained = [advantage for advantage in own if advantage is not None]
     return sum(trained) / len(trained) if trained else None
 
@@ -158,12 +159,10 @@ def _table(group: Group) -> str:
 
 def _row(response: Response, names: Sequence[str]) -> str:
     advantage = response.advantage
-    css = ""
-    if advantage:
-        css = ' class="good"' if advantage > 0 else ' class="bad"'
+    css = css_of(advantage or 0.0)
     terms = "".join(f"<td>{_number(response.terms.get(name))}</td>" for name in names)
     return (
-        f"<tr><td>{_number(response.reward)}</td>{terms}<td{css}>{_number(advantage)}</td>"
+        f'<tr><td>{_number(response.reward)}</td>{terms}<td class="{css}">{_number(advantage)}</td>'
         f"<td>{response.tokens}</td><td>{escape(response.ended)}</td>"
         f"<td><pre>{escape(_cut(response.text))}</pre></td></tr>"
     )

@@ -18,7 +18,7 @@ import yaml
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.viewer.charts import plots
 from lightrft.viewer.figures import figures, plot_data
-from lightrft.viewer.formatting import compact, percent
+from lightrft.viewer.formatting import compact, css_of, percent
 from lightrft.viewer.groups import groups
 from lightrft.viewer.plots import Plot
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
@@ -117,13 +117,10 @@ def _hero(run: RunData) -> str:
 def _headline(run: RunData) -> str:
     """Return the eval accuracy before and after training, or the only measured value."""
     measured = dict(run.points("eval/accuracy"))
-    before = run.number("heldout_before")
-    if before is None:
-        before = measured.get(0)
-    last = max(measured, default=0)
-    after = run.number("heldout_after")
-    if after is None and last:
-        after = measured[last]
+    # Step 0 is before training.
+    before = run.number("heldout_before", measured.pop(0, None))
+    _, latest = max(measured.items(), default=(0, None))
+    after = run.number("heldout_after", latest)
     if before is None:
         when = ""
     elif after is None:
@@ -140,11 +137,8 @@ def _headline(run: RunData) -> str:
             f'aria-label="to">→</span>{value}'
         )
         points = (after - before) * 100
-        css = ""
-        if points:
-            css = "good" if points > 0 else "bad"
         # A minus sign, which is as wide as the plus. The names of the classes have no hyphen.
-        delta = f'<p class="delta {css}">{points:+.1f} points</p>'.replace("-", "−", 1)
+        delta = f'<p class="delta {css_of(points)}">{points:+.1f} points</p>'.replace("-", "−", 1)
     return (
         f'<div class="headline card"><p class="label">Held-out accuracy{when}</p><p '
         f'class="value">{value}</p>{delta}</div>'
@@ -165,12 +159,11 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         step = run.points("time/step")
         note = f"{compact(sum(y for _, y in step) / len(step))} s per step" if step else ""
         facts.append(("Wall clock", duration(seconds), note))
-    tokens = run.number("tokens")
-    if tokens is None:
-        tokens = run.total("rollout/tokens")
+    written = run.points("rollout/tokens")
+    tokens = run.number("tokens", run.total("rollout/tokens") if written else None)
     if tokens is not None:
         count = compact(tokens) if tokens >= 1e6 else f"{tokens:,.0f}"
-        note = "prompts and responses" if run.points("rollout/tokens") else ""
+        note = "prompts and responses" if written else ""
         facts.append(("Tokens", count, note))
     for label, name, form in (
         ("Tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
@@ -213,12 +206,10 @@ def _account(run: RunData) -> str:
     if not sampled:
         return ""
     kinds = ("trained", "filtered", "failed")
-    parts = {kind: run.total(f"rollout/tokens_{kind}") or 0.0 for kind in kinds}
+    parts = {kind: run.total(f"rollout/tokens_{kind}") for kind in kinds}
     classes = ["f2", "f5", "f1"]
     # Tokens carried into a step were counted as sampled in an earlier one.
-    carried_out = run.total("rollout/tokens_carried_out") or 0.0
-    carried_in = run.total("rollout/tokens_carried_in") or 0.0
-    waiting = carried_out - carried_in
+    waiting = run.total("rollout/tokens_carried_out") - run.total("rollout/tokens_carried_in")
     if waiting:
         parts["left for a next step"] = waiting
         classes.append("f3")

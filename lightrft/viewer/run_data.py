@@ -20,6 +20,8 @@ from lightrft.utils.errors import DataError
 from lightrft.viewer.groups import Row, Step, read_steps, text_of
 
 Points = list[tuple[float, float]]
+FORMATS = {".json": ("JSON", json.loads), ".yaml": ("YAML", yaml.safe_load)}
+"""Name and parser of each format of the run's files, by suffix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,14 @@ class RunData:
         rows = self.warm_up if warm_up else self.rows
         return [(row["step"], row[name]) for row in rows if is_finite(row.get(name))]
 
-    def number(self, name: str) -> float | None:
-        """Return a number of the summary, or None if it is not there."""
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """Return a number of the summary, or ``default`` if it is not there."""
         value = self.summary.get(name)
-        return value if is_finite(value) else None
+        return value if is_finite(value) else default
 
-    def total(self, name: str) -> float | None:
-        """Return the sum of a metric over the steps, or None if it was never written."""
-        values = [y for _, y in self.points(name)]
-        return sum(values) if values else None
+    def total(self, name: str) -> float:
+        """Return the sum of a metric over the steps, 0 if it was never written."""
+        return sum(y for _, y in self.points(name))
 
     def names(self, prefix: str) -> list[str]:
         """Return the metrics that begin with ``prefix``, in the order of their first occurrence."""
@@ -94,8 +95,11 @@ def read_run(folder: Path) -> RunData:
             f"{folder} is not a run's folder: it has neither config.yaml nor metrics.jsonl"
         )
     rows = read_rows(folder / "metrics.jsonl")
-    supervised = [row for row in rows if row.get("phase") == "sft"]
-    others = [row for row in rows if row.get("phase") != "sft"]
+    supervised: list[Row] = []
+    others: list[Row] = []
+    for row in rows:
+        phase = supervised if row.get("phase") == "sft" else others
+        phase.append(row)
     before, after = _answers(folder)
     return RunData(
         name=folder.resolve().name,
@@ -160,15 +164,16 @@ def _object(path: Path) -> Row:
     """Return the object in a JSON or YAML file, empty if the file is missing or empty."""
     if not path.is_file():
         return {}
-    text = path.read_text(encoding="utf-8")
-    kind = "JSON" if path.suffix == ".json" else "YAML"
+    kind, parse = FORMATS[path.suffix]
     try:
-        value = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
+        value = parse(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path} is not {kind}: {error}") from None
-    if value is not None and not isinstance(value, Mapping):
+    if value is None:  # an empty YAML file
+        return {}
+    if not isinstance(value, Mapping):
         raise DataError(f"{path} must hold an object")
-    return value or {}
+    return value
 
 
 def mean_at_end(points: Points) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import chain
 
 from lightrft.viewer.formatting import compact
 from lightrft.viewer.media import shown
@@ -15,6 +16,8 @@ from lightrft.viewer.run_data import Answer, RunData
 ANSWERS = 5
 SHORT = 32
 """Largest number of characters of a response in the gallery."""
+VERDICTS = {True: ("good", "✓", "right"), False: ("bad", "✗", "wrong"), None: ("", "", "")}
+"""CSS class, mark and word of a verdict. None stands for no verdict."""
 
 Pairs = Sequence[tuple[Answer, Answer]]
 
@@ -25,7 +28,7 @@ def answers(run: RunData) -> str:
     if not pairs:
         return ""
     paired = all(before.prompt == after.prompt for before, after in pairs)
-    if paired and all(_small(before) and _small(after) for before, after in pairs):
+    if paired and all(map(_small, chain.from_iterable(pairs))):
         return _section("Responses, before and after", _about_all(pairs), _gallery(run, pairs))
     head = (
         "Responses, before and after" if paired else "Responses at the first step and at the last"
@@ -57,8 +60,8 @@ def _about_all(pairs: Pairs) -> str:
     for before, after in pairs:
         if before.correct is None or after.correct is None:
             return question.strip()
-        right_before += bool(before.correct)
-        right_after += bool(after.correct)
+        right_before += before.correct
+        right_after += after.correct
     return (
         f"{question}Of these {len(pairs)} prompts of the eval set, {right_before} had a right "
         f"response before, {right_after} after."
@@ -86,12 +89,9 @@ def _tile(run: RunData, before: Answer, after: Answer, asked: bool) -> str:
 
 
 def _word(answer: Answer, when: str) -> str:
-    mark = css = ""
-    if answer.correct is not None:
-        mark = "✓" if answer.correct else "✗"
-        css = " good" if answer.correct else " bad"
+    css, mark, _ = VERDICTS[answer.correct]
     text = escape(answer.text.strip()) or "no text"
-    return f'<span class="mark{css}" title="{when}">{mark} {text}</span>'
+    return f'<span class="mark {css}" title="{when}">{mark} {text}</span>'
 
 
 def _pair(run: RunData, before: Answer, after: Answer, paired: bool) -> str:
@@ -123,9 +123,8 @@ def _answer(run: RunData, title: str, answer: Answer, paired: bool) -> str:
 def _mark(answer: Answer) -> str:
     """Return the verdict on a response, else its reward."""
     if answer.correct is not None:
-        if answer.correct:
-            return '<span class="mark good">✓ right</span>'
-        return '<span class="mark bad">✗ wrong</span>'
+        css, mark, word = VERDICTS[answer.correct]
+        return f'<span class="mark {css}">{mark} {word}</span>'
     if answer.reward is None:
         return ""
     return f'<span class="mark">reward {compact(answer.reward)}</span>'

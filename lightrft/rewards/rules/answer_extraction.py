@@ -42,6 +42,14 @@ def in_tags(text: str) -> str | None:
     return found[-1] if found else None
 
 
+def answer_part(text: str) -> str:
+    """Return the content of the last ``<answer>`` tag after the thinking, else all that follows
+    the thinking."""
+    text = after_thinking(text)
+    tagged = in_tags(text)
+    return text if tagged is None else tagged
+
+
 def last_box(text: str) -> tuple[int, str | None] | None:
     r"""Return the start and the content of the last ``\boxed{}``; ``None`` if there is no box.
 
@@ -75,10 +83,13 @@ def visible_answer(text: str) -> str | None:
 
     It is in the last box, else in the last tag, else everything after the thinking.
     """
-    text = after_thinking(text)
-    tagged = in_tags(text)
-    answer = text if tagged is None else tagged
+    answer = answer_part(text)
     box = last_box(answer)
     if box is not None:
         _, answer = box
+    return content_of(answer)
+
+
+def content_of(answer: str | None) -> str | None:
+    """Return ``answer``; ``None`` if it is blank."""
     return answer if answer and answer.strip() else None

@@ -11,11 +11,13 @@ import logging
 import math
 import re
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from lightrft.rewards.registry import REWARDS, OverBudget, ungraded_beyond
 from lightrft.rewards.rules.answer_extraction import (
     after_thinking,
+    content_of,
     in_tags,
     last_box,
     reference_answer,
@@ -91,14 +93,14 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
     text = after_thinking(text)
     tagged = in_tags(text)
     text = (text if tagged is None else tagged).strip()
-    marked = last_box(text)
-    for found in _MARK.finditer(text):
-        if marked is None or found.start() > marked[0]:
-            marked = (found.start(), found.group(1))
-    if marked is not None:
+    marks = [(found.start(), found.group(1)) for found in _MARK.finditer(text)]
+    box = last_box(text)
+    if box is not None:
+        marks.append(box)
+    if marks:
         # A mark without content is a wrong answer. What comes before it does not count.
-        _, answer = marked
-        return answer if answer and answer.strip() else None
+        _, answer = max(marks, key=itemgetter(0))
+        return content_of(answer)
     return _unmarked_answer(text, tagged is not None, last_number)
 
 
@@ -134,7 +136,7 @@ def gold_text(gold: object) -> str:
             raise ValueError(f"label {gold!r} is not a finite number")
         return repr(int(gold)) if gold.is_integer() else repr(gold)
     text = str(gold)
-    if "####" in text or "\\boxed" in text or "\\fbox" in text:
+    if any(mark in text for mark in ("####", "\\boxed", "\\fbox")):
         answer = final_answer(text)
         if answer is None:
             raise ValueError(f"label {text!r} marks a final answer but holds none")
@@ -304,7 +306,7 @@ def _digits(expression: Any) -> float:
 
     The number itself is not computed. Symbols have no digits.
     """
-    from sympy import Add, Integer, Mul, Pow, Rational, factorial
+    from sympy import Add, Mul, Pow, Rational, factorial
 
     if isinstance(expression, Rational):
         largest = max(abs(int(expression.p)), abs(int(expression.q)))
@@ -324,4 +326,4 @@ def _digits(expression: Any) -> float:
         return size * max(parts[0], 1.0)
     if isinstance(expression, Add):
         return max(parts) + 1
-    return sum(parts) if isinstance(expression, Mul | Integer) else max(parts)
+    return sum(parts) if isinstance(expression, Mul) else max(parts)

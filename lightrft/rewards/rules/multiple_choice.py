@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 
 from lightrft.rewards.registry import REWARDS
-from lightrft.rewards.rules.answer_extraction import (
-    after_thinking,
-    in_tags,
-    last_box,
-    reference_answer,
-)
+from lightrft.rewards.rules.answer_extraction import answer_part, last_box, reference_answer
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 
@@ -25,7 +20,8 @@ def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
         ValueError: If the label is not one of the choices.
     """
     gold = reference_answer(rollout)
-    if isinstance(gold, int) and not isinstance(gold, bool):
+    # Not isinstance: True is an int, too.
+    if type(gold) is int:
         if not 0 <= gold < len(choices):
             raise ValueError(f"label {gold} is not a position among the choices {choices!r}")
         right: str | None = choices[gold]
@@ -38,9 +34,7 @@ def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
 
 def picked(text: str, choices: str = "ABCD") -> str | None:
     """Return the letter of ``choices`` that ``text`` finally picks; ``None`` unless exactly one."""
-    text = after_thinking(text)
-    tagged = in_tags(text)
-    text = text if tagged is None else tagged
+    text = answer_part(text)
     box = last_box(text)
     if box is not None:
         _, content = box
@@ -54,7 +48,7 @@ def picked(text: str, choices: str = "ABCD") -> str | None:
     if found:
         return found[-1]
     lines = [_only_letter(line, choices) for line in text.strip().splitlines()]
-    return lines[-1] if lines and len(set(lines) - {None}) == 1 else None
+    return lines[-1] if len(set(lines) - {None}) == 1 else None
 
 
 def _said(choices: str) -> re.Pattern[str]:

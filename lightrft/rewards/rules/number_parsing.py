@@ -286,8 +286,7 @@ def _same(gold: Quantity, answer: Quantity, scale: Fraction) -> bool:
 
 def _ends(value: Fraction) -> bool:
     """Return whether the decimal expansion of ``value`` is finite."""
+    # It is if a power of ten is a multiple of the denominator, whose prime factors are at most as
+    # many as its bits.
     below = value.denominator
-    for prime in (2, 5):
-        while below % prime == 0:
-            below //= prime
-    return below == 1
+    return pow(10, below.bit_length(), below) == 0

@@ -97,17 +97,10 @@ def _outcome(tree: dict[str, Any]) -> CallOutcome | None:
         return CallOutcome(index, seconds, terms=tree["terms"])
     if names == {"again"} and tree["again"] in KINDS:
         return CallOutcome(index, seconds, again=tree["again"])
-    if names == {"kind", "reason"}:
-        return _failed_call(index, seconds, tree["kind"], tree["reason"])
+    is_failure = names == {"kind", "reason"} and tree["kind"] in KINDS
+    if is_failure and isinstance(tree["reason"], str):
+        return CallOutcome(index, seconds, kind=tree["kind"], reason=tree["reason"])
     return None
-
-
-def _failed_call(index: int, seconds: float, kind: object, reason: object) -> CallOutcome | None:
-    if not isinstance(kind, str) or kind not in KINDS:
-        return None
-    if not isinstance(reason, str):
-        return None
-    return CallOutcome(index, seconds, kind=kind, reason=reason)
 
 
 def _are_terms(value: object) -> bool:
