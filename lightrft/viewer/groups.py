@@ -122,9 +122,10 @@ def _mean_advantage(
     sampled: Sequence[bool],
     advantages: Sequence[float | None],
 ) -> float | None:
-    """Return the mean advantage of the sampled tokens; None if there are none."""
-    if len(sampled) != len(advantages):
-        sampled = [True] * len(advantages)
+    """Return the mean advantage of the sampled tokens; None if there are none.
+
+    A response that was not trained on has no advantages.
+    """
     own = compress(advantages, sampled)
     trained = [advantage for advantage in own if advantage is not None]
     return sum(trained) / len(trained) if trained else None

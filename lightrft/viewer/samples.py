@@ -29,7 +29,10 @@ def answers(run: RunData) -> str:
         return ""
     paired = all(before.prompt == after.prompt for before, after in pairs)
     if paired and all(map(_small, chain.from_iterable(pairs))):
-        return _section("Responses, before and after", _about_all(pairs), _gallery(run, pairs))
+        same = len({before.prompt for before, _ in pairs}) == 1
+        tiles = "".join(_tile(run, before, after, asked=not same) for before, after in pairs)
+        gallery = f'<ol class="gallery">{tiles}</ol>'
+        return _section("Responses, before and after", _about_all(pairs), gallery)
     head = (
         "Responses, before and after" if paired else "Responses at the first step and at the last"
     )
@@ -66,12 +69,6 @@ def _about_all(pairs: Pairs) -> str:
         f"{question}Of these {len(pairs)} prompts of the eval set, {right_before} had a right "
         f"response before, {right_after} after."
     )
-
-
-def _gallery(run: RunData, pairs: Pairs) -> str:
-    same = len({before.prompt for before, _ in pairs}) == 1
-    tiles = "".join(_tile(run, before, after, asked=not same) for before, after in pairs)
-    return f'<ol class="gallery">{tiles}</ol>'
 
 
 def _tile(run: RunData, before: Answer, after: Answer, asked: bool) -> str:

@@ -38,6 +38,7 @@ _SAID = re.compile(
     re.IGNORECASE | re.M,
 )
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
+_ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
 
 @REWARDS.register("math", needs={"label"})
@@ -185,20 +186,13 @@ def _check_gold(gold: str) -> None:
 
 def _unassigned(gold: str, answer: str) -> tuple[str, str]:
     """Remove a leading ``x =`` if only one side has it, or both have the same."""
-    named = re.compile(r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])")
-    gold_name = named.match(gold)
-    answer_name = named.match(answer)
+    gold_name = re.match(_ASSIGNED, gold)
+    answer_name = re.match(_ASSIGNED, answer)
     if gold_name and answer_name and gold_name.group(1) != answer_name.group(1):
         return gold, answer
-    return _value(gold, gold_name), _value(answer, answer_name)
-
-
-def _value(text: str, name: re.Match[str] | None) -> str:
-    """Return what follows ``x =``, if ``text`` is one assignment."""
-    if name is None or "," in text:
-        return text
-    value = text[name.end() :]
-    return text if "=" in value else value
+    # Not of a list, or of a chain of equations.
+    one = re.compile(rf"\A{_ASSIGNED}([^=,]+)\Z")
+    return one.sub(r"\2", gold), one.sub(r"\2", answer)
 
 
 def _letters(text: str) -> str:

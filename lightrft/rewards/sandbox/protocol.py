@@ -72,34 +72,33 @@ def message_of(line: bytes) -> WorkerMessage:
 
 
 def _message(tree: dict[str, object]) -> WorkerMessage | None:
-    if len(tree) != 1:
-        outcome = _outcome(tree)
-        return None if outcome is None else WorkerMessage(outcome=outcome)
-    ((name, value),) = tree.items()
-    # Not ==: 1 equals True.
-    if name in ("ready", "begun", "full") and value is True:
-        return WorkerMessage(ready=name == "ready", begun=name == "begun", full=name == "full")
-    if name == "error" and isinstance(value, str) and value:
-        return WorkerMessage(error=value)
-    return None
+    # A pattern ignores other keys, so their number is compared, too. ``True`` does not match 1.
+    match len(tree), tree:
+        case 1, {"ready": True}:
+            return WorkerMessage(ready=True)
+        case 1, {"begun": True}:
+            return WorkerMessage(begun=True)
+        case 1, {"full": True}:
+            return WorkerMessage(full=True)
+        case 1, {"error": str(error)} if error:
+            return WorkerMessage(error=error)
+    outcome = _outcome(tree)
+    return None if outcome is None else WorkerMessage(outcome=outcome)
 
 
 def _outcome(tree: dict[str, Any]) -> CallOutcome | None:
     index = tree.pop("i", None)
     seconds = tree.pop("s", None)
     # Not isinstance: True is an int, too.
-    if type(index) is not int or index < 0:
+    if type(index) is not int or not _is_number(seconds) or min(index, seconds) < 0:
         return None
-    if not _is_number(seconds) or seconds < 0:
-        return None
-    names = set(tree)
-    if names == {"terms"} and _are_terms(tree["terms"]):
-        return CallOutcome(index, seconds, terms=tree["terms"])
-    if names == {"again"} and tree["again"] in KINDS:
-        return CallOutcome(index, seconds, again=tree["again"])
-    is_failure = names == {"kind", "reason"} and tree["kind"] in KINDS
-    if is_failure and isinstance(tree["reason"], str):
-        return CallOutcome(index, seconds, kind=tree["kind"], reason=tree["reason"])
+    match len(tree), tree:
+        case 1, {"terms": terms} if _are_terms(terms):
+            return CallOutcome(index, seconds, terms=terms)
+        case 1, {"again": again} if again in KINDS:
+            return CallOutcome(index, seconds, again=again)
+        case 2, {"kind": kind, "reason": str(reason)} if kind in KINDS:
+            return CallOutcome(index, seconds, kind=kind, reason=reason)
     return None
 
 
