@@ -40,7 +40,6 @@ from lightrft.utils.errors import ConfigError, UserError
 from lightrft.workers.local import local_tokenizer
 
 Result = TypeVar("Result")
-SHARDED = ("fsdp2", "deepspeed")
 MANY_OVERLONG = 0.05
 
 
@@ -76,8 +75,7 @@ def run_doctor(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     # Rewards and the probe need prompts.
     if data is None:
         return Report(tuple(found), memory, apart)
-    has_rewards = bool(config.reward.terms or config.reward.per_source)
-    if options.rows and has_rewards and isinstance(config, RLConfig):
+    if options.rows and (config.reward.terms or config.reward.per_source):
         score = partial(_rewards, config, data, options.rows)
         _attempt(found, "reward", "terms", lambda: found.extend(score()))
     if options.probe:
@@ -179,8 +177,10 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
     """Check the number of processes against the sharding settings."""
     strategy = config.strategy
     processes = device.processes
-    needs_several = strategy.kind in SHARDED
-    if (needs_several and processes == 1) or (strategy.kind == "single" and processes > 1):
+    # ``auto`` is not in the table: it fits any number of processes.
+    is_alone = processes == 1
+    fits = {"single": is_alone, "fsdp2": not is_alone, "deepspeed": not is_alone}
+    if not fits.get(strategy.kind, True):
         says = f"= {strategy.kind} with launch.processes = {processes}; set strategy.kind=auto"
         yield Finding("settings", "bad", "strategy.kind", says)
     team = strategy.tensor_parallel * strategy.sequence_parallel
@@ -264,6 +264,7 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     """Check tokenizer, template and rows, and return them. Raises their errors."""
     tokenizer = local_tokenizer(config.model)
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
+    # Added one by one, so that an error later keeps the findings before it.
     found.append(
         Finding("data", "ok", "tokenizer", f"{len(tokenizer)} tokens, {rows} in the model")
     )
@@ -498,8 +499,8 @@ def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
         each: Seconds per response.
     """
     failed = [rollout.failed for rollout in scored if rollout.failed]
-    rewards = [rollout.reward for rollout in scored if rollout.reward is not None]
-    numbers = ", ".join(f"{reward:g}" for reward in rewards) or "no number"
+    rewards = [f"{rollout.reward:g}" for rollout in scored if rollout.reward is not None]
+    numbers = ", ".join(rewards) or "no number"
     says = f"{numbers} ({len(scored)} rows, {each * 1e3:.1f} ms each)"
     if failed:
         says += f"; {len(failed)} failed, the first: {failed[0]}"

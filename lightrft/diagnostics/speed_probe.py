@@ -6,6 +6,7 @@ The log-probs of that micro-batch are compared with those of the engine.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -113,6 +114,7 @@ def expected(
     wide = _drawn(engine, some, config, strategy.device)
     engine.close()  # frees the cache, which a training step does not have
     _, rollouts = wide[-1]
+    # Before passes are timed, since it may change the layout in which they run.
     layout, agrees = _agreement(actor, rollouts, config)
     times = _timed_passes(strategy, state, actor, rollouts, config)
 
@@ -171,15 +173,12 @@ class _PassTimes:
             scale: Tokens of a step per token of the measured passes.
             choose: Selects one of the repeats.
         """
-        plain = trained = 0
+        passes: Counter[bool] = Counter()
         for each in forward_passes(config):
-            if each.gradient:
-                trained += each.passes
-            else:
-                plain += each.passes
+            passes[each.gradient] += each.passes
         steps = config.train.ppo_epochs * config.train.num_mini_batches
-        scored = choose(self.forward) * scale * plain
-        learned = choose(self.update) * scale * trained + choose(self.step) * steps
+        scored = choose(self.forward) * scale * passes[False]
+        learned = choose(self.update) * scale * passes[True] + choose(self.step) * steps
         return scored, learned
 
 
@@ -213,6 +212,7 @@ def _timed_passes(
                 actor.score(part)
 
     def update() -> None:
+        # Gradient checkpointing applies in training mode only.
         actor.train()
         for number, part in enumerate(parts, start=1):
             loss = actor.score(part).logprobs.sum()
@@ -253,11 +253,10 @@ def _drawn(
         config: Settings of the run.
         device: Device of the engine.
     """
-
-    def generate() -> list[Rollout]:
-        return list(engine.generate(some, config.sampling))
-
-    return [_timed(generate, device) for _ in range(REPEATS)]
+    calls = []
+    for _ in range(REPEATS):
+        calls.append(_timed(lambda: list(engine.generate(some, config.sampling)), device))
+    return calls
 
 
 def _seconds(call: tuple[float, object]) -> float:

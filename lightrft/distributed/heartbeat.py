@@ -111,7 +111,7 @@ class Heartbeat:
             before = self._signs(range(self.size))
             self._over.wait(MISSED * BEAT)
             after = self._signs(range(self.size))
-            rest = [rank for rank in range(self.size) if rank != self.rank]
+            rest = [*range(self.rank), *range(self.rank + 1, self.size)]
             # In this order: a rank that failed is also silent and late, and its error says more.
             said = {rank: self._get(f"left/{self._run}/{rank}") for rank in rest}
             if any(said.values()):

@@ -35,8 +35,11 @@ class PlacementPlan:
     @property
     def asked(self) -> Bundle:
         """The sum of all bundles, by resource."""
-        names = dict.fromkeys(name for bundle in self.bundles for name in bundle)
-        return {name: sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in names}
+        asked: dict[str, float] = {}
+        for bundle in self.bundles:
+            for name, amount in bundle.items():
+                asked[name] = asked.get(name, 0.0) + amount
+        return asked
 
 
 @dataclass(frozen=True, slots=True)

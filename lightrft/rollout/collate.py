@@ -64,7 +64,7 @@ def _flat(rows: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:
 
 def _baselines(rollouts: Sequence[Rollout]) -> Tensor | None:
     values = [r.baseline for r in rollouts]
-    if all(value is None for value in values):
+    if values.count(None) == len(values):
         return None
     # A missing value among others makes torch raise: the batch would be wrong.
     return torch.tensor(values, dtype=torch.float64)

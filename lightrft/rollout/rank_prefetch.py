@@ -51,10 +51,16 @@ def can_prefetch_per_rank(rollout: RolloutConfig, engine: Engine, ranks: Process
         engine: The engine of this rank.
         ranks: The process group that generates.
     """
-    settled = rollout.max_rounds == 1 and rollout.curriculum is None and not rollout.partial
-    # Ranks that share an engine or a model must generate the same batch at the same time.
-    separate = engine.tensor_parallel_size == 1 and not engine.shared_by_all_ranks
-    return settled and separate and ranks.size > 1
+    conditions = (
+        rollout.max_rounds == 1,
+        rollout.curriculum is None,
+        not rollout.partial,
+        # Ranks that share an engine or a model must generate the same batch at the same time.
+        engine.tensor_parallel_size == 1,
+        not engine.shared_by_all_ranks,
+        ranks.size > 1,
+    )
+    return all(conditions)
 
 
 @dataclass(slots=True)

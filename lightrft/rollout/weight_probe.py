@@ -75,8 +75,7 @@ class WeightProbe:
         if any(version in r.versions for r in chain.from_iterable(groups)):
             return None
         few = chain.from_iterable(group[:RESPONSES] for group in groups[:PROMPTS])
-        beginnings = map(_begin, few)
-        begun = [begin for begin in beginnings if len(begin)]
+        begun = list(filter(len, map(_begin, few)))
         if not begun:
             return None
         # The trainer's logits do not suppress end tokens, so the engine must not either.
@@ -159,7 +158,7 @@ def _begin(response: Rollout) -> Rollout:
     """Return the first sampled tokens of ``response``; none if it is greedy."""
     sampled = response.sampled[:TOKENS] if response.sample != GREEDY else []
     # The engine cannot repeat the tokens of a tool, so the response ends before the first of them.
-    end = sampled.index(False) if False in sampled else len(sampled)
+    end = [*sampled, False].index(False)
     names = ("token_ids", "sampled", "logprobs", "versions")
     return replace(response, **{name: getattr(response, name)[:end] for name in names})
 
