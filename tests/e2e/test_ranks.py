@@ -27,8 +27,8 @@ Whole = Callable[[str], Path]
 
 @pytest.fixture
 def trees(uneven_tree: Tree, teacher_folder: Path) -> dict[str, Tree]:
-    """Runs of five steps by name, every checkpoint kept, and one of one step."""
-    long = deep_merge(uneven_tree, {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 10}})
+    """Runs of four steps by name, every checkpoint kept, and one of one step."""
+    long = deep_merge(uneven_tree, {"train": {"steps": 4}, "checkpoint": {"every": 1, "keep": 10}})
     trees = {name: deep_merge(long, cell) for name, cell in BEYOND.items()}
     trees["distils"]["teacher"] = {"path": str(teacher_folder)}
     trees["halves"] = deep_merge(
