@@ -32,6 +32,7 @@ class About:
         needs: what a batch must contain for this function.
         reads: settings that the function reads, among the settings that all functions of its kind
             share.
+        kind: the form of the data, if functions of one registry differ in it.
     """
 
     formula: str = ""
@@ -39,6 +40,7 @@ class About:
     paper: str = ""
     needs: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
+    kind: str = ""
 
 
 class Registry(Generic[T]):
@@ -61,6 +63,7 @@ class Registry(Generic[T]):
         paper: str = "",
         needs: Iterable[str] = (),
         reads: Iterable[str] = (),
+        kind: str = "",
     ) -> Callable[[T], T]:
         """Return a decorator that registers a function under ``name``.
 
@@ -72,6 +75,7 @@ class Registry(Generic[T]):
             needs: what a batch must contain for this function.
             reads: settings that the function reads, among the settings that all functions of its
                 kind share.
+            kind: the form of the data, if functions of this registry differ in it.
 
         Raises:
             ValueError: another function is registered under ``name``.
@@ -81,7 +85,9 @@ class Registry(Generic[T]):
             if self._entries.get(name, function) is not function:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
             self._entries[name] = function
-            self._about[name] = About(formula, latex, paper, frozenset(needs), frozenset(reads))
+            self._about[name] = About(
+                formula, latex, paper, frozenset(needs), frozenset(reads), kind
+            )
             return function
 
         return add
@@ -90,14 +96,16 @@ class Registry(Generic[T]):
         """Return the description of ``name``.
 
         The description of a user's function is its name, the first line of its docstring, and its
-        attribute ``needs``.
+        attributes ``needs`` and ``kind``.
         """
         if name in self._about:
             return self._about[name]
         function = self[name]
         docstring = (function.__doc__ or "").strip() or "no docstring"
         return About(
-            f"{name}: {docstring.splitlines()[0]}", needs=frozenset(getattr(function, "needs", ()))
+            f"{name}: {docstring.splitlines()[0]}",
+            needs=frozenset(getattr(function, "needs", ())),
+            kind=getattr(function, "kind", ""),
         )
 
     def __getitem__(self, name: str) -> T:
