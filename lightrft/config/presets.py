@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 PRESETS: dict[str, dict[str, object]] = {
     "grpo": {
         "advantage": {"name": "grpo"},
@@ -465,12 +467,20 @@ A branch stands for all numbers below it that have no entry.
 """
 
 
-def source_of(preset: str, key: str) -> str | None:
+def source_of(
+    preset: str, key: str, sources: Mapping[str, Mapping[str, str]] = SOURCES
+) -> str | None:
     """Return the source of the number ``key`` of ``preset``, e.g. ``loss.clip_low``.
 
-    ``None`` if ``SOURCES`` has no entry for it.
+    Args:
+        preset: Name of the row.
+        key: Setting of the row.
+        sources: Table of sources by row and setting.
+
+    Returns:
+        The source of the number or of a branch above it; ``None`` if there is no entry.
     """
-    known = SOURCES.get(preset, {})
+    known = sources.get(preset, {})
     # The longest entry first: that of a number is more exact than that of its branch.
     while key and key not in known:
         key = key.rpartition(".")[0]

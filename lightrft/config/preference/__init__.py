@@ -1,0 +1,161 @@
+"""Settings of preference learning: losses, modifiers and the reference."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lightrft.config.base import NamedFunction, Settings, _full_parts, deep_merge
+from lightrft.config.preference.presets import PREFERENCE_PRESETS
+
+
+class PreferenceLossConfig(NamedFunction):
+    """One loss of the weighted sum."""
+
+    name: str
+    """Preference loss. A registered name, ``package.module:function`` or ``file.py:function``."""
+    weight: float = Field(1.0, gt=0)
+    """Factor of the loss in the sum. Positive; only its ratio to the other weights and to the
+    learning rate matters."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the loss."""
+
+
+class FDivergenceConfig(Settings):
+    """The divergence that replaces the reverse KL between policy and reference (arXiv
+    2309.16240)."""
+
+    shorthand: ClassVar[str | None] = "kind"
+    """The setting that a bare string or number stands for."""
+
+    kind: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """Divergence. ``reverse_kl`` is DPO's; ``forward_kl`` covers more of the reference's responses;
+    ``js`` and ``alpha`` are between the two."""
+    alpha: float = Field(0.5, ge=0, le=1)
+    """Coefficient of ``alpha``, in [0, 1]: 0 is the forward KL and 1 the reverse KL. No other kind
+    reads it."""
+
+
+class PreferenceReferenceConfig(Settings):
+    """The source of the reference's log-probs, and when the reference moves."""
+
+    shorthand: ClassVar[str | None] = "source"
+    """The setting that a bare string or number stands for."""
+
+    source: Literal["auto", "cached", "step", "adapters_off", "none"] = "auto"
+    """``cached`` computes the log-probs of all rows once and keeps them on disk. ``step`` computes
+    them in each step. ``adapters_off`` is ``step`` with the policy's adapters off, so that no
+    second model is loaded. ``none`` computes none. ``auto`` takes ``none`` if no loss reads them,
+    else what fits the model."""
+    refresh_every: int = Field(0, ge=0)
+    """Update the reference from the policy after every so many optimizer steps; 0 never does
+    (TR-DPO, arXiv 2404.09656)."""
+    refresh_decay: float = Field(0.0, ge=0, lt=1)
+    """Weight of the old reference in an update, in [0, 1). The policy has the rest, which is
+    ``alpha`` in TR-DPO; 0 copies the policy."""
+
+    @model_validator(mode="after")
+    def _means_something(self) -> PreferenceReferenceConfig:
+        if self.refresh_decay and not self.refresh_every:
+            raise ValueError(
+                f"preference.reference.refresh_decay = {self.refresh_decay} changes nothing "
+                "without preference.reference.refresh_every; set that, e.g. to 512"
+            )
+        return self
+
+
+class PreferenceConfig(Settings):
+    """A weighted sum of preference losses, and the modifiers that they share. A ``preset`` fills
+    in a published row; what stands next to it wins."""
+
+    shorthand: ClassVar[str | None] = "preset"
+    """The setting that a bare string or number stands for."""
+
+    preset: str | None = None
+    """Published row of settings to start from. ``null`` starts from the defaults, which are those
+    of DPO."""
+    losses: tuple[PreferenceLossConfig, ...] = Field(
+        (PreferenceLossConfig(name="sigmoid"),), min_length=1
+    )
+    """Losses whose weighted sum is minimised. All of one kind: of pairs, of labelled responses or
+    of ranked responses."""
+    beta: float = Field(0.1, gt=0)
+    """Scale of the implicit reward, or the strength of the pull to the reference. Positive. Raise
+    it to stay nearer to the reference. Losses without a reference take larger values."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of pairs whose label is taken to be wrong, below 0.5. Raise it for noisy
+    annotations."""
+    f_divergence: FDivergenceConfig = FDivergenceConfig()
+    """Divergence to the reference."""
+    ld_alpha: float = Field(1.0, ge=0, le=1)
+    """Weight of the tokens past the length of the shorter response of a pair, in [0, 1] (LD-DPO,
+    arXiv 2409.06411). 1 counts all tokens alike. Lower it if responses grow too long."""
+    sampo: bool = False
+    """Sum over as many random tokens of the longer response of a pair as the shorter one has
+    (SamPO, arXiv 2406.10957). Set it if responses grow too long."""
+    wpo: bool = False
+    """Weight each pair by how likely the policy is to generate it (WPO, arXiv 2406.11827, eq. 2).
+    Set it if other models generated the responses."""
+    wpo_cap: float | None = Field(1.0, gt=0)
+    """Largest weight of ``wpo``: 1 as in the authors' code. ``null`` sets no bound, as in the
+    paper's formula."""
+    reference: PreferenceReferenceConfig = PreferenceReferenceConfig()
+    """Reference of the implicit reward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_first(cls, tree: Any) -> Any:
+        tree = {"preset": tree} if isinstance(tree, str) else tree
+        if not isinstance(tree, dict):
+            return tree
+        tree = dict(tree)  # the caller's tree stays as it is
+        if "losses" in tree:
+            tree["losses"] = _full_parts(tree["losses"])
+        name = tree.get("preset")
+        if name is None:
+            return tree
+        if name not in PREFERENCE_PRESETS:
+            near = difflib.get_close_matches(str(name), PREFERENCE_PRESETS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            known = ", ".join(sorted(PREFERENCE_PRESETS))
+            raise ValueError(f"unknown preset {name!r}{hint} Known: {known}")
+        row = PREFERENCE_PRESETS[name]
+        merged = deep_merge(row, tree)
+        if "losses" in tree:
+            merged["losses"] = _merged_losses(name, row["losses"], tree["losses"])
+        return merged
+
+
+def _merged_losses(preset: str, losses: list[dict[str, Any]], given: Any) -> Any:
+    """Return ``given`` on top of the losses of a preset.
+
+    The numbers of a preset are meant for its own losses, so other losses are an error.
+
+    Args:
+        preset: Name of the preset, for messages.
+        losses: Its losses.
+        given: The losses next to the preset; anything but a list is left to the validation.
+    """
+    if not isinstance(given, list | tuple):
+        return given
+    names = [part["name"] for part in losses]
+    given_names = [_name_of(part) for part in given]
+    if given_names != names:
+        raise ValueError(
+            f"preference.losses names {', '.join(map(str, given_names)) or 'nothing'}, and preset "
+            f"{preset!r} has the numbers of {', '.join(names)}; leave out preference.preset, or "
+            "name the same losses"
+        )
+    return [_merged_part(own, part) for own, part in zip(losses, given, strict=True)]
+
+
+def _name_of(part: Any) -> Any:
+    if isinstance(part, PreferenceLossConfig):
+        return part.name
+    return part.get("name") if isinstance(part, dict) else part
+
+
+def _merged_part(own: dict[str, Any], part: Any) -> Any:
+    return deep_merge(own, part) if isinstance(part, dict) else part
