@@ -119,6 +119,7 @@ TITLES = {
     "filter": "Filters of groups",
     "aggregation": "Aggregations",
     "kl": "KL estimators",
+    "preference": "Preference losses",
 }
 
 

@@ -16,6 +16,7 @@ from lightrft.algorithms.group_filters import FILTERS
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.reward_shaping import SHAPINGS
 from lightrft.algorithms.token_masks import TOKEN_MASKS
 from lightrft.config.base import ComponentConfig
@@ -80,6 +81,7 @@ COMPONENT_KINDS: dict[str, ComponentKind] = {
     "filter": ComponentKind(FILTERS, "algorithm.filters", ("group",)),
     "aggregation": ComponentKind(AGGREGATIONS, "algorithm.aggregation", ("rows", "constant")),
     "kl": ComponentKind(KL_ESTIMATORS, "algorithm.kl.estimator", ("logprobs", "ref")),
+    "preference": ComponentKind(PREFERENCE_LOSSES, "preference.losses", ("data", "settings")),
 }
 
 

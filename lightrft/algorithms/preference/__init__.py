@@ -1,0 +1,1 @@
+"""Preference losses: pure functions of the log-probs of whole responses."""

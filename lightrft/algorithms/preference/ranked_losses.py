@@ -1,0 +1,99 @@
+"""Losses of groups of ranked responses.
+
+``registry`` explains the symbols in the formulas. ``s_i = b d_i`` is the implicit reward of
+response ``i``.
+"""
+
+from __future__ import annotations
+
+from lightrft.algorithms.preference.inputs import Ranked
+from lightrft.algorithms.preference.registry import PREFERENCE_LOSSES, log_sigmoid
+from lightrft.algorithms.token_ops import require_column
+from lightrft.config.preference import PreferenceConfig
+from lightrft.utils.errors import DataError
+from lightrft.utils.lazy_imports import Tensor, torch
+
+
+@PREFERENCE_LOSSES.register(
+    "plackett_luce",
+    formula="L = -sum_i log( exp(s_i) / (exp(s_i) + sum_{j worse than i} exp(s_j)) ),  s = b d",
+    latex=r"L=-\sum_i\log\frac{e^{s_i}}{e^{s_i}+\sum_{j\prec i}e^{s_j}},\quad s_i=\beta d_i",
+    paper="DPO, arXiv 2305.18290, appendix A.3",
+    needs=["reference"],
+    reads=["beta"],
+    kind="ranked",
+)
+def plackett_luce(data: Ranked, settings: PreferenceConfig) -> Tensor:
+    """Compute the negative log-likelihood of the order of each group.
+
+    Each response competes with those of a worse rank. Ties do not compete with each other. Two
+    responses have the loss of DPO.
+    """
+    index, real = data.padded()
+    scores = settings.beta * data.responses.log_ratio[index]
+    worse = _better(data.rank[index], real)
+    itself = torch.eye(index.shape[1], dtype=torch.bool, device=index.device)
+    # the diagonal keeps each sum above 0, at padded places too
+    competing = scores[:, None, :].masked_fill(~(worse | itself), -torch.inf)
+    losses = torch.logsumexp(competing, dim=-1) - scores
+    return torch.where(real, losses, torch.zeros_like(losses)).sum(-1)
+
+
+@PREFERENCE_LOSSES.register(
+    "lipo",
+    formula="L = -sum_{rating_i > rating_j} D_ij log s(s_i - s_j),  D_ij = |2^rating_i - "
+    "2^rating_j| |1 / log(1 + t_i) - 1 / log(1 + t_j)|, t: place by s, from 1",
+    latex=r"L=-\sum_{\psi_i>\psi_j}\Delta_{ij}\log\sigma(s_i-s_j),\quad "
+    r"\Delta_{ij}=\big|2^{\psi_i}-2^{\psi_j}\big|\,"
+    r"\Big|\frac1{\log(1+\tau_i)}-\frac1{\log(1+\tau_j)}\Big|",
+    paper="LiPO-lambda, arXiv 2402.01878, section 3",
+    needs=["reference", "rating"],
+    reads=["beta"],
+    kind="ranked",
+)
+def lipo(data: Ranked, settings: PreferenceConfig) -> Tensor:
+    """Sum the pairwise losses of DPO over each group, weighted by what a swap would cost.
+
+    The weights carry no gradient. Equal scores take places by rank, so that the loss does not
+    depend on the order of the responses.
+    """
+    index, real = data.padded()
+    rating = require_column(data.rating)[index]
+    scores = settings.beta * data.responses.log_ratio[index]
+    gain = torch.exp2(rating.to(scores.dtype))
+    if not bool(torch.isfinite(gain).all()):
+        raise DataError(
+            f"preference loss lipo takes 2 to the power of ratings, and one is "
+            f"{float(rating.max()):g}; scale them to about [0, 1]"
+        )
+    discount = 1 / torch.log1p(_places(scores.detach(), data.rank[index], real).to(scores.dtype))
+    swap_gain = (gain[:, :, None] - gain[:, None, :]).abs()
+    swap_discount = (discount[:, :, None] - discount[:, None, :]).abs()
+    losses = -swap_gain * swap_discount * log_sigmoid(scores[:, :, None] - scores[:, None, :])
+    better = _better(-rating, real)
+    return torch.where(better, losses, torch.zeros_like(losses)).sum((-2, -1))
+
+
+def _better(rank: Tensor, real: Tensor) -> Tensor:
+    """Return where response i has a smaller rank than response j, bool ``[G, K, K]``.
+
+    Args:
+        rank: ``[G, K]``.
+        real: ``[G, K]`` bool. False at padded places.
+    """
+    both = real[:, :, None] & real[:, None, :]
+    return both & (rank[:, :, None] < rank[:, None, :])
+
+
+def _places(scores: Tensor, rank: Tensor, real: Tensor) -> Tensor:
+    """Return the place of each response by descending score, from 1, long ``[G, K]``.
+
+    Args:
+        scores: ``[G, K]``.
+        rank: ``[G, K]``. Decides between equal scores.
+        real: ``[G, K]`` bool. False at padded places, which come last.
+    """
+    by_rank = torch.argsort(rank, dim=-1, stable=True)
+    in_order = scores.masked_fill(~real, -torch.inf).gather(-1, by_rank)
+    by_score = torch.argsort(in_order, dim=-1, descending=True, stable=True)
+    return torch.argsort(by_rank.gather(-1, by_score), dim=-1) + 1
