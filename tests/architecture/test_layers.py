@@ -238,6 +238,7 @@ OWN_SEEDS = {
         "lightrft/models/tiny/text_families.py",
     ),
     *("lightrft/algorithms/contracts/cases.py", "lightrft/algorithms/contracts/checks.py"),
+    "lightrft/algorithms/contracts/preference_cases.py",
 }
 
 

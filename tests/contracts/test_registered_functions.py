@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.contracts import checks
+from lightrft.algorithms.contracts import checks, preference_checks
 from lightrft.algorithms.group_filters import FILTERS
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.reward_shaping import SHAPINGS
 from lightrft.algorithms.token_masks import TOKEN_MASKS, TokenMask
 from lightrft.algorithms.token_ops import TokenRows
@@ -35,6 +36,7 @@ TABLES: list[tuple[Registry[Any], list[Callable[[Any], None]]]] = [
     (TOKEN_MASKS, checks.TOKEN_MASK_CHECKS),
     (SHAPINGS, checks.SHAPING_CHECKS),
     (FILTERS, checks.FILTER_CHECKS),
+    (PREFERENCE_LOSSES, preference_checks.PREFERENCE_CHECKS),
 ]
 CONTRACTS = [
     pytest.param(
@@ -59,7 +61,8 @@ def test_every_registered_function_keeps_its_contract(
 
 def test_every_check_of_the_module_is_in_a_list() -> None:
     listed = {check.__name__ for _, every in TABLES for check in every}
-    assert listed == {name for name in vars(checks) if name.startswith("check_")} - {"check_order"}
+    names = [*vars(checks), *vars(preference_checks)]
+    assert listed == {name for name in names if name.startswith("check_")} - {"check_order"}
 
 
 @pytest.mark.parametrize(("table", "name"), ENTRIES)
@@ -78,7 +81,10 @@ def test_a_space_in_a_latex_formula_does_not_swallow_the_symbol_after_it(
     assert not re.search(r"\\quad[A-Za-z]", table.about(name).latex)
 
 
-SOURCED = [ADVANTAGES, POLICY_LOSSES, IS_CORRECTIONS, TOKEN_MASKS, AGGREGATIONS, KL_ESTIMATORS]
+SOURCED = [
+    *(ADVANTAGES, POLICY_LOSSES, IS_CORRECTIONS, TOKEN_MASKS, AGGREGATIONS, KL_ESTIMATORS),
+    PREFERENCE_LOSSES,
+]
 
 
 @pytest.mark.parametrize("table", SOURCED, ids=lambda t: t.kind)

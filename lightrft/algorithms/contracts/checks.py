@@ -29,6 +29,7 @@ from lightrft.algorithms.contracts.cases import (
     with_dtype,
 )
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
+from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch, Rollout, rows_of
@@ -201,7 +202,7 @@ def needs_of(function: Function) -> frozenset[str]:
     """Return the ``needs`` of a registered function, or the attribute ``needs`` of another one."""
     # bound options wrap the function, which the registry does not know
     function = inspect.unwrap(function)
-    tables: tuple[Registry[Any], ...] = (ADVANTAGES, IS_CORRECTIONS)
+    tables: tuple[Registry[Any], ...] = (ADVANTAGES, IS_CORRECTIONS, PREFERENCE_LOSSES)
     needs: set[str] = set(getattr(function, "needs", ()))
     for table in tables:
         for name in table:

@@ -8,6 +8,7 @@ from types import FunctionType
 
 from lightrft.algorithms.contracts import checks
 from lightrft.algorithms.contracts.checks import ContractViolation
+from lightrft.algorithms.contracts.preference_checks import PREFERENCE_CHECKS
 from lightrft.algorithms.validate.component_kinds import (
     COMPONENT_KINDS,
     Function,
@@ -26,6 +27,7 @@ CHECKS: Mapping[str, Sequence[FunctionType]] = {
     "kl": checks.KL_CHECKS,
     "shaping": checks.SHAPING_CHECKS,
     "filter": checks.FILTER_CHECKS,
+    "preference": PREFERENCE_CHECKS,
 }
 """The checks of each kind of ``COMPONENT_KINDS``."""
 
