@@ -25,7 +25,7 @@ SMALLEST_BETA = 1e-3
     "dpop",
     formula="L = -log s(b (d - lam max(0, -d_w)))",
     latex=r"L=-\log\sigma\Big(\beta\big(d-\lambda\max(0,-d_w)\big)\Big)",
-    paper="DPO-Positive, arXiv 2402.13228, eq. 3",
+    paper="DPO-Positive, arXiv 2402.13228",
     needs=["reference"],
     reads=["beta"],
     kind="pair",

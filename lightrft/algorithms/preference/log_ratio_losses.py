@@ -57,7 +57,7 @@ def sigmoid_norm(data: Pairs, settings: PreferenceConfig) -> Tensor:
     formula="L = (-(1 - e) log s(z) + e log s(-z)) / (1 - 2 e),  z = b (f_w - f_l)",
     latex=r"L=\frac{-(1-\epsilon)\log\sigma(z)+\epsilon\log\sigma(-z)}{1-2\epsilon},\quad "
     r"z=\beta(f_w-f_l)",
-    paper="rDPO, arXiv 2403.00409, eq. 12",
+    paper="rDPO, arXiv 2403.00409",
     needs=["reference"],
     reads=["beta", "label_smoothing", "f_divergence"],
     kind="pair",

@@ -60,7 +60,7 @@ def _position(rows: TokenRows) -> Tensor:
 def _sampled(rows: TokenRows, partner: Tensor, seeds: Sequence[int]) -> Tensor:
     """Return 1 at as many random counted tokens of each row as its pair has at least, else 0.
 
-    See SamPO, arXiv 2406.10957, eq. 9. Policy and reference share the tokens.
+    See SamPO, arXiv 2406.10957. Policy and reference share the tokens.
 
     Args:
         rows: Layout of the tokens.

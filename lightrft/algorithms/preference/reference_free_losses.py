@@ -76,7 +76,7 @@ def alphapo(
     formula="L = C(b (p_w - p_l)) - alpha p_w / n_w,  C: sigmoid, hinge, or the square of ipo on "
     "means over tokens",
     latex=r"L=C\big(\beta(p_w-p_l)\big)-\alpha\frac{p_w}{n_w}",
-    paper="CPO, arXiv 2401.08417, eq. 3 and 5, which prints the sum p_w; the authors' code takes "
+    paper="CPO, arXiv 2401.08417, section 3, which prints the sum p_w; the authors' code takes "
     "the mean",
     needs=["tokens"],
     reads=["beta", "label_smoothing"],

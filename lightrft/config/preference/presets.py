@@ -118,7 +118,7 @@ PREFERENCE_PAPERS: dict[str, str] = {
     "wpo": "WPO, arXiv 2406.11827, eq. 2, with the weight capped as in the authors' code",
     "ld_dpo": "LD-DPO, arXiv 2409.06411",
     "sampo": "SamPO, arXiv 2406.10957",
-    "dpop": "DPO-Positive, arXiv 2402.13228, eq. 3",
+    "dpop": "DPO-Positive, arXiv 2402.13228",
     "beta_dpo": "beta-DPO, arXiv 2407.08639; margins and numbers as in the authors' code",
     "tdpo": "TDPO1, arXiv 2404.11999",
     "tdpo2": "TDPO2, arXiv 2404.11999",
