@@ -87,9 +87,34 @@ def test_discopop_blends_at_its_temperature_and_stays_finite_on_the_wrong_side()
     assert loss_of("discopop", wrong) == pytest.approx([1000.0])
 
 
-def test_discopop_refuses_a_temperature_above_one() -> None:
-    with pytest.raises(ConfigError, match=r"discopop: options.tau is 2.0; it must be above 0"):
-        loss_of("discopop", WIDE, tau=2.0)
+@pytest.mark.parametrize("tau", [-0.5, 0.0, 1.01])
+def test_discopop_refuses_a_temperature_out_of_its_range(tau: float) -> None:
+    said = rf"discopop: options.tau is {tau}; it must be above 0 and at most 1"
+    with pytest.raises(ConfigError, match=said):
+        loss_of("discopop", WIDE, tau=tau)
+
+
+def test_discopop_takes_a_temperature_of_one() -> None:
+    m = sigmoid(0.5)
+    expected = (1 - m) * softplus(-0.5) + m * math.exp(-0.5)
+    assert loss_of("discopop", WIDE, tau=1.0) == pytest.approx([expected])
+
+
+def test_exo_is_the_kl_from_the_preference_of_the_policy_to_smoothed_labels() -> None:
+    right = sigmoid(0.5)
+    expected = right * math.log(right / 0.75) + (1 - right) * math.log((1 - right) / 0.25)
+    assert loss_of("exo", WIDE, settings(label_smoothing=0.25)) == pytest.approx([expected])
+
+
+def test_nca_contrasts_the_chosen_reward_with_zero_on_both_sides() -> None:
+    expected = softplus(-0.2) + softplus(0.2) / 2 + softplus(-0.3) / 2
+    assert loss_of("nca", WIDE) == pytest.approx([expected])
+
+
+def test_sppo_and_apo_by_hand() -> None:
+    assert loss_of("sppo_hard", WIDE) == pytest.approx([(2 - 5) ** 2 + (-3 + 5) ** 2])
+    assert loss_of("apo_zero", WIDE) == pytest.approx([1 - sigmoid(0.2) + sigmoid(-0.3)])
+    assert loss_of("apo_down", WIDE) == pytest.approx([sigmoid(0.2) + 1 - sigmoid(0.5)])
 
 
 def test_aot_compares_sorted_margins() -> None:
