@@ -24,6 +24,18 @@ from tests.mutation.mutants import Mutant, mutants
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHMS = ROOT / "lightrft" / "algorithms"
 EVERY = ["contracts/test_registered_functions.py"]
+PREFERENCE = [
+    f"preference.{name}"
+    for name in (
+        *("registry", "inputs", "log_ratio_losses", "reference_free_losses", "extended_losses"),
+        *("labelled_losses", "ranked_losses", "modifiers", "objective", "requirements"),
+        "compatibility",
+    )
+]
+OWN = (
+    *("by_hand", "identities", "declared_reads", "modifiers", "objective"),
+    *("preference_requirements", "compatibility"),
+)
 TESTS = {
     "advantages": [
         "unit/algorithms/test_declared.py",
@@ -68,8 +80,13 @@ TESTS = {
         "numbers/test_objective_parts.py",
         "unit/algorithms/test_requirements.py",
     ],
+    **{key: [f"unit/algorithms/preference/test_{name}.py" for name in OWN] for key in PREFERENCE},
 }
 """Below ``tests/``."""
+
+
+def source_of(module: str) -> Path:
+    return ALGORITHMS / f"{module.replace('.', '/')}.py"
 
 
 def tests_of(module: str) -> list[str]:
@@ -78,9 +95,7 @@ def tests_of(module: str) -> list[str]:
 
 def fingerprint(module: str) -> str:
     """Of the module and its tests."""
-    texts = [(ALGORITHMS / f"{module}.py").read_bytes()] + [
-        (ROOT / t).read_bytes() for t in tests_of(module)
-    ]
+    texts = [source_of(module).read_bytes()] + [(ROOT / t).read_bytes() for t in tests_of(module)]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
 
 
@@ -97,7 +112,7 @@ def left(module: str, file: Path) -> list[Mutant]:
     """The mutants without a result. One that survived tests which have changed since has none."""
     there, now = lines_of(file), fingerprint(module)
     found = []
-    for mutant in mutants((ALGORITHMS / f"{module}.py").read_text(encoding="utf-8")):
+    for mutant in mutants(source_of(module).read_text(encoding="utf-8")):
         row = there.get((module, key_of(mutant)))
         if row is None or (row["outcome"] == "survived" and row["tests"] != now):
             found.append(mutant)
@@ -133,9 +148,7 @@ def run_module(module: str, args: argparse.Namespace) -> None:
             print(f"{module}.py:{mutant.line} survived: {mutant.text}", flush=True)
 
     now = fingerprint(module)
-    runner = Runner(
-        f"lightrft.algorithms.{module}", ALGORITHMS / f"{module}.py", todo, write, args.seconds
-    )
+    runner = Runner(f"lightrft.algorithms.{module}", source_of(module), todo, write, args.seconds)
     status = pytest.main(
         ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *tests_of(module)],
         plugins=[runner],
@@ -151,7 +164,7 @@ def summary(modules: Sequence[str], file: Path) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     survivors, total, killed = [], 0, 0
     for module in modules:
-        source = (ALGORITHMS / f"{module}.py").read_text(encoding="utf-8")
+        source = source_of(module).read_text(encoding="utf-8")
         rows = [there.get((module, key_of(m))) for m in mutants(source)]
         known = [row for row in rows if row is not None]
         alive = [row for row in known if row["outcome"] == "survived"]

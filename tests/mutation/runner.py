@@ -151,7 +151,11 @@ def put_in_place(module: ModuleType, code: str) -> None:
     """Give the functions of ``module``, which others hold already, the code of a mutant. Raises what its import raises."""
     fresh = ModuleType(module.__name__)
     fresh.__file__ = module.__file__
+    registered = taken_out(module, code)
     exec(compile(code, "<mutant>", "exec"), fresh.__dict__)
+    for registry, name, old in registered:
+        if name in registry._entries:
+            registry._entries[name] = merged(module, old, registry._entries[name])
     for name, old in list(vars(module).items()):
         if name.startswith("__") or name == ENTERED:
             continue
@@ -159,6 +163,23 @@ def put_in_place(module: ModuleType, code: str) -> None:
             delattr(module, name)
         elif vars(fresh)[name] is not old:
             setattr(module, name, merged(module, old, vars(fresh)[name]))
+
+
+def taken_out(module: ModuleType, code: str) -> list[tuple[Any, str, Any]]:
+    """Take the functions of ``module`` out of the registries that it imports, which refuse a second function of a name."""
+    imported = [
+        alias.asname or alias.name
+        for node in ast.parse(code).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    found = []
+    for registry in (vars(module).get(name) for name in imported):
+        for name, old in list(getattr(registry, "_entries", {}).items()):
+            if old.__module__ == module.__name__:
+                del registry._entries[name]
+                found.append((registry, name, old))
+    return found
 
 
 def merged(module: ModuleType, old: Any, new: Any) -> Any:
