@@ -33,10 +33,9 @@ def plackett_luce(data: Ranked, settings: PreferenceConfig) -> Tensor:
     scores = settings.beta * data.responses.log_ratio[index]
     worse = _better(data.rank[index], real)
     itself = torch.eye(index.shape[1], dtype=torch.bool, device=index.device)
-    # the diagonal keeps each sum above 0, at padded places too
+    # a padded place competes with itself alone, so that its loss is 0
     competing = scores[:, None, :].masked_fill(~(worse | itself), -torch.inf)
-    losses = torch.logsumexp(competing, dim=-1) - scores
-    return torch.where(real, losses, torch.zeros_like(losses)).sum(-1)
+    return (torch.logsumexp(competing, dim=-1) - scores).sum(-1)
 
 
 @PREFERENCE_LOSSES.register(
@@ -66,7 +65,7 @@ def lipo(data: Ranked, settings: PreferenceConfig) -> Tensor:
             f"preference loss lipo takes 2 to the power of ratings, and one is "
             f"{float(rating.max()):g}; scale them to about [0, 1]"
         )
-    discount = 1 / torch.log1p(_places(scores.detach(), data.rank[index], real).to(scores.dtype))
+    discount = 1 / torch.log1p(_places(scores, data.rank[index], real).to(scores.dtype))
     swap_gain = (gain[:, :, None] - gain[:, None, :]).abs()
     swap_discount = (discount[:, :, None] - discount[:, None, :]).abs()
     losses = -swap_gain * swap_discount * log_sigmoid(scores[:, :, None] - scores[:, None, :])

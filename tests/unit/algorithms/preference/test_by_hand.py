@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from lightrft.algorithms.preference.inputs import Pairs, Ranked
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.preference.registry import f_score
+from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
 from lightrft.config.preference import FDivergenceConfig
 from lightrft.utils.errors import ConfigError, DataError
 from tests.unit.algorithms.preference.examples import (
@@ -66,6 +68,8 @@ def test_bco_compares_rewards_with_their_running_mean_unless_told_not_to() -> No
 def test_bco_of_single_responses_compares_them_with_the_running_mean() -> None:
     data = labelled([-1.0, -6.0], [-3.0, -3.0], [True, False], shift=numbers(0.4)[0])
     assert loss_of("bco", data) == pytest.approx([softplus(0.4 - 0.2), softplus(-0.3 - 0.4)])
+    plain = loss_of("bco", dataclasses.replace(data, shift=None))
+    assert plain == pytest.approx([softplus(-0.2), softplus(-0.3)])
 
 
 def test_kto_takes_a_negative_kl_for_zero_and_weighs_the_labels() -> None:
@@ -248,6 +252,8 @@ def test_odpo_refuses_a_margin_without_a_logarithm() -> None:
     data = dataclasses.replace(WIDE, margin=numbers(0.0))
     with pytest.raises(DataError, match=r"one is 0; drop pairs .* options.scale: linear"):
         loss_of("odpo", data)
+    with pytest.raises(DataError, match=r"one is -2;"):
+        loss_of("odpo", dataclasses.replace(WIDE, margin=numbers(1.0, -2.0)))
     assert loss_of("odpo", data, scale="linear") == pytest.approx([softplus(-0.5)])
 
 
@@ -281,6 +287,37 @@ def test_beta_dpo_weighs_pairs_by_the_likelihood_of_their_margin() -> None:
     beta = 0.1 * (1 + 0.6 * (mean - 1))
     expected = [w * softplus(-beta * gap) for w, gap in zip(weights, (10, 0, 30), strict=True)]
     assert loss_of("beta_dpo", batch_of_margins()) == pytest.approx(expected)
+
+
+def test_beta_and_the_weights_of_beta_dpo_carry_no_gradient() -> None:
+    data = batch_of_margins()
+    leaf = data.chosen.logprobs.requires_grad_()
+    loss = PREFERENCE_LOSSES["beta_dpo"](data, settings(), filtered=False).sum()
+    (slope,) = torch.autograd.grad(loss, leaf)
+    beta = 0.1 * (1 + 0.6 * (4 / 3 - 1))
+    assert slope.tolist() == pytest.approx([-beta * sigmoid(-beta * gap) for gap in (10, 0, 30)])
+
+
+def test_beta_dpo_of_one_pair_takes_its_margin_for_that_of_the_batch() -> None:
+    one = dataclasses.replace(WIDE, margin_mean=numbers(0.25)[0], margin_std=numbers(0.5)[0])
+    reward = 0.1 * (1 + 0.6 * (0.5 - 0.25))
+    assert loss_of("beta_dpo", one) == pytest.approx([softplus(-reward * 5)])
+    log_ratio = 0.1 * (1 + 0.6 * (5 - 0.25))
+    found = loss_of("beta_dpo", one, margin="log_ratio")
+    assert found == pytest.approx([softplus(-log_ratio * 5)])
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_beta_dpo_weighs_pairs_also_where_margins_hardly_differ(spread: float) -> None:
+    data = batch_of_margins()
+    data = dataclasses.replace(data, margin_std=numbers(spread)[0])
+    found = loss_of("beta_dpo", data, alpha=0.0)
+    density = [1.0, 0.0, 0.0]
+    if spread:
+        density = [math.exp(-(((m - 1) / spread) ** 2) / 2) for m in (1, 0, 3)]
+    weights = [3 * g / sum(density) for g in density]
+    expected = [w * softplus(-0.1 * gap) for w, gap in zip(weights, (10, 0, 30), strict=True)]
+    assert found == pytest.approx(expected)
 
 
 def test_beta_dpo_can_measure_margins_in_log_ratios_and_keeps_beta_above_its_bound() -> None:
@@ -343,6 +380,48 @@ def test_padded_groups_hold_every_response_once() -> None:
     assert index.tolist() == [[1, 4, 0], [0, 2, 3]]
     assert real.tolist() == [[True, True, False], [True, True, True]]
     assert len(Ranked(responses([], []), torch.zeros(0).long(), torch.zeros(0).long())) == 0
+
+
+DEFAULTS = {
+    "bco_pair": {"shifted": True},
+    "discopop": {"tau": 0.05},
+    "simpo": {"gamma": 0.5},
+    "alphapo": {"alpha": 0.25, "gamma": 0.5},
+    "cpo": {"form": "sigmoid", "alpha": 1.0, "nll": "mean"},
+    "orpo": {"alpha": 1.0},
+    "tpo": {"form": "sigmoid", "gamma": 0.5, "alpha": 1.0, "nll": "mean"},
+    "sft": {"per": "token"},
+    "sft_gold": {"per": "token"},
+    "dpop": {"lam": 50.0},
+    "beta_dpo": {"alpha": 0.6, "margin": "reward", "filtered": True},
+    "tdpo2": {"alpha": 0.5},
+    "cal_dpo": {"weight": 1.0},
+    "r_dpo": {"alpha": inspect.Parameter.empty},
+    "odpo": {"alpha": 1.0, "scale": "log"},
+    "mdpo": {"anchor": 0.0},
+    "kto": {"desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "apo_zero_unpaired": {"desirable_weight": 1.0, "undesirable_weight": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", sorted(PREFERENCE_LOSSES))
+def test_a_loss_has_these_options_with_these_defaults(name: str) -> None:
+    found = COMPONENT_KINDS["preference"].options(PREFERENCE_LOSSES[name])
+    assert found == DEFAULTS.get(name, {})
+
+
+def test_a_likelihood_is_a_sum_or_a_mean_over_tokens() -> None:
+    assert loss_of("sft", WIDE) == [6.0]
+    assert loss_of("sft", WIDE, per="response") == [1.5]
+    assert loss_of("sft_gold", WIDE) == [2.0]
+    assert loss_of("sft_gold", WIDE, per="response") == [1.0]
+
+
+def test_apo_of_single_responses_weighs_the_labels() -> None:
+    data = labelled([-1.0, -6.0], [-3.0, -3.0], [True, False])
+    expected = [2 * (1 - sigmoid(0.2)), sigmoid(-0.3) / 2]
+    found = loss_of("apo_zero_unpaired", data, desirable_weight=2.0, undesirable_weight=0.5)
+    assert found == pytest.approx(expected)
 
 
 def scores(kind: str, x: float, **tree: float) -> float:

@@ -17,7 +17,7 @@ from tests.unit.algorithms.preference.examples import numbers
 
 def rows_of(masks: list[list[int]]) -> TokenRows:
     """Rows of tokens, two rows a pair; 1 marks a trained token."""
-    lengths = torch.tensor([len(mask) for mask in masks])
+    lengths = torch.tensor([len(mask) for mask in masks], dtype=torch.long)
     row_of = torch.repeat_interleave(torch.arange(len(masks)), lengths)
     flat = torch.tensor([bit for mask in masks for bit in mask], dtype=torch.bool)
     return TokenRows(row_of, lengths, torch.arange(len(masks)) // 2, flat)
@@ -93,6 +93,10 @@ def test_sampo_reaches_every_token_of_the_longer_response() -> None:
     assert bool((total[:6] < 135).all())
 
 
+def test_a_batch_without_responses_has_no_weights() -> None:
+    assert weights([], sampo=True, ld_alpha=0.5) == []
+
+
 def test_sums_over_tokens_are_in_float64_and_count_the_weights() -> None:
     rows = rows_of([[1, 1, 0], [1]])
     logprobs = torch.tensor([-1.0, -2.0, -9.0, -3.0])
@@ -110,10 +114,11 @@ def test_sums_over_tokens_are_in_float64_and_count_the_weights() -> None:
 def test_wpo_is_the_geometric_mean_of_aligned_probabilities_over_trained_tokens() -> None:
     rows = rows_of([[1, 0, 1], [1]])
     logprobs = numbers(0.5, 0.9, 0.25, 0.5).log().requires_grad_()
-    collision = numbers(0.25, 0.1, 0.5, 0.5).log()
+    collision = numbers(0.25, 0.1, 0.75, 0.5).log().requires_grad_()
     found = wpo_weights(rows, logprobs, collision)
-    assert found.tolist() == pytest.approx([math.sqrt(0.5 / 0.25 * 0.25 / 0.5), 1.0])
+    assert found.tolist() == pytest.approx([math.sqrt(0.5 / 0.25 * 0.25 / 0.75), 1.0])
     assert not found.requires_grad
+    assert not wpo_weights(rows, logprobs.detach(), collision).requires_grad
 
 
 def test_wpo_of_a_uniform_policy_is_one() -> None:
