@@ -85,7 +85,9 @@ def test_the_kind_can_be_given(capsys, mine):
     assert command(capsys, "check", f"{mine}:estimator", "--kind=kl").status == 0
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo_clip", "reward_clip", "zero_variance", "k3", "simpo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "ppo_clip", "reward_clip", "zero_variance", "k3", "simpo"]
+)
 def test_a_built_in_part_can_be_checked_by_its_name(capsys, name):
     assert command(capsys, "check", name).status == 0
 
