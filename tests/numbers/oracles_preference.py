@@ -205,7 +205,7 @@ def simpo(pw, pl, rw, rl, nw, nl, beta, gamma, label_smoothing=0):
     return logistic(beta * (pw / mpf(nw) - pl / mpf(nl)) - gamma, label_smoothing)
 
 
-def contrast(difference: Number, beta: Number, kind: str, label_smoothing: Number = 0) -> Number:
+def contrast(difference: Number, beta: Number, kind: str, label_smoothing: Number) -> Number:
     """Return the ``sigmoid``, ``hinge`` or ``ipo`` loss of a difference of log-probs."""
     if kind == "sigmoid":
         return logistic(beta * difference, label_smoothing)

@@ -136,6 +136,7 @@ BY_HAND: list[tuple[str, dict[str, Any], float]] = [
     ("simpo", {"gamma": 1.0, "label_smoothing": 0.1}, 0.9 * softplus(1.25) + 0.1 * softplus(-1.25)),
     # Difference 2, NLL 2.
     ("cpo", {"alpha": 0.5}, softplus(-1) + 1),
+    ("cpo", {}, softplus(-1) + 2),
     ("cpo", {"alpha": 0, "kind": "hinge"}, 0.0),
     # Means differ by -1/2, the target is 1.
     ("cpo", {"alpha": 0, "kind": "ipo"}, 2.25),
@@ -146,6 +147,7 @@ BY_HAND: list[tuple[str, dict[str, Any], float]] = [
         softplus(1 + (math.e**2 - math.e**1.5) / 2),
     ),
     ("tpo", {"pg": -6.0, "ng": 2, "alpha": 0.5}, softplus(-1) + 1.5),
+    ("tpo", {"pg": -6.0, "ng": 2}, softplus(-1) + 3),
     ("tpo", {"pg": -6.0, "ng": 2, "alpha": 0.5, "kind": "hinge"}, 1.5),
     ("tpo", {"pg": -6.0, "ng": 2, "alpha": 0.5, "kind": "ipo"}, 2.25 + 1.5),
     (
@@ -167,6 +169,14 @@ def test_dpop_penalises_a_chosen_response_that_lost_probability() -> None:
     # dw = -1, dl = -3: 1/2 (2 - 3 * 1).
     found = evaluate(lambda: losses.dpop(-6, -8, -5, -5, 1, 1, 0.5, weight=3), [])
     assert close(found, softplus(0.5))
+    # The default weight: 1/50 (2 - 50).
+    assert close(evaluate(lambda: losses.dpop(-6, -8, -5, -5, 1, 1, 0.02), []), softplus(0.96))
+
+
+def test_the_squares_of_cpo_and_ipo_have_their_minimum_at_half_of_one_over_beta() -> None:
+    for name in ("cpo", "ipo", "ipo_sum"):
+        options = {"alpha": 0, "kind": "ipo"} if name == "cpo" else {}
+        assert float(losses.PAIR_LOSSES[name](-1, -3, 0, 0, 1, 1, 0.25, **options)) == 0.0
 
 
 def test_orpo_compares_odds() -> None:
@@ -183,6 +193,7 @@ def test_weighted_sums_with_the_nll() -> None:
     shifted = evaluate(lambda: losses.mpo(*PAIR, weights=(0, 1, 0), shift=0.25), [])
     assert close(shifted, softplus(-0.25) + softplus(-0.75))
     assert close(evaluate(lambda: losses.rpo(*PAIR, dpo_weight=3), []), 3 * softplus(-1) + 2)
+    assert close(evaluate(lambda: losses.rpo(*PAIR, nll_weight=3), []), softplus(-1) + 6)
     assert close(float(losses.sft_over_tokens([-4, -2], [2, 4])), 1.0)
     assert close(float(losses.weighted([1, 4], [3, 1])), 7 / 4)
 
@@ -232,7 +243,7 @@ def test_beta_dpo_has_no_gradient_through_beta() -> None:
 
 def test_the_threshold_and_the_filter_of_beta_dpo() -> None:
     assert close(float(losses.moved_threshold(2, 7)), 2.5)
-    assert close(float(losses.beta_dpo_filter_weight(5, 1, 2)), math.exp(-2))
+    assert close(float(losses.beta_dpo_filter_weight(7, 1, 2)), math.exp(-4.5))
 
 
 # Labelled responses
@@ -290,12 +301,12 @@ def test_plackett_luce_of_two_is_dpo() -> None:
 
 
 def test_lipo_weighs_pairs_by_gain_and_place() -> None:
-    # Scores 0, 2, 1 are placed 3, 1, 2. Gains of labels 2, 1, 0: 3, 1, 0.
+    # Scores 0, 2, 1 are placed 3, 1, 2. Gains of labels 3, 1, 0: 7, 1, 0.
     d1, d2, d3 = 1 / math.log(2), 1 / math.log(3), 1 / math.log(4)
     expected = (
-        2 * (d1 - d3) * softplus(2) + 3 * (d2 - d3) * softplus(1) + 1 * (d1 - d2) * softplus(-1)
+        6 * (d1 - d3) * softplus(2) + 7 * (d2 - d3) * softplus(1) + 1 * (d1 - d2) * softplus(-1)
     )
-    assert close(evaluate(lambda: losses.lipo([0, 2, 1], [2, 1, 0]), []), expected)
+    assert close(evaluate(lambda: losses.lipo([0, 2, 1], [3, 1, 0]), []), expected)
 
 
 def test_lipo_ignores_pairs_of_one_label_and_places_equal_scores_in_order() -> None:
