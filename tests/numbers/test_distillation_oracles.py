@@ -40,6 +40,16 @@ def test_divergences_of_two_coins() -> None:
     assert close(found, 0.25 * teacher + 0.75 * student)
 
 
+def test_the_default_jsd_is_the_symmetric_one() -> None:
+    found = [
+        evaluate(lambda s, t: distillation.of_logits(s, t, "jsd"), rows)
+        for rows in ([UNIFORM, PEAKED], [PEAKED, UNIFORM])
+    ]
+    assert close(found[0], found[1])
+    p, q = [0.5, 0.5], [0.75, 0.25]
+    assert close(evaluate(lambda: distillation.divergence(p, q, "jsd"), []), found[0])
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_divergences_agree_with_the_oracles_of_reinforcement_learning(seed: int) -> None:
     student, teacher = two_rows(seed)
@@ -170,6 +180,8 @@ def test_a_group_multiplies_by_the_probabilities_of_its_other_tokens() -> None:
     assert [float(x) for x in distillation.merged(rows, tokens, [0, 1], "observed")] == [0.375] * 2
     bayesian = [float(x) for x in distillation.merged(rows, tokens, [0, 1], "bayesian")]
     assert bayesian == [0.125, 0.375]
+    longer = [float(x) for x in distillation.merged(rows, tokens, [0, 1, 2], "bayesian")]
+    assert longer == [0.125 * 0.375, 0.875 * 0.375]
     assert [float(x) for x in distillation.merged(rows, tokens, [2], "observed")] == [0.125, 0.875]
 
 

@@ -113,6 +113,7 @@ BY_HAND: list[tuple[str, dict[str, Any], float]] = [
     ("apo_zero", {}, 2 * logistic(-0.5)),
     ("apo_down", {}, logistic(0.5) + logistic(-1)),
     ("discopop", {"tau": 1.0}, softplus(-1) * logistic(-1) + math.exp(-1) * logistic(1)),
+    ("discopop", {}, softplus(-1) * logistic(-20) + math.exp(-1) * logistic(20)),
     # 1/2 (1/2 + 1/4).
     ("sigmoid_norm", {}, softplus(-3 / 8)),
     # The chosen response gained: no penalty.
@@ -121,6 +122,7 @@ BY_HAND: list[tuple[str, dict[str, Any], float]] = [
     # 1 + 0.1 (2 - 4): the chosen response is the shorter one.
     ("r_dpo", {"alpha": 0.1}, softplus(-0.8)),
     ("odpo", {"gap": math.e, "alpha": 0.5}, softplus(-0.5)),
+    ("odpo", {"gap": math.e}, softplus(0)),
     ("odpo", {"gap": 3.0, "alpha": 0.5, "scale": "linear"}, softplus(0.5)),
     # Given the corrupted image the log-ratio is -3: 1/2 (1 + 3) = 2. The anchor: 1/2 - 1/4.
     (
@@ -264,7 +266,10 @@ def test_the_reference_point_is_a_mean_that_is_not_negative_and_has_no_gradient(
     assert float(losses.reference_point([-4, -3], [-1, -2])) == 0.0
     assert gradient(lambda p: losses.reference_point([p, -2], [-4, -3]), [-1.0]) == [0.0]
     (slope,) = gradient(lambda p: losses.kto(p, -5, True, p + 3, 0.5), [-2.0])
-    assert close(slope, -0.5 * logistic(1) * logistic(-1))
+    bend = 0.5 * logistic(1) * logistic(-1)
+    assert close(slope, -bend)
+    (slope,) = gradient(lambda p: losses.kto(p, -5, False, p + 3, 0.5), [-2.0])
+    assert close(slope, bend)
 
 
 def test_prompts_get_the_response_of_the_next_prompt() -> None:
@@ -278,6 +283,8 @@ def test_single_responses_of_apo_and_bco() -> None:
     assert close(float(losses.apo_zero_unpaired(-2, -5, False, 0.5, lambda_u=3)), 3 * logistic(1.5))
     assert close(float(losses.bco(-2, -5, True, 1, 0.5)), softplus(-0.5))
     assert close(float(losses.bco(-2, -5, False, 1, 0.5, weight=4)), 4 * softplus(0.5))
+    (slope,) = gradient(lambda p: losses.bco(p, -5, True, p + 3, 0.5), [-2.0])
+    assert close(slope, -0.5 * logistic(-0.5))
 
 
 def test_two_shifts_of_bco() -> None:
@@ -464,6 +471,8 @@ def test_the_ends_of_the_alpha_divergence_are_the_two_kls() -> None:
     ends = [float(score(0.7, kind, 1)) for kind in ("alpha_divergence", "forward_kl")]
     assert ends[0] == ends[1]
     assert close(evaluate(lambda: score(0.7, "alpha_divergence", mpf("1e-20")), []), 0.7)
+    # The default is half way: 2 (1 - u^-1/2), and u = 4.
+    assert close(evaluate(lambda: score(mp.log(4), "alpha_divergence"), []), 1.0)
 
 
 def test_a_divergence_replaces_both_log_ratios() -> None:
@@ -536,7 +545,7 @@ def test_tdpo_of_logits_takes_its_sums_and_kls_from_the_same_rows() -> None:
 
 
 def test_the_reference_moves_towards_the_policy() -> None:
-    assert close(float(losses.moved_reference(1, 2)), 1.6)
+    assert close(float(losses.moved_reference(3, 2)), 2.4)
     assert float(losses.moved_reference(1, 2, 1)) == 2.0
 
 
