@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -12,10 +13,10 @@ import numpy as np
 from lightrft.config.data import DataConfig
 from lightrft.datasets.cache_key import stamps, token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
-from lightrft.datasets.media import NOTHING, SupportedMedia
+from lightrft.datasets.media import SupportedMedia
+from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.mixing import blend
 from lightrft.datasets.open_source import media_root, open_source, source_name
-from lightrft.datasets.prefetch import Fetcher
 from lightrft.datasets.row_parser import ParsedRow, read_record
 from lightrft.datasets.row_tables import Indexes, MalformedRow, Rows, TextIndex
 from lightrft.datasets.row_warnings import UnknownText, first_place, note_label, note_text
@@ -27,21 +28,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 A = TypeVar("A")
+R = TypeVar("R")
 T = TypeVar("T")
 
 Columns = dict[str, Any]
 """Stored columns of numbers: growing arrays, or arrays mapped from a file."""
 
-Keep = Callable[[int, Sequence[tuple[int, ParsedRow]]], list[str]]
+Read = Callable[..., R]
+"""A function that parses a row, such as ``read_record`` with its ``columns`` filled in."""
+
+Keep = Callable[[int, Sequence[tuple[int, R]]], list[str]]
 
 CHUNK = 1024
 """Number of rows that are encoded together."""
 
 
-class Sources:
-    """The opened sources of a ``DataConfig``, with counts of the rows read and left out."""
+class Sources(Generic[R]):
+    """The opened sources of a ``DataConfig``, with counts of the rows read and left out.
 
-    def __init__(self, config: DataConfig, reads: SupportedMedia = NOTHING) -> None:
+    Args:
+        config: the settings of the data.
+        reads: media that the model reads.
+        read: parses a row.
+    """
+
+    def __init__(self, config: DataConfig, reads: SupportedMedia, read: Read[R]) -> None:
         if not config.sources:
             raise ConfigError(
                 "data.sources is empty; name a file, a folder, a data set or module:function"
@@ -50,28 +61,28 @@ class Sources:
         self.rows: list[Rows] = []
         self.names = [source_name(s) for s in config.sources]
         self.reads = reads
+        self._read = read
         self._roots = [media_root(config.media.root, s.path) for s in config.sources]
         self.counts: Counter[str] = Counter()
         self.first_problem = ""
         self.data_sources: set[str] = set()
 
-    def record(self, source: int, row: int) -> ParsedRow:
+    def record(self, source: int, row: int) -> R:
         """Return row ``row`` of source ``source``. Raises ``MalformedRow``."""
         rows = self.rows[source]
-        return read_record(
-            rows[row], self.config.columns, rows.where(row), self.reads, self._roots[source]
-        )
+        where = rows.where(row)
+        return self._read(rows[row], where=where, reads=self.reads, root=self._roots[source])
 
     def where(self, source: int, row: int) -> str:
         """Return the location of row ``row`` of source ``source``, for messages."""
         return self.rows[source].where(row)
 
-    def chunks(self, source: int) -> Iterator[list[tuple[int, ParsedRow]]]:
+    def chunks(self, source: int) -> Iterator[list[tuple[int, R]]]:
         """Yield chunks of numbered records of a source.
 
         A bad row is an error or is counted, depending on ``data.bad_rows``.
         """
-        chunk: list[tuple[int, ParsedRow]] = []
+        chunk: list[tuple[int, R]] = []
         for row in range(len(self.rows[source])):
             # Before the row is read: a bad row is one of all rows, too.
             self.counts["rows"] += 1
@@ -134,7 +145,7 @@ class Sources:
 
     def read(
         self,
-        keep: Keep,
+        keep: Keep[R],
         kept: Columns,
         cache: TokenCache | None,
         seed: int,
@@ -168,7 +179,7 @@ class Sources:
             return order, names
         return order, unique_names([names[k] for k in order])
 
-    def _encode(self, keep: Keep) -> tuple[list[int], list[str], list[Indexes]]:
+    def _encode(self, keep: Keep[R]) -> tuple[list[int], list[str], list[Indexes]]:
         """Encode every row.
 
         Return the number of stored rows per source, their names, and the indexes of the files.
@@ -185,7 +196,7 @@ class Sources:
         return lengths, names, indexes
 
     def _cached(
-        self, keep: Keep, kept: Columns, cache: TokenCache
+        self, keep: Keep[R], kept: Columns, cache: TokenCache
     ) -> tuple[list[int], Sequence[str]]:
         """Restore the rows from ``cache``, or encode them and write it.
 
@@ -276,7 +287,7 @@ class EncodedDataset(Generic[T]):
     """
 
     counts: Counter[str]
-    _sources: Sources
+    _sources: Sources[Any]
     _fetcher: Fetcher[T]
     _kept: Columns
     _order: np.ndarray
@@ -376,7 +387,9 @@ class PromptDataset(EncodedDataset[Prompt]):
     ) -> None:
         self.config = config
         self.encoder = ChatEncoder(config, tokenizer, processor)
-        self._sources = Sources(config, self.encoder.reads)
+        self._sources = Sources(
+            config, self.encoder.reads, partial(read_record, columns=config.columns)
+        )
         self._fetcher = Fetcher(self.prompt, self.encoder.media)
         self._unknown = UnknownText(tokenizer)
         self.counts = self._sources.counts

@@ -1,0 +1,264 @@
+"""Token sequences of conversations, with the mask of tokens to train on.
+
+The tokens of a turn are the difference between two renderings of the conversation. The first ends
+with the opened assistant turn, and the second includes the turn. The new tokens up to the
+end-of-turn token are the tokens that the policy would have sampled. If the template marks assistant
+text itself (``{% generation %}``), its marks are used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightrft.config.data import DataConfig
+from lightrft.datasets.chat_encoder import ChatEncoder, check_template, prefix_error
+from lightrft.datasets.media.items import marks
+from lightrft.datasets.row_parser import Message, ParsedRow
+from lightrft.datasets.row_tables import MalformedRow
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+Tokens = list[int]
+
+
+@dataclass(slots=True)
+class TurnTexts:
+    """The rendered texts of one token sequence.
+
+    Args:
+        record: the row.
+        turns: texts before and after each turn to train on.
+        messages: the messages, if the template marks the turns. Otherwise empty.
+        start: a text whose tokens the sequence begins with. Empty for no such text.
+        items: numbers of the media items of the sequence, in order.
+    """
+
+    record: ParsedRow
+    turns: list[tuple[str, str]]
+    messages: list[Message]
+    start: str = ""
+    items: tuple[int, ...] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """Return all texts, in order."""
+        return [self.start, *itertools.chain.from_iterable(self.turns)]
+
+
+class TurnEncoder:
+    """Converts the assistant turns of rows to tokens and training masks.
+
+    Args:
+        config: the settings of the data.
+        encoder: the encoder of the tokenizer.
+    """
+
+    def __init__(self, config: DataConfig, encoder: ChatEncoder) -> None:
+        self.config = config
+        self.encoder = encoder
+        self._checked = False
+        template = str(encoder.tokenizer.chat_template)
+        self._marks = encoder.chat and bool(GENERATION.search(template))
+
+    def parts(self, record: ParsedRow) -> list[TurnTexts]:
+        """Return the texts of each token sequence of a record.
+
+        There is one sequence, or one for each turn if ``data.turns`` is ``each``.
+
+        Raises ``MalformedRow`` if there is no response to train on.
+        """
+        if not self.encoder.chat:
+            return [self._plain_part(record)]
+        messages = record.messages
+        first = 0 if record.response is None else record.asked
+        own = range(first, len(messages))
+        spoken = [k for k in own if messages[k]["role"] == "assistant"]
+        # a message of more than role and content, such as tool calls, is an answer without text too
+        answered = any(messages[k]["content"].strip() or len(messages[k]) > 2 for k in spoken)
+        if not answered:
+            raise no_answer(record)
+        if spoken[0] == 0:
+            raise MalformedRow(f"{record.where}: the conversation begins with the assistant")
+        shown = self.encoder.conversation(record)
+        ahead = len(shown) - len(messages)  # 1 with the configured system message
+        turns = []
+        for k in spoken:
+            # The text that asks for the message, and the text that ends with it.
+            asking = self.encoder.render(shown[: k + ahead], record.where, generate=True)
+            said = self.encoder.render(shown[: k + ahead + 1], record.where)
+            turns.append((asking, said))
+        if self.config.turns == "each":
+            return [TurnTexts(record, [turn], []) for turn in turns]
+        if self.config.turns == "last":
+            return [TurnTexts(record, turns[-1:], [])]
+        if self._marks_answers(record, turns):
+            return [TurnTexts(record, turns, shown[: spoken[-1] + ahead + 1])]
+        # once is enough, since it depends on the template alone
+        if len(turns) > 1 and not self._checked:
+            check_template(self.encoder.tokenizer, self.config.chat_template_options)
+            self._checked = True
+        return [TurnTexts(record, turns, [])]
+
+    def continuation(self, record: ParsedRow) -> TurnTexts:
+        """Return the texts of one sequence that begins with the tokens of the prompt.
+
+        The record has a response that begins with an assistant turn.
+
+        Raises ``MalformedRow`` if there is no response to train on.
+        """
+        (part,) = self.parts(record)
+        part.start = part.turns[0][0]
+        several = isinstance(record.response, list)
+        if self.encoder.chat and several and self.config.turns == "last":
+            # the last turn may begin after the prompt
+            shown = self.encoder.conversation(record)
+            asked = len(shown) - len(record.messages) + record.asked
+            part.start = self.encoder.render(shown[:asked], record.where, generate=True)
+        return part
+
+    def texts(self, parts: Sequence[TurnTexts]) -> tuple[ParsedRow, list[str]]:
+        """Return the arguments of ``ChatEncoder.expanded`` for sequences of one row."""
+        texts: list[str] = []
+        for part in parts:
+            texts += part.texts
+        return parts[0].record, texts
+
+    def expand(self, parts: Sequence[TurnTexts], texts: Sequence[str]) -> None:
+        """Put the text of media into sequences of one row.
+
+        Args:
+            parts: the sequences.
+            texts: the result of ``ChatEncoder.expanded`` for ``texts(parts)``.
+        """
+        whole = iter(texts)
+        for part in parts:
+            if part.record.media:
+                last = part.turns[-1][1] if self.encoder.chat else "".join(part.turns[-1])
+                part.items = tuple(number for _, number in marks(last))
+            part.start = next(whole)
+            part.turns = [(next(whole), next(whole)) for _ in part.turns]
+
+    def encode(self, parts: Sequence[TurnTexts]) -> dict[str, Tokens]:
+        """Return the tokens of each text of ``parts``."""
+        # each text once, in one call: turns of one conversation share their beginnings
+        texts: dict[str, None] = {}
+        for part in parts:
+            texts |= dict.fromkeys(part.texts)
+        return dict(zip(texts, self.encoder.encode(list(texts))))
+
+    def tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, list[bool]]:
+        """Return the tokens and training mask of a sequence, ``[T]``, up to the last True.
+
+        The mask can be all False only for a sequence with media, whose placeholders are not
+        trained.
+
+        Args:
+            part: the texts of the sequence.
+            known: the tokens of each text, from ``encode``.
+
+        Raises:
+            ModelError: the chat template lacks the prefix property, or the tokenizer has no EOS
+                token.
+        """
+        ids, trained = self._tokens(part, known)
+        if part.items:
+            # the model is not trained to write the placeholders of media
+            placeholders = self.encoder.placeholders
+            trained = [t and i not in placeholders for t, i in zip(trained, ids)]
+        return ids, trained
+
+    def prompt_tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> Tokens:
+        """Return the tokens of the prompt that a ``continuation`` begins with."""
+        return self.encoder.with_start(known[part.start])
+
+    def _plain_part(self, record: ParsedRow) -> TurnTexts:
+        """Return the texts of a record without a chat template."""
+        answer = record.answer
+        if answer is None or not answer.strip():
+            raise no_answer(record)
+        # some datasets end a response with EOS, which _tokens appends
+        answer = answer.removesuffix(self.encoder.tokenizer.eos_token or "")
+        turn = (
+            self.encoder.prompt(record),
+            self.encoder.escape_special_tokens(answer, answer=True),
+        )
+        return TurnTexts(record, [turn], [])
+
+    def _marks_answers(self, record: ParsedRow, turns: Sequence[tuple[str, str]]) -> bool:
+        """Return True if the template can mark the answers of ``record`` with ``generation``."""
+        if not self._marks or record.response is not None or record.media:
+            return False
+        # the template knows nothing of spellings that are encoded as plain text
+        return not self.encoder.is_shielded(turns[-1][1])
+
+    def _tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, list[bool]]:
+        if not self.encoder.chat:
+            prompt, answer = part.turns[0]
+            asked, said = self.encoder.with_start(known[prompt]), [*known[answer], self.encoder.eos]
+            return [*asked, *said], [False] * len(asked) + [True] * len(said)
+        if part.messages:
+            ids, trained = self.encoder.with_loss_mask(part.messages)
+            if any(trained):
+                last = len(trained) - trained[::-1].index(True)
+                return ids[:last], trained[:last]
+        return self._by_turns(part, known)
+
+    def _by_turns(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, list[bool]]:
+        ids: Tokens = known[part.start] if part.start else []
+        trained: list[bool] = []
+        before, last, closed = part.start, 0, False
+        # an image in an answer does not end it
+        closing = self.encoder.special_ids - self.encoder.placeholders
+        for asking, said in part.turns:
+            ids = self._extend(ids, before, asking, known)
+            trained += [False] * (len(ids) - len(trained))
+            start = len(ids)
+            ids = self._extend(ids, asking, said, known)
+            ends = [k for k in range(start, len(ids)) if ids[k] in closing]
+            closed = bool(ends)
+            # what follows, such as a line break of the template, is never sampled
+            last = ends[-1] + 1 if closed else len(ids)
+            trained += [True] * (last - start) + [False] * (len(ids) - last)
+            before = said
+        ids = ids[:last]
+        trained = trained[:last]
+        # the template's turns end without a special token: without eos the model would not learn
+        # to stop
+        if not closed:
+            ids = [*ids, self.encoder.eos]
+            trained = [*trained, True]
+        return ids, trained
+
+    def _extend(
+        self,
+        ids: Tokens,
+        shorter: str,
+        longer: str,
+        known: Mapping[str, Tokens],
+    ) -> Tokens:
+        """Return the tokens of ``longer``, which begin with ``ids``, the tokens of ``shorter``.
+
+        If a merge across the border would change ``ids``, the rest is encoded separately. The
+        prompt tokens then stay unchanged, as in sampling.
+
+        Raises ``ModelError`` if ``longer`` does not begin with ``shorter``.
+        """
+        if known[longer][: len(ids)] == ids:
+            return known[longer]
+        if not longer.startswith(shorter):
+            raise prefix_error(
+                self.encoder.tokenizer,
+                self.encoder.unescape_special_tokens(shorter),
+                self.encoder.unescape_special_tokens(longer),
+            )
+        return [*ids, *self.encoder.encode([longer[len(shorter) :]])[0]]
+
+
+def no_answer(record: ParsedRow) -> MalformedRow:
+    """Return the error for a record without a response to train on."""
+    have = ", ".join(record.row)
+    problem = f"{record.where}: no response to learn from; the row has"
+    return MalformedRow(f"{problem}: {have}. Name its column in data.columns.response")
