@@ -16,6 +16,12 @@ from lightrft.utils.lazy_imports import Tensor, torch
 
 FinishReason = Literal["stop", "length", "abort"]
 
+GOLD = -1
+"""``Batch.rank`` of a response that is better than all ranked ones."""
+
+CORRUPTED = -2
+"""``Batch.rank`` of a copy of the best response, after a prompt with corrupted media."""
+
 
 @dataclass(slots=True)
 class Ragged:
@@ -369,6 +375,10 @@ class Batch:
     # [N] long: label of the state before the step; equal states have equal labels
     states: Tensor | None = token_column()
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
+    # [N] weight of each token in the sums of its response
+    token_weights: Tensor | None = token_column()
+    # [N] weight of each token's KL(reference, policy) in the loss of the global batch
+    kl_weights: Tensor | None = token_column()
     sample: Tensor | None = sample_column()  # [B] index among the responses to the prompt
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
     # [B] reward as scored, before normalization and shaping
@@ -382,6 +392,16 @@ class Batch:
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
+    # [B] long: row of the data that the response belongs to
+    example: Tensor | None = sample_column()
+    # [B] long: 0 is the best response of its example, equal ranks are ties; negative: see
+    # ``GOLD`` and ``CORRUPTED``
+    rank: Tensor | None = sample_column()
+    rating: Tensor | None = sample_column()  # [B] how good the response is
+    # [B] how much better the response is than the next one of its example
+    margin: Tensor | None = sample_column()
+    desirable: Tensor | None = sample_column()  # [B] bool: a good response
+    example_weights: Tensor | None = sample_column()  # [B] weight of the example in the loss
     # ``HostCopy | None``. Columns are given as ``**columns``, whose type would have to fit it.
     _groups: Any = field(default=None, repr=False, compare=False)
 
