@@ -34,6 +34,18 @@ class Columns(Settings):
     """Column of one audio clip or a list; ``null``: there is none."""
 
 
+class PreferenceColumns(Columns):
+    """The columns of a row of preferences. An empty name looks for the usual names."""
+
+    chosen: str = ""
+    """Column of the better response of a pair. Empty: ``chosen``."""
+    rejected: str = ""
+    """Column of the worse response of a pair. Empty: ``rejected``."""
+    layout: str = ""
+    """Layout to take for rows whose columns fit several; see ``docs/preference-data.md``. Empty:
+    such a row is malformed."""
+
+
 class AllowConfig(Settings):
     """The files and hosts that rows may name; see ``docs/trust.md``. Restrict both when others can
     write the rows."""
@@ -206,3 +218,10 @@ class DataConfig(Settings):
                 "blend: sample"
             )
         return self
+
+
+class PreferenceDataConfig(DataConfig):
+    """Rows to prompts with compared or labelled responses."""
+
+    columns: PreferenceColumns = PreferenceColumns()
+    """Columns of a row."""

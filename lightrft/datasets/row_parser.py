@@ -266,7 +266,7 @@ def read_prompt(
         MalformedRow: the prompt is empty or has another type.
     """
     if isinstance(value, str):
-        inside = _json_messages(value)
+        inside = json_messages(value)
         if inside is None:
             text = value if value.strip() else ""
             if not text and not blank:
@@ -298,6 +298,19 @@ def read_message(value: object, where: str, finder: MediaFinder) -> Message:
         MalformedRow: ``value`` is not a message, or its content names media that the model does not
             read.
     """
+    message = message_fields(value, where)
+    fields = {k: v for k, v in message.items() if k not in ("role", "content")}
+    role = message["role"]
+    # Other fields, such as tool calls, reach the template too.
+    _check_texts([role, fields], where, finder)
+    return {"role": role, "content": _content(message["content"], where, finder), **fields}
+
+
+def message_fields(value: object, where: str) -> Message:
+    """Return one message as ``{"role", "content", ...}``, with its content as in the row.
+
+    Null fields are left out. Raises ``MalformedRow`` if ``value`` is not a message.
+    """
     if not isinstance(value, Mapping):
         kind = type(value).__name__
         raise MalformedRow(f"{where}: a message must have a role and content, not be a {kind}")
@@ -317,9 +330,7 @@ def read_message(value: object, where: str, finder: MediaFinder) -> Message:
     else:
         have = ", ".join(value) or "nothing"
         raise MalformedRow(f"{where}: neither 'role' nor 'from'; it has: {have}")
-    # Other fields, such as tool calls, reach the template too.
-    _check_texts([str(role), fields], where, finder)
-    return {"role": str(role), "content": _content(content, where, finder), **fields}
+    return {"role": str(role), "content": content, **fields}
 
 
 def _content(content: object, where: str, finder: MediaFinder) -> str:
@@ -378,7 +389,7 @@ def _placed(
     return texts[0] if isinstance(prompt, str) else placed[: len(asked)], response
 
 
-def _json_messages(text: str) -> list[object] | None:
+def json_messages(text: str) -> list[object] | None:
     """Return the messages that ``text`` contains as JSON, or None if it is plain text."""
     # parsing every prompt would be slow
     if not text.lstrip().startswith("["):

@@ -1,0 +1,1 @@
+"""Preference data: rows of any published layout, and their token sequences."""

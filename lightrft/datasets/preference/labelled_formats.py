@@ -1,0 +1,87 @@
+"""Layouts of one response with a label: good or bad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightrft.config.data import PreferenceColumns
+from lightrft.datasets.preference.pair_formats import (
+    is_judged,
+    is_pair,
+    is_rejected_response,
+)
+from lightrft.datasets.preference.raw_preference import (
+    GivenRow,
+    Raw,
+    RawPreference,
+    find_prompt,
+    label,
+    raw_text,
+)
+from lightrft.datasets.row_parser import SHAREGPT_ROLES, json_messages
+from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
+
+RESPONSES = ("completion", "output", "response")
+CONVERSATIONS = ("messages", "conversations")
+
+
+def is_labelled(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for a response or conversation with a boolean ``label`` or ``kto_tag``."""
+    if row.get("kto_tag") is not None:
+        return True
+    given = look_up(row, columns.label or "label")
+    if given is None:
+        return False
+    if not _response_column(row, columns) and not _ends_with_assistant(row):
+        return False
+    if isinstance(given, bool) or given in (0, 1):
+        return True
+    # next to compared responses, another label is a reference answer
+    compared = (is_pair, is_rejected_response, is_judged)
+    return not any(matches(row, columns) for matches in compared)
+
+
+def read_labelled(given: GivenRow) -> RawPreference:
+    """Read ``{prompt, completion, label}``, ``{messages, label}`` or ``{..., kto_tag}``."""
+    row, columns, where = given.row, given.columns, given.where
+    name = "kto_tag" if row.get("kto_tag") is not None else columns.label or "label"
+    good = label(look_up(row, name), name, where)
+    found = find_prompt(given)
+    if found is None:
+        raise MalformedRow(f"{where}: no column with a prompt; the row has: {', '.join(row)}")
+    column = _response_column(row, columns)
+    if column:
+        response = raw_text(named_column(row, column, "response", where), column, where)
+        return RawPreference(found, [response], [column], desirable=[good])
+    prompt, response = _split(found, where)
+    return RawPreference(prompt, [response], ["the response"], desirable=[good])
+
+
+def _response_column(row: Row, columns: PreferenceColumns) -> str:
+    """Return the name of the column of the response. Empty if the row has none."""
+    if columns.response:
+        return columns.response
+    return next((name for name in RESPONSES if row.get(name) is not None), "")
+
+
+def _ends_with_assistant(row: Row) -> bool:
+    """Return True if the row is a conversation whose last message is the assistant's."""
+    for name in CONVERSATIONS:
+        messages = row.get(name)
+        if isinstance(messages, str):
+            messages = json_messages(messages)
+        if isinstance(messages, list | tuple) and messages:
+            last = messages[-1]
+            if not isinstance(last, Mapping):
+                return False
+            return "assistant" in (last.get("role"), SHAREGPT_ROLES.get(str(last.get("from"))))
+    return False
+
+
+def _split(messages: Raw, where: str) -> tuple[Raw, Raw]:
+    """Return the messages before the first assistant turn, and the rest."""
+    if not isinstance(messages, str):
+        for k, message in enumerate(messages):
+            if message["role"] == "assistant":
+                return messages[:k], messages[k:]
+    raise MalformedRow(f"{where}: no response; name its column in data.columns.response")

@@ -1,0 +1,139 @@
+"""Layouts of a better and a worse response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from lightrft.config.data import PreferenceColumns
+from lightrft.datasets.preference.common_prompt import split_prompt
+from lightrft.datasets.preference.raw_preference import (
+    GivenRow,
+    Raw,
+    RawPreference,
+    as_messages,
+    find_prompt,
+    number,
+    optional_number,
+    raw_text,
+)
+from lightrft.datasets.row_tables import ABSENT, MalformedRow, Row, look_up, named_column
+
+SCORES = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+    ("rating_chosen", "rating_rejected"),
+    ("chosen_reward", "rejected_reward"),
+)
+"""Columns of the ratings of both responses, as published sets name them."""
+
+REJECTED = ("rejected_response", "rejected_messages", "rejected_images")
+LETTERS = ("A", "B")
+
+
+def is_pair(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for ``{prompt?, chosen, rejected}``."""
+    names = (columns.chosen or "chosen", columns.rejected or "rejected")
+    sides = [look_up(row, name, ABSENT) for name in names]
+    # a judge's question has its candidates in these columns, as media parts
+    if any(side is ABSENT for side in sides) or is_judged(row, columns):
+        return False
+    # one null is an empty response, and two nulls are a row of another layout
+    return any(side is not None for side in sides)
+
+
+def read_pair(given: GivenRow) -> RawPreference:
+    """Read ``{prompt?, chosen, rejected}`` of texts, messages or whole conversations."""
+    row, columns, where = given.row, given.columns, given.where
+    names = {"chosen": columns.chosen or "chosen", "rejected": columns.rejected or "rejected"}
+    sides: dict[str, Raw] = {}
+    for what, name in names.items():
+        sides[name] = raw_text(named_column(row, name, what, where), name, where)
+    # Other columns of a prompt may be notes on how the row was made.
+    must_match = bool(columns.prompt) or row.get("prompt") is not None
+    asked = find_prompt(given)
+    prompt, responses = split_prompt(sides, asked, where, must_match=must_match)
+    ratings = None
+    for better, worse in SCORES:
+        if row.get(better) is not None and row.get(worse) is not None:
+            ratings = [number(row[name], name, where) for name in (better, worse)]
+            break
+    margin = optional_number(row, "margin", where)
+    return RawPreference(
+        prompt, responses, list(sides), ranks=(0, 1), ratings=ratings, margin=margin
+    )
+
+
+def is_rejected_response(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for ms-swift's ``{messages, rejected_response | rejected_messages}``."""
+    return any(row.get(name) is not None for name in REJECTED)
+
+
+def read_rejected_response(given: GivenRow) -> RawPreference:
+    """Read ms-swift's ``{messages, rejected_response | rejected_messages, rejected_images?}``."""
+    row, where = given.row, given.where
+    for kind in ("images", "videos", "audios"):
+        other = row.get(f"rejected_{kind}")
+        if other is not None and other != row.get(kind):
+            problem = f"rejected_{kind} is not {kind}"
+            raise MalformedRow(f"{where}: {problem}; both responses must be to the same media")
+    found = find_prompt(given)
+    if found is None:
+        raise MalformedRow(f"{where}: no column 'messages'; the row has: {', '.join(row)}")
+    messages = as_messages(found)
+    margin = optional_number(row, "margin", where)
+    if row.get("rejected_messages") is not None:
+        other = raw_text(row["rejected_messages"], "rejected_messages", where)
+        sides: dict[str, Raw] = {"messages": messages, "rejected_messages": other}
+        prompt, responses = split_prompt(sides, None, where)
+        return RawPreference(prompt, responses, list(sides), ranks=(0, 1), margin=margin)
+    if not messages or messages[-1]["role"] != "assistant":
+        raise MalformedRow(f"{where}: messages do not end with the response of the assistant")
+    worse = row.get("rejected_response")
+    if worse is None:
+        raise MalformedRow(f"{where}: no column 'rejected_response' or 'rejected_messages'")
+    several = isinstance(worse, list | tuple) and all(isinstance(one, str) for one in worse)
+    texts = worse if several else [worse]
+    rejected = [raw_text(one, "rejected_response", where) for one in texts]
+    names = ["messages", *["rejected_response"] * len(rejected)]
+    ranks = [0, *[1] * len(rejected)]
+    return RawPreference(
+        messages[:-1], [messages[-1:], *rejected], names, ranks=ranks, margin=margin
+    )
+
+
+def is_rlhf_v(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for RLHF-V's ``{text: JSON, image, origin_dataset, ...}``."""
+    return isinstance(row.get("text"), str | Mapping) and "origin_dataset" in row
+
+
+def read_rlhf_v(given: GivenRow) -> RawPreference:
+    """Read RLHF-V, whose column ``text`` is ``{question, chosen, rejected}`` as JSON."""
+    row, where = given.row, given.where
+    inside = row["text"]
+    if isinstance(inside, str):
+        try:
+            inside = json.loads(inside)
+        except ValueError as error:
+            raise MalformedRow(f"{where}: text is not JSON: {error}") from None
+    if not isinstance(inside, Mapping) or not is_pair(inside, PreferenceColumns()):
+        raise MalformedRow(f"{where}: text has no question, chosen and rejected")
+    return read_pair(GivenRow(inside, PreferenceColumns(), where))
+
+
+def is_judged(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for the questions of the readers of media preferences (docs/readers.md)."""
+    return row.get("preference") in (*LETTERS, "C") and row.get("label") in (*LETTERS, "C")
+
+
+def read_judged(given: GivenRow) -> RawPreference:
+    """Read a question for a judge: the right verdict is preferred to each wrong one."""
+    row, where = given.row, given.where
+    right = row["label"]
+    wrong = [letter for letter in LETTERS if letter != right]
+    responses: list[Raw] = [f"<answer>{letter}</answer>" for letter in (right, *wrong)]
+    prompt = raw_text(row.get("prompt"), "prompt", where)
+    names = ["the right verdict", *["a wrong verdict"] * len(wrong)]
+    return RawPreference(prompt, responses, names, ranks=[0, *[1] * len(wrong)])

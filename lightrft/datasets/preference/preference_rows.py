@@ -1,0 +1,263 @@
+"""Parsing of a row of any layout into a ``PreferenceRow``: a prompt and its compared responses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from lightrft.config.data import PreferenceColumns
+from lightrft.datasets.media import NOTHING, Item, SupportedMedia
+from lightrft.datasets.media.items import marks
+from lightrft.datasets.preference.formats import format_of
+from lightrft.datasets.preference.raw_preference import (
+    GivenRow,
+    Raw,
+    RawPreference,
+    optional_number,
+)
+from lightrft.datasets.row_parser import ParsedRow, read_record
+from lightrft.datasets.row_tables import MalformedRow, Row
+
+PreferenceKind = Literal["pair", "labelled", "ranked"]
+"""Kinds of preference losses. They compare two responses, read labels, or compare any number."""
+
+WEIGHTS = ("example_weight", "sample_weight")
+"""Columns of the weight of a row in the loss."""
+
+
+@dataclass(slots=True)
+class PreferenceRow:
+    """A prompt with its responses.
+
+    Lists have one entry per response.
+
+    Args:
+        responses: one record per response. All have the same prompt and the same media.
+        names: names of the responses, for messages.
+        ranks: 0 for the best responses, 1 for the next best ones. Empty for labelled responses.
+        desirable: the labels. Empty for ranked responses.
+        ratings: the ratings. None if the row has none.
+        margins: how much better each response is than the next worse one; 0 for the worst. None if
+            the row does not say it.
+        weight: weight of the row in the loss.
+    """
+
+    responses: list[ParsedRow]
+    names: list[str]
+    ranks: list[int]
+    desirable: list[bool]
+    ratings: list[float] | None
+    margins: list[float] | None
+    weight: float
+
+    @property
+    def id(self) -> str:
+        """Return the identifier of the row. Empty if it has none."""
+        return self.responses[0].id
+
+    @property
+    def data_source(self) -> str:
+        """Return the name of the data source. Empty if the row does not name one."""
+        return self.responses[0].data_source
+
+    @property
+    def where(self) -> str:
+        """Return the location of the row, for messages."""
+        return self.responses[0].where
+
+
+def read_preference(
+    row: Row,
+    columns: PreferenceColumns,
+    where: str,
+    reads: SupportedMedia = NOTHING,
+    root: Path = Path(),
+) -> PreferenceRow:
+    """Return ``row`` as a ``PreferenceRow``.
+
+    Args:
+        row: the row.
+        columns: names of the columns. Empty names mean the usual names.
+        where: location of the row, for messages.
+        reads: media that the model reads.
+        root: folder of relative media paths.
+
+    Raises:
+        MalformedRow: no layout fits, or several. Also raised if the responses cannot be compared:
+            one is empty, all have one rank, responses of different ranks are equal, the prompts
+            differ, or the media differ.
+    """
+    raw = format_of(row, columns, where).read(GivenRow(row, columns, where))
+    if not isinstance(raw.prompt, str) and raw.prompt and raw.prompt[-1]["role"] == "assistant":
+        raise MalformedRow(f"{where}: the prompt ends with the assistant's message")
+    answers = [_answer(one, name, where) for one, name in zip(raw.responses, raw.names)]
+    ranks = dense_ranks(raw.ranks)
+    _check_ranks(answers, ranks, raw, where)
+    named = columns.model_copy(update={"prompt": "prompt", "response": "response"})
+    records: list[ParsedRow] = []
+    for answer in answers:
+        content = {**row, "prompt": raw.prompt, "response": answer}
+        records.append(read_record(content, named, where, reads, root))
+    _check_media(records, raw.names, where)
+    return PreferenceRow(
+        responses=records,
+        names=raw.names,
+        ranks=ranks,
+        desirable=list(raw.desirable),
+        ratings=None if raw.ratings is None else list(raw.ratings),
+        margins=_margins(raw, ranks, where),
+        weight=_weight(row, where),
+    )
+
+
+def labelled(row: PreferenceRow) -> list[bool]:
+    """Return the label of each response. The best responses of a ranked row are good ones.
+
+    Raises ``MalformedRow`` for more than two ranks, which do not say which responses are good.
+    """
+    if row.desirable:
+        return row.desirable
+    if max(row.ranks) > 1:
+        problem = f"{max(row.ranks) + 1} ranks do not say which responses are good"
+        raise MalformedRow(f"{row.where}: {problem}; compare the responses with dpo")
+    return [rank == 0 for rank in row.ranks]
+
+
+def ranked(row: PreferenceRow) -> list[int]:
+    """Return the rank of each response.
+
+    A response with the label True ranks before one with False. Raises ``MalformedRow`` if the
+    labels do not differ.
+    """
+    if row.ranks:
+        return row.ranks
+    if len(set(row.desirable)) == 1:
+        problem = "labels of one value compare no responses"
+        raise MalformedRow(f"{row.where}: {problem}; learn from labelled responses with kto")
+    return [int(not good) for good in row.desirable]
+
+
+def dense_ranks(values: Sequence[float]) -> list[int]:
+    """Return the rank of each value: 0 for the lowest values, 1 for the next ones."""
+    places = {value: place for place, value in enumerate(sorted(set(values)))}
+    return [places[value] for value in values]
+
+
+def _answer(response: Raw, name: str, where: str) -> Raw:
+    """Return a response, with a single message as text.
+
+    Raises ``MalformedRow`` if it is empty or does not begin with the assistant.
+    """
+    if isinstance(response, str):
+        if not response.strip():
+            raise MalformedRow(f"{where}: {name} is empty")
+        return response
+    if not response:
+        raise MalformedRow(f"{where}: {name} is empty")
+    first = response[0]
+    if first["role"] != "assistant":
+        role = first["role"]
+        raise MalformedRow(f"{where}: {name} begins with a message of {role!r}, not 'assistant'")
+    said = [m for m in response if m["role"] == "assistant"]
+    # a message of more than role and content, such as tool calls, is a response without text too
+    if not any(_has_content(m["content"]) or len(m) > 2 for m in said):
+        raise MalformedRow(f"{where}: {name} is empty")
+    if len(response) == 1 and len(first) == 2 and isinstance(first["content"], str):
+        return first["content"]
+    return response
+
+
+def _has_content(content: object) -> bool:
+    if isinstance(content, str):
+        return bool(content.strip())
+    parts = content if isinstance(content, list | tuple) else [content]
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
+        # a part without text is media, or is refused when it is read
+        if not isinstance(text, str) or text.strip():
+            return True
+    return False
+
+
+def _check_ranks(
+    answers: Sequence[Raw], ranks: Sequence[int], raw: RawPreference, where: str
+) -> None:
+    """Raise ``MalformedRow`` unless responses can be compared, or all have labels."""
+    if not raw.desirable:
+        if len(answers) < 2:
+            problem = f"{len(answers)} response; there is nothing to compare it with"
+            raise MalformedRow(f"{where}: {problem}")
+        if len(set(ranks)) == 1:
+            raise MalformedRow(f"{where}: all {len(answers)} responses have the same rank")
+    judged = list(zip(raw.names, answers, ranks or raw.desirable))
+    for (name, one, rank), (other_name, other, other_rank) in itertools.combinations(judged, 2):
+        if rank != other_rank and _bare(one) == _bare(other):
+            problem = f"{name} is equal to {other_name}, but one is better"
+            raise MalformedRow(f"{where}: {problem}")
+
+
+def _bare(answer: Raw) -> Raw:
+    return answer.strip() if isinstance(answer, str) else answer
+
+
+def _check_media(records: Sequence[ParsedRow], names: Sequence[str], where: str) -> None:
+    """Raise ``MalformedRow`` unless all responses have the same media."""
+    first = records[0]
+    for record, name in zip(records, names):
+        said = record.messages[record.asked :]
+        if len(said) == 1 and marks(said[0]["content"]):
+            raise MalformedRow(f"{where}: {name} contains media; only a prompt can have them")
+        kinds = [item.kind for item in record.media]
+        expected = [item.kind for item in first.media]
+        same = kinds == expected and all(map(_same_item, record.media, first.media))
+        if not same:
+            one = ", ".join(expected) or "no media"
+            other = ", ".join(kinds) or "no media"
+            problem = f"{names[0]} has {one}, and {name} has {other}"
+            if one == other:
+                problem = f"the media of {names[0]} and {name} are different"
+            raise MalformedRow(f"{where}: {problem}; both responses must be to the same media")
+
+
+def _same_item(one: Item, other: Item) -> bool:
+    if one.value is other.value:
+        return True
+    if type(one.value) is not type(other.value):
+        return False
+    if isinstance(one.value, np.ndarray) and isinstance(other.value, np.ndarray):
+        return np.array_equal(one.value, other.value)
+    try:
+        return bool(one.value == other.value)
+    # arrays inside mappings have no truth value
+    except ValueError:
+        return False
+
+
+def _margins(raw: RawPreference, ranks: Sequence[int], where: str) -> list[float] | None:
+    """Return how much better each response is than the next worse one."""
+    if raw.margin is not None:
+        if len(ranks) != 2:
+            problem = f"one margin for {len(ranks)} responses"
+            raise MalformedRow(f"{where}: {problem}; give each response a rating")
+        return [raw.margin if rank == 0 else 0.0 for rank in ranks]
+    if raw.ratings is None or not ranks:
+        return None
+    best: dict[int, float] = {}
+    for rank, rating in zip(ranks, raw.ratings):
+        best[rank] = max(rating, best.get(rank, rating))
+    return [rating - best.get(rank + 1, rating) for rank, rating in zip(ranks, raw.ratings)]
+
+
+def _weight(row: Row, where: str) -> float:
+    for name in WEIGHTS:
+        weight = optional_number(row, name, where)
+        if weight is not None:
+            if weight <= 0:
+                raise MalformedRow(f"{where}: {name} is {weight:g}, not above 0; leave the row out")
+            return weight
+    return 1.0

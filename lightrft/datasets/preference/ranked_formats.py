@@ -1,0 +1,186 @@
+"""Layouts of two or more responses with ranks, ratings or votes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightrft.config.data import PreferenceColumns
+from lightrft.datasets.preference.raw_preference import (
+    GivenRow,
+    Raw,
+    RawPreference,
+    find_prompt,
+    label,
+    mappings,
+    number,
+    raw_prompt,
+    raw_text,
+)
+from lightrft.datasets.row_tables import MalformedRow, Row
+
+PKU = ("response_0", "response_1")
+
+
+def is_ranked(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for NeMo's ``{context, completions: [{rank, completion}]}``."""
+    return _has(row.get("completions"), "rank", "completion")
+
+
+def read_ranked(given: GivenRow) -> RawPreference:
+    """Read NeMo's ``{context, completions: [{rank, completion}]}``. Lower ranks are better."""
+    row, where = given.row, given.where
+    records = mappings(row["completions"], "completions", where)
+    return _of_records(_context(given), records, "completion", where)
+
+
+def is_nectar(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for Nectar's ``{prompt, answers: [{answer, rank}]}``."""
+    return _has(row.get("answers"), "rank", "answer")
+
+
+def read_nectar(given: GivenRow) -> RawPreference:
+    """Read Nectar's ``{prompt, answers: [{answer, rank}]}``. Rank 1 is the best."""
+    row, where = given.row, given.where
+    records = mappings(row["answers"], "answers", where)
+    return _of_records(_asked(given), records, "answer", where)
+
+
+def is_rated(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for UltraFeedback's and VLFeedback's ``completions: [{response, ...}]``."""
+    return _has(row.get("completions"), "annotations", "response")
+
+
+def read_rated(given: GivenRow) -> RawPreference:
+    """Read UltraFeedback and VLFeedback.
+
+    The rating of a response is the mean of the ratings of its ``annotations``. Ratings that are not
+    numbers, such as N/A, are left out. The column ``overall_score`` is read if none is left.
+    """
+    row, where = given.row, given.where
+    records = mappings(row["completions"], "completions", where)
+    responses: list[Raw] = []
+    ratings: list[float] = []
+    for k, record in enumerate(records, start=1):
+        place = f"{where}, completion {k}"
+        responses.append(raw_text(record.get("response"), "response", place))
+        ratings.append(_mean_rating(record, place))
+    names = [f"completion {k}" for k in range(1, len(records) + 1)]
+    ranks = [-rating for rating in ratings]
+    prompt = _asked(given)
+    return RawPreference(prompt, responses, names, ranks=ranks, ratings=ratings)
+
+
+def is_helpsteer3(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for HelpSteer3's ``{context, response1, response2, overall_preference}``."""
+    return {"response1", "response2", "overall_preference"} <= set(row)
+
+
+def read_helpsteer3(given: GivenRow) -> RawPreference:
+    """Read HelpSteer3. ``overall_preference`` is -3 (the first is better) to 3."""
+    row, where = given.row, given.where
+    preferred = number(row["overall_preference"], "overall_preference", where)
+    names = ["response1", "response2"]
+    responses = [raw_text(row[name], name, where) for name in names]
+    return RawPreference(
+        _context(given),
+        responses,
+        names,
+        ranks=(preferred, -preferred),
+        margin=abs(preferred),
+    )
+
+
+def is_pku_better(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for PKU-SafeRLHF's ``{prompt, response_0, response_1, better_response_id}``."""
+    return {*PKU, "better_response_id"} <= set(row)
+
+
+def read_pku_better(given: GivenRow) -> RawPreference:
+    """Read PKU-SafeRLHF: the more helpful response is preferred."""
+    return _pku(given, "better_response_id")
+
+
+def is_pku_safer(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for PKU-SafeRLHF's ``{prompt, response_0, response_1, safer_response_id}``."""
+    return {*PKU, "safer_response_id"} <= set(row)
+
+
+def read_pku_safer(given: GivenRow) -> RawPreference:
+    """Read PKU-SafeRLHF: the safer response is preferred."""
+    return _pku(given, "safer_response_id")
+
+
+def is_pku_safe(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for PKU-SafeRLHF's ``{..., is_response_0_safe, is_response_1_safe}``."""
+    return {*PKU, "is_response_0_safe", "is_response_1_safe"} <= set(row)
+
+
+def read_pku_safe(given: GivenRow) -> RawPreference:
+    """Read PKU-SafeRLHF as labelled responses: a safe response is a good one."""
+    row, where = given.row, given.where
+    names = [f"is_{name}_safe" for name in PKU]
+    labels = [label(row[name], name, where) for name in names]
+    responses = [raw_text(row[name], name, where) for name in PKU]
+    return RawPreference(_asked(given), responses, list(PKU), desirable=labels)
+
+
+def _pku(given: GivenRow, column: str) -> RawPreference:
+    row, where = given.row, given.where
+    best = number(row[column], column, where)
+    if best not in (0, 1):
+        raise MalformedRow(f"{where}: {column} is {row[column]!r}, not 0 or 1")
+    responses = [raw_text(row[name], name, where) for name in PKU]
+    ranks = (best, 1 - best)
+    return RawPreference(_asked(given), responses, list(PKU), ranks=ranks)
+
+
+def _of_records(prompt: Raw, records: Sequence[Row], column: str, where: str) -> RawPreference:
+    """Return the responses in ``column`` of ``records`` with their ranks."""
+    responses: list[Raw] = []
+    ranks: list[float] = []
+    for k, record in enumerate(records, start=1):
+        place = f"{where}, {column} {k}"
+        responses.append(raw_text(record.get(column), column, place))
+        ranks.append(number(record.get("rank"), "rank", place))
+    names = [f"{column} {k}" for k in range(1, len(records) + 1)]
+    return RawPreference(prompt, responses, names, ranks=ranks)
+
+
+def _asked(given: GivenRow) -> Raw:
+    row, where = given.row, given.where
+    prompt = find_prompt(given)
+    if prompt is None:
+        raise MalformedRow(f"{where}: no column with a prompt; the row has: {', '.join(row)}")
+    return prompt
+
+
+def _context(given: GivenRow) -> Raw:
+    """Return the prompt of a row that has it in ``context``."""
+    row, columns, where = given.row, given.columns, given.where
+    if not columns.prompt and row.get("context") is not None:
+        return raw_prompt(row["context"], "context", where)
+    return _asked(given)
+
+
+def _has(value: object, *names: str) -> bool:
+    """Return True if ``value`` is a list of records with the columns ``names``."""
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    return isinstance(value, Mapping) and set(names) <= set(value)
+
+
+def _mean_rating(record: Row, where: str) -> float:
+    found = []
+    annotations = record.get("annotations")
+    for one in annotations.values() if isinstance(annotations, Mapping) else ():
+        given = one.get("Rating") if isinstance(one, Mapping) else one
+        # UltraFeedback writes N/A where an aspect does not apply
+        if isinstance(given, int | float) or (isinstance(given, str) and _is_number(given)):
+            found.append(number(given, "Rating", where))
+    if found:
+        return sum(found) / len(found)
+    return number(record.get("overall_score"), "overall_score", where)
+
+
+def _is_number(text: str) -> bool:
+    return text.strip().removeprefix("-").replace(".", "", 1).isdigit()
