@@ -1,0 +1,415 @@
+"""Token sequences of prompts with compared or labelled responses."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightrft.config.data import PreferenceDataConfig
+from lightrft.datasets.cache_key import token_cache_of
+from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.media.prefetch import Fetcher
+from lightrft.datasets.preference.formats import check_format
+from lightrft.datasets.preference.preference_rows import (
+    PreferenceKind,
+    PreferenceRow,
+    labelled,
+    ranked,
+    read_preference,
+)
+from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
+from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.row_warnings import UnknownText, note_text
+from lightrft.datasets.turns import Tokens, TurnEncoder, TurnTexts
+from lightrft.types import Media
+from lightrft.utils.errors import ConfigError, DataError
+from lightrft.utils.lazy_imports import np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COLUMNS = {
+    "tokens": "i",
+    "trained": "B",
+    "ends": "Q",
+    "groups": "Q",
+    "rank": "i",
+    "desirable": "B",
+    "rating": "d",
+    "margin": "d",
+    "weight": "d",
+    "source": "H",
+    "row": "Q",
+}
+"""Stored columns of the examples.
+
+An example is a prompt, followed by its responses. They are sequences. ``ends`` has the end of each
+sequence in ``tokens`` and ``trained``, and ``groups`` the end of each example in ``ends``. The
+columns ``rank``, ``desirable``, ``rating`` and ``margin`` have one entry per sequence. The columns
+``weight``, ``source`` and ``row`` have one per example.
+"""
+
+ABSENT = float("nan")
+"""Stored rating or margin of a response that has none."""
+
+CUT_TOKENS = "truncated/tokens"
+"""Key of ``counts``: number of response tokens that the length limit cut off."""
+
+
+@dataclass(slots=True)
+class PreferenceResponse:
+    """One response of an example.
+
+    Args:
+        token_ids: the tokens.
+        trained: mask ``[len(token_ids)]``. True for the assistant's words and its end-of-turn
+            token, never for a media placeholder.
+        rank: 0 for the best responses of the example. None for losses of labels.
+        desirable: the label. None for losses that compare responses.
+        rating: the rating. None if the row has none.
+        margin: how much better the response is than the next worse one. None if the row does not
+            say it.
+        media: media of ``token_ids``.
+    """
+
+    token_ids: list[int]
+    trained: list[bool]
+    rank: int | None = None
+    desirable: bool | None = None
+    rating: float | None = None
+    margin: float | None = None
+    media: Media = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PreferenceExample:
+    """A prompt with its responses.
+
+    Args:
+        prompt_ids: tokens of the prompt.
+        responses: the responses.
+        id: name of the example.
+        weight: weight of the example in the loss.
+        prompt_media: media of ``prompt_ids``.
+    """
+
+    prompt_ids: list[int]
+    responses: list[PreferenceResponse]
+    id: str
+    weight: float = 1.0
+    prompt_media: Media = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Group:
+    """A row on its way to an example.
+
+    ``judged`` has the ranks or the labels, as the losses read them.
+    """
+
+    row: int
+    record: PreferenceRow
+    parts: list[TurnTexts]
+    judged: Sequence[int]
+
+
+class PreferenceDataset(EncodedDataset[PreferenceExample]):
+    """The examples of ``config``, encoded once.
+
+    The prompt is stored once per example. Its responses are trained on the assistant turns that
+    ``data.turns`` selects. The tokens of users and tools are masked. Media are loaded as in
+    ``PromptDataset``.
+
+    ``counts`` contains:
+
+    * ``rows``: rows read.
+    * ``malformed``: rows skipped.
+    * ``overlong``: rows dropped because prompt and response exceed ``max_tokens``.
+    * ``truncated``: responses cut at the end.
+    * ``truncated/tokens``: tokens that were cut off. ``row_warnings.is_plain`` leaves it out.
+    * ``special_tokens``: responses that spell a special token as text.
+    * ``examples``: the length of the dataset.
+
+    Args:
+        config: the settings of the data.
+        tokenizer: the tokenizer, with its chat template.
+        kind: what the losses read: ``pair``, ``ranked`` or ``labelled`` responses.
+        max_tokens: largest number of tokens of a prompt with one response.
+        seed: seed of the order of mixed sources.
+        processor: the media processor. None for a model that reads only text.
+
+    Raises:
+        DataError: a row cannot be used, or no example is left.
+        ConfigError: ``data.turns`` is ``each``, or a setting does not fit the tokenizer.
+        ModelError: the chat template lacks the prefix property, or the tokenizer has no EOS token.
+    """
+
+    def __init__(
+        self,
+        config: PreferenceDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        kind: PreferenceKind,
+        max_tokens: int,
+        seed: int,
+        processor: Any = None,
+    ) -> None:
+        if config.turns == "each":
+            problem = "data.turns: each makes examples of single turns, which have no rank"
+            raise ConfigError(f"{problem}; set data.turns: all or last")
+        check_format(config.columns)
+        self.config = config
+        self.kind = kind
+        self.max_tokens = max_tokens
+        self.encoder = ChatEncoder(config, tokenizer, processor)
+        self.turns = TurnEncoder(config, self.encoder)
+        self._sources = Sources(
+            config, self.encoder.reads, partial(read_preference, columns=config.columns)
+        )
+        self.counts = self._sources.counts
+        self.counts.update(truncated=0, overlong=0, special_tokens=0)
+        self.counts[CUT_TOKENS] = 0
+        self._kept: Columns = {name: array(code) for name, code in COLUMNS.items()}
+        # Item numbers by stored example. Most have no media, so it is no column.
+        self._media: dict[int, list[tuple[int, ...]]] = {}
+        self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
+        self._unknown = UnknownText(tokenizer)
+        options = {"max_tokens": max_tokens, "kind": kind}
+        cache = token_cache_of(config, tokenizer, "preferences", options, processor)
+        self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
+        self.counts["examples"] = len(self._order)
+
+    def __getitem__(self, i: int) -> PreferenceExample:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"example {i} of {len(self)}")
+        k = int(self._order[i])
+        first, *others = self._sequences(k)
+        prompt_ids, _ = self._tokens(first)
+        example = PreferenceExample(
+            prompt_ids=prompt_ids,
+            responses=[self._response(s) for s in others],
+            id=self._ids[i],
+            weight=float(self._kept["weight"][k]),
+        )
+        if k in self._media:
+            self._attach(k, example)
+        return example
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Return the unique id of each example, in the order of the dataset."""
+        return self._ids
+
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest prompt with one response."""
+        ends = np.asarray(self._kept["ends"], dtype=np.int64)
+        lengths = np.diff(ends, prepend=0)
+        groups = np.asarray(self._kept["groups"], dtype=np.int64)
+        starts = np.concatenate([[0], groups[:-1]])
+        rows = np.repeat(starts, groups - starts)
+        whole = lengths + lengths[rows]
+        whole[starts] = 0
+        return int(whole.max())
+
+    @property
+    def is_weighted(self) -> bool:
+        """Return True if any example has a weight other than 1."""
+        return bool((np.asarray(self._kept["weight"]) != 1.0).any())
+
+    def require(self, column: Literal["rating", "margin"]) -> None:
+        """Check that every response has a ``rating`` or ``margin``.
+
+        Raises ``DataError`` with the location of the first response that has none.
+        """
+        absent = np.flatnonzero(np.isnan(np.asarray(self._kept[column], dtype=np.float64)))
+        if not len(absent):
+            return
+        groups = np.asarray(self._kept["groups"], dtype=np.int64)
+        k = int(np.searchsorted(groups, absent[0], side="right"))
+        where = self._sources.where(int(self._kept["source"][k]), int(self._kept["row"][k]))
+        raise DataError(
+            f"{where}: the row has no {column}, which the loss needs for every response"
+        )
+
+    def _sequences(self, k: int) -> range:
+        groups = self._kept["groups"]
+        return range(int(groups[k - 1]) if k else 0, int(groups[k]))
+
+    def _tokens(self, s: int) -> tuple[list[int], list[bool]]:
+        ends = self._kept["ends"]
+        part = slice(int(ends[s - 1]) if s else 0, int(ends[s]))
+        trained = [bool(t) for t in self._kept["trained"][part]]
+        return self._kept["tokens"][part].tolist(), trained
+
+    def _response(self, s: int) -> PreferenceResponse:
+        token_ids, trained = self._tokens(s)
+        is_labelled = self.kind == "labelled"
+        rating, margin = float(self._kept["rating"][s]), float(self._kept["margin"][s])
+        return PreferenceResponse(
+            token_ids,
+            trained,
+            rank=None if is_labelled else int(self._kept["rank"][s]),
+            desirable=bool(self._kept["desirable"][s]) if is_labelled else None,
+            rating=None if rating != rating else rating,
+            margin=None if margin != margin else margin,
+        )
+
+    def _attach(self, k: int, example: PreferenceExample) -> None:
+        """Load the media of stored example ``k``. Raises ``MalformedRow``."""
+        assert self.encoder.media is not None
+        row = self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+        for response, record, numbers in zip(example.responses, row.responses, self._media[k]):
+            items = [record.media[n] for n in numbers]
+            parts = (example.prompt_ids, response.token_ids)
+            media = self.encoder.media.split(items, parts, record.where)
+            # equal for all responses: they continue the same prompt
+            example.prompt_media, response.media = media
+
+    def _add(self, source: int, chunk: Sequence[tuple[int, PreferenceRow]]) -> list[str]:
+        """Encode rows and store the examples that fit. Return their names."""
+        groups = list(self._groups(chunk))
+        shown = [self.turns.texts(group.parts) for group in groups]
+        good: list[_Group] = []
+        for group, texts in self._sources.made(groups, self.encoder.expanded(shown)):
+            self.turns.expand(group.parts, texts)
+            good.append(group)
+        known = self.turns.encode(list(itertools.chain.from_iterable(g.parts for g in good)))
+        names = []
+        for group in good:
+            try:
+                kept = self._keep(source, group, known)
+            except MalformedRow as error:
+                self._sources.skip(error)
+                continue
+            if kept:
+                names.append(group.record.id or f"{self._sources.names[source]}/{group.row}")
+        return names
+
+    def _groups(self, chunk: Sequence[tuple[int, PreferenceRow]]) -> Iterator[_Group]:
+        """Yield the rows that the losses can read, with their texts."""
+        for row, record in chunk:
+            try:
+                judged = labelled(record) if self.kind == "labelled" else ranked(record)
+                parts = [self.turns.continuation(response) for response in record.responses]
+                self._check_words(record)
+            except MalformedRow as error:
+                self._sources.skip(error)
+                continue
+            yield _Group(row, record, parts, judged)
+
+    def _check_words(self, row: PreferenceRow) -> None:
+        """Raise ``MalformedRow`` if a response consists of special tokens alone."""
+        for record, name in zip(row.responses, row.names):
+            said = [m for m in record.messages[record.asked :] if m["role"] == "assistant"]
+            if any(len(message) > 2 for message in said):
+                continue
+            words = "".join(message["content"] for message in said)
+            for token in self.encoder.tokenizer.all_special_tokens:
+                words = words.replace(token, "")
+            if not words.strip():
+                raise MalformedRow(f"{row.where}: {name} contains only special tokens")
+
+    def _keep(self, source: int, group: _Group, known: Mapping[str, Tokens]) -> bool:
+        """Store an example if it fits or can be cut. Return True if it was stored.
+
+        Raises ``MalformedRow`` if responses of different ranks have equal tokens.
+        """
+        prompt = self.turns.prompt_tokens(group.parts[0], known)
+        responses: list[tuple[Tokens, list[bool]]] = []
+        for part in group.parts:
+            ids, trained = self.turns.tokens(part, known)
+            # every continuation begins with the tokens of its prompt
+            assert ids[: len(prompt)] == prompt
+            responses.append((ids[len(prompt) :], trained[len(prompt) :]))
+        for name, (_, trained) in zip(group.record.names, responses):
+            if not any(trained):
+                raise MalformedRow(f"{group.record.where}: {name} has no token to train on")
+        if equal := _equal(group, responses):
+            problem = f"{equal} have equal tokens, but one is better"
+            raise MalformedRow(f"{group.record.where}: {problem}")
+        fitting = self._fitting(group, len(prompt), responses)
+        if fitting is None:
+            return False
+        self._store(source, group, prompt, fitting)
+        text = "".join(itertools.chain.from_iterable(part.texts for part in group.parts))
+        ids = [*prompt, *itertools.chain.from_iterable(ids for ids, _ in fitting)]
+        note_text(self.counts, self._unknown.count(text, ids), len(ids), source, group.row)
+        for part in group.parts:
+            self.counts["special_tokens"] += any(map(self.encoder.is_shielded, part.turns[-1]))
+        return True
+
+    def _fitting(
+        self, group: _Group, asked: int, responses: Sequence[tuple[Tokens, list[bool]]]
+    ) -> list[tuple[Tokens, list[bool]]] | None:
+        """Return the responses, cut at the length limit, or None for a row that is left out.
+
+        Args:
+            group: the row.
+            asked: number of tokens of the prompt.
+            responses: tokens and training mask of each response.
+
+        Raises:
+            DataError: ``data.overlong_prompts`` is ``error`` and a response is too long.
+        """
+        room = self.max_tokens - asked
+        longest = asked + max(len(ids) for ids, _ in responses)
+        if longest <= self.max_tokens:
+            return list(responses)
+        cut: list[tuple[Tokens, list[bool]]] = []
+        may_cut = self.config.overlong_prompts == "truncate" and room > 0
+        for ids, trained in responses if may_cut else ():
+            # media cannot be cut: their placeholders must fit their features
+            may_cut = may_cut and self.encoder.placeholders.isdisjoint(ids[room:])
+            # a response without a trained token would teach nothing
+            may_cut = may_cut and any(trained[:room])
+            cut.append((ids[:room], trained[:room]))
+        if not may_cut or _equal(group, cut):
+            self._sources.overlong(group.record.where, longest, self.max_tokens, "max_tokens")
+            return None
+        lost = [len(ids) - room for ids, _ in responses if len(ids) > room]
+        self.counts["truncated"] += len(lost)
+        self.counts[CUT_TOKENS] += sum(lost)
+        return cut
+
+    def _store(
+        self,
+        source: int,
+        group: _Group,
+        prompt: Tokens,
+        responses: Sequence[tuple[Tokens, list[bool]]],
+    ) -> None:
+        kept, record = self._kept, group.record
+        if any(part.items for part in group.parts):
+            self._media[len(kept["groups"])] = [part.items for part in group.parts]
+        count = len(responses)
+        # the first entry of each column belongs to the prompt, and is never read
+        ratings = [0.0, *(record.ratings or [ABSENT] * count)]
+        margins = [0.0, *(record.margins or [ABSENT] * count)]
+        sequences = [(prompt, [False] * len(prompt)), *responses]
+        for k, (ids, trained) in enumerate(sequences):
+            judged = group.judged[k - 1] if k else 0
+            kept["tokens"].extend(ids)
+            kept["trained"].extend(trained)
+            kept["ends"].append(len(kept["tokens"]))
+            kept["rank"].append(0 if self.kind == "labelled" else judged)
+            kept["desirable"].append(judged if self.kind == "labelled" else 0)
+            kept["rating"].append(ratings[k])
+            kept["margin"].append(margins[k])
+        kept["groups"].append(len(kept["ends"]))
+        kept["weight"].append(record.weight)
+        kept["source"].append(source)
+        kept["row"].append(group.row)
+
+
+def _equal(group: _Group, responses: Sequence[tuple[Tokens, list[bool]]]) -> str:
+    """Return the names of two equal responses of different ranks or labels, or an empty text."""
+    judged = zip(group.record.names, responses, group.judged)
+    for one, other in itertools.combinations(judged, 2):
+        if one[1] == other[1] and one[2] != other[2]:
+            return f"{one[0]} and {other[0]}"
+    return ""
