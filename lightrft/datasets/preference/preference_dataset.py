@@ -184,9 +184,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         self.counts["examples"] = len(self._order)
 
     def __getitem__(self, i: int) -> PreferenceExample:
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"example {i} of {len(self)}")
-        k = int(self._order[i])
+        k, _ = self._stored(i, "example")
         first, *others = self._sequences(k)
         prompt_ids, _ = self._tokens(first)
         example = PreferenceExample(
