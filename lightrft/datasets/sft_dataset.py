@@ -168,17 +168,12 @@ class SFTDataset(EncodedDataset[Example]):
             self._sources.skip(no_answer(record))
             return False
         if len(ids) > self.max_tokens:
-            # media cannot be cut: their placeholders must fit their features
-            lost = ids[self.max_tokens :]
-            may_cut = self.config.overlong_prompts == "truncate"
-            may_cut = may_cut and self.encoder.placeholders.isdisjoint(lost)
-            # An example without a trained token would teach nothing.
-            if not may_cut or not any(trained[: self.max_tokens]):
+            cut = self.turns.cut(ids, trained, self.max_tokens)
+            if cut is None:
                 self._sources.overlong(record.where, len(ids), self.max_tokens, "max_tokens")
                 return False
             self.counts["truncated"] += 1
-            ids = ids[: self.max_tokens]
-            trained = trained[: self.max_tokens]
+            ids, trained = cut
         self.counts["special_tokens"] += any(map(self.encoder.is_shielded, texts.turns[-1]))
         if texts.items:
             self._media[len(kept["ends"])] = (source, part.row, texts.items)

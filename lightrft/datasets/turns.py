@@ -170,6 +170,24 @@ class TurnEncoder:
             trained = [t and i not in placeholders for t, i in zip(trained, ids)]
         return ids, trained
 
+    def cut(self, ids: Tokens, trained: list[bool], room: int) -> tuple[Tokens, list[bool]] | None:
+        """Return the first tokens of a sequence and their mask, or None if it cannot be cut.
+
+        Media cannot be cut. ``data.overlong_prompts`` decides about the rest.
+
+        Args:
+            ids: the tokens of the sequence.
+            trained: the training mask of the sequence.
+            room: number of tokens to keep.
+        """
+        if self.config.overlong_prompts != "truncate" or room <= 0:
+            return None
+        # the placeholders of media must fit their features
+        if not self.encoder.placeholders.isdisjoint(ids[room:]):
+            return None
+        # a sequence without a trained token would teach nothing
+        return (ids[:room], trained[:room]) if any(trained[:room]) else None
+
     def prompt_tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> Tokens:
         """Return the tokens of the prompt that a ``continuation`` begins with."""
         return self.encoder.with_start(known[part.start])

@@ -359,14 +359,11 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         if longest <= self.max_tokens:
             return list(responses)
         cut: list[tuple[Tokens, list[bool]]] = []
-        may_cut = self.config.overlong_prompts == "truncate" and room > 0
-        for ids, trained in responses if may_cut else ():
-            # media cannot be cut: their placeholders must fit their features
-            may_cut = may_cut and self.encoder.placeholders.isdisjoint(ids[room:])
-            # a response without a trained token would teach nothing
-            may_cut = may_cut and any(trained[:room])
-            cut.append((ids[:room], trained[:room]))
-        if not may_cut or _equal(group, cut):
+        for ids, trained in responses:
+            shorter = self.turns.cut(ids, trained, room)
+            if shorter is not None:
+                cut.append(shorter)
+        if len(cut) < len(responses) or _equal(group, cut):
             self._sources.overlong(group.record.where, longest, self.max_tokens, "max_tokens")
             return None
         lost = [len(ids) - room for ids, _ in responses if len(ids) > room]
