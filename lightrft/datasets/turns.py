@@ -107,8 +107,14 @@ class TurnEncoder:
 
         The record has a response that begins with an assistant turn.
 
-        Raises ``MalformedRow`` if there is no response to train on.
+        Raises ``MalformedRow`` if there is no response to train on, or if it has several messages
+        and no chat template is in use.
         """
+        count = len(record.messages) - record.asked
+        if not self.encoder.chat and count > 1:
+            problem = f"a response of {count} messages needs a chat template, and none is in use"
+            way_out = "set model.chat_template to a template file"
+            raise MalformedRow(f"{record.where}: {problem}; {way_out}")
         (part,) = self.parts(record)
         part.start = part.turns[0][0]
         several = isinstance(record.response, list)

@@ -131,7 +131,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
     * ``overlong``: rows dropped because prompt and response exceed ``max_tokens``.
     * ``truncated``: responses cut at the end.
     * ``truncated/tokens``: tokens that were cut off. ``row_warnings.is_plain`` leaves it out.
-    * ``special_tokens``: responses that spell a special token as text.
+    * ``special_tokens``: rows that spell a special token as text.
     * ``examples``: the length of the dataset.
 
     Args:
@@ -334,12 +334,25 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         if fitting is None:
             return False
         self._store(source, group, prompt, fitting)
-        text = "".join(itertools.chain.from_iterable(part.texts for part in group.parts))
-        ids = [*prompt, *itertools.chain.from_iterable(ids for ids, _ in fitting)]
-        note_text(self.counts, self._unknown.count(text, ids), len(ids), source, group.row)
-        for part in group.parts:
-            self.counts["special_tokens"] += any(map(self.encoder.is_shielded, part.turns[-1]))
+        self._note(source, group, prompt, fitting)
         return True
+
+    def _note(
+        self,
+        source: int,
+        group: _Group,
+        prompt: Tokens,
+        responses: Sequence[tuple[Tokens, list[bool]]],
+    ) -> None:
+        """Count unknown text and spelled special tokens of a stored row."""
+        # the prompt once, as it is stored
+        texts = [group.parts[0].start]
+        for part in group.parts:
+            texts.append(part.turns[-1][1].removeprefix(part.start))
+        ids = [*prompt, *itertools.chain.from_iterable(ids for ids, _ in responses)]
+        unknown = self._unknown.count("".join(texts), ids)
+        note_text(self.counts, unknown, len(ids), source, group.row)
+        self.counts["special_tokens"] += any(map(self.encoder.is_shielded, texts))
 
     def _fitting(
         self, group: _Group, asked: int, responses: Sequence[tuple[Tokens, list[bool]]]

@@ -155,6 +155,20 @@ def test_without_a_chat_template_text_is_continued_as_it_stands(examples: Make) 
     ]
 
 
+def test_without_a_chat_template_a_response_of_several_turns_is_refused(examples: Make) -> None:
+    row = {"prompt": "1?", "chosen": TALK, "rejected": OTHER}
+    with pytest.raises(DataError, match=r"line 1: a response of 5 messages needs a chat template"):
+        examples([row], bos_tokenizer())
+
+
+def test_spelled_special_tokens_and_unknown_text_are_counted_once_a_row(examples: Make) -> None:
+    rows = [{**PAIR, "prompt": "<|im_end|>?"}, {**PAIR, "chosen": "<|im_end|> one"}, PAIR]
+    data = examples(rows)
+    assert data.counts["special_tokens"] == 2
+    stored = sum(len(e.prompt_ids) + sum(len(r.token_ids) for r in e.responses) for e in data)
+    assert data.counts["tokens"] == stored
+
+
 TEXT = st.text("ab <|>\n", min_size=1, max_size=8).filter(str.strip)
 WORDS = st.lists(TEXT, min_size=2, max_size=4, unique_by=str.strip)
 
