@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from lightrft.config.algorithm import DistillConfig
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.models.actor import Actor
 from lightrft.models.divergence import Target
-from lightrft.roles import FrozenModel, Roles
+from lightrft.roles import AdapterFreeReference, FrozenModel, Roles
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
@@ -93,20 +93,45 @@ def distillation_targets(
     Raises:
         ConfigError: If the teacher cannot return full distributions.
     """
-    teacher = roles.teacher
-    if teacher is None or not settings.whole:
+    if not settings.whole:
         return lambda part: None
-    options: dict[str, Any] = {
-        "temperature": settings.temperature or temperature,
-        "beta": settings.beta,
-    }
-    if isinstance(teacher, FrozenModel):
-        options["head"] = gathered_head(teacher.model, roles.strategy)
-        return lambda part: teacher.model.target(part, settings.kind, **options)
-    if isinstance(teacher, DistillationTeacher):
-        return lambda part: teacher.target(part, settings.kind, **options)
+    options = {"temperature": settings.temperature or temperature, "beta": settings.beta}
+    return target_of(roles.teacher, roles, settings.kind, **options)
+
+
+def target_of(
+    model: object, roles: Roles, kind: str, **options: float
+) -> Callable[[Batch], Target | None]:
+    """Return a function from a micro-batch to the distributions of ``model`` at its tokens.
+
+    Every rank must call ``target_of`` and the returned function.
+
+    Args:
+        model: A frozen model or a remote teacher. ``None`` has no distributions.
+        roles: Gives the strategy.
+        kind: Name of the divergence.
+        options: ``temperature`` and ``beta`` of the divergence.
+
+    Raises:
+        ConfigError: If ``model`` cannot return full distributions.
+    """
+    if model is None:
+        return lambda part: None
+    if isinstance(model, FrozenModel):
+        frozen, head = model.model, gathered_head(model.model, roles.strategy)
+        return lambda part: frozen.target(part, kind, head=head, **options)
+    if isinstance(model, AdapterFreeReference):
+        actor, own_head = model.actor, gathered_head(model.actor, roles.strategy)
+
+        def without_adapters(part: Batch) -> Target:
+            with actor.reference():
+                return actor.target(part, kind, head=own_head, **options)
+
+        return without_adapters
+    if isinstance(model, DistillationTeacher):
+        return lambda part: model.target(part, kind, **options)
     raise ConfigError(
-        f"algorithm.distill.kind = {settings.kind} compares whole distributions, which this "
+        f"algorithm.distill.kind = {kind} compares whole distributions, which this "
         "teacher cannot tell; set algorithm.distill.kind=sampled"
     )
 

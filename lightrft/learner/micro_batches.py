@@ -58,7 +58,7 @@ def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[T
 
 
 def local_micro_batches(
-    batch: Batch, budget: int, layout: str, ranks: ProcessGroup
+    batch: Batch, budget: int, layout: str, ranks: ProcessGroup, *, cut: bool = True
 ) -> list[Tensor]:
     """Return this rank's part of ``micro_batches``; over all ranks every row occurs once.
 
@@ -70,12 +70,13 @@ def local_micro_batches(
         budget: Largest number of tokens of a micro-batch.
         layout: Layout of the model's inputs.
         ranks: The data-parallel group.
+        cut: If False, no group is cut to balance the ranks. A group above ``budget`` is still cut.
     """
     if ranks.size == 1:
         return micro_batches(batch, budget, layout)
     parts: list[list[Tensor]] = []
     # For all ranks, on each rank: it tells the largest number without communication.
-    for rows in balance_across_ranks(batch, layout, ranks.size):
+    for rows in balance_across_ranks(batch, layout, ranks.size, cut=cut):
         indices = micro_batches(batch.select(rows), budget, layout)
         parts.append([rows[index] for index in indices])
     empty = torch.zeros(0, dtype=torch.long)
@@ -84,7 +85,9 @@ def local_micro_batches(
     return mine + [empty] * missing
 
 
-def balance_across_ranks(batch: Batch, layout: str, count: int) -> list[Tensor]:
+def balance_across_ranks(
+    batch: Batch, layout: str, count: int, *, cut: bool = True
+) -> list[Tensor]:
     """Split the rows of ``batch`` into ``count`` parts of nearly equal work.
 
     Groups stay whole unless a part then exceeds ``SLACK`` times its equal share. In that case the
@@ -95,6 +98,7 @@ def balance_across_ranks(batch: Batch, layout: str, count: int) -> list[Tensor]:
         batch: The batch.
         layout: Layout of the model's inputs.
         count: Number of parts.
+        cut: If False, groups stay whole whatever the work of a part is.
     """
     cost = _cost(batch, layout)
     pieces = [_Piece(cost(prompt, rows), prompt, rows) for prompt, rows in _members(batch).items()]
@@ -106,7 +110,7 @@ def balance_across_ranks(batch: Batch, layout: str, count: int) -> list[Tensor]:
         divisible = [piece for piece in fullest if len(piece.rows) > 1]
         if not divisible:
             divisible = [piece for piece in chain.from_iterable(bins) if len(piece.rows) > 1]
-        if max(loads) <= SLACK * sum(loads) / count or not divisible:
+        if not cut or max(loads) <= SLACK * sum(loads) / count or not divisible:
             break
         largest = max(divisible, key=lambda piece: piece.cost)
         # Every other row by length, so that both halves have about the same work.
@@ -165,6 +169,12 @@ def _cost(batch: Batch, layout: str) -> Callable[[int, list[int]], int]:
         return len(rows) * prompt_length[prompt] + sum(answers)
 
     return cost
+
+
+def largest_group(batch: Batch, layout: str) -> int:
+    """Return the number of tokens of the largest group, as ``layout`` computes them."""
+    cost = _cost(batch, layout)
+    return max((cost(prompt, rows) for prompt, rows in _members(batch).items()), default=0)
 
 
 def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:

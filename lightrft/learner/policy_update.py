@@ -478,6 +478,8 @@ def optimizer_step(
     budget: int,
     loss_of: LossOf,
     additional: Sequence[tuple[Batch, LossOf]] = (),
+    *,
+    cut: bool = True,
 ) -> tuple[Tensor, Metrics]:
     """Take one optimizer step on ``batch`` and any additional batches; none if there are no rows.
 
@@ -489,6 +491,7 @@ def optimizer_step(
         budget: Largest number of tokens of a micro-batch.
         loss_of: The loss of a micro-batch of ``batch``.
         additional: Additional batches with their losses, added to the same step.
+        cut: If False, no group is cut to balance the ranks.
 
     Returns:
         The loss summed over all ranks, and all metrics.
@@ -499,7 +502,7 @@ def optimizer_step(
     layout, teams = trained.model.layout, strategy.data_parallel_group
     parts: list[tuple[Batch, LossOf, Tensor]] = []
     for each, loss_of_each in ((batch, loss_of), *additional):
-        indices = local_micro_batches(each, budget, layout, teams)
+        indices = local_micro_batches(each, budget, layout, teams, cut=cut)
         parts += [(each, loss_of_each, index) for index in indices]
     for i, (whole, loss_of_part, index) in enumerate(parts):
         loss, found = loss_of_part(whole.select(index).to(strategy.device))

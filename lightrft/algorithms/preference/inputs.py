@@ -34,6 +34,16 @@ class Responses:
     def __len__(self) -> int:
         return int(self.logprobs.numel())
 
+    def select(self, index: Tensor) -> Responses:
+        """Return the responses ``index [P]``, in this order."""
+        return Responses(
+            self.logprobs[index],
+            self.ref_logprobs[index],
+            self.tokens[index],
+            None if self.sequence_kl is None else self.sequence_kl[index],
+            None if self.wpo is None else self.wpo[index],
+        )
+
     @property
     def log_ratio(self) -> Tensor:
         """Log-ratio of policy to reference, ``[K]``."""

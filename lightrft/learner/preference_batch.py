@@ -1,0 +1,219 @@
+"""Turn a batch and its log-probs into the arguments of preference losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.preference.inputs import (
+    Labelled,
+    Pairs,
+    Preferences,
+    Ranked,
+    Responses,
+    responses_of,
+)
+from lightrft.algorithms.preference.modifiers import token_weights, wpo_weights
+from lightrft.algorithms.preference.requirements import PreferenceRequirements
+from lightrft.algorithms.running_stats import RunningStats
+from lightrft.algorithms.token_ops import TokenRows, require_column
+from lightrft.config.preference import PreferenceConfig
+from lightrft.types import CORRUPTED, GOLD, Batch
+from lightrft.utils.seeding import derive_seed
+
+MARGIN_DECAY = 0.9
+"""Decay of the margins that ``beta_dpo`` compares with (arXiv 2407.08639, section 4.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """Numbers of each response token that a loss reads, ``[N]`` each.
+
+    Attributes:
+        logprobs: Log-probs of the policy, with gradient.
+        kl: KL(reference, policy) over the vocabulary, with gradient.
+        energy: Squared norm of the log-prob's gradient in the logits.
+    """
+
+    logprobs: Tensor
+    kl: Tensor | None = None
+    energy: Tensor | None = None
+
+
+@dataclass(slots=True)
+class PreferenceStats:
+    """Numbers of a run that carry over from step to step.
+
+    Attributes:
+        rewards: Implicit rewards of all responses so far.
+        margin_mean: Moving average of the margin. ``None`` before the first step.
+        margin_std: Moving average of the standard deviation of the margins.
+    """
+
+    rewards: RunningStats = field(default_factory=RunningStats)
+    margin_mean: float | None = None
+    margin_std: float = 0.0
+
+    def include(self, data: Preferences, unit: float, beta: float) -> None:
+        """Add the numbers of a global batch.
+
+        Args:
+            data: The batch.
+            unit: Unit of the margins in log-ratios.
+            beta: The setting ``preference.beta``.
+        """
+        if isinstance(data, Pairs):
+            ratios = torch.cat([data.chosen.log_ratio, data.rejected.log_ratio]).detach()
+            margins = unit * data.log_ratio.detach()
+            self._include_margins(float(margins.mean()), float(margins.std(unbiased=False)))
+        else:
+            ratios = data.responses.log_ratio.detach()
+        self.rewards = self.rewards.including(beta * ratios)
+
+    def _include_margins(self, mean: float, std: float) -> None:
+        if self.margin_mean is None:
+            self.margin_mean, self.margin_std = mean, std
+            return
+        self.margin_mean = MARGIN_DECAY * self.margin_mean + (1 - MARGIN_DECAY) * mean
+        self.margin_std = MARGIN_DECAY * self.margin_std + (1 - MARGIN_DECAY) * std
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data."""
+        seen = self.rewards
+        numbers = [seen.count, seen.mean, seen.squares, seen.lowest, seen.highest]
+        return {"rewards": numbers, "margins": [self.margin_mean, self.margin_std]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state_dict``."""
+        self.rewards = RunningStats(*state["rewards"])
+        self.margin_mean, self.margin_std = state["margins"]
+
+
+def pair_rows(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the rows of the better and of the worse response of every pair, ``[P]`` each.
+
+    A pair is any two responses of an example with different ranks.
+    """
+    better, worse = [], []
+    for rows in _examples(batch).values():
+        ranked = [(rank, row) for rank, row in rows if rank >= 0]
+        for rank, row in ranked:
+            below = [other for other_rank, other in ranked if other_rank > rank]
+            better += [row] * len(below)
+            worse += below
+    return _index(better, batch), _index(worse, batch)
+
+
+def _examples(batch: Batch) -> dict[int, list[tuple[int, int]]]:
+    """Return ``(rank, row)`` of the responses of each example."""
+    ranks = require_column(batch.rank).tolist()
+    found: dict[int, list[tuple[int, int]]] = {}
+    for row, example in enumerate(require_column(batch.example).tolist()):
+        found.setdefault(example, []).append((ranks[row], row))
+    return found
+
+
+def _index(rows: list[int], batch: Batch) -> Tensor:
+    return torch.tensor(rows, dtype=torch.long, device=batch.prompt_of.device)
+
+
+def _rows_with(batch: Batch, rank: int, rows: Tensor) -> Tensor:
+    """Return the row with ``rank`` in the example of each row of ``rows``."""
+    special = {
+        example: row
+        for example, members in _examples(batch).items()
+        for own, row in members
+        if own == rank
+    }
+    examples = require_column(batch.example)[rows].tolist()
+    return _index([special[example] for example in examples], batch)
+
+
+def preferences_of(
+    batch: Batch,
+    columns: TokenColumns,
+    requirements: PreferenceRequirements,
+    kl: float | None = None,
+    stats: PreferenceStats | None = None,
+) -> Preferences:
+    """Build the argument of the losses.
+
+    Args:
+        batch: Responses with the columns that ``requirements`` name. Pairs must not be cut.
+        columns: Numbers of the tokens of ``batch``.
+        requirements: What the losses read.
+        kl: Mean log-ratio of mismatched pairs.
+        stats: Running numbers. ``None`` leaves them out.
+    """
+    responses = _responses(batch, columns, requirements)
+    number = responses.logprobs.new_tensor
+    shift = None if stats is None or not requirements.shift else number(stats.rewards.mean)
+    if requirements.kind == "labelled":
+        mismatched = None if kl is None else number(kl)
+        return Labelled(responses, require_column(batch.desirable), mismatched, shift)
+    if requirements.kind == "ranked":
+        kept = (require_column(batch.rank) >= 0).nonzero()[:, 0]
+        _, group_of = torch.unique(require_column(batch.example)[kept], return_inverse=True)
+        rating = None if batch.rating is None else batch.rating[kept].double()
+        return Ranked(responses.select(kept), group_of, require_column(batch.rank)[kept], rating)
+    better, worse = pair_rows(batch)
+    corrupted = gold = margin = mean = std = None
+    if requirements.corrupted:
+        corrupted = responses.select(_rows_with(batch, CORRUPTED, better))
+    if requirements.gold:
+        gold = responses.select(_rows_with(batch, GOLD, better))
+    if requirements.margin:
+        margin = require_column(batch.margin)[better].double()
+    if requirements.margin_stats and stats is not None and stats.margin_mean is not None:
+        mean, std = number(stats.margin_mean), number(stats.margin_std)
+    chosen, rejected = responses.select(better), responses.select(worse)
+    return Pairs(chosen, rejected, margin, corrupted, gold, shift, mean, std)
+
+
+def _responses(
+    batch: Batch, columns: TokenColumns, requirements: PreferenceRequirements
+) -> Responses:
+    rows = TokenRows.of(batch)
+    wpo = None
+    if requirements.collision:
+        logprobs = columns.logprobs.detach().double()
+        # energy is 1 - 2 p + sum_v p_v^2
+        collision = require_column(columns.energy).double() - 1 + 2 * logprobs.exp()
+        tiny = torch.finfo(torch.float64).tiny
+        wpo = wpo_weights(rows, logprobs, collision.clamp(min=tiny).log())
+    # A token that does not count may have a log-prob that is not finite.
+    weights = rows.mask.double() if batch.token_weights is None else batch.token_weights
+    weights = torch.where(rows.mask, weights, torch.zeros_like(weights))
+    reference = batch.ref_logprobs if requirements.reference else None
+    return responses_of(rows, columns.logprobs, reference, weights, columns.kl, wpo)
+
+
+def with_token_weights(batch: Batch, settings: PreferenceConfig, seed: int, step: int) -> Batch:
+    """Add the weights of LD-DPO and SamPO, which compare the two responses of a pair.
+
+    Args:
+        batch: A whole batch of pairs.
+        settings: The settings ``preference``.
+        seed: The setting ``run.seed``.
+        step: Number of completed steps.
+    """
+    better, worse = pair_rows(batch)
+    partner = torch.arange(len(batch))
+    partner[better], partner[worse] = worse, better
+    examples, ranks = require_column(batch.example), require_column(batch.rank)
+    seeds = [
+        derive_seed(seed, "sampo", step, example, rank)
+        for example, rank in zip(examples.tolist(), ranks.tolist())
+    ]
+    return batch.replace(token_weights=token_weights(TokenRows.of(batch), partner, settings, seeds))
+
+
+def mismatched(batch: Batch) -> Batch:
+    """Return ``batch`` with each response after the next prompt.
+
+    See KTO, arXiv 2402.01306, section 4.1. ``batch`` has at least two prompts.
+    """
+    return batch.replace(prompt_of=(batch.prompt_of + 1) % len(batch.prompts))

@@ -1,0 +1,323 @@
+"""Take a step of preference learning: losses of pairs, of labelled and of ranked responses.
+
+A loss is a function of the log-probs of all responses. If it compares the responses of an example
+alone and each example fits in a micro-batch, one pass computes loss and gradient. Otherwise a first
+pass computes the log-probs without gradient. The derivative of the loss in each log-prob then
+weights the tokens of a second pass. Loss and gradient are the same in both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.nonfinite_tokens import without_tokens
+from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences
+from lightrft.algorithms.preference.objective import (
+    PreferenceTerm,
+    preference_loss,
+    preference_terms,
+    units_of,
+)
+from lightrft.algorithms.preference.requirements import PreferenceRequirements
+from lightrft.algorithms.token_ops import TokenRows, require_column, weighted_sum
+from lightrft.config.preference import PreferenceConfig
+from lightrft.learner.distillation import target_of
+from lightrft.learner.forward_passes import MicroBatches, compute_logprobs, verify_layouts
+from lightrft.learner.micro_batches import largest_group, local_micro_batches
+from lightrft.learner.policy_update import LossOf, optimizer_step
+from lightrft.learner.preference_batch import (
+    PreferenceStats,
+    TokenColumns,
+    mismatched,
+    pair_rows,
+    preferences_of,
+    with_token_weights,
+)
+from lightrft.models.actor import TokenScores
+from lightrft.models.divergence import Target
+from lightrft.observability.metrics import Mean, Metrics, Sum
+from lightrft.roles import Roles
+from lightrft.types import Batch, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceSettings:
+    """The settings of a step.
+
+    Attributes:
+        preference: The settings ``preference``.
+        requirements: What the losses read.
+        max_tokens: The setting ``train.max_tokens_per_micro_batch``.
+        seed: The setting ``run.seed``.
+    """
+
+    preference: PreferenceConfig
+    requirements: PreferenceRequirements
+    max_tokens: int
+    seed: int
+
+
+def preference_step(
+    roles: Roles, batch: Batch, settings: PreferenceSettings, stats: PreferenceStats, step: int
+) -> Metrics:
+    """Take one optimizer step on the losses of the global batch.
+
+    Args:
+        roles: The policy, the reference and the strategy.
+        batch: The global batch, identical on all ranks.
+        settings: The settings of the step.
+        stats: Numbers that carry over between steps.
+        step: Number of completed steps.
+    """
+    requirements = settings.requirements
+    verify_layouts(roles, batch)
+    batch = with_reference(batch, roles, settings)
+    if requirements.partner:
+        batch = with_token_weights(batch, settings.preference, settings.seed, step)
+    kl = mismatched_kl(batch, roles, settings) if requirements.kl else None
+    metrics = Metrics()
+    if kl is not None:
+        metrics.add("preference/mismatched_kl", Mean(kl))
+    target = target_of(roles.reference if requirements.sequence_kl else None, roles, "forward_kl")
+    objective = _Objective(roles, settings, kl, stats, _totals(batch, settings), target)
+    if coupled(batch, settings, roles.actor.layout):
+        batch, loss, found = objective.linearised(batch)
+        _, more = _step(roles, batch, settings, objective.linear_loss, cut=True)
+        metrics.merge(found)
+    else:
+        # The rows of an example meet in one micro-batch. Labelled responses need no partner.
+        alone = requirements.kind == "labelled"
+        loss, more = _step(roles, batch, settings, objective.loss, cut=alone)
+    metrics.merge(more)
+    metrics.add("loss", Mean(loss))
+    return metrics
+
+
+def _step(
+    roles: Roles, batch: Batch, settings: PreferenceSettings, loss_of: LossOf, *, cut: bool
+) -> tuple[Tensor, Metrics]:
+    return optimizer_step(
+        "policy", roles.strategy, roles.policy, batch, settings.max_tokens, loss_of, cut=cut
+    )
+
+
+def coupled(batch: Batch, settings: PreferenceSettings, layout: str) -> bool:
+    """Return whether the loss of a micro-batch depends on other micro-batches.
+
+    Args:
+        batch: The global batch.
+        settings: The settings of the step.
+        layout: Layout of the model's inputs.
+    """
+    requirements = settings.requirements
+    # The running numbers include the batch that they are read for.
+    if requirements.whole_batch or requirements.shift or requirements.margin_stats:
+        return True
+    if requirements.kind == "labelled":
+        return False
+    # A corrupted prompt is another prompt, so that its response may come to another micro-batch.
+    return requirements.corrupted or largest_group(batch, layout) > settings.max_tokens
+
+
+def with_reference(batch: Batch, roles: Roles, settings: PreferenceSettings) -> Batch:
+    """Add the reference's log-probs, unless the batch has them or no loss reads them.
+
+    Args:
+        batch: The global batch.
+        roles: The reference and the strategy.
+        settings: The settings of the step.
+    """
+    if not settings.requirements.reference or batch.ref_logprobs is not None:
+        return batch
+    if roles.reference is None:
+        raise ValueError("a loss reads the reference's log-probs, and the run has no reference")
+    return batch.replace(
+        ref_logprobs=compute_logprobs(roles.reference, batch, roles, settings.max_tokens, 1.0)
+    )
+
+
+def mismatched_kl(batch: Batch, roles: Roles, settings: PreferenceSettings) -> float:
+    """Return the mean log-ratio of policy to reference over mismatched prompts and responses.
+
+    Args:
+        batch: The global batch.
+        roles: The policy, the reference and the strategy.
+        settings: The settings of the step.
+    """
+    other = mismatched(batch).replace(ref_logprobs=None)
+    other = with_reference(other, roles, settings)
+    logprobs = compute_logprobs(roles.actor, other, roles, settings.max_tokens, 1.0)
+    gap = logprobs.double() - require_column(other.ref_logprobs).double()
+    rows = TokenRows.of(other.replace(sampled=other.mask & torch.isfinite(gap)))
+    return float(rows.sum(gap).mean())
+
+
+def _totals(batch: Batch, settings: PreferenceSettings) -> list[float]:
+    """Return the divisor of each term, over the global batch."""
+    nothing = torch.zeros(batch.tokens)
+    columns = TokenColumns(nothing, nothing, torch.ones_like(nothing))
+    plain = batch.replace(ref_logprobs=nothing)
+    data = preferences_of(plain, columns, settings.requirements, 0.0)
+    weights = _example_weights(plain, data)
+    totals = []
+    for part in settings.preference.losses:
+        units = units_of(part, data)
+        totals.append(float((units if weights is None else units * weights).sum()))
+    return totals
+
+
+def _example_weights(batch: Batch, data: Preferences) -> Tensor | None:
+    """Return the weight of each pair, labelled response or group; ``None`` is 1."""
+    if batch.example_weights is None:
+        return None
+    weights = batch.example_weights.double()
+    if isinstance(data, Labelled):
+        return weights
+    if isinstance(data, Pairs):
+        return weights[pair_rows(batch)[0]]
+    ranked = (require_column(batch.rank) >= 0).nonzero()[:, 0]
+    first = torch.unique(data.group_of, return_inverse=True)[1]
+    own = weights.new_zeros(len(data))
+    # All responses of an example have its weight.
+    return own.index_copy(0, first, weights[ranked])
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    """The loss of one step.
+
+    Attributes:
+        roles: The policy, the reference and the strategy.
+        settings: The settings of the step.
+        kl: Mean log-ratio of mismatched pairs.
+        stats: Numbers that carry over between steps.
+        totals: The divisor of each term.
+        target: Returns the reference's distributions at the tokens of a micro-batch, if a loss
+            reads them.
+    """
+
+    roles: Roles
+    settings: PreferenceSettings
+    kl: float | None
+    stats: PreferenceStats
+    totals: list[float]
+    target: Callable[[Batch], Target | None]
+
+    def loss(self, part: Batch) -> tuple[Tensor, Metrics]:
+        """Return the contribution of ``part`` to the loss, and its metrics."""
+        scores = self._scores(part)
+        return self._loss_of(part, TokenColumns(scores.logprobs, scores.divergence, scores.energy))
+
+    def linear_loss(self, part: Batch) -> tuple[Tensor, Metrics]:
+        """Return a sum with the gradient of the loss. ``part`` has the weights of its tokens."""
+        scores = self._scores(part, energy=False)
+        loss = weighted_sum(scores.logprobs, part)
+        if scores.divergence is not None:
+            loss = loss + weighted_sum(scores.divergence, part, part.kl_weights)
+        return loss, Metrics()
+
+    def linearised(self, batch: Batch) -> tuple[Batch, Tensor, Metrics]:
+        """Compute the loss of the global batch, and its derivative in each token's numbers.
+
+        Returns:
+            ``batch`` with the derivatives as weights, the loss, and its metrics.
+        """
+        columns = self._columns(batch)
+        columns.logprobs.requires_grad_()
+        if columns.kl is not None:
+            columns.kl.requires_grad_()
+        requirements, preference = self.settings.requirements, self.settings.preference
+        if requirements.shift or requirements.margin_stats:
+            seen = preferences_of(batch, columns, requirements, self.kl)
+            unit = margin_unit(preference)
+            self.stats.include(seen, unit, preference.beta)
+        loss, metrics = self._loss_of(batch, columns)
+        loss.backward()
+        kl = None if columns.kl is None else columns.kl.grad
+        return batch.replace(loss_weights=columns.logprobs.grad, kl_weights=kl), loss, metrics
+
+    @torch.no_grad()
+    def _columns(self, batch: Batch) -> TokenColumns:
+        """Compute the numbers of all tokens, in micro-batches over all ranks."""
+        roles, teams = self.roles, self.roles.strategy.data_parallel_group
+        found = {name: MicroBatches() for name in ("logprobs", "divergence", "energy")}
+        for index in local_micro_batches(
+            batch, self.settings.max_tokens, roles.actor.layout, teams
+        ):
+            scores = self._scores(batch.select(index).to(roles.device))
+            places = rows_of(batch.lengths, index)
+            for name, column in found.items():
+                values = getattr(scores, name)
+                if values is not None:
+                    column.put(places, values)
+        requirements = self.settings.requirements
+        wanted = {"divergence": requirements.sequence_kl, "energy": requirements.collision}
+        columns = {
+            name: teams.sum(column.column(batch.tokens))
+            for name, column in found.items()
+            if wanted.get(name, True)
+        }
+        return TokenColumns(columns["logprobs"], columns.get("divergence"), columns.get("energy"))
+
+    def _scores(self, part: Batch, *, energy: bool = True) -> TokenScores:
+        wanted = energy and self.settings.requirements.collision
+        return self.roles.actor.score(
+            part, temperature=1.0, energy=wanted, target=self.target(part)
+        )
+
+    def _loss_of(self, part: Batch, columns: TokenColumns) -> tuple[Tensor, Metrics]:
+        requirements, preference = self.settings.requirements, self.settings.preference
+        lost = part.mask & ~torch.isfinite(columns.logprobs.detach())
+        if part.ref_logprobs is not None:
+            lost = lost | (part.mask & ~torch.isfinite(part.ref_logprobs))
+        part = without_tokens(part, lost)
+        data = preferences_of(part, columns, requirements, self.kl, self.stats)
+        if not len(data):
+            # An empty micro-batch of a rank without work: the backward pass is collective.
+            return columns.logprobs.sum() * 0, Metrics()
+        terms = preference_terms(data, preference)
+        loss = preference_loss(terms, _example_weights(part, data), self.totals)
+        metrics = preference_metrics(data, terms, preference.beta)
+        metrics.add("preference/nonfinite_tokens", Sum(lost.sum()))
+        return loss, metrics
+
+
+def margin_unit(preference: PreferenceConfig) -> float:
+    """Return the unit of the margins that ``beta_dpo`` reads, in log-ratios."""
+    for part in preference.losses:
+        if part.name == "beta_dpo" and part.options.get("margin", "reward") == "log_ratio":
+            return 1.0
+    return preference.beta
+
+
+def preference_metrics(
+    data: Preferences, terms: tuple[PreferenceTerm, ...], beta: float
+) -> Metrics:
+    """Return the implicit rewards, the accuracy of their order, and the mean of each loss.
+
+    Args:
+        data: The argument of the losses.
+        terms: The losses.
+        beta: Scale of the implicit reward.
+    """
+    metrics = Metrics()
+    for term in terms:
+        mean = Mean(term.losses.detach().sum(), term.units.sum())
+        metrics.add(f"preference/loss/{term.name}", mean)
+    if isinstance(data, Pairs):
+        chosen, rejected = beta * data.chosen.log_ratio, beta * data.rejected.log_ratio
+        metrics.add("preference/reward_chosen", Mean.of(chosen))
+        metrics.add("preference/reward_rejected", Mean.of(rejected))
+        metrics.add("preference/margin", Mean.of(chosen - rejected))
+        metrics.add("preference/accuracy", Mean.of((chosen > rejected).double()))
+        metrics.add("preference/logprobs_chosen", Mean.of(data.chosen.logprobs))
+        metrics.add("preference/logprobs_rejected", Mean.of(data.rejected.logprobs))
+    elif isinstance(data, Labelled):
+        rewards = beta * data.responses.log_ratio
+        metrics.add("preference/reward_desirable", Mean.of(rewards, data.desirable))
+        metrics.add("preference/reward_undesirable", Mean.of(rewards, ~data.desirable))
+    return metrics
