@@ -461,15 +461,19 @@ def bare_names(key: str) -> BeforeValidator:
 
     An item of the tuple may be a bare name too, and a single branch needs no list around it.
     """
+    return BeforeValidator(functools.partial(full_branches, key))
 
-    def full(parts: object) -> object:
-        if isinstance(parts, str | dict | Settings):
-            parts = [parts]
-        if not isinstance(parts, list | tuple):
-            return parts  # reported by the validation of the field
-        return [{key: part} if isinstance(part, str) else part for part in parts]
 
-    return BeforeValidator(full)
+def full_branches(key: str, parts: object) -> object:
+    """Return ``parts`` as a list of branches, with ``{key: a}`` for a bare name ``a``.
+
+    Anything else is returned as it is, for the validation of the field to report.
+    """
+    if isinstance(parts, str | dict | Settings):
+        parts = [parts]
+    if not isinstance(parts, list | tuple):
+        return parts
+    return [{key: part} if isinstance(part, str) else part for part in parts]
 
 
 Components = Annotated[tuple[ComponentConfig, ...], bare_names("name")]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import NamedFunction, Settings, _full_parts, deep_merge
+from lightrft.config.base import (
+    NamedFunction,
+    Settings,
+    Tree,
+    bare_names,
+    deep_merge,
+    full_branches,
+    is_branch,
+)
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
+from lightrft.utils.errors import did_you_mean
 
 
 class PreferenceLossConfig(NamedFunction):
@@ -76,7 +84,7 @@ class PreferenceConfig(Settings):
     preset: str | None = None
     """Published row of settings to start from. ``null`` starts from the defaults, which are those
     of DPO."""
-    losses: tuple[PreferenceLossConfig, ...] = Field(
+    losses: Annotated[tuple[PreferenceLossConfig, ...], bare_names("name")] = Field(
         (PreferenceLossConfig(name="sigmoid"),), min_length=1
     )
     """Losses whose weighted sum is minimised. All of one kind: of pairs, of labelled responses or
@@ -106,29 +114,24 @@ class PreferenceConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_first(cls, tree: Any) -> Any:
+    def _preset_first(cls, tree: object) -> object:
+        """Put the settings that are given over the row of the preset."""
         tree = {"preset": tree} if isinstance(tree, str) else tree
-        if not isinstance(tree, dict):
+        if not is_branch(tree) or tree.get("preset") is None:
             return tree
-        tree = dict(tree)  # the caller's tree stays as it is
-        if "losses" in tree:
-            tree["losses"] = _full_parts(tree["losses"])
-        name = tree.get("preset")
-        if name is None:
-            return tree
-        if name not in PREFERENCE_PRESETS:
-            near = difflib.get_close_matches(str(name), PREFERENCE_PRESETS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+        name = str(tree["preset"])
+        row = PREFERENCE_PRESETS.get(name)
+        if row is None:
+            hint = did_you_mean(name, PREFERENCE_PRESETS) or "."
             known = ", ".join(sorted(PREFERENCE_PRESETS))
             raise ValueError(f"unknown preset {name!r}{hint} Known: {known}")
-        row = PREFERENCE_PRESETS[name]
         merged = deep_merge(row, tree)
         if "losses" in tree:
             merged["losses"] = _merged_losses(name, row["losses"], tree["losses"])
         return merged
 
 
-def _merged_losses(preset: str, losses: list[dict[str, Any]], given: Any) -> Any:
+def _merged_losses(preset: str, losses: list[Tree], given: object) -> object:
     """Return ``given`` on top of the losses of a preset.
 
     The numbers of a preset are meant for its own losses, so other losses are an error.
@@ -138,24 +141,18 @@ def _merged_losses(preset: str, losses: list[dict[str, Any]], given: Any) -> Any
         losses: Its losses.
         given: The losses next to the preset; anything but a list is left to the validation.
     """
-    if not isinstance(given, list | tuple):
-        return given
+    parts = full_branches("name", given)
+    if not isinstance(parts, list):
+        return parts
+    trees = [
+        part.model_dump() if isinstance(part, PreferenceLossConfig) else part for part in parts
+    ]
     names = [part["name"] for part in losses]
-    given_names = [_name_of(part) for part in given]
+    given_names = [str(part.get("name")) if is_branch(part) else str(part) for part in trees]
     if given_names != names:
         raise ValueError(
-            f"preference.losses names {', '.join(map(str, given_names)) or 'nothing'}, and preset "
+            f"preference.losses names {', '.join(given_names) or 'nothing'}, and preset "
             f"{preset!r} has the numbers of {', '.join(names)}; leave out preference.preset, or "
             "name the same losses"
         )
-    return [_merged_part(own, part) for own, part in zip(losses, given, strict=True)]
-
-
-def _name_of(part: Any) -> Any:
-    if isinstance(part, PreferenceLossConfig):
-        return part.name
-    return part.get("name") if isinstance(part, dict) else part
-
-
-def _merged_part(own: dict[str, Any], part: Any) -> Any:
-    return deep_merge(own, part) if isinstance(part, dict) else part
+    return [deep_merge(own, part) for own, part in zip(losses, trees, strict=True)]

@@ -56,7 +56,9 @@ def batch_of(*ranks: int, seed: int = 0, corrupted: bool = False) -> Batch:
             prompts.append(torch.randint(4, 99, (5 + e,), generator=g).tolist())
         for k, kind in enumerate(kinds):
             answers.append(torch.randint(4, 99, (2 + (3 * e + 5 * k) % 7,), generator=g).tolist())
-            prompt_of.append(len(prompts) - 1 if kind == CORRUPTED else len(prompts) - 1 - corrupted)
+            prompt_of.append(
+                len(prompts) - 1 if kind == CORRUPTED else len(prompts) - 1 - corrupted
+            )
             example.append(e)
             rank.append(kind)
     tokens = sum(map(len, answers))
