@@ -10,12 +10,12 @@ from typing import Any
 
 from lightrft.cli.arguments import quick_imports, set_threads
 from lightrft.cli.progress import status_in
-from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.torchrun import run_processes
 from lightrft.utils.errors import ConfigError
 
 
-def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -> int | None:
+def started(verb: str, arguments: Sequence[str], config: TrainingConfig) -> int | None:
     """Start the run with torchrun if needed, and return its exit status, else None.
 
     None is also returned inside a process that torchrun has started.
@@ -41,7 +41,7 @@ def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -
     return status or status_in(config.run)
 
 
-def program(path: str, config: RLConfig | SFTConfig) -> Callable[..., dict[str, Any]]:
+def program(path: str, config: TrainingConfig) -> Callable[..., dict[str, Any]]:
     """Return the function ``module:name``, or with Ray one that calls it on the cluster."""
     if config.launch.kind == "ray":
         from lightrft.distributed.ray_launcher import run_on_ray

@@ -8,11 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.arguments import memory_errors, parse, quick_imports, set_threads, show_help
-from lightrft.config.verbs import DoctorConfig, RLConfig, SFTConfig
+from lightrft.config.verbs import (
+    DoctorConfig,
+    DPOConfig,
+    KTOConfig,
+    RLConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 from lightrft.utils.errors import ConfigError
 
 MARK = "doctor."
-CONFIGS: dict[str, type[RLConfig | SFTConfig]] = {"rl": RLConfig, "sft": SFTConfig}
+CONFIGS: dict[str, type[TrainingConfig]] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "kto": KTOConfig,
+}
 """Config of each verb that can be examined. ``auto`` tries them in this order."""
 
 
@@ -50,26 +62,38 @@ def run(arguments: Sequence[str]) -> int:
     return 2 if report.bad else 0
 
 
-def config_of(verb: str, arguments: Sequence[str]) -> RLConfig | SFTConfig:
+def config_of(verb: str, arguments: Sequence[str]) -> TrainingConfig:
     """Parse ``arguments`` as the config of ``verb``. With ``auto``, select the verb that fits them.
 
-    Raises ``ConfigError`` if neither verb fits.
+    Raises ``ConfigError`` if no verb fits.
     """
     if verb != "auto":
         return parse(CONFIGS[verb], arguments).settings
-    found: list[RLConfig | SFTConfig] = []
+    found: dict[str, TrainingConfig] = {}
     problems: list[ConfigError] = []
-    for cls in CONFIGS.values():
+    for name, cls in CONFIGS.items():
         try:
-            found.append(parse(cls, arguments).settings)
+            found[name] = parse(cls, arguments).settings
         except ConfigError as error:
             problems.append(error)
     if not found:
         raise problems[0]
-    first = found[0]
+    first = found.get("rl")
     if isinstance(first, RLConfig):
         reward, distill = first.reward, first.algorithm.distill
         if reward.terms or reward.per_source or distill.kind != "none":
             return first
-    # A config without rewards and without a teacher parses as either: then it is one for SFT.
-    return found[-1]
+    # A config without rewards and without a teacher parses as any: then it is one for SFT.
+    if "sft" in found:
+        return found["sft"]
+    dpo = found.get("dpo")
+    if isinstance(dpo, DPOConfig) and not reads_labels(dpo):
+        return dpo
+    return found.get("kto", next(iter(found.values())))
+
+
+def reads_labels(config: DPOConfig) -> bool:
+    """Return True if the losses are of labelled responses."""
+    from lightrft.algorithms.preference.requirements import preference_requirements
+
+    return preference_requirements(config.preference).kind == "labelled"

@@ -21,6 +21,8 @@ VERBS = {
     "demo": "train a model from random weights by reinforcement learning, and write a report",
     "rl": "train by reinforcement learning from rewards",
     "sft": "fine-tune on conversations",
+    "dpo": "train on preferred and rejected responses: DPO and its family",
+    "kto": "train on responses labelled as desirable or not: KTO, BCO",
     "eval": "measure the accuracy of a model on an eval set",
     "generate": "generate responses to a file of prompts",
     "chat": "talk to a model",
@@ -32,7 +34,7 @@ VERBS = {
 }
 """Description of each verb in the help."""
 
-IN_TABLE = ("rl", "sft", "eval", "generate", "export")
+IN_TABLE = ("rl", "sft", "dpo", "kto", "eval", "generate", "export")
 """Verbs with a row in ``lightrft.cli.verbs``.
 
 Each other verb is a module with ``run(arguments) -> exit status``.
@@ -43,6 +45,8 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("train", "train_rl", "train-rl", "rlhf"), "rl"),
     **dict.fromkeys(("grpo", "ppo", "dapo", "rloo", "reinforce"), "rl"),
     **dict.fromkeys(("finetune", "fine-tune", "fine_tune", "train_sft", "train-sft"), "sft"),
+    **dict.fromkeys(("preference", "train_dpo", "train-dpo", "simpo", "ipo", "orpo", "cpo"), "dpo"),
+    **dict.fromkeys(("train_kto", "train-kto", "bco"), "kto"),
     **dict.fromkeys(("evaluate", "test", "validate", "benchmark"), "eval"),
     **dict.fromkeys(("infer", "inference", "predict", "sample", "rollout"), "generate"),
     **dict.fromkeys(("talk", "repl", "ask"), "chat"),

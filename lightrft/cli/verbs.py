@@ -13,7 +13,16 @@ from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.cli.arguments import memory_errors, positional, settings_of
 from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching
-from lightrft.config.verbs import EvaluateConfig, ExportConfig, GenerateConfig, RLConfig, SFTConfig
+from lightrft.config.verbs import (
+    DPOConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    KTOConfig,
+    RLConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 from lightrft.trainer.check_rollout import check_rollout
 
 
@@ -24,7 +33,7 @@ class TrainingVerb:
     ``function``, given as ``module:name``, takes settings and an observer, and returns the summary.
     """
 
-    settings: type[RLConfig | SFTConfig]
+    settings: type[TrainingConfig]
     about: str
     function: str
 
@@ -54,6 +63,16 @@ TRAINING = {
         SFTConfig,
         "Fine-tune a model on conversations, with the loss on assistant tokens.",
         "lightrft.trainer.sft:run_sft",
+    ),
+    "dpo": TrainingVerb(
+        DPOConfig,
+        "Train a model on preferred and rejected, or ranked, responses: DPO and its family.",
+        "lightrft.trainer.preference:run_preference",
+    ),
+    "kto": TrainingVerb(
+        KTOConfig,
+        "Train a model on responses that are labelled as desirable or not: KTO, BCO.",
+        "lightrft.trainer.preference:run_preference",
     ),
 }
 ONE_PROCESS = {

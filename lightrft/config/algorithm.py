@@ -69,6 +69,8 @@ class KLConfig(Settings):
     """The distance of the policy to the reference: where it acts, its coefficient, and when the
     reference moves."""
 
+    section: ClassVar[str] = "algorithm.kl"
+    """Key of the section, for messages."""
     functions: ClassVar[tuple[str, ...]] = ("estimator",)
     """The settings of this section that name functions."""
     where: Literal["none", "reward", "loss"] = "none"

@@ -86,13 +86,19 @@ class TrainConfig(Settings):
     """The optimizer steps of a run."""
 
     steps: int | None = Field(None, ge=1)
-    """Number of rollout steps; of optimizer steps for ``sft``. ``null`` leaves it to ``epochs``."""
+    """Number of steps: of rollout steps for ``rl``, else of optimizer steps. ``null`` leaves it to
+    ``epochs``."""
     epochs: float = Field(1.0, gt=0)
     """Passes over the data; read without ``steps``."""
+    max_tokens_per_micro_batch: int = Field(16_384, ge=1)
+    """Most tokens in one forward pass; a longer row goes alone. Lower it when memory runs out; the
+    loss stays the same, up to rounding."""
+
+
+class RLTrainConfig(TrainConfig):
+    """The optimizer steps of reinforcement learning."""
+
     ppo_epochs: int = Field(1, ge=1)
     """Passes over each rollout batch."""
     num_mini_batches: int = Field(1, ge=1)
     """Optimizer steps in each pass over a rollout batch."""
-    max_tokens_per_micro_batch: int = Field(16_384, ge=1)
-    """Most tokens in one forward pass; a longer row goes alone. Lower it when memory runs out; the
-    loss stays the same, up to rounding."""

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
-from lightrft.config.data import DataConfig, MediaConfig
+from lightrft.config.data import DataConfig, MediaConfig, PreferenceDataConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import ModelConfig
+from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig, RolloutConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
-from lightrft.config.train import CriticConfig, PRMConfig, PtxConfig, TeacherConfig, TrainConfig
+from lightrft.config.train import (
+    CriticConfig,
+    PRMConfig,
+    PtxConfig,
+    RLTrainConfig,
+    TeacherConfig,
+    TrainConfig,
+)
 
 
 class RLConfig(Settings):
@@ -54,7 +62,7 @@ class RLConfig(Settings):
     # under a config with another preset.
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantage, loss and their terms."""
-    train: TrainConfig = TrainConfig()
+    train: RLTrainConfig = RLTrainConfig()
     """Optimizer steps."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of the policy."""
@@ -68,10 +76,11 @@ class RLConfig(Settings):
     """Metrics, rollouts and batches on disk."""
 
 
-class SFTConfig(Settings):
-    """The settings of ``lightrft sft``: supervised training on conversations, with the loss on
-    assistant tokens."""
+class SupervisedConfig(Settings):
+    """The settings that all verbs share which train on given responses."""
 
+    verb: ClassVar[str]
+    """Name of the verb."""
     run: RunConfig = RunConfig()
     """Run folder and start."""
     model: ModelConfig = ModelConfig()
@@ -101,6 +110,57 @@ class SFTConfig(Settings):
     """Checkpoints."""
     log: LogConfig = LogConfig()
     """Metrics, rollouts and batches on disk."""
+
+
+class SFTConfig(SupervisedConfig):
+    """The settings of ``lightrft sft``: supervised training on conversations, with the loss on
+    assistant tokens."""
+
+    verb: ClassVar[str] = "sft"
+    """Name of the verb."""
+
+
+class DPOConfig(SupervisedConfig):
+    """The settings of ``lightrft dpo``: training on pairs or rankings of responses, by any weighted
+    sum of preference losses."""
+
+    verb: ClassVar[str] = "dpo"
+    """Name of the verb."""
+    paths: ClassVar[tuple[str, ...]] = ("reference",)
+    """The settings of this section that are paths."""
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    """Prompts with their responses."""
+    validation: PreferenceDataConfig = PreferenceDataConfig(shuffle=False)
+    """Rows held out from training. Their loss and the accuracy of their order are measured with
+    each evaluation; without sources none is."""
+    preference: PreferenceConfig = PreferenceConfig()
+    """Losses, modifiers and the reference."""
+    reference: str | None = None
+    """Folder or name of the reference; ``null`` takes the model that training starts from."""
+    batch_size: int = Field(64, ge=1)
+    """Number of examples in an optimizer step: of pairs, of groups of ranked responses, or of
+    labelled responses."""
+    max_tokens: int = Field(2048, ge=2)
+    """Longest prompt with one response, in tokens. ``data.overlong_prompts`` says what happens to
+    longer ones."""
+    # The numbers of DPO's appendix B.
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    """Optimizer of the model."""
+
+
+class KTOConfig(DPOConfig):
+    """The settings of ``lightrft kto``: training on responses that are labelled as desirable or
+    not."""
+
+    verb: ClassVar[str] = "kto"
+    """Name of the verb."""
+    # A factory, as for ``algorithm``: an instance has the row of its preset set.
+    preference: KTOPreferenceConfig = Field(default_factory=KTOPreferenceConfig)
+    """Losses, modifiers and the reference."""
+
+
+TrainingConfig: TypeAlias = RLConfig | SupervisedConfig
+"""The settings of a verb that trains."""
 
 
 class EvaluateConfig(Settings):
@@ -198,9 +258,9 @@ class DoctorConfig(Settings):
     """The settings of ``lightrft doctor`` itself, written as ``doctor.rows=20``. All others are of
     the config that it examines."""
 
-    verb: Literal["auto", "rl", "sft"] = "auto"
-    """Verb whose config this is. ``auto``: ``sft`` where it can be nothing else or names no reward,
-    else ``rl``."""
+    verb: Literal["auto", "rl", "sft", "dpo", "kto"] = "auto"
+    """Verb whose config this is. ``auto`` takes the verb whose settings fit: ``rl`` where rewards
+    or a teacher are named, else ``sft`` where it is possible."""
     device_memory: str = "auto"
     """Memory of each device, such as 80GiB, of a machine that is not here. ``auto``: what is free
     on this one."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.data import DataConfig
+from lightrft.datasets.column_cache import ColumnCache
 from lightrft.datasets.open_source import files_of
-from lightrft.datasets.token_cache import TokenCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ def token_cache_of(
     purpose: str,
     options: Mapping[str, object],
     processor: Any = None,
-) -> TokenCache | None:
+) -> ColumnCache | None:
     """Return the cache entry of ``config``, or None if its tokens are not cached.
 
     The log gives the reason. Tokens are not cached in these cases:
@@ -79,7 +79,7 @@ def token_cache_of(
     # Sorted, since the order of options must not change the key.
     text = json.dumps(made_of, sort_keys=True, default=str)
     key = hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
-    return TokenCache(Path(config.token_cache).expanduser() / f"{key}.arrow")
+    return ColumnCache(Path(config.token_cache).expanduser() / f"{key}.arrow", "data.token_cache")
 
 
 def _obstacle(

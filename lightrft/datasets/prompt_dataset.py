@@ -13,6 +13,7 @@ import numpy as np
 from lightrft.config.data import DataConfig
 from lightrft.datasets.cache_key import stamps, token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.column_cache import ColumnCache, Entry, Names
 from lightrft.datasets.media import SupportedMedia
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.mixing import blend
@@ -20,7 +21,6 @@ from lightrft.datasets.open_source import media_root, open_source, source_name
 from lightrft.datasets.row_parser import ParsedRow, read_record
 from lightrft.datasets.row_tables import Indexes, MalformedRow, Rows, TextIndex
 from lightrft.datasets.row_warnings import UnknownText, first_place, note_label, note_text
-from lightrft.datasets.token_cache import Entry, Names, TokenCache
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, ConfigError, DataError
 
@@ -147,7 +147,7 @@ class Sources(Generic[R]):
         self,
         keep: Keep[R],
         kept: Columns,
-        cache: TokenCache | None,
+        cache: ColumnCache | None,
         seed: int,
     ) -> tuple[np.ndarray, Sequence[str]]:
         """Open the sources and encode their rows, or restore them from the cache.
@@ -196,7 +196,7 @@ class Sources(Generic[R]):
         return lengths, names, indexes
 
     def _cached(
-        self, keep: Keep[R], kept: Columns, cache: TokenCache
+        self, keep: Keep[R], kept: Columns, cache: ColumnCache
     ) -> tuple[list[int], Sequence[str]]:
         """Restore the rows from ``cache``, or encode them and write it.
 

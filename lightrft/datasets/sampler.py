@@ -149,7 +149,7 @@ class EvalPrompts(Sequence[Prompt]):
         numbers = range(len(self))
         for start in range(0, len(self), PART):
             fetched = self._dataset.fetch(numbers[start : start + PART])
-            part = _kept(self._dataset, _agreed(fetched, ranks))
+            part = readable(self._dataset, agreed(fetched, ranks))
             self._dataset.prefetch(numbers[start + PART : start + 2 * PART])
             yield start, part
             for prompt in part:
@@ -205,7 +205,7 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
     lost = 0
     while len(drawn) < count:
         fetched = dataset.fetch(sampler.next(count - len(drawn)))
-        kept = _kept(dataset, fetched)
+        kept = readable(dataset, fetched)
         lost = 0 if kept else lost + len(fetched)
         if lost >= len(dataset):
             problem = f"{lost} rows in a row cannot be read any more"
@@ -217,7 +217,7 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
     return drawn
 
 
-def _agreed(fetched: Sequence[T | MalformedRow], ranks: ProcessGroup) -> list[T | MalformedRow]:
+def agreed(fetched: Sequence[T | MalformedRow], ranks: ProcessGroup) -> list[T | MalformedRow]:
     """Replace the entries that any rank could not read by ``MalformedRow``.
 
     All ranks then have the same prompts.
@@ -230,7 +230,11 @@ def _agreed(fetched: Sequence[T | MalformedRow], ranks: ProcessGroup) -> list[T 
     return [MalformedRow(lost[k]) if k in lost else entry for k, entry in enumerate(fetched)]
 
 
-def _kept(dataset: Drawable[T], fetched: Sequence[T | MalformedRow]) -> list[T]:
+def readable(dataset: Drawable[T], fetched: Sequence[T | MalformedRow]) -> list[T]:
+    """Return the readable entries of ``fetched``.
+
+    An unreadable one is an error or is counted, depending on ``data.bad_rows``.
+    """
     kept: list[T] = []
     for entry in fetched:
         if isinstance(entry, MalformedRow):

@@ -14,8 +14,16 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.verbs import DoctorConfig, RLConfig, SFTConfig
+from lightrft.algorithms.preference.requirements import preference_requirements
+from lightrft.config.verbs import (
+    DoctorConfig,
+    DPOConfig,
+    RLConfig,
+    SupervisedConfig,
+    TrainingConfig,
+)
 from lightrft.datasets.chat_encoder import ChatEncoder, check_template
+from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import MOST_UNKNOWN, TOKENS, UNKNOWN
 from lightrft.datasets.sft_dataset import SFTDataset
@@ -29,18 +37,22 @@ from lightrft.models.attention import varlen_cuda
 from lightrft.models.families import context_length
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.models.loading.meta_device import dtype_of
-from lightrft.models.processors import load_processor
+from lightrft.models.processors import Processor, load_processor
 from lightrft.rewards.scorer import Scorer
 from lightrft.rewards.startup_check import answer_of, answered
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.check_config import check
 from lightrft.trainer.context_limits import check_bound
+from lightrft.trainer.preference import check as check_preference_run
+from lightrft.trainer.supervised import check_supervised
 from lightrft.types import Rollout
 from lightrft.utils.errors import ConfigError, UserError
 from lightrft.workers.local import local_tokenizer
 
 Result = TypeVar("Result")
 MANY_OVERLONG = 0.05
+RESPONSES = 2
+"""Responses to a prompt in preference data. Rankings of more take more memory than said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class Report:
         return sum(f.verdict == "bad" for f in self.findings)
 
 
-def run_doctor(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
+def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
     """Run all checks. A failed check becomes a finding and does not stop the others."""
     found: list[Finding] = []
     device = device_of(config, options)
@@ -84,7 +96,7 @@ def run_doctor(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     return Report(tuple(found), memory, apart)
 
 
-def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
+def device_of(config: TrainingConfig, options: DoctorConfig) -> Device:
     """Return the device of each process, as given or as found on this machine.
 
     Raises ``ConfigError`` for an invalid memory size.
@@ -157,13 +169,14 @@ def _attempt(
         return None
 
 
-def _settings(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]:
+def _settings(config: TrainingConfig, device: Device) -> Iterator[Finding]:
     found: list[Finding] = []
     if isinstance(config, RLConfig):
         _attempt(found, "settings", "algorithm, roles", lambda: check(config))
-    elif not config.data.sources:
-        says = "is empty; name what to train on, e.g. data.sources=[train.jsonl]"
-        found.append(Finding("settings", "bad", "data.sources", says))
+    elif isinstance(config, DPOConfig):
+        _attempt(found, "settings", "preference", lambda: check_preference_run(config))
+    else:
+        _attempt(found, "settings", "data, evaluation", lambda: check_supervised(config))
     yield from found or [Finding("settings", "ok", "settings", "go together")]
     yield from _strategy(config, device)
     try:
@@ -173,7 +186,7 @@ def _settings(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
     yield _dtype(dtype, device)
 
 
-def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]:
+def _strategy(config: TrainingConfig, device: Device) -> Iterator[Finding]:
     """Check the number of processes against the sharding settings."""
     strategy = config.strategy
     processes = device.processes
@@ -207,7 +220,7 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
 
 
 def _devices(
-    config: RLConfig | SFTConfig,
+    config: TrainingConfig,
     options: DoctorConfig,
     device: Device,
 ) -> Iterator[Finding]:
@@ -260,7 +273,7 @@ class _Data:
     prompts: PromptDataset | None
 
 
-def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
+def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
     """Check tokenizer, template and rows, and return them. Raises their errors."""
     tokenizer = local_tokenizer(config.model)
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
@@ -271,18 +284,11 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     found.append(_template(config, tokenizer))
     found += _tokens(config, tokenizer)
     processor = load_processor(config.model, tokenizer)
-    if isinstance(config, SFTConfig):
-        examples = SFTDataset(
-            config.data,
-            tokenizer,
-            max_tokens=config.max_tokens,
-            seed=config.run.seed,
-            processor=processor,
-        )
+    if isinstance(config, SupervisedConfig):
+        examples = _examples(config, tokenizer, processor)
         found.append(_overlong(examples.counts, "examples", "max_tokens"))
         found += _unwritten(examples.encoder)
-        # An example counts as one prompt token and a response, since all of its row is trained on.
-        lengths = Lengths(1, max(1, examples.longest - 1), config.batch_size, 1)
+        lengths = replace(_bounds(config), answer=max(1, examples.longest - 1))
         return _Data(tokenizer, lengths, None)
     prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
     found.append(_overlong(prompts.counts, "prompts", "data.max_prompt_tokens"))
@@ -293,7 +299,18 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     return _Data(tokenizer, lengths, prompts)
 
 
-def _tokens(config: RLConfig | SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def _examples(
+    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, processor: Processor | None
+) -> SFTDataset | PreferenceDataset:
+    """Encode the rows that the run trains on."""
+    options = {"max_tokens": config.max_tokens, "seed": config.run.seed, "processor": processor}
+    if isinstance(config, DPOConfig):
+        kind = preference_requirements(config.preference).kind
+        return PreferenceDataset(config.data, tokenizer, kind=kind, **options)
+    return SFTDataset(config.data, tokenizer, **options)
+
+
+def _tokens(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Check that a custom tokenizer agrees with the model's, and that a response can end."""
     if config.model.tokenizer is not None:
         own_model = config.model.model_copy(update={"tokenizer": None})
@@ -332,10 +349,12 @@ def _unknown(prompts: PromptDataset) -> Iterator[Finding]:
     yield Finding("data", verdict, "tokenizer", says)
 
 
-def _bounds(config: RLConfig | SFTConfig) -> Lengths:
+def _bounds(config: TrainingConfig) -> Lengths:
     """Return the lengths that settings allow, for when no data was loaded."""
-    if isinstance(config, SFTConfig):
-        return Lengths(1, config.max_tokens - 1, config.batch_size, 1)
+    if isinstance(config, SupervisedConfig):
+        # An example counts as one prompt token and a response, since all of its row is trained on.
+        responses = RESPONSES if isinstance(config, DPOConfig) else 1
+        return Lengths(1, config.max_tokens - 1, config.batch_size, responses)
     return Lengths(
         config.data.max_prompt_tokens,
         config.sampling.max_new_tokens,
@@ -344,7 +363,7 @@ def _bounds(config: RLConfig | SFTConfig) -> Lengths:
     )
 
 
-def _template(config: RLConfig | SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
+def _template(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
     chat = config.data.apply_chat_template
     if chat == "auto":
         chat = config.data.template is None
@@ -420,7 +439,7 @@ def _context(config: RLConfig, longest: int) -> Finding:
     return Finding("data", "ok", "lengths", says)
 
 
-def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
+def _batch(config: TrainingConfig, lengths: Lengths) -> Iterator[Finding]:
     budget = config.train.max_tokens_per_micro_batch
     if budget < lengths.longest:
         says = (
@@ -444,7 +463,7 @@ def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
         yield Finding("settings", "warn", "launch.processes", says)
 
 
-def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[Finding]:
+def _rewards(config: TrainingConfig, data: _Data, rows: int) -> Iterator[Finding]:
     """Score the reference response of some rows, and an empty response.
 
     Args:
@@ -509,7 +528,7 @@ def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
 
 
 def _measured(
-    config: RLConfig | SFTConfig,
+    config: TrainingConfig,
     data: _Data,
     device: Device,
     memory: MemoryEstimate | None,

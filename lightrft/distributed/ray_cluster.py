@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from lightrft.config.launch import LaunchConfig, RayConfig
-from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.placement import Bundle, BundleSlot, PlacementPlan
 from lightrft.utils.errors import ConfigError, RankError, ResourceError, first_line
 from lightrft.utils.stop_signal import StopFlag
@@ -174,7 +174,7 @@ def _reread(ray: ModuleType) -> None:
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def uses_devices(config: RLConfig | SFTConfig) -> bool:
+def uses_devices(config: TrainingConfig) -> bool:
     """Return True if ranks compute on accelerators of the cluster."""
     if config.strategy.device == "cpu":
         return False

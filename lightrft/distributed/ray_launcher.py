@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config import verbs as trees
 from lightrft.config.base import build, parse_yaml, to_yaml
 from lightrft.config.launch import RayConfig
-from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.config.verbs import SupervisedConfig, TrainingConfig
 from lightrft.distributed.error_report import error_listener
 from lightrft.distributed.placement import (
     BundleSlot,
@@ -63,7 +63,7 @@ SETTLING = 30.0
 """Seconds for a shared file system to show a new file, and for previous ranks to end."""
 
 
-def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> Summary:
+def run_on_ray(path: str, config: TrainingConfig, observer: Observer) -> Summary:
     """Call ``module:name`` in ``launch.processes`` actors and forward the reports of rank 0.
 
     Args:
@@ -89,7 +89,7 @@ def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> S
         return summary
 
 
-def check_launch(config: RLConfig | SFTConfig) -> None:
+def check_launch(config: TrainingConfig) -> None:
     """Raise ``ConfigError`` if ``launch.ray`` sets something that this config does not use."""
     check_complete(config)
     asked = config.launch.ray
@@ -108,12 +108,12 @@ def check_launch(config: RLConfig | SFTConfig) -> None:
             f"below strategy.timeout_minutes = {limit:g}: ranks that wait for a worker would "
             "time out before it is restarted; lower the first or raise the second"
         )
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         for name, count in asked.staff.items():
             if count:
                 raise ConfigError(
-                    f"launch.ray.{name} = {count} changes nothing: sft has no such workers; "
-                    "leave it out"
+                    f"launch.ray.{name} = {count} changes nothing: {config.verb} has no such "
+                    "workers; leave it out"
                 )
 
 
@@ -239,7 +239,7 @@ def run_rank_task(order: RankTask, observer: Observer) -> RankResult:
         return RankResult(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
 
 
-def resumes_run(order: RankTask) -> RLConfig | SFTConfig:
+def resumes_run(order: RankTask) -> TrainingConfig:
     """Return the config of ``order``. Restarted ranks resume from the newest checkpoint of the run.
 
     A checkpoint that ``run.resume`` names is used only while the run has no checkpoint yet.
@@ -305,7 +305,7 @@ class RayLauncher:
     """Starts and watches the ranks of a run, in the process of the command."""
 
     path: str
-    config: RLConfig | SFTConfig
+    config: TrainingConfig
     observer: Observer
     stop: StopFlag
     losses: int = 0

@@ -27,7 +27,7 @@ from lightrft.algorithms.token_ops import (
     weighted_sum,
 )
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.train import TrainConfig
+from lightrft.config.train import RLTrainConfig
 from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.learner.controllers import Controllers, mean_entropy
 from lightrft.learner.distillation import distillation_targets
@@ -297,7 +297,7 @@ class UpdateSettings:
 
     algorithm: AlgorithmConfig
     requirements: Requirements
-    train: TrainConfig
+    train: RLTrainConfig
     temperature: float
     max_new_tokens: int
     seed: int

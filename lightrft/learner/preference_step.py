@@ -79,7 +79,12 @@ def preference_step(
     if requirements.partner:
         batch = with_token_weights(batch, settings.preference, settings.seed, step)
     kl = mismatched_kl(batch, roles, settings) if requirements.kl else None
-    metrics = Metrics()
+    metrics = Metrics(
+        {
+            "preference/tokens": Sum(int(batch.mask.sum())),
+            "preference/responses": Sum(len(batch)),
+        }
+    )
     if kl is not None:
         metrics.add("preference/mismatched_kl", Mean(kl))
     target = target_of(roles.reference if requirements.sequence_kl else None, roles, "forward_kl")
@@ -95,6 +100,30 @@ def preference_step(
     metrics.merge(more)
     metrics.add("loss", Mean(loss))
     return metrics
+
+
+@torch.no_grad()
+def preference_losses(
+    roles: Roles, batch: Batch, settings: PreferenceSettings, stats: PreferenceStats
+) -> tuple[Preferences, tuple[PreferenceTerm, ...]]:
+    """Return the argument of the losses for a batch, and the losses, without training.
+
+    Args:
+        roles: The policy, the reference and the strategy.
+        batch: A batch, identical on all ranks.
+        settings: The settings of the run.
+        stats: Numbers that carry over between steps. They do not change.
+    """
+    requirements, preference = settings.requirements, settings.preference
+    verify_layouts(roles, batch)
+    batch = with_reference(batch, roles, settings)
+    if requirements.partner:
+        batch = with_token_weights(batch, preference, settings.seed, 0)
+    kl = mismatched_kl(batch, roles, settings) if requirements.kl else None
+    target = target_of(roles.reference if requirements.sequence_kl else None, roles, "forward_kl")
+    objective = _Objective(roles, settings, kl, stats, [], target)
+    data = objective.data(batch, objective.columns(batch))
+    return data, preference_terms(data, preference)
 
 
 def _step(
@@ -226,7 +255,7 @@ class _Objective:
         Returns:
             ``batch`` with the derivatives as weights, the loss, and its metrics.
         """
-        columns = self._columns(batch)
+        columns = self.columns(batch)
         columns.logprobs.requires_grad_()
         if columns.kl is not None:
             columns.kl.requires_grad_()
@@ -241,7 +270,7 @@ class _Objective:
         return batch.replace(loss_weights=columns.logprobs.grad, kl_weights=kl), loss, metrics
 
     @torch.no_grad()
-    def _columns(self, batch: Batch) -> TokenColumns:
+    def columns(self, batch: Batch) -> TokenColumns:
         """Compute the numbers of all tokens, in micro-batches over all ranks."""
         roles, teams = self.roles, self.roles.strategy.data_parallel_group
         found = {name: MicroBatches() for name in ("logprobs", "divergence", "energy")}
@@ -269,21 +298,30 @@ class _Objective:
             part, temperature=1.0, energy=wanted, target=self.target(part)
         )
 
+    def data(self, part: Batch, columns: TokenColumns) -> Preferences:
+        """Build the argument of the losses from the tokens whose log-probs are finite."""
+        part = without_tokens(part, nonfinite(part, columns))
+        return preferences_of(part, columns, self.settings.requirements, self.kl, self.stats)
+
     def _loss_of(self, part: Batch, columns: TokenColumns) -> tuple[Tensor, Metrics]:
-        requirements, preference = self.settings.requirements, self.settings.preference
-        lost = part.mask & ~torch.isfinite(columns.logprobs.detach())
-        if part.ref_logprobs is not None:
-            lost = lost | (part.mask & ~torch.isfinite(part.ref_logprobs))
-        part = without_tokens(part, lost)
-        data = preferences_of(part, columns, requirements, self.kl, self.stats)
+        preference = self.settings.preference
+        data = self.data(part, columns)
         if not len(data):
             # An empty micro-batch of a rank without work: the backward pass is collective.
             return columns.logprobs.sum() * 0, Metrics()
         terms = preference_terms(data, preference)
         loss = preference_loss(terms, _example_weights(part, data), self.totals)
         metrics = preference_metrics(data, terms, preference.beta)
-        metrics.add("preference/nonfinite_tokens", Sum(lost.sum()))
+        metrics.add("preference/nonfinite_tokens", Sum(nonfinite(part, columns).sum()))
         return loss, metrics
+
+
+def nonfinite(part: Batch, columns: TokenColumns) -> Tensor:
+    """Return the trained tokens whose log-prob is not finite, ``[N]`` of bool."""
+    lost = part.mask & ~torch.isfinite(columns.logprobs.detach())
+    if part.ref_logprobs is None:
+        return lost
+    return lost | (part.mask & ~torch.isfinite(part.ref_logprobs))
 
 
 def margin_unit(preference: PreferenceConfig) -> float:

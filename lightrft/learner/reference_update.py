@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.algorithm import KLConfig
+from lightrft.config.preference import PreferenceReferenceConfig
 from lightrft.models.actor import Actor
 from lightrft.roles import FrozenModel, Roles
 from lightrft.strategy.base import Strategy, on_host
@@ -34,7 +35,10 @@ class MovingReference(FrozenModel):
 
     @staticmethod
     def of(
-        model: Actor, shapes: Mapping[str, tuple[int, ...]], strategy: Strategy, kl: KLConfig
+        model: Actor,
+        shapes: Mapping[str, tuple[int, ...]],
+        strategy: Strategy,
+        settings: KLConfig | PreferenceReferenceConfig,
     ) -> MovingReference:
         """Build a reference that follows a policy.
 
@@ -42,7 +46,7 @@ class MovingReference(FrozenModel):
             model: The reference model.
             shapes: Shapes of the policy's parameters, by name.
             strategy: Places the reference.
-            kl: The settings ``algorithm.kl``.
+            settings: Say when and how far it moves.
 
         Raises:
             ConfigError: If ``model`` does not have the policy's shape.
@@ -52,13 +56,13 @@ class MovingReference(FrozenModel):
         if here != shapes:
             odd = sorted(set(here.items()) ^ set(shapes.items()))[0]
             raise ConfigError(
-                f"algorithm.kl.refresh_every = {kl.refresh_every}: the reference is not of the "
-                f"policy's shape (e.g. {odd[0]}), so it cannot be refreshed from it; leave "
-                "reference unset, or set algorithm.kl.refresh_every=0"
+                f"{settings.section}.refresh_every = {settings.refresh_every}: the reference is "
+                f"not of the policy's shape (e.g. {odd[0]}), so it cannot be refreshed from it; "
+                f"leave reference unset, or set {settings.section}.refresh_every=0"
             )
         averages: dict[str, Tensor] = {}
         # A plain copy (decay 0) adds nothing up, so rounding loses nothing.
-        if kl.refresh_decay:
+        if settings.refresh_decay:
             with strategy.local_parameters(model) as own:
                 for name, p in own.items():
                     if p.dtype in (torch.bfloat16, torch.float16):
@@ -114,28 +118,30 @@ class MovingReference(FrozenModel):
         self.moved = True
 
 
-def update_reference(roles: Roles, kl: KLConfig, done: int) -> None:
+def update_reference(
+    roles: Roles, settings: KLConfig | PreferenceReferenceConfig, done: int
+) -> None:
     """Move the reference towards the policy, if this is due after ``done`` steps.
 
     Args:
         roles: The models and the strategy.
-        kl: The settings ``algorithm.kl``.
+        settings: Say when and how far the reference moves.
         done: Number of completed steps.
 
     Raises:
         ConfigError: If the reference cannot move.
     """
-    if not kl.refresh_every or not done:
+    if not settings.refresh_every or not done:
         return
-    if done % kl.refresh_every:
+    if done % settings.refresh_every:
         return
     if not isinstance(roles.reference, MovingReference):
         raise ConfigError(
-            f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot "
-            "move; set algorithm.kl.refresh_every=0"
+            f"{settings.section}.refresh_every = {settings.refresh_every}: this run's reference "
+            f"cannot move; set {settings.section}.refresh_every=0"
         )
     parameters = roles.strategy.full_parameters(roles.policy.state)
-    roles.reference.update_from(parameters, kl.refresh_decay)
+    roles.reference.update_from(parameters, settings.refresh_decay)
 
 
 def reference_state(roles: Roles) -> dict[str, Any]:
@@ -145,6 +151,16 @@ def reference_state(roles: Roles) -> dict[str, Any]:
 
 
 def load_reference_state(roles: Roles, state: Mapping[str, Any]) -> None:
-    """Restore the state that ``reference_state`` returned."""
-    if "reference" in state and isinstance(roles.reference, MovingReference):
-        roles.reference.load_state_dict(state["reference"])
+    """Restore the state that ``reference_state`` returned.
+
+    Raises:
+        CheckpointError: If the state has a reference that moved, and this run's cannot move.
+    """
+    if "reference" not in state:
+        return
+    if not isinstance(roles.reference, MovingReference):
+        raise CheckpointError(
+            "the checkpoint holds a reference that followed the policy, and the reference of this "
+            "run cannot move; set refresh_every to what it was in that run"
+        )
+    roles.reference.load_state_dict(state["reference"])

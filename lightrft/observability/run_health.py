@@ -84,10 +84,10 @@ RULES = (
         Rule(
             f"{data}/nonfinite_tokens",
             0,
-            "{value:.0f} tokens of the conversations have a log-prob that is not finite; they "
+            "{value:.0f} tokens of the data have a log-prob that is not finite; they "
             "are not trained on. Can the model give them: is a part of its vocabulary masked?",
         )
-        for data in ("sft", "ptx")
+        for data in ("sft", "preference", "ptx")
     ),
     Rule(
         "policy/old_kl",
@@ -130,7 +130,7 @@ def is_not_trained(values: Values) -> bool | None:
     if no response has an advantage, unless another loss trains the model (``OTHER_LESSONS``). The
     remaining terms of the loss only keep the policy close to its present state.
     """
-    if "rollout/tokens_sampled" not in values and "sft/tokens" not in values:
+    if not any(name in values for name in STEP_TOKENS):
         return None
     if not any(_of_kind(values, "/optimizer_steps")):
         return True
@@ -139,6 +139,10 @@ def is_not_trained(values: Values) -> bool | None:
     if any(name in values for name in OTHER_LESSONS):
         return False
     return values.get("policy/frac_rows_with_advantage", 1.0) == 0
+
+
+STEP_TOKENS = ("rollout/tokens_sampled", "sft/tokens", "preference/tokens")
+"""Metrics that every step has, and an evaluation does not."""
 
 
 def _of_kind(values: Values, suffix: str) -> list[float]:

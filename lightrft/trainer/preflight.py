@@ -10,13 +10,15 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.strategy import SamplingConfig
-from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.config.verbs import DPOConfig, RLConfig, TrainingConfig
 from lightrft.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 EVAL_METRICS = ("accuracy", "pass", "failed", "length", "truncated", "reward", "media_errors")
 """Metrics of an evaluation, under ``eval/`` or ``eval/<data source>/``."""
+VALIDATION_METRICS = ("loss", "pair_accuracy", "margin", "reward_chosen", "reward_rejected")
+"""Metrics of ``validation``, under ``eval/``."""
 NAMESPACES = (
     "reward",
     "response",
@@ -27,6 +29,7 @@ NAMESPACES = (
     "ptx",
     "staleness",
     "curriculum",
+    "preference",
     "sft",
     "time",
 )
@@ -43,16 +46,21 @@ def check_learning(config: RLConfig, requirements: Requirements) -> None:
         log.warning("optimizer.lr = %g: the policy does not change", config.optimizer.lr)
 
 
-def check_evaluation(config: RLConfig | SFTConfig) -> None:
+def check_evaluation(config: TrainingConfig) -> None:
     """Raise ``ConfigError`` with every setting of evaluations and best checkpoints that cannot
     work.
     """
     _raise(evaluation_problems(config))
 
 
-def evaluation_problems(config: RLConfig | SFTConfig) -> list[str]:
+def evaluation_problems(config: TrainingConfig) -> list[str]:
     """Return the problems of ``eval`` and ``checkpoint.best``."""
-    return [*_without_data(config.eval), *_stop_at(config.eval), *_best(config)]
+    validates = isinstance(config, DPOConfig) and bool(config.validation.sources)
+    return [
+        *_without_data(config.eval, validates),
+        *_stop_at(config.eval),
+        *_best(config, validates),
+    ]
 
 
 def check_best(best: str | None, values: Mapping[str, float]) -> None:
@@ -125,11 +133,15 @@ def _weights(reward: RewardConfig) -> Iterator[str]:
             yield f"{name}: every weight is 0, so every reward is; give one of them a weight"
 
 
-def _without_data(settings: EvalConfig) -> Iterator[str]:
-    """Yield settings that ask for an evaluation while no eval set is configured."""
+def _without_data(settings: EvalConfig, validates: bool) -> Iterator[str]:
+    """Yield settings that ask for an evaluation while no eval set is configured.
+
+    ``validates`` is True if held-out examples are measured with each evaluation.
+    """
     if settings.data.sources:
         return
-    for name in ("every", "stop_at", "limit", "samples"):
+    unread = ("stop_at", "limit", "samples")
+    for name in unread if validates else ("every", *unread):
         given = getattr(settings, name)
         if given != EvalConfig.model_fields[name].default:
             yield (
@@ -147,8 +159,11 @@ def _stop_at(settings: EvalConfig) -> Iterator[str]:
         )
 
 
-def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
-    """Yield a problem if no step reports ``checkpoint.best``."""
+def _best(config: TrainingConfig, validates: bool) -> Iterator[str]:
+    """Yield a problem if no step reports ``checkpoint.best``.
+
+    ``validates`` is True if held-out examples are measured with each evaluation.
+    """
     best, settings = config.checkpoint.best, config.eval
     name = (best or "").lstrip("-")
     if not name:
@@ -161,6 +176,9 @@ def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
         known = head in NAMESPACES if rest else head in BARE
         if not known:
             problem = "is not a metric; take e.g. eval/accuracy, -eval/length or reward/mean"
+    elif rest in VALIDATION_METRICS:
+        if not validates:
+            problem = "is never measured: it needs validation.sources, in lightrft dpo or kto"
     elif not settings.data.sources:
         problem = "is never measured: eval.data.sources is empty; name the eval set"
     elif leaf not in EVAL_METRICS:
@@ -170,7 +188,7 @@ def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
         problem = f"is not a metric; {hint}"
     elif leaf == "pass" and settings.samples == 1:
         problem = "is only measured with eval.samples above 1; take eval/accuracy"
-    elif not settings.every:
+    if not problem and head == "eval" and not settings.every:
         problem = (
             "needs eval.every, which is 0: only the last checkpoint would have it; set "
             "eval.every, e.g. to 10"

@@ -25,6 +25,7 @@ from lightrft.distributed.process_group import (
 from lightrft.observability.metrics import Metrics, Sum
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.run_directory import ReadOnlyRunDirectory, RunDirectory
+from lightrft.observability.run_health import STEP_TOKENS
 from lightrft.observability.timers import Timers, queued_is_done, tokens_per_second
 from lightrft.observability.trackers import ReadRow, Summary
 from lightrft.roles import TrainableModel
@@ -316,7 +317,7 @@ class RunSession:
         """Log the metrics and timers of one step, show them, and return the row."""
         metrics.merge(self.timers.take())
         values = metrics.compute()
-        tokens = values.get("rollout/tokens_sampled", values.get("sft/tokens", 0.0))
+        tokens = next((values[name] for name in STEP_TOKENS if name in values), 0.0)
         row: ReadRow = {"step": step, "phase": self.phase, "seconds": self.seconds, **values}
         if tokens:  # an evaluation before the first step has no throughput
             row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lightrft.config.verbs import SFTConfig
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.distributed.process_group import init_process_group, run_on_all_ranks
 from lightrft.learner.sft_step import examples_to_batch, sft_step
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
-from lightrft.observability.observer import NullObserver, Observer
+from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
-from lightrft.rewards.startup_check import check_rewards
 from lightrft.roles import Roles, TrainableModel
-from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.trainer.context_limits import check_examples
-from lightrft.trainer.preflight import check_enough, check_evaluation
-from lightrft.trainer.run_session import RunSession, open_session
+from lightrft.trainer.preflight import check_enough
+from lightrft.trainer.run_session import RunSession
+from lightrft.trainer.supervised import (
+    check_supervised,
+    loaded_eval_prompts,
+    opened_session,
+    optimizer_steps,
+)
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
-from lightrft.utils.errors import ConfigError
 from lightrft.utils.state_io import State
 from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
 
@@ -57,28 +58,8 @@ class SFTRun(TrainingRun):
 
 def run_sft(config: SFTConfig, observer: Observer | None = None) -> Summary:
     """Train as configured and return the content of ``summary.json``."""
-    if not config.data.sources:
-        raise ConfigError(
-            "data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]"
-        )
-    check_evaluation(config)
-    if config.eval.data.sources and not config.reward.terms and not config.reward.per_source:
-        raise ConfigError(
-            "eval.data has sources but reward.terms is empty; name what scores a response, e.g. "
-            "reward.terms=[math]"
-        )
-    with (
-        init_process_group(config.strategy.timeout_minutes) as ranks,
-        open_session(
-            config,
-            config.run,
-            config.checkpoint,
-            config.log,
-            "sft",
-            observer or NullObserver(),
-            ranks,
-        ) as session,
-    ):
+    check_supervised(config)
+    with opened_session(config, observer) as session:
         run = prepare(config, session)
         try:
             check_examples(run.roles.actor, run.dataset.longest, config.max_tokens)
@@ -104,24 +85,8 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     report("data", dataset.counts, dataset.first_problem)
     check_text(dataset, "data.sources")
     check_enough("batch_size", config.batch_size, len(dataset), "examples")
-    steps = config.train.steps or max(
-        1, math.ceil(config.train.epochs * len(dataset) / config.batch_size)
-    )
-    prompts = load_eval_prompts(
-        config.eval.data,
-        tokenizer,
-        config.run.seed,
-        config.eval.limit,
-        processor,
-        reward=config.reward,
-    )
-
-    # Reward functions may be slow or call a service, so one rank tries them for all.
-    def try_rewards() -> None:
-        if prompts and session.ranks.rank == 0:
-            check_rewards(config.reward, prompts, tokenizer)
-
-    run_on_all_ranks(session.ranks, try_rewards)
+    steps = optimizer_steps(config, len(dataset))
+    prompts = loaded_eval_prompts(config, tokenizer, processor, session)
     strategy, actor, engine = local_policy(
         config.model, config.strategy, config.engine, tokenizer, session.ranks
     )

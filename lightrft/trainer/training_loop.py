@@ -73,6 +73,20 @@ class TrainingRun(ABC):
         """Wait until engine and scorer are idle."""
         return
 
+    @property
+    def validates(self) -> bool:
+        """There are examples held out from training, which ``validate`` measures."""
+        return False
+
+    def validate(self) -> Metrics:
+        """Return metrics of the examples that are held out from training."""
+        return Metrics()
+
+    @property
+    def evaluates(self) -> bool:
+        """Evaluations have something to measure."""
+        return bool(self.eval_prompts) or self.validates
+
     def summary_fields(self) -> Summary:
         """Return further fields of the summary."""
         return {}
@@ -108,8 +122,8 @@ def run_steps(run: TrainingRun) -> Summary:
     session.observer.begin(session.phase, run.steps, run.step)
     values = run.values
     # A checkpoint of step 0 has values: its evaluation is not repeated.
-    if run.step == 0 and run.eval.at_start and run.eval_prompts and not values:
-        values = session.record(0, evaluate_if_due(run))
+    if run.step == 0 and run.eval.at_start and run.evaluates and not values:
+        values = session.record(0, evaluate_all(run))
         warn(run, values)
     run.start()
     first = run.step + 1
@@ -208,10 +222,10 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> ReadRow:
     session = run.session
     last = run.step >= run.steps
     eval_is_due = last or (run.eval.every and run.step % run.eval.every == 0)
-    if run.eval_prompts and eval_is_due:
+    if run.evaluates and eval_is_due:
         try:
             with session.timers("eval"):
-                metrics.merge(evaluate_if_due(run))
+                metrics.merge(evaluate_all(run))
         except RewardError as error:
             # The step itself is complete. Only its evaluation failed.
             kept = save_before_exit(run, metrics.compute())
@@ -245,7 +259,15 @@ def save_before_exit(run: TrainingRun, values: Mapping[str, float]) -> str:
     return f"; the same command then resumes from step {run.step}, which is saved"
 
 
-def evaluate_if_due(run: TrainingRun) -> Metrics:
+def evaluate_all(run: TrainingRun) -> Metrics:
+    """Return metrics of the held-out examples and of responses to the eval set."""
+    metrics = run.validate()
+    if run.eval_prompts:
+        metrics.merge(evaluate_responses(run))
+    return metrics
+
+
+def evaluate_responses(run: TrainingRun) -> Metrics:
     """Generate responses to the eval set with the current policy, write them and return metrics."""
     # The scorer is shared, and asynchronous generation would mix its responses with these.
     run.wait_until_idle()

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
-from lightrft.config.verbs import RLConfig
+from lightrft.config.verbs import DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
 from lightrft.engines.base import Engine
 from lightrft.engines.native import NativeEngine
@@ -201,7 +202,34 @@ def local_reference(
     )
 
 
-def reference_model(config: RLConfig) -> ModelConfig:
+def preference_reference(
+    config: DPOConfig, source: Source, policy: TrainableModel[Actor], strategy: Strategy
+) -> FrozenModel | AdapterFreeReference | None:
+    """Build the reference of preference learning, or return None if no loss reads it.
+
+    Log-probs that are computed before the first step need no second model: the policy still has the
+    weights that training starts from.
+
+    Args:
+        config: settings of the run.
+        source: where the log-probs come from.
+        policy: the policy, with the weights that training starts from.
+        strategy: strategy that places the reference.
+    """
+    if source == "none":
+        return None
+    if config.model.lora is not None and config.reference is None and source != "step":
+        return AdapterFreeReference(policy.model)
+    if source == "cached" and config.reference is None:
+        return FrozenModel(policy.model)
+    frozen = local_frozen(reference_model(config), strategy)
+    settings = config.preference.reference
+    if settings.refresh_every:
+        return MovingReference.of(frozen, policy.state.shapes, strategy, settings)
+    return FrozenModel(frozen)
+
+
+def reference_model(config: RLConfig | DPOConfig) -> ModelConfig:
     """Return the model settings of a separate reference."""
     return config.model.model_copy(
         update={"path": config.reference or config.model.path, "lora": None}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference import PreferenceConfig, PreferenceKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class PreferenceRequirements:
         collision: ``log sum_v p(v)^2`` of the policy at each token, for the weights of WPO.
     """
 
-    kind: str
+    kind: PreferenceKind
     reference: bool
     sequence_kl: bool
     margin: bool
@@ -54,7 +55,8 @@ def preference_requirements(settings: PreferenceConfig) -> PreferenceRequirement
     described = [PREFERENCE_LOSSES.about(part.name) for part in settings.losses]
     needs: set[str] = set().union(*(about.needs for about in described))
     return PreferenceRequirements(
-        kind=described[0].kind,
+        # ``check_preference`` has refused any other word.
+        kind=cast(PreferenceKind, described[0].kind),
         reference="reference" in needs,
         sequence_kl="sequence_kl" in needs,
         margin="margin" in needs,

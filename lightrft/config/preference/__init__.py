@@ -18,6 +18,9 @@ from lightrft.config.base import (
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.utils.errors import did_you_mean
 
+PreferenceKind = Literal["pair", "labelled", "ranked"]
+"""Form of the data that a loss reads."""
+
 
 class PreferenceLossConfig(NamedFunction):
     """One loss of the weighted sum."""
@@ -49,14 +52,20 @@ class FDivergenceConfig(Settings):
 class PreferenceReferenceConfig(Settings):
     """The source of the reference's log-probs, and when the reference moves."""
 
+    section: ClassVar[str] = "preference.reference"
+    """Key of the section, for messages."""
     shorthand: ClassVar[str | None] = "source"
     """The setting that a bare string or number stands for."""
 
     source: Literal["auto", "cached", "step", "adapters_off", "none"] = "auto"
-    """``cached`` computes the log-probs of all rows once and keeps them on disk. ``step`` computes
-    them in each step. ``adapters_off`` is ``step`` with the policy's adapters off, so that no
-    second model is loaded. ``none`` computes none. ``auto`` takes ``none`` if no loss reads them,
-    else what fits the model."""
+    """``cached`` computes the log-probs of all rows before the first step and keeps them on disk.
+    ``step`` computes them in each step, by a second model. ``adapters_off`` computes them in each
+    step by the policy with its adapters off. ``none`` computes none. ``auto`` takes ``none`` if no
+    loss reads them, ``adapters_off`` for a policy with adapters, ``cached`` if the run sees every
+    row and the losses allow it, else ``step``."""
+    cache_dir: str = "~/.cache/lightrft/reference"
+    """Folder of the log-probs that ``cached`` keeps. An entry belongs to the content of the rows,
+    the template and the weights; deleting it is always safe."""
     refresh_every: int = Field(0, ge=0)
     """Update the reference from the policy after every so many optimizer steps; 0 never does
     (TR-DPO, arXiv 2404.09656)."""
@@ -117,7 +126,12 @@ class PreferenceConfig(Settings):
     def _preset_first(cls, tree: object) -> object:
         """Put the settings that are given over the row of the preset."""
         tree = {"preset": tree} if isinstance(tree, str) else tree
-        if not is_branch(tree) or tree.get("preset") is None:
+        if not is_branch(tree):
+            return tree
+        # Losses without a preset are not those of the default preset, and have other numbers.
+        usual = None if "losses" in tree else cls.model_fields["preset"].default
+        tree = {"preset": usual, **tree}
+        if tree["preset"] is None:
             return tree
         name = str(tree["preset"])
         row = PREFERENCE_PRESETS.get(name)
@@ -129,6 +143,15 @@ class PreferenceConfig(Settings):
         if "losses" in tree:
             merged["losses"] = _merged_losses(name, row["losses"], tree["losses"])
         return merged
+
+
+class KTOPreferenceConfig(PreferenceConfig):
+    """A weighted sum of losses of labelled responses. A ``preset`` fills in a published row; what
+    stands next to it wins."""
+
+    preset: str | None = "kto"
+    """Published row of settings to start from, e.g. ``kto`` or ``bco``. ``losses`` without a preset
+    start from the defaults."""
 
 
 def _merged_losses(preset: str, losses: list[Tree], given: object) -> object:

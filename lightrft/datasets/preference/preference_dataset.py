@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrft.config.data import PreferenceDataConfig
+from lightrft.config.preference import PreferenceKind
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.media.identity import identity
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.preference.formats import check_format
 from lightrft.datasets.preference.preference_rows import (
-    PreferenceKind,
     PreferenceRow,
     labelled,
     ranked,
@@ -93,6 +95,7 @@ class PreferenceExample:
         prompt_ids: tokens of the prompt.
         responses: the responses.
         id: name of the example.
+        index: place in the dataset.
         weight: weight of the example in the loss.
         prompt_media: media of ``prompt_ids``.
     """
@@ -100,6 +103,7 @@ class PreferenceExample:
     prompt_ids: list[int]
     responses: list[PreferenceResponse]
     id: str
+    index: int = 0
     weight: float = 1.0
     prompt_media: Media = field(default_factory=dict)
 
@@ -191,6 +195,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             prompt_ids=prompt_ids,
             responses=[self._response(s) for s in others],
             id=self._ids[i],
+            index=i,
             weight=float(self._kept["weight"][k]),
         )
         if k in self._media:
@@ -218,6 +223,29 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
     def is_weighted(self) -> bool:
         """Return True if any example has a weight other than 1."""
         return bool((np.asarray(self._kept["weight"]) != 1.0).any())
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        """Return the number of response tokens of each example, in the order of the dataset."""
+        ends = np.asarray(self._kept["ends"], dtype=np.int64)
+        groups = np.asarray(self._kept["groups"], dtype=np.int64)
+        # The first sequence of an example is its prompt.
+        prompts = np.concatenate([[0], groups[:-1]])
+        return (ends[groups - 1] - ends[prompts])[self._order]
+
+    def digest(self) -> str:
+        """Return a digest of the tokens and media of all examples, in their order."""
+        found = hashlib.blake2b(digest_size=20)
+        for name in ("tokens", "ends", "groups"):
+            found.update(np.asarray(self._kept[name]).tobytes())
+        found.update(self._order.tobytes())
+        for k, numbers in self._media.items():
+            row = self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+            for response, own in zip(row.responses, numbers):
+                for n in own:
+                    found.update(identity(response.media[n]))
+        found.update(self.config.media.model_dump_json().encode())
+        return found.hexdigest()
 
     def require(self, column: Literal["rating", "margin"]) -> None:
         """Check that every response has a ``rating`` or ``margin``.

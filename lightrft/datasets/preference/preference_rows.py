@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -22,9 +21,6 @@ from lightrft.datasets.preference.raw_preference import (
 )
 from lightrft.datasets.row_parser import ParsedRow, read_record
 from lightrft.datasets.row_tables import MalformedRow, Row
-
-PreferenceKind = Literal["pair", "labelled", "ranked"]
-"""Kinds of preference losses. They compare two responses, read labels, or compare any number."""
 
 WEIGHTS = ("example_weight", "sample_weight")
 """Columns of the weight of a row in the loss."""

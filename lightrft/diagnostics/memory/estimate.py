@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from lightrft.algorithms.preference.reference_source import reference_source
+from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import in_worker
-from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.config.verbs import DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory, gradients, held, peak
 from lightrft.diagnostics.memory.phases import (
     DRAWING,
@@ -56,9 +58,7 @@ class MemoryEstimate:
         return peak(self.models, self.phases)[1]
 
 
-def estimate_memory(
-    config: RLConfig | SFTConfig, lengths: Lengths, device: Device
-) -> MemoryEstimate:
+def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
     """Return the memory of each of the ``device.processes`` ranks of ``config``.
 
     Raises ``ModelError`` for a model whose config cannot be used.
@@ -96,9 +96,7 @@ def estimate_memory(
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
 
 
-def workers(
-    config: RLConfig | SFTConfig, lengths: Lengths, device: Device
-) -> dict[str, MemoryEstimate]:
+def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
     """Return the memory of each worker of ``launch.ray`` with a model, by role.
 
     Args:
@@ -132,7 +130,7 @@ def workers(
     return found
 
 
-def staffed(config: RLConfig | SFTConfig) -> list[str]:
+def staffed(config: TrainingConfig) -> list[str]:
     """Return the roles with a model that run in workers."""
     if not isinstance(config, RLConfig):
         return []
@@ -140,13 +138,16 @@ def staffed(config: RLConfig | SFTConfig) -> list[str]:
     return [role for name, role in ROLES.items() if staff[name]]
 
 
-def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
+def _models(config: TrainingConfig) -> Iterator[Model]:
     """Yield the models that a run loads, the policy first."""
     model = config.model
     yield _of("policy", model, trained=True)
+    alone = model.model_copy(update={"lora": None})
+    if isinstance(config, DPOConfig) and loads_reference(config):
+        path = config.reference or model.path
+        yield _of("reference", alone.model_copy(update={"path": path}), trained=False)
     if not isinstance(config, RLConfig):
         return
-    alone = model.model_copy(update={"lora": None})
 
     def at(path: str | None) -> ModelConfig:
         return alone.model_copy(update={"path": path or model.path})
@@ -169,6 +170,18 @@ def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
         yield _of("critic", at(config.critic.path), trained=True, kind=Critic)
     if requirements.prm:
         yield _of("process model", at(config.prm.path), trained=True)
+
+
+def loads_reference(config: DPOConfig) -> bool:
+    """Return True if a reference stays in memory next to the policy."""
+    source = reference_source(
+        config.preference,
+        preference_requirements(config.preference),
+        adapters=config.model.lora is not None,
+        path=config.reference,
+        sees_all=config.train.steps is None and config.train.epochs >= 1,
+    )
+    return source == "step"
 
 
 def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import StrategyConfig
-from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.config.verbs import DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.memory import meta_trace
 from lightrft.diagnostics.memory.formulas import (
     QUANTISED,
@@ -162,7 +162,7 @@ class ProcessProfile:
     computed.
     """
 
-    config: RLConfig | SFTConfig
+    config: TrainingConfig
     lengths: Lengths
     device: Device
     strategy: StrategyConfig
@@ -209,7 +209,7 @@ def drawing_answers(
     """
     config = place.config
     lengths = place.lengths
-    if evaluating or isinstance(config, SFTConfig):
+    if evaluating or not isinstance(config, RLConfig):
         if not config.eval.data.sources:
             return
         lengths = Lengths(
@@ -280,7 +280,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
         chunk = model.config.logits_mb * MIB
         logits = layout_check(tokens, m.text.vocab_size, m.itemsize, chunk)
         yield MemoryPhase(f"{m.name}: layout check", {"logits": float(logits), **whole})
-    if isinstance(config, RLConfig) and (m.name != "policy" or scored(config)):
+    if m.name != "policy" or scored(config):
         forward = partial(meta_trace.forward, model, batch, **options)
         found = traced(place, m, forward, batch, False)
         activations = found.peak / place.strategy.sequence_parallel
@@ -355,8 +355,14 @@ def _updates(
         yield MemoryPhase(f"{m.name}: last gradients", last)
 
 
-def scored(config: RLConfig) -> bool:
+def scored(config: TrainingConfig) -> bool:
     """Return True if the policy runs over the batch once more, without gradient."""
+    if isinstance(config, DPOConfig):
+        # Losses that couple the batch compute all log-probs first, and so does the reference of
+        # adapters.
+        return True
+    if not isinstance(config, RLConfig):
+        return False
     requirements = Requirements.of(config.algorithm)
     if requirements.old_logprobs(config.train.ppo_epochs * config.train.num_mini_batches):
         return True

@@ -17,10 +17,10 @@ from lightrft.config.data import DataConfig
 from lightrft.datasets import cache_key, token_cache
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.column_cache import ColumnCache, Entry
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import JsonLinesRows
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.datasets.token_cache import Entry, TokenCache
 from tests.unit.datasets.tokenizers import CHATML, chat_tokenizer
 
 Folder = Path
@@ -303,7 +303,7 @@ def test_a_data_set_from_the_cache_pickles(rows):
 def test_an_entry_without_rows_reads_back(tmp_path):
     import numpy as np
 
-    cache = TokenCache(tmp_path / "x.arrow")
+    cache = ColumnCache(tmp_path / "x.arrow", "data.token_cache")
     assert cache.read() is None
     cache.write(Entry({"a": np.zeros(0, dtype=np.int32)}, [], {"b": 1}))
     found = cache.read()

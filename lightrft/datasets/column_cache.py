@@ -1,4 +1,5 @@
-"""A cache of token ids on disk. The next start maps them into memory instead of tokenizing again.
+"""A cache of columns on disk, such as token ids. The next start maps them into memory instead of
+computing them again.
 
 An entry is one Arrow file: a row of lists, followed by a digest of all bytes before it. It is
 written under a temporary name and then renamed, so an interrupted write leaves no partial entry. An
@@ -65,11 +66,17 @@ class Entry:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class TokenCache:
-    """The entry at ``path``, which may not exist yet."""
+class ColumnCache:
+    """The entry at ``path``, which may not exist yet.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: file of the entry.
+        setting: the setting that names its folder, for messages.
+    """
+
+    def __init__(self, path: Path, setting: str) -> None:
         self.path = path
+        self.setting = setting
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -113,7 +120,8 @@ class TokenCache:
             return Entry(columns, names, json.loads(table.schema.metadata[FACTS]))
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as error:
             _log.warning(
-                "data.token_cache: %s is damaged and is built again: %s",
+                "%s: %s is damaged and is built again: %s",
+                self.setting,
                 self.path,
                 first_line(error),
             )
@@ -122,7 +130,7 @@ class TokenCache:
     def write(self, entry: Entry) -> None:
         """Store ``entry`` atomically.
 
-        A failure is logged and not raised, because the next start can tokenize again.
+        A failure is logged and not raised, because the next start can compute the entry again.
         """
         import pyarrow as pa
 
@@ -152,7 +160,8 @@ class TokenCache:
             temporary.replace(self.path)
         except OSError as error:
             _log.warning(
-                "data.token_cache: %s cannot be written, so the next start tokenizes again: %s",
+                "%s: %s cannot be written, so the next start computes it again: %s",
+                self.setting,
                 self.path,
                 error,
             )

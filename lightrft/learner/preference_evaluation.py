@@ -1,0 +1,128 @@
+"""Measure the losses of held-out preference rows and the order of their implicit rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences
+from lightrft.datasets.preference.preference_dataset import PreferenceDataset
+from lightrft.datasets.sampler import agreed, readable
+from lightrft.learner.preference_batch import PreferenceStats
+from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.learner.preference_step import PreferenceSettings, preference_losses
+from lightrft.learner.reference_cache import ReferenceLogprobs
+from lightrft.observability.metrics import Mean, Metrics
+from lightrft.roles import Roles
+
+
+def evaluate_preferences(
+    roles: Roles,
+    dataset: PreferenceDataset,
+    settings: PreferenceSettings,
+    stats: PreferenceStats,
+    batch_size: int,
+    cached: ReferenceLogprobs | None,
+) -> Metrics:
+    """Return the loss of ``dataset`` and the accuracy of its order. All ranks must call it.
+
+    ``eval/pair_accuracy`` is the share of pairs of a better and a worse response whose implicit
+    rewards have this order. A loss that compares a whole batch sees ``batch_size`` examples.
+
+    Args:
+        roles: The policy, the reference and the strategy.
+        dataset: The held-out examples.
+        settings: The settings of the run.
+        stats: Numbers that carry over between steps. They do not change.
+        batch_size: Number of examples that are computed together.
+        cached: The reference's log-probs of ``dataset``, if they are kept.
+    """
+    metrics, rewards = Metrics(), _Rewards(settings.preference.beta)
+    for start in range(0, len(dataset), batch_size):
+        stop = min(start + batch_size, len(dataset))
+        examples = readable(
+            dataset, agreed(dataset.fetch(range(start, stop)), roles.strategy.ranks)
+        )
+        dataset.prefetch(range(stop, min(stop + batch_size, len(dataset))))
+        # A mismatched pair needs two prompts.
+        if not examples or (settings.requirements.kl and len(examples) < 2):
+            continue
+        batch = preference_to_batch(examples)
+        if cached is not None:
+            batch = batch.replace(ref_logprobs=cached.column(examples))
+        data, terms = preference_losses(roles, batch, settings, stats)
+        for i, term in enumerate(terms):
+            metrics.add(f"{i}", Mean(term.losses.sum(), term.units.sum()))
+        rewards.add(data)
+    means = metrics.compute()
+    weights = [part.weight for part in settings.preference.losses]
+    found = Metrics()
+    if means:
+        loss = sum(weight * means[f"{i}"] for i, weight in enumerate(weights))
+        found.add("eval/loss", Mean(loss))
+        found.merge(rewards.metrics())
+    return found
+
+
+class _Rewards:
+    """The implicit rewards of better and worse responses.
+
+    Args:
+        beta: The setting ``preference.beta``.
+    """
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+        self.better: list[Tensor] = []
+        self.worse: list[Tensor] = []
+        self.paired = True
+
+    def add(self, data: Preferences) -> None:
+        """Add the responses of a batch."""
+        if isinstance(data, Pairs):
+            better, worse = data.chosen.log_ratio, data.rejected.log_ratio
+        elif isinstance(data, Labelled):
+            ratio = data.responses.log_ratio
+            better, worse = ratio[data.desirable], ratio[~data.desirable]
+            self.paired = False
+        else:
+            better, worse = _ordered(data.responses.log_ratio, data.group_of, data.rank)
+        self.better.append(self.beta * better)
+        self.worse.append(self.beta * worse)
+
+    def metrics(self) -> Metrics:
+        """Return the mean rewards, their difference and the accuracy of their order."""
+        better, worse = _joined(self.better), _joined(self.worse)
+        metrics = Metrics()
+        metrics.add("eval/reward_chosen", Mean.of(better))
+        metrics.add("eval/reward_rejected", Mean.of(worse))
+        if not len(better) or not len(worse):
+            return metrics
+        metrics.add("eval/margin", Mean(better.mean() - worse.mean()))
+        right = better > worse if self.paired else _above(better, worse)
+        metrics.add("eval/pair_accuracy", Mean.of(right.double()))
+        return metrics
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.double().cpu() for part in parts])
+
+
+def _above(better: Tensor, worse: Tensor) -> Tensor:
+    """Return the share of ``worse [W]`` below each of ``better [B]``, ``[B]``."""
+    return torch.searchsorted(worse.sort().values, better).double() / len(worse)
+
+
+def _ordered(values: Tensor, group_of: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of the better and of the worse response of every pair of a group.
+
+    Args:
+        values: ``[K]``.
+        group_of: ``[K]``. Group of each response.
+        ranks: ``[K]``. Rank of each response; lower is better.
+    """
+    same_group = group_of[:, None] == group_of[None, :]
+    better, worse = (same_group & (ranks[:, None] < ranks[None, :])).nonzero(as_tuple=True)
+    return values[better], values[worse]

@@ -1,0 +1,141 @@
+"""Compute the reference's log-probs of a dataset once, and keep them on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.datasets.column_cache import ColumnCache, Entry
+from lightrft.datasets.preference.preference_dataset import PreferenceDataset, PreferenceExample
+from lightrft.datasets.sampler import agreed, readable
+from lightrft.distributed.process_group import ProcessGroup
+from lightrft.engines.native import checksums
+from lightrft.learner.forward_passes import compute_logprobs, verify_layouts
+from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.models.actor import Actor
+from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles
+
+log = logging.getLogger(__name__)
+
+CHUNK = 128
+"""Number of examples whose log-probs are computed together."""
+COLUMN = "logprobs"
+FORMAT = "1"
+"""Version of the entries. It changes with the meaning of their numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLogprobs:
+    """The reference's log-probs of all response tokens of a dataset.
+
+    Attributes:
+        values: ``[T]``. NaN for an example that could not be read.
+        ends: ``[E]``. End of each example in ``values``.
+    """
+
+    values: np.ndarray
+    ends: np.ndarray
+
+    def column(self, examples: Sequence[PreferenceExample]) -> Tensor:
+        """Return the log-probs of the response tokens of ``examples``, ``[N]``."""
+        parts = []
+        for example in examples:
+            start = int(self.ends[example.index - 1]) if example.index else 0
+            parts.append(self.values[start : int(self.ends[example.index])])
+        return torch.from_numpy(np.concatenate(parts))
+
+
+def cached_logprobs(
+    roles: Roles,
+    reference: FrozenModel | AdapterFreeReference,
+    dataset: PreferenceDataset,
+    max_tokens: int,
+    folder: Path,
+    progress: Callable[[int], None],
+) -> ReferenceLogprobs:
+    """Return the log-probs of ``dataset``, from the cache or by computing them.
+
+    All ranks must call it.
+
+    Args:
+        roles: The policy and the strategy.
+        reference: Computes the log-probs. Its weights are part of the key.
+        dataset: The examples.
+        max_tokens: Largest number of tokens of a micro-batch.
+        folder: Folder of the entries.
+        progress: Called with the number of examples that are done.
+    """
+    ranks = roles.strategy.ranks
+    model = reference.model if isinstance(reference, FrozenModel) else reference.actor
+    key = cache_key(dataset, model, ranks)
+    cache = ColumnCache(folder / f"{key}.arrow", "preference.reference.cache_dir")
+    entry = cache.read()
+    ends = np.cumsum(dataset.response_tokens)
+    # A folder may be local to a machine, so that some ranks find an entry that others lack.
+    found_by_all = all(ranks.gather(entry is not None))
+    if entry is not None and found_by_all:
+        log.info("the reference's log-probs are read from %s", cache.path)
+        return ReferenceLogprobs(entry.columns[COLUMN], ends)
+    values = compute_all(roles, reference, dataset, max_tokens, progress)
+    with cache.locked():
+        cache.write(Entry({COLUMN: values}, ()))
+    return ReferenceLogprobs(values, ends)
+
+
+def cache_key(dataset: PreferenceDataset, model: Actor, ranks: ProcessGroup) -> str:
+    """Return a digest of the tokens, the media and the weights, the same on all ranks."""
+    # Of a sharded model, each rank has its own part of the weights.
+    weights = ranks.gather(sorted(checksums(model.named_parameters()).items()))
+    made_of = repr((FORMAT, dataset.digest(), weights))
+    return hashlib.blake2b(made_of.encode(), digest_size=20).hexdigest()
+
+
+def compute_all(
+    roles: Roles,
+    reference: Reference,
+    dataset: PreferenceDataset,
+    max_tokens: int,
+    progress: Callable[[int], None],
+) -> np.ndarray:
+    """Compute the log-probs of ``dataset``, ``[T]``.
+
+    Args:
+        roles: The policy and the strategy.
+        reference: Computes the log-probs.
+        dataset: The examples.
+        max_tokens: Largest number of tokens of a micro-batch.
+        progress: Called with the number of examples that are done.
+    """
+    size, ranks = len(dataset), roles.strategy.ranks
+    ends = np.cumsum(dataset.response_tokens)
+    values = np.full(int(ends[-1]), np.nan, np.float32)
+    for start in range(0, size, CHUNK):
+        fetched = agreed(dataset.fetch(range(start, min(start + CHUNK, size))), ranks)
+        dataset.prefetch(range(start + CHUNK, min(start + 2 * CHUNK, size)))
+        examples = readable(dataset, fetched)
+        if examples:
+            batch = preference_to_batch(examples)
+            verify_layouts(roles, batch)
+            column = compute_logprobs(reference, batch, roles, max_tokens, 1.0).numpy()
+            _put(values, ends, examples, column)
+        progress(min(start + CHUNK, size))
+    return values
+
+
+def _put(
+    values: np.ndarray, ends: np.ndarray, examples: Sequence[PreferenceExample], column: np.ndarray
+) -> None:
+    """Write the log-probs ``column [N]`` of ``examples`` to their places in ``values [T]``."""
+    begin = 0
+    for example in examples:
+        start = int(ends[example.index - 1]) if example.index else 0
+        end = int(ends[example.index])
+        values[start:end] = column[begin : begin + end - start]
+        begin += end - start

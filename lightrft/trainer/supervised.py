@@ -1,0 +1,116 @@
+"""Check and prepare what all verbs share that train on given responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lightrft.config.base import changed_fields
+from lightrft.config.verbs import SupervisedConfig
+from lightrft.distributed.process_group import init_process_group, run_on_all_ranks
+from lightrft.observability.observer import NullObserver, Observer
+from lightrft.rewards.startup_check import check_rewards
+from lightrft.rollout.eval_prompts import load_eval_prompts
+from lightrft.trainer.preflight import check_evaluation
+from lightrft.trainer.run_session import RunSession, open_session
+from lightrft.types import Prompt
+from lightrft.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.models.processors import Processor
+
+
+def check_supervised(config: SupervisedConfig) -> None:
+    """Raise ``ConfigError`` for problems that can be found without a model or data."""
+    if not config.data.sources:
+        raise ConfigError(
+            "data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]"
+        )
+    check_evaluation(config)
+    has_reward = bool(config.reward.terms or config.reward.per_source)
+    if config.eval.data.sources and not has_reward:
+        raise ConfigError(
+            "eval.data has sources but reward.terms is empty; name what scores a response, e.g. "
+            "reward.terms=[math]"
+        )
+    if has_reward and not config.eval.data.sources:
+        raise ConfigError(
+            "reward changes nothing: it scores responses to the eval set, and eval.data.sources "
+            "is empty; name the eval set, or leave reward out"
+        )
+    for section, name in UNREAD:
+        if name in changed_fields(getattr(config, section)):
+            raise ConfigError(
+                f"{section}.{name} changes nothing in lightrft {config.verb}: it is of rollouts "
+                "and prompts, and this verb trains on given responses; leave it out"
+            )
+
+
+UNREAD = (
+    ("log", "rollouts_every"),
+    ("log", "batches_every"),
+    ("log", "entropy"),
+    ("data", "max_prompt_tokens"),
+)
+"""Settings that reinforcement learning alone reads."""
+
+
+@contextmanager
+def opened_session(config: SupervisedConfig, observer: Observer | None) -> Generator[RunSession]:
+    """Join the process group and open the run folder."""
+    with (
+        init_process_group(config.strategy.timeout_minutes) as ranks,
+        open_session(
+            config,
+            config.run,
+            config.checkpoint,
+            config.log,
+            config.verb,
+            observer or NullObserver(),
+            ranks,
+        ) as session,
+    ):
+        yield session
+
+
+def optimizer_steps(config: SupervisedConfig, rows: int) -> int:
+    """Return ``train.steps``, or the steps that ``train.epochs`` passes over ``rows`` take."""
+    if config.train.steps:
+        return config.train.steps
+    return max(1, math.ceil(config.train.epochs * rows / config.batch_size))
+
+
+def loaded_eval_prompts(
+    config: SupervisedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Processor | None,
+    session: RunSession,
+) -> Sequence[Prompt]:
+    """Load the eval set, and try its rewards.
+
+    Args:
+        config: Settings of the run.
+        tokenizer: Tokenizer of the model.
+        processor: Processor of the model, or None for a text-only model.
+        session: Gives the ranks.
+    """
+    prompts = load_eval_prompts(
+        config.eval.data,
+        tokenizer,
+        config.run.seed,
+        config.eval.limit,
+        processor,
+        reward=config.reward,
+    )
+
+    # Reward functions may be slow or call a service, so one rank tries them for all.
+    def try_rewards() -> None:
+        if prompts and session.ranks.rank == 0:
+            check_rewards(config.reward, prompts, tokenizer)
+
+    run_on_all_ranks(session.ranks, try_rewards)
+    return prompts
