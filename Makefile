@@ -4,7 +4,8 @@
 # ARGS (passed on to the demo or to pytest).
 VENV ?= .venv
 EXTRAS ?= dev
-JOBS ?= 2
+# One more than the two cores of CI: a test often waits for a process that it has started.
+JOBS ?= 3
 ARGS ?=
 BIN := $(VENV)/bin
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)

@@ -49,6 +49,7 @@ def config_of(folder: Path, **over: Any) -> RLConfig:
     return build(RLConfig, deep_merge(tree, over))
 
 
+@pytest.mark.slow
 def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_worker_dies(
     folder: Path,
 ) -> None:
