@@ -350,7 +350,7 @@ def open_run(config: Any) -> Any:
     from contextlib import contextmanager
 
     from lightrft.observability.observer import NullObserver
-    from lightrft.trainer.check_config import check as check_config
+    from lightrft.trainer.checks.check_config import check as check_config
     from lightrft.trainer.rl import prepare
     from lightrft.trainer.run_session import open_session
 

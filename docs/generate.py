@@ -22,9 +22,11 @@ import lightrft.datasets.open_source  # noqa: F401  fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.config import verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
+from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PAPERS, PRESETS
 from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
+from lightrft.diagnostics.explain_supervised import explain_supervised
 from lightrft.models.families import FAMILIES, Family
 
 DOCS = Path(__file__).resolve().parent
@@ -41,6 +43,8 @@ class Examined(verbs.RLConfig):
 VERBS: dict[str, type[Settings]] = {
     "rl": verbs.RLConfig,
     "sft": verbs.SFTConfig,
+    "dpo": verbs.DPOConfig,
+    "kto": verbs.KTOConfig,
     "eval": verbs.EvaluateConfig,
     "generate": verbs.GenerateConfig,
     "chat": verbs.ChatConfig,
@@ -61,6 +65,7 @@ def pages() -> dict[Path, str]:
         Path("configuration.md"): configuration_page(),
         Path("algorithms.md"): algorithms_page(),
         Path("parts.md"): parts_page(),
+        Path("preferences.md"): preferences_page(),
         Path("families.md"): families_page(),
         Path("readers.md"): readers_page(),
         **made,
@@ -383,6 +388,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "must be given"
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple) and value and isinstance(value[0], Settings):
+        value = [part.model_dump(mode="json", exclude_unset=True) for part in value]
     if isinstance(value, Settings):
         own = dict(dotted(type(value)().model_dump(mode="json")))
         given = dotted(value.model_dump(mode="json"))
@@ -433,6 +440,35 @@ def algorithm_page(preset: str) -> str:
             "\n## Numbers in force\n",
             "| setting | value | from |\n|---|---|---|",
             *numbers,
+            "",
+        ]
+    )
+
+
+def preferences_page() -> str:
+    """Return the page of the presets of preference learning."""
+    rows = []
+    for preset in PREFERENCE_PRESETS:
+        found = explain_supervised(
+            build(verbs.DPOConfig, {"preference": preset}), {"preference.preset": "given"}
+        )
+        values = []
+        for number in found.numbers:
+            if number.key.startswith("preference.") and number.source != "default":
+                key = number.key.removeprefix("preference.")
+                values.append(f"`{key} = {_cell(str(number.value))}`")
+        about = (f"`{_cell(found.objective.partition(' of ')[2])}`", ", ".join(values), found.paper)
+        rows.append(f"| `{preset}` | {' | '.join(about)} |")
+    return "\n".join(
+        [
+            "# Presets of preference learning\n",
+            MADE_BY,
+            "`preference: <name>` sets the losses and numbers of a row in `lightrft dpo`, or in "
+            "`lightrft kto` for a loss of labelled responses. `lightrft explain <name>` prints its "
+            "formulas, and where each number comes from. [Losses](parts.md#preference-losses) has "
+            "all formulas.\n",
+            "| preset | losses | numbers | paper |\n|---|---|---|---|",
+            *rows,
             "",
         ]
     )

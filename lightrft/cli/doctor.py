@@ -8,24 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.arguments import memory_errors, parse, quick_imports, set_threads, show_help
-from lightrft.config.verbs import (
-    DoctorConfig,
-    DPOConfig,
-    KTOConfig,
-    RLConfig,
-    SFTConfig,
-    TrainingConfig,
-)
-from lightrft.utils.errors import ConfigError
+from lightrft.cli.verbs import config_of
+from lightrft.config.verbs import DoctorConfig
 
 MARK = "doctor."
-CONFIGS: dict[str, type[TrainingConfig]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "kto": KTOConfig,
-}
-"""Config of each verb that can be examined. ``auto`` tries them in this order."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         else:
             others.append(argument)
     options = parse(DoctorConfig, own).settings
-    config = config_of(options.verb, others)
+    config = config_of(options.verb, others).settings
     with quick_imports():
         set_threads(config.run.threads)
         from lightrft.diagnostics.doctor import run_doctor, to_json, to_text
@@ -60,40 +46,3 @@ def run(arguments: Sequence[str]) -> int:
         output = Path(options.output).expanduser()
         write_atomic(output, json.dumps(to_json(report), indent=1) + "\n")
     return 2 if report.bad else 0
-
-
-def config_of(verb: str, arguments: Sequence[str]) -> TrainingConfig:
-    """Parse ``arguments`` as the config of ``verb``. With ``auto``, select the verb that fits them.
-
-    Raises ``ConfigError`` if no verb fits.
-    """
-    if verb != "auto":
-        return parse(CONFIGS[verb], arguments).settings
-    found: dict[str, TrainingConfig] = {}
-    problems: list[ConfigError] = []
-    for name, cls in CONFIGS.items():
-        try:
-            found[name] = parse(cls, arguments).settings
-        except ConfigError as error:
-            problems.append(error)
-    if not found:
-        raise problems[0]
-    first = found.get("rl")
-    if isinstance(first, RLConfig):
-        reward, distill = first.reward, first.algorithm.distill
-        if reward.terms or reward.per_source or distill.kind != "none":
-            return first
-    # A config without rewards and without a teacher parses as any: then it is one for SFT.
-    if "sft" in found:
-        return found["sft"]
-    dpo = found.get("dpo")
-    if isinstance(dpo, DPOConfig) and not reads_labels(dpo):
-        return dpo
-    return found.get("kto", next(iter(found.values())))
-
-
-def reads_labels(config: DPOConfig) -> bool:
-    """Return True if the losses are of labelled responses."""
-    from lightrft.algorithms.preference.requirements import preference_requirements
-
-    return preference_requirements(config.preference).kind == "labelled"

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lightrft.cli.arguments import is_bare_word, parse, wants_usage
+from lightrft.cli.arguments import is_bare_word, wants_usage
+from lightrft.cli.verbs import config_of
+from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS
-from lightrft.config.verbs import RLConfig
+from lightrft.config.verbs import DPOConfig, RLConfig
+
+if TYPE_CHECKING:
+    from lightrft.diagnostics.explain import Explanation
+
+MARK = "explain.verb="
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -15,18 +23,40 @@ def run(arguments: Sequence[str]) -> int:
     words = [a for a in arguments if a != "--latex"]
     if wants_usage(words):
         presets = ", ".join(sorted(PRESETS))
+        preferences = ", ".join(sorted(PREFERENCE_PRESETS))
         sys.stdout.write(
-            "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\npresets: "
-            f"{presets}\n"
+            "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\n"
+            f"presets of rl: {presets}\n\npresets of dpo and kto: {preferences}\n\n"
+            "explain.verb=<rl | sft | dpo | kto> names the verb of a config\n"
         )
         return 0
-    from lightrft.algorithms.validate.check_parts import check_parts
-    from lightrft.diagnostics.explain import explain, to_latex, to_text
+    from lightrft.diagnostics.explain import to_latex, to_text
 
-    settings = [f"algorithm={word}" if is_bare_word(word) else word for word in words]
-    loaded = parse(RLConfig, settings)
-    check_parts(loaded.settings.algorithm)
-    explanation = explain(loaded.settings, loaded.sources)
     show = to_latex if "--latex" in arguments else to_text
-    sys.stdout.write(show(explanation) + "\n")
+    sys.stdout.write(show(explanation_of(words)) + "\n")
     return 0
+
+
+def explanation_of(words: Sequence[str]) -> Explanation:
+    """Return the explanation of a preset, or of a config of any verb that trains."""
+    from lightrft.algorithms.preference.compatibility import check_preference
+    from lightrft.algorithms.validate.check_parts import check_parts
+    from lightrft.diagnostics.explain import explain
+    from lightrft.diagnostics.explain_supervised import explain_supervised
+
+    verb, settings = "auto", []
+    for word in words:
+        if word.startswith(MARK):
+            verb = word.removeprefix(MARK)
+        elif is_bare_word(word) and word in PREFERENCE_PRESETS:
+            settings.append(f"preference={word}")
+        else:
+            settings.append(f"algorithm={word}" if is_bare_word(word) else word)
+    loaded = config_of(verb, settings)
+    config = loaded.settings
+    if isinstance(config, RLConfig):
+        check_parts(config.algorithm)
+        return explain(config, loaded.sources)
+    if isinstance(config, DPOConfig):
+        check_preference(config.preference)
+    return explain_supervised(config, loaded.sources)

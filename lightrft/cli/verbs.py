@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
-from lightrft.cli.arguments import memory_errors, positional, settings_of
+from lightrft.cli.arguments import memory_errors, parse, positional, settings_of
 from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching
+from lightrft.config.base import Loaded
 from lightrft.config.verbs import (
     DPOConfig,
     EvaluateConfig,
@@ -23,7 +25,8 @@ from lightrft.config.verbs import (
     SFTConfig,
     TrainingConfig,
 )
-from lightrft.trainer.check_rollout import check_rollout
+from lightrft.trainer.checks.check_rollout import check_rollout
+from lightrft.utils.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,39 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
     if verb in TRAINING:
         return train(verb, TRAINING[verb], arguments)
     return run_here(verb, ONE_PROCESS[verb], arguments)
+
+
+def config_of(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig]:
+    """Parse ``arguments`` as the config of a verb that trains.
+
+    ``auto`` selects the verb whose settings fit. Raises ``ConfigError`` if none fits.
+    """
+    if verb != "auto":
+        if verb not in TRAINING:
+            raise ConfigError(
+                f"there is no verb {verb!r} that trains{did_you_mean(verb, TRAINING)}"
+            )
+        return parse(TRAINING[verb].settings, arguments)
+    found: dict[str, Loaded[TrainingConfig]] = {}
+    problems: list[ConfigError] = []
+    for name, row in TRAINING.items():
+        try:
+            found[name] = parse(row.settings, arguments)
+        except ConfigError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    first = found["rl"].settings if "rl" in found else None
+    if isinstance(first, RLConfig):
+        reward, distill = first.reward, first.algorithm.distill
+        if reward.terms or reward.per_source or distill.kind != "none":
+            return found["rl"]
+    # A config without rewards and without a teacher parses as any: then it is one for SFT.
+    dpo = found.get("dpo")
+    if "sft" not in found and dpo is not None and isinstance(dpo.settings, DPOConfig):
+        labelled = preference_requirements(dpo.settings.preference).kind == "labelled"
+        return found["kto"] if labelled else dpo
+    return found.get("sft", next(iter(found.values())))
 
 
 def train(verb: str, row: TrainingVerb, arguments: Sequence[str]) -> int:

@@ -41,8 +41,8 @@ from lightrft.models.processors import Processor, load_processor
 from lightrft.rewards.scorer import Scorer
 from lightrft.rewards.startup_check import answer_of, answered
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.check_config import check
-from lightrft.trainer.context_limits import check_bound
+from lightrft.trainer.checks.check_config import check
+from lightrft.trainer.checks.context_limits import check_bound
 from lightrft.trainer.preference import check as check_preference_run
 from lightrft.trainer.supervised import check_supervised
 from lightrft.types import Rollout

@@ -54,8 +54,8 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[EffectiveSett
         full = f"algorithm.{key}"
         if key not in given:
             origin = f"default of {_owner(key, algorithm)}"
-        elif set_by := _given(full, sources):
-            origin = set_by
+        elif given_by := set_by(full, sources):
+            origin = given_by
         elif key in in_preset:
             origin = _of_preset(preset, key, value)
         else:
@@ -193,7 +193,7 @@ def _of_preset(preset: str, key: str, value: object) -> str:
     return f"preset {preset}: {cited}" if cited else f"preset {preset}"
 
 
-def _given(key: str, sources: Mapping[str, str]) -> str | None:
+def set_by(key: str, sources: Mapping[str, str]) -> str | None:
     """Return the origin of ``key``: the key itself, an enclosing list, or a shorthand value."""
     words = key.split(".")
     # Not down to one word: ``algorithm`` is the key of a preset, which is no origin of a number.

@@ -90,7 +90,13 @@ def cached_logprobs(
 
 
 def cache_key(dataset: PreferenceDataset, model: Actor, ranks: ProcessGroup) -> str:
-    """Return a digest of the tokens, the media and the weights, the same on all ranks."""
+    """Return a digest of the tokens, the media and the weights, the same on all ranks.
+
+    Args:
+        dataset: The examples.
+        model: The reference, or this rank's shard of it.
+        ranks: All ranks of the run.
+    """
     # Of a sharded model, each rank has its own part of the weights.
     weights = ranks.gather(sorted(checksums(model.named_parameters()).items()))
     made_of = repr((FORMAT, dataset.digest(), weights))

@@ -26,7 +26,7 @@ from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.evaluation import evaluate
 from lightrft.rollout.generation import requests_for
 from lightrft.rollout.logprob_check import CheckedEngine
-from lightrft.trainer.context_limits import check_lengths, longest
+from lightrft.trainer.checks.context_limits import check_lengths, longest
 from lightrft.trainer.saved_policy import resolved
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError

@@ -32,8 +32,8 @@ from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
 from lightrft.roles import AdapterFreeReference, FrozenModel, Roles, TrainableModel
-from lightrft.trainer.context_limits import check_examples
-from lightrft.trainer.preflight import check_enough
+from lightrft.trainer.checks.context_limits import check_examples
+from lightrft.trainer.checks.preflight import check_enough
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import (
     check_supervised,

@@ -33,9 +33,9 @@ from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.row_check import check_labels
 from lightrft.rollout.serialization import save_batch, with_outcomes
-from lightrft.trainer.check_config import check
-from lightrft.trainer.context_limits import check_examples, check_lengths
-from lightrft.trainer.preflight import check_enough
+from lightrft.trainer.checks.check_config import check
+from lightrft.trainer.checks.context_limits import check_examples, check_lengths
+from lightrft.trainer.checks.preflight import check_enough
 from lightrft.trainer.rl_step import StepResult, collect_settings, learn, rl_step
 from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps

@@ -13,7 +13,7 @@ from lightrft.distributed.process_group import init_process_group, run_on_all_ra
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.rollout.eval_prompts import load_eval_prompts
-from lightrft.trainer.preflight import check_evaluation
+from lightrft.trainer.checks.preflight import check_evaluation
 from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError

@@ -21,8 +21,8 @@ from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
 from lightrft.rollout.evaluation import evaluate, reached
 from lightrft.strategy.manifest import load_manifest
-from lightrft.trainer.context_limits import check_lengths, longest
-from lightrft.trainer.preflight import check_best
+from lightrft.trainer.checks.context_limits import check_lengths, longest
+from lightrft.trainer.checks.preflight import check_best
 from lightrft.trainer.run_session import RunSession, close_session
 from lightrft.trainer.saved_policy import POLICY, write_policy
 from lightrft.types import Prompt

@@ -18,6 +18,8 @@ VERBS = (
     *(
         configs.RLConfig,
         configs.SFTConfig,
+        configs.DPOConfig,
+        configs.KTOConfig,
         configs.EvaluateConfig,
         configs.GenerateConfig,
         configs.ChatConfig,

@@ -24,7 +24,7 @@ from lightrft.learner.policy_update import Objective, with_loss_weights
 from lightrft.models.actor import Actor, TokenScores
 from lightrft.models.logprobs import logit_energy
 from lightrft.models.tiny.text import tiny_model
-from lightrft.trainer.check_rollout import check_rollout
+from lightrft.trainer.checks.check_rollout import check_rollout
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ConfigError
 from tests.numbers import oracles, oracles_advantages, oracles_peers

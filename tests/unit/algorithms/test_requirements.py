@@ -13,7 +13,7 @@ from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import ComponentConfig, build
 from lightrft.config.verbs import RLConfig
-from lightrft.trainer.check_rollout import check_rollout
+from lightrft.trainer.checks.check_rollout import check_rollout
 from lightrft.utils.errors import ConfigError
 
 MINE = """

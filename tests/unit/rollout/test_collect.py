@@ -33,7 +33,7 @@ from lightrft.rollout.accounting import (
 from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import collect_rollouts
 from lightrft.rollout.generation import GroupQuota, generate_and_score, requests_for
-from lightrft.trainer.check_rollout import check_rollout
+from lightrft.trainer.checks.check_rollout import check_rollout
 from lightrft.trainer.rl_step import collect_settings
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, GenerationInterrupted, RankError, RewardError

@@ -11,8 +11,8 @@ from lightrft.config.base import build
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.rollout.evaluation import evaluate
-from lightrft.trainer.check_config import check
-from lightrft.trainer.preflight import (
+from lightrft.trainer.checks.check_config import check
+from lightrft.trainer.checks.preflight import (
     BARE,
     EVAL_METRICS,
     NAMESPACES,

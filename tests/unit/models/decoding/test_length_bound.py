@@ -10,7 +10,7 @@ import torch
 from lightrft.config.strategy import SamplingConfig
 from lightrft.models.decoding.kinds import length_bound
 from lightrft.models.tiny.text_families import family_config, family_model
-from lightrft.trainer.context_limits import check_bound
+from lightrft.trainer.checks.context_limits import check_bound
 from lightrft.utils.errors import ConfigError
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}

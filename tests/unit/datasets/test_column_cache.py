@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightrft.config.data import DataConfig
-from lightrft.datasets import cache_key, token_cache
+from lightrft.datasets import cache_key, column_cache
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.column_cache import ColumnCache, Entry
@@ -204,7 +204,7 @@ def test_a_kill_while_an_entry_is_written_leaves_none_and_the_next_start_clears_
 ):
     def killed() -> None:
         monkeypatch.setattr(
-            token_cache.os, "fsync", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            column_cache.os, "fsync", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
         prompts_of(config_of(rows))
 

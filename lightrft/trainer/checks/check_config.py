@@ -8,8 +8,8 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.base import changed_fields
 from lightrft.config.verbs import RLConfig
-from lightrft.trainer.check_rollout import check_rollout
-from lightrft.trainer.preflight import check_learning
+from lightrft.trainer.checks.check_rollout import check_rollout
+from lightrft.trainer.checks.preflight import check_learning
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.build_remote import check_workers
 
