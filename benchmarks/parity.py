@@ -87,7 +87,7 @@ WAYS: dict[str, Way] = {
             "ppo": on_ray(**APART, references=1),
             "pictures": on_ray(**APART, references=1),
         },
-        without=("sft",),
+        without=("sft", "sft pictures", "dpo", "dpo lora", "dpo pictures", "mpo", "tdpo", "kto"),
     ),
 }
 """On Ray, ranks have all roles with them, or engine, scorer and reference are in workers of their own; supervised training has
@@ -126,8 +126,30 @@ CASES: dict[str, Tree] = {
         "rollout": {"prompts_per_step": 1, "group_size": 1},
     },
     "sft": {"batch_size": 5},
+    "sft pictures": {"batch_size": 5, "train": {"steps": 2}},
+    "dpo": {"preference": {"preset": "dpo"}},
+    "dpo lora": {"preference": {"preset": "dpo"}, "model": {"lora": {"rank": 4}}},
+    "dpo pictures": {"preference": {"preset": "dpo"}, "train": {"steps": 2}},
+    # It couples the whole batch by a running mean.
+    "mpo": {"preference": {"preset": "mpo"}},
+    # It compares whole distributions with those of the reference.
+    "tdpo": {"preference": {"preset": "tdpo", "reference": {"source": "step"}}},
+    "kto": {"preference": {"preset": "kto"}},
 }
-"""What is run, as changes of ``BASE``; ``sft`` by that verb, all others by ``rl``."""
+"""What is run, as changes of ``BASE``."""
+SUPERVISED = {
+    "sft": "sft",
+    "sft pictures": "sft",
+    "dpo": "dpo",
+    "dpo lora": "dpo",
+    "dpo pictures": "dpo",
+    "mpo": "dpo",
+    "tdpo": "dpo",
+    "kto": "kto",
+}
+"""The verb of cases that train on given responses. All others are run by ``rl``."""
+ROWS_OF = {"sft": "rows", "dpo": "pairs", "kto": "labelled", "rl": "rows"}
+"""The file of a verb's rows; ``pictures`` and ``pairs of pictures`` have some with pictures."""
 
 
 def rows_of_pictures(folder: Path) -> list[Tree]:
@@ -160,6 +182,33 @@ def make(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in some), encoding="utf-8"
         )
+    pairs = [
+        {
+            "prompt": row["prompt"],
+            "chosen": row["label"],
+            "rejected": row["label"] + "1" * (i % 3) + "0",
+        }
+        for i, row in enumerate(rows)
+    ]
+    labelled = [
+        {"prompt": row["prompt"], "completion": row["label"] + "0" * (i % 2), "label": i % 2 == 0}
+        for i, row in enumerate(rows)
+    ]
+    seen_pairs = [
+        {"prompt": row["prompt"], "images": row["images"], "chosen": "1", "rejected": "20"}
+        for row in seen[len(rows) :]
+    ]
+    lessons = [{**row, "response": row["label"]} for row in seen]
+    files = {
+        "pairs": pairs,
+        "labelled": labelled,
+        "pairs of pictures": [*pairs, *seen_pairs],
+        "pictures": lessons,
+    }
+    for name, some in files.items():
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some), encoding="utf-8"
+        )
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
 
 
@@ -167,18 +216,30 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
     """The config of ``case`` in ``way`` over what ``make`` has left in ``folder``."""
     from lightrft.config.base import deep_merge
 
-    media = case == "pictures"
-    sources = {"sources": [{"path": str(folder / ("pictures.jsonl" if media else "rows.jsonl"))}]}
+    media = case.endswith("pictures")
+    verb = SUPERVISED.get(case, "rl")
+    name = ROWS_OF[verb]
+    if media:
+        name = "pairs of pictures" if verb == "dpo" else "pictures"
+    sources = {"sources": [{"path": str(folder / f"{name}.jsonl")}]}
+    prompts = {"sources": [{"path": str(folder / ("pictures.jsonl" if media else "rows.jsonl"))}]}
     own: Tree = {
         "run": {"dir": str(folder / way), "name": case},
         "model": {"path": str(folder / ("reader" if media else "model"))},
         "data": sources,
-        "eval": {"data": sources, "every": 2, "sampling": {"max_new_tokens": 4}},
+        "eval": {"data": prompts, "every": 2, "sampling": {"max_new_tokens": 4}},
         "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},
     }
+    if verb == "rl":
+        kind = ROLLOUTS
+    else:
+        kind = {"verb": verb, "batch_size": 5}
+    if verb in ("dpo", "kto"):
+        kind["validation"] = sources
+        kind["preference"] = {"reference": {"cache_dir": str(folder / way / "cache")}}
     tree = deep_merge(BASE, own)
     for more in (
-        {} if case == "sft" else ROLLOUTS,
+        kind,
         CASES[case],
         WAYS[way].settings,
         WAYS[way].by_case.get(case, {}),
@@ -237,7 +298,7 @@ def run_all(
 ) -> None:
     """Run configs one after another in the same process group.
 
-    A config with a ``batch_size`` is run by ``lightrft sft``, any other by ``lightrft rl``.
+    ``verb`` of a config names the verb that runs it. Without it, that is ``lightrft rl``.
 
     Args:
         trees: the configs.
@@ -281,8 +342,8 @@ def run_here(plan: Path) -> None:
     import torch
 
     from lightrft.cli.dispatch import program
+    from lightrft.cli.verbs import TRAINING
     from lightrft.config.base import build
-    from lightrft.config.verbs import RLConfig, SFTConfig
     from lightrft.distributed.process_group import init_process_group
     from lightrft.observability.observer import NullObserver
 
@@ -291,16 +352,13 @@ def run_here(plan: Path) -> None:
     with ExitStack() as stack:
         stack.enter_context(init_process_group(BASE["strategy"]["timeout_minutes"]))
         for tree in trees:
-            supervised = "batch_size" in tree
-            config = build(SFTConfig if supervised else RLConfig, tree)
+            row = TRAINING[tree.pop("verb", "rl")]
+            config = build(row.settings, tree)
             if config.launch.kind == "ray":
                 from lightrft.distributed.ray_cluster import cluster
 
                 stack.enter_context(cluster(config.launch.ray))  # where there is one already, that
-            program(
-                "lightrft.trainer.sft:run_sft" if supervised else "lightrft.trainer.rl:run_rl",
-                config,
-            )(config, NullObserver())
+            program(row.function, config)(config, NullObserver())
 
 
 # --------------------------------------------------------------------------------------------------------------------- comparison

@@ -12,7 +12,12 @@ from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.sampler import agreed, readable
 from lightrft.learner.preference_batch import PreferenceStats
 from lightrft.learner.preference_examples import preference_to_batch
-from lightrft.learner.preference_step import PreferenceSettings, preference_losses
+from lightrft.learner.preference_step import (
+    ROUNDING,
+    PreferenceSettings,
+    ordered,
+    preference_losses,
+)
 from lightrft.learner.reference_cache import ReferenceLogprobs
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.roles import Roles
@@ -39,7 +44,7 @@ def evaluate_preferences(
         batch_size: Number of examples that are computed together.
         cached: The reference's log-probs of ``dataset``, if they are kept.
     """
-    metrics, rewards = Metrics(), _Rewards(settings.preference.beta)
+    metrics, ratios = Metrics(), _Ratios(settings.preference.beta)
     for start in range(0, len(dataset), batch_size):
         stop = min(start + batch_size, len(dataset))
         examples = readable(
@@ -55,22 +60,22 @@ def evaluate_preferences(
         data, terms = preference_losses(roles, batch, settings, stats)
         for i, term in enumerate(terms):
             metrics.add(f"{i}", Mean(term.losses.sum(), term.units.sum()))
-        rewards.add(data)
+        ratios.add(data)
     means = metrics.compute()
     weights = [part.weight for part in settings.preference.losses]
     found = Metrics()
     if means:
         loss = sum(weight * means[f"{i}"] for i, weight in enumerate(weights))
         found.add("eval/loss", Mean(loss))
-        found.merge(rewards.metrics())
+        found.merge(ratios.metrics())
     return found
 
 
-class _Rewards:
-    """The implicit rewards of better and worse responses.
+class _Ratios:
+    """The log-ratios of policy to reference of better and worse responses.
 
     Args:
-        beta: The setting ``preference.beta``.
+        beta: The setting ``preference.beta``. Times a log-ratio, it is the implicit reward.
     """
 
     def __init__(self, beta: float) -> None:
@@ -88,21 +93,21 @@ class _Rewards:
             better, worse = ratio[data.desirable], ratio[~data.desirable]
             self.paired = False
         else:
-            better, worse = _ordered(data.responses.log_ratio, data.group_of, data.rank)
-        self.better.append(self.beta * better)
-        self.worse.append(self.beta * worse)
+            better, worse = _ranked(data.responses.log_ratio, data.group_of, data.rank)
+        self.better.append(better)
+        self.worse.append(worse)
 
     def metrics(self) -> Metrics:
         """Return the mean rewards, their difference and the accuracy of their order."""
         better, worse = _joined(self.better), _joined(self.worse)
         metrics = Metrics()
-        metrics.add("eval/reward_chosen", Mean.of(better))
-        metrics.add("eval/reward_rejected", Mean.of(worse))
+        metrics.add("eval/reward_chosen", Mean.of(self.beta * better))
+        metrics.add("eval/reward_rejected", Mean.of(self.beta * worse))
         if not len(better) or not len(worse):
             return metrics
-        metrics.add("eval/margin", Mean(better.mean() - worse.mean()))
-        right = better > worse if self.paired else _above(better, worse)
-        metrics.add("eval/pair_accuracy", Mean.of(right.double()))
+        metrics.add("eval/margin", Mean(self.beta * (better.mean() - worse.mean())))
+        right = ordered(better - worse) if self.paired else _above(better, worse)
+        metrics.add("eval/pair_accuracy", Mean.of(right))
         return metrics
 
 
@@ -111,11 +116,14 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _above(better: Tensor, worse: Tensor) -> Tensor:
-    """Return the share of ``worse [W]`` below each of ``better [B]``, ``[B]``."""
-    return torch.searchsorted(worse.sort().values, better).double() / len(worse)
+    """Return the share of ``worse [W]`` below each of ``better [B]``, ``[B]``. Ties count half."""
+    order = worse.sort().values
+    below = torch.searchsorted(order, better - ROUNDING)
+    not_above = torch.searchsorted(order, better + ROUNDING, right=True)
+    return (below + not_above).double() / (2 * len(worse))
 
 
-def _ordered(values: Tensor, group_of: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
+def _ranked(values: Tensor, group_of: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values of the better and of the worse response of every pair of a group.
 
     Args:

@@ -43,6 +43,9 @@ from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import Roles
 from lightrft.types import Batch, rows_of
 
+ROUNDING = 1e-4
+"""Differences of log-ratios, in nats, that rounding in float32 makes of equal models."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSettings:
@@ -332,6 +335,14 @@ def margin_unit(preference: PreferenceConfig) -> float:
     return preference.beta
 
 
+def ordered(gap: Tensor) -> Tensor:
+    """Return 1 where ``gap`` is positive, 0 where it is negative, and 1/2 within rounding.
+
+    While the policy is the reference, every gap is rounding alone, and its sign is chance.
+    """
+    return torch.where(gap.abs() <= ROUNDING, 0.5, (gap > 0).double())
+
+
 def preference_metrics(
     data: Preferences, terms: tuple[PreferenceTerm, ...], beta: float
 ) -> Metrics:
@@ -351,7 +362,7 @@ def preference_metrics(
         metrics.add("preference/reward_chosen", Mean.of(chosen))
         metrics.add("preference/reward_rejected", Mean.of(rejected))
         metrics.add("preference/margin", Mean.of(chosen - rejected))
-        metrics.add("preference/accuracy", Mean.of((chosen > rejected).double()))
+        metrics.add("preference/accuracy", Mean.of(ordered(data.log_ratio)))
         metrics.add("preference/logprobs_chosen", Mean.of(data.chosen.logprobs))
         metrics.add("preference/logprobs_rejected", Mean.of(data.rejected.logprobs))
     elif isinstance(data, Labelled):

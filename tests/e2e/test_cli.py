@@ -37,7 +37,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
     assert outcome.status == 0
     assert f"lightrft {verb}" in outcome.out
     shown = {
-        "explain": "presets:",
+        "explain": "presets of rl:",
         "check": "kinds:",
         "doctor": "device_memory",
         "report": "run folder",

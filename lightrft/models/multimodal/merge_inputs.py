@@ -54,7 +54,9 @@ class MergedInputs:
             ids: ``[S, T]`` token ids.
             source: ``[S * T]`` index of each token among the N, -1 for padding.
         """
-        row = torch.where(source < 0, -1, self.row[source.clamp(min=0)])
+        # Padding has the index -1, which is that of the appended entry. A rank without rows has
+        # padding alone.
+        row = torch.cat([self.row, self.row.new_full((1,), -1)])[source]
         places = (row >= 0).nonzero()[:, 0]
         embeddings = model.get_input_embeddings()(ids)
         flat, taken = embeddings.flatten(0, 1), row[places]
