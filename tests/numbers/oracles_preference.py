@@ -133,9 +133,9 @@ def discopop(pw, pl, rw, rl, nw, nl, beta, tau=0.05):
     return -log_sigmoid(z) * (1 - gate) + exp(-z) * gate
 
 
-def sigmoid_norm(pw, pl, rw, rl, nw, nl, beta):
-    """Length-normalised DPO, Tulu 3, arXiv 2411.15124."""
-    return logistic(beta * ((pw - rw) / mpf(nw) - (pl - rl) / mpf(nl)))
+def sigmoid_norm(pw, pl, rw, rl, nw, nl, beta, label_smoothing=0):
+    """Length-normalised DPO, Tulu 3, arXiv 2411.15124, which has no smoothed labels."""
+    return logistic(beta * ((pw - rw) / mpf(nw) - (pl - rl) / mpf(nl)), label_smoothing)
 
 
 def dpop(pw, pl, rw, rl, nw, nl, beta, weight=50):
@@ -226,29 +226,30 @@ def cpo(pw, pl, rw, rl, nw, nl, beta, alpha=1, kind="sigmoid", label_smoothing=0
     return contrast(difference, beta, kind, label_smoothing) + alpha * sft(pw, nw)
 
 
-def alphapo(pw, pl, rw, rl, nw, nl, beta, gamma, alpha):
+def alphapo(pw, pl, rw, rl, nw, nl, beta, gamma, alpha, label_smoothing=0):
     """AlphaPO, arXiv 2501.03884: SimPO with the reward beta (1 - p^-alpha) / alpha.
 
-    p is the probability per token, e^(pw / nw). The limit alpha = 0 is SimPO.
+    p is the probability per token, e^(pw / nw). The limit alpha = 0 is SimPO. The paper has no
+    smoothed labels; TRL has SimPO's.
     """
 
     def reward(total: Number, count: Number) -> Number:
         return beta * (1 - exp(-alpha * total / mpf(count))) / mpf(alpha)
 
     if alpha == 0:
-        return simpo(pw, pl, rw, rl, nw, nl, beta, gamma)
-    return logistic(reward(pw, nw) - reward(pl, nl) - gamma)
+        return simpo(pw, pl, rw, rl, nw, nl, beta, gamma, label_smoothing)
+    return logistic(reward(pw, nw) - reward(pl, nl) - gamma, label_smoothing)
 
 
-def orpo(pw, pl, rw, rl, nw, nl, beta):
+def orpo(pw, pl, rw, rl, nw, nl, beta, alpha=1):
     """ORPO, arXiv 2403.07691, eq. 4 to 7, beta is lambda: NLL - lambda log sigmoid(log odds ratio).
 
-    The NLL is over the response. TRL's is over prompt and response, averaged over the batch's
+    ``alpha`` weighs the NLL: 1 in the paper. The NLL is over the response. TRL's is over prompt and response, averaged over the batch's
     tokens. Undefined where a mean log-prob is 0.
     """
     chosen, rejected = pw / mpf(nw), pl / mpf(nl)
     ratio = (chosen - rejected) - (log_one_minus_exp(chosen) - log_one_minus_exp(rejected))
-    return sft(pw, nw) + beta * logistic(ratio)
+    return alpha * sft(pw, nw) + beta * logistic(ratio)
 
 
 def tpo(pw, pl, rw, rl, nw, nl, beta, pg, ng, alpha=1, kind="sigmoid", gamma=0, label_smoothing=0):
@@ -371,6 +372,23 @@ def beta_dpo(
     middle = mean([unit * gaps[i] for i in indices])
     new_beta = constant(max(beta * (1 + alpha * (middle - threshold)), mpf(floor)))
     return [logistic(new_beta * gaps[i]) for i in indices]
+
+
+def weighed_beta_dpo(
+    pws, pls, rws, rls, beta, alpha, threshold, deviation, scaled=True, floor=1e-3
+) -> list[Number]:
+    """beta-DPO with the filter's weights in place of its samples: one loss per pair.
+
+    Pair i has the weight w_i = P g_i / sum g, where g is ``beta_dpo_filter_weight``. Weights and
+    beta have no gradient. Equal weights are ``beta_dpo`` with every pair kept.
+    """
+    gaps = reward_gaps(pws, pls, rws, rls)
+    margins = [constant(gap * (beta if scaled else 1)) for gap in gaps]
+    likely = [beta_dpo_filter_weight(m, threshold, deviation) for m in margins]
+    weights = [len(gaps) * g / sum(likely) for g in likely]
+    middle = mean([w * m for w, m in zip(weights, margins, strict=True)])
+    new_beta = constant(max(beta * (1 + alpha * (middle - threshold)), mpf(floor)))
+    return [w * logistic(new_beta * gap) for w, gap in zip(weights, gaps, strict=True)]
 
 
 def moved_threshold(old: Number, batch_value: Number, momentum: Number = 0.9) -> Number:

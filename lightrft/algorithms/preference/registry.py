@@ -15,6 +15,7 @@ Symbols in the formulas, for chosen (w) and rejected (l) responses:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -49,22 +50,24 @@ def logistic(x: Tensor, settings: PreferenceConfig) -> Tensor:
 
 
 def f_score(log_ratio: Tensor, divergence: FDivergenceConfig) -> Tensor:
-    """Return the derivative of the divergence's generator at a ratio, up to a constant.
+    """Return the derivative of the divergence's generator at a ratio, less that at a ratio of 1.
 
-    See f-DPO, arXiv 2309.16240, table 1. Exponents are clamped to 40 nats, which keeps the square
-    of a score finite in float32; the gradient beyond is that at the bound.
+    See f-DPO, arXiv 2309.16240, table 1. The score is 0 where policy and reference agree. Exponents
+    are clamped to 40 nats, which keeps the square of a score finite in float32; the gradient beyond
+    is that at the bound.
 
     Args:
         log_ratio: Log-ratio of policy to reference.
         divergence: The setting ``f_divergence``.
     """
+    # A constant cancels in a difference of sums, but not in one of means over unequal lengths.
     if divergence.kind == "forward_kl":
-        return -torch.exp(clamp_log_ratio(-log_ratio))
+        return -torch.expm1(clamp_log_ratio(-log_ratio))
     if divergence.kind == "js":
-        return log_sigmoid(log_ratio)
+        return math.log(2) + log_sigmoid(log_ratio)
     if divergence.kind == "alpha" and divergence.alpha != 1:
         power = divergence.alpha - 1
-        return torch.exp(clamp_log_ratio(power * log_ratio)) / power
+        return torch.expm1(clamp_log_ratio(power * log_ratio)) / power
     # alpha = 1 is the limit, the reverse KL
     return log_ratio
 

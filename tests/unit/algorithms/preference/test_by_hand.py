@@ -432,9 +432,9 @@ def scores(kind: str, x: float, **tree: float) -> float:
 @pytest.mark.parametrize("x", [-3.0, 0.0, 1.5])
 def test_each_f_divergence_scores_a_log_ratio_by_its_formula(x: float) -> None:
     assert scores("reverse_kl", x) == x
-    assert scores("forward_kl", x) == pytest.approx(-math.exp(-x))
-    assert scores("js", x) == pytest.approx(math.log(sigmoid(x)))
-    assert scores("alpha", x, alpha=0.25) == pytest.approx(math.exp(-0.75 * x) / -0.75)
+    assert scores("forward_kl", x) == pytest.approx(1 - math.exp(-x))
+    assert scores("js", x) == pytest.approx(math.log(2 * sigmoid(x)), abs=1e-15)
+    assert scores("alpha", x, alpha=0.25) == pytest.approx((math.exp(-0.75 * x) - 1) / -0.75)
 
 
 @pytest.mark.parametrize("x", [-3.0, 0.0, 1.5])
