@@ -27,17 +27,21 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROWS, STEPS = 4, 5
-LEARNING_RATE = 1e-3
-EPS = 1e-6
-"""AdamW's epsilon. The bias of keys has a gradient of 0 but for rounding, by which an epsilon near
-0 would divide."""
+ROWS, STEPS = 8, 5
+LEARNING_RATE = 1e-4
+EPS = 1e-5
+"""AdamW's epsilon. The bias of keys has a gradient of 0 but for rounding, and a smaller epsilon
+would make a step of that rounding."""
+TAU = 0.5
+"""Temperature of DiscoPOP. The default of 0.05 multiplies the rounding of log-probs by 20."""
 LIMIT = 1e-5
 """Largest difference of a loss or a metric, relative above 1, and of a gradient or a weight relative
 to the largest one."""
 BETA = 0.3
-NOISE = 0.02
+NOISE = 0.005
 """Standard deviation of the distance between policy and reference: log-ratios of up to about 1."""
+NOISE_SEED = 30
+"""Seed with which AOT differs from DPO, and the reference point of KTO is above 0, in the first batch."""
 WHOLE_BATCH = 100_000
 PAIR_METRICS = {
     "rewards/chosen": "preference/reward_chosen",
@@ -51,6 +55,7 @@ LOGPS = {key: name for key, name in PAIR_METRICS.items() if key.startswith("logp
 KTO_METRICS = {
     "rewards/chosen": "preference/reward_desirable",
     "rewards/rejected": "preference/reward_undesirable",
+    "kl": "preference/mismatched_kl",
 }
 
 
@@ -86,6 +91,9 @@ def dpo(loss: str, ours: str, note: str = "", **more: Any) -> Case:
     tree = {"losses": [{"name": ours, "options": more.pop("options", {})}], "beta": BETA, **more}
     theirs: dict[str, Any] = {"loss_type": [loss], "beta": BETA}
     theirs |= {key: more[key] for key in ("label_smoothing", "ld_alpha") if key in more}
+    if ours == "discopop":
+        tree["losses"] = [loss_of("discopop", tau=TAU)]
+        theirs["discopop_tau"] = TAU
     return Case("DPO", theirs, tree, note=note)
 
 
@@ -222,7 +230,7 @@ def write_models(folder: Path) -> None:
     model = tiny_model("qwen2", seed=3)
     for name in ("policy", "reference"):
         model.save_pretrained(folder / name)
-        noise = torch.Generator().manual_seed(1)
+        noise = torch.Generator().manual_seed(NOISE_SEED)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(NOISE * torch.randn(parameter.shape, generator=noise))

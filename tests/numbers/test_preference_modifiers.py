@@ -539,7 +539,7 @@ def test_the_reference_point_of_kto_has_each_response_after_the_next_prompt(swap
     sums = [[summed(actor, *row) for row in zip(after, responses, masks)] for actor in actors]
     z = float(oracles.reference_point(*sums))
     # one order of the models has a negative mean, which the loss takes for 0
-    assert (z > 1) == swapped
+    assert (z > 0.01) == swapped
     found = mismatched_kl(batch, roles, settings_of(LARGE, preset="kto"))
     # log-probs are float32
     assert max(0.0, found) == pytest.approx(z, rel=1e-5)
