@@ -112,7 +112,8 @@ def free(name: str, theirs: Mapping[str, Any], ours: Sequence[Any], **more: Any)
     return Case(name, {"beta": BETA, **theirs}, tree, **more)
 
 
-MEANS = "TRL reports means per token as rewards and log-probs; sums are reported here."
+REWARDS = {key: name for key, name in PAIR_METRICS.items() if key.startswith("rewards")}
+MEANS = "TRL reports means per token as log-probs; sums are reported here."
 NLL = "The likelihood is a mean over the tokens of the batch: `alpha: 0` and the loss `sft`."
 SFT = {"name": "sft", "weight": 1.0}
 GOLD = {"name": "sft_gold", "weight": 1.0}
@@ -180,18 +181,20 @@ def reference_free_cases() -> dict[str, Case]:
     """The cases of TRL's ``CPOTrainer``, ``ORPOTrainer`` and ``TPOTrainer``."""
     cases = {}
     for form in ("sigmoid", "hinge", "ipo"):
-        means = {"metrics": {}, "note": f"{NLL} {MEANS}"} if form == "ipo" else {"note": NLL}
+        means = {"metrics": REWARDS, "note": f"{NLL} {MEANS}"} if form == "ipo" else {"note": NLL}
         theirs = {"loss_type": form}
         ours = [loss_of("cpo", form=form, alpha=0.0), SFT]
         cases[f"cpo, {form}"] = free("CPO", {**theirs, "cpo_alpha": 1.0}, ours, **means)
         ours = [loss_of("tpo", form=form, alpha=0.0), GOLD]
         means |= {"note": means["note"].replace("`sft`", "`sft_gold`")}
         cases[f"tpo, {form}"] = free("TPO", {**theirs, "tpo_alpha": 1.0}, ours, **means)
-    means = {"metrics": {}, "note": MEANS}
+    means = {"metrics": REWARDS, "note": MEANS}
     simpo = {"loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.0}
     cases["simpo"] = free("CPO", simpo, [loss_of("simpo", gamma=0.5)], **means)
     smooth = {**simpo, "label_smoothing": 0.1}
     cases["simpo, smoothed labels"] = free("CPO", smooth, [loss_of("simpo", gamma=0.5)], **means)
+    powers = f"{MEANS} TRL's rewards are powers, and their order alone is compared."
+    means = {"metrics": {"rewards/accuracies": REWARDS["rewards/accuracies"]}, "note": powers}
     alpha = loss_of("alphapo", alpha=0.25, gamma=0.5)
     cases["alphapo"] = free("CPO", {**simpo, "alpha": 0.25}, [alpha], **means)
     smooth = {"loss_type": "sigmoid", "cpo_alpha": 0.5, "label_smoothing": 0.1}
@@ -200,13 +203,13 @@ def reference_free_cases() -> dict[str, Case]:
     length = {"loss_type": "tpo-l", "tpo_l_gamma": 0.5, "tpo_alpha": 1.0}
     ours = [loss_of("tpo", form="length_normalized", gamma=0.5, alpha=0.0), GOLD]
     note = f"{NLL.replace('`sft`', '`sft_gold`')} {MEANS}"
-    cases["tpo, length-normalized"] = free("TPO", length, ours, metrics={}, note=note)
+    cases["tpo, length-normalized"] = free("TPO", length, ours, metrics=REWARDS, note=note)
     prompt = (
         "TRL's likelihood is that of prompt and response, as a mean over the tokens of the batch: "
         "`alpha: 0`, and the loss `sft_gold` with prompt and chosen response as the gold response."
     )
     ours = [loss_of("orpo", alpha=0.0), GOLD]
-    cases["orpo"] = free("ORPO", {}, ours, metrics={}, note=f"{prompt} {MEANS}")
+    cases["orpo"] = free("ORPO", {}, ours, metrics=REWARDS, note=f"{prompt} {MEANS}")
     return cases
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences
+from lightrft.algorithms.preference.objective import implicit_rewards
+from lightrft.config.preference import PreferenceConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.sampler import agreed, readable
 from lightrft.learner.preference_batch import PreferenceStats
@@ -44,7 +46,7 @@ def evaluate_preferences(
         batch_size: Number of examples that are computed together.
         cached: The reference's log-probs of ``dataset``, if they are kept.
     """
-    metrics, ratios = Metrics(), _Ratios(settings.preference.beta)
+    metrics, rewards = Metrics(), _Rewards(settings.preference)
     for start in range(0, len(dataset), batch_size):
         stop = min(start + batch_size, len(dataset))
         examples = readable(
@@ -60,26 +62,26 @@ def evaluate_preferences(
         data, terms = preference_losses(roles, batch, settings, stats)
         for i, term in enumerate(terms):
             metrics.add(f"{i}", Mean(term.losses.sum(), term.units.sum()))
-        ratios.add(data)
+        rewards.add(data)
     means = metrics.compute()
     weights = [part.weight for part in settings.preference.losses]
     found = Metrics()
     if means:
         loss = sum(weight * means[f"{i}"] for i, weight in enumerate(weights))
         found.add("eval/loss", Mean(loss))
-        found.merge(ratios.metrics())
+        found.merge(rewards.metrics())
     return found
 
 
-class _Ratios:
-    """The log-ratios of policy to reference of better and worse responses.
+class _Rewards:
+    """The implicit rewards of better and worse responses.
 
     Args:
-        beta: The setting ``preference.beta``. Times a log-ratio, it is the implicit reward.
+        settings: The settings ``preference``.
     """
 
-    def __init__(self, beta: float) -> None:
-        self.beta = beta
+    def __init__(self, settings: PreferenceConfig) -> None:
+        self.settings = settings
         self.better: list[Tensor] = []
         self.worse: list[Tensor] = []
         self.paired = True
@@ -87,13 +89,15 @@ class _Ratios:
     def add(self, data: Preferences) -> None:
         """Add the responses of a batch."""
         if isinstance(data, Pairs):
-            better, worse = data.chosen.log_ratio, data.rejected.log_ratio
+            better = implicit_rewards(data.chosen, self.settings)
+            worse = implicit_rewards(data.rejected, self.settings)
         elif isinstance(data, Labelled):
-            ratio = data.responses.log_ratio
-            better, worse = ratio[data.desirable], ratio[~data.desirable]
+            rewards = implicit_rewards(data.responses, self.settings)
+            better, worse = rewards[data.desirable], rewards[~data.desirable]
             self.paired = False
         else:
-            better, worse = _ranked(data.responses.log_ratio, data.group_of, data.rank)
+            rewards = implicit_rewards(data.responses, self.settings)
+            better, worse = _ranked(rewards, data.group_of, data.rank)
         self.better.append(better)
         self.worse.append(worse)
 
@@ -101,12 +105,13 @@ class _Ratios:
         """Return the mean rewards, their difference and the accuracy of their order."""
         better, worse = _joined(self.better), _joined(self.worse)
         metrics = Metrics()
-        metrics.add("eval/reward_chosen", Mean.of(self.beta * better))
-        metrics.add("eval/reward_rejected", Mean.of(self.beta * worse))
+        metrics.add("eval/reward_chosen", Mean.of(better))
+        metrics.add("eval/reward_rejected", Mean.of(worse))
         if not len(better) or not len(worse):
             return metrics
-        metrics.add("eval/margin", Mean(self.beta * (better.mean() - worse.mean())))
-        right = ordered(better - worse) if self.paired else _above(better, worse)
+        beta = self.settings.beta
+        metrics.add("eval/margin", Mean(better.mean() - worse.mean()))
+        right = ordered(better - worse, beta) if self.paired else _above(better, worse, beta)
         metrics.add("eval/pair_accuracy", Mean.of(right))
         return metrics
 
@@ -115,11 +120,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.double().cpu() for part in parts])
 
 
-def _above(better: Tensor, worse: Tensor) -> Tensor:
+def _above(better: Tensor, worse: Tensor, beta: float) -> Tensor:
     """Return the share of ``worse [W]`` below each of ``better [B]``, ``[B]``. Ties count half."""
-    order = worse.sort().values
-    below = torch.searchsorted(order, better - ROUNDING)
-    not_above = torch.searchsorted(order, better + ROUNDING, right=True)
+    order, rounding = worse.sort().values, beta * ROUNDING
+    below = torch.searchsorted(order, better - rounding)
+    not_above = torch.searchsorted(order, better + rounding, right=True)
     return (below + not_above).double() / (2 * len(worse))
 
 

@@ -18,6 +18,7 @@ from lightrft.algorithms.nonfinite_tokens import without_tokens
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences
 from lightrft.algorithms.preference.objective import (
     PreferenceTerm,
+    implicit_rewards,
     preference_loss,
     preference_terms,
     units_of,
@@ -314,7 +315,7 @@ class _Objective:
             return columns.logprobs.sum() * 0, Metrics()
         terms = preference_terms(data, preference)
         loss = preference_loss(terms, _example_weights(part, data), self.totals)
-        metrics = preference_metrics(data, terms, preference.beta)
+        metrics = preference_metrics(data, terms, preference)
         metrics.add("preference/nonfinite_tokens", Sum(nonfinite(part, columns).sum()))
         return loss, metrics
 
@@ -335,38 +336,43 @@ def margin_unit(preference: PreferenceConfig) -> float:
     return preference.beta
 
 
-def ordered(gap: Tensor) -> Tensor:
-    """Return 1 where ``gap`` is positive, 0 where it is negative, and 1/2 within rounding.
+def ordered(margins: Tensor, beta: float) -> Tensor:
+    """Return 1 where a margin is positive, 0 where it is negative, and 1/2 within rounding.
 
-    While the policy is the reference, every gap is rounding alone, and its sign is chance.
+    While the policy is the reference, every margin is rounding alone, and its sign is chance.
+
+    Args:
+        margins: ``[P]``. Differences of implicit rewards.
+        beta: Scale of the implicit reward.
     """
-    return torch.where(gap.abs() <= ROUNDING, 0.5, (gap > 0).double())
+    return torch.where(margins.abs() <= beta * ROUNDING, 0.5, (margins > 0).double())
 
 
 def preference_metrics(
-    data: Preferences, terms: tuple[PreferenceTerm, ...], beta: float
+    data: Preferences, terms: tuple[PreferenceTerm, ...], settings: PreferenceConfig
 ) -> Metrics:
     """Return the implicit rewards, the accuracy of their order, and the mean of each loss.
 
     Args:
         data: The argument of the losses.
         terms: The losses.
-        beta: Scale of the implicit reward.
+        settings: The settings ``preference``.
     """
     metrics = Metrics()
     for term in terms:
         mean = Mean(term.losses.detach().sum(), term.units.sum())
         metrics.add(f"preference/loss/{term.name}", mean)
     if isinstance(data, Pairs):
-        chosen, rejected = beta * data.chosen.log_ratio, beta * data.rejected.log_ratio
+        chosen = implicit_rewards(data.chosen, settings)
+        rejected = implicit_rewards(data.rejected, settings)
         metrics.add("preference/reward_chosen", Mean.of(chosen))
         metrics.add("preference/reward_rejected", Mean.of(rejected))
         metrics.add("preference/margin", Mean.of(chosen - rejected))
-        metrics.add("preference/accuracy", Mean.of(ordered(data.log_ratio)))
+        metrics.add("preference/accuracy", Mean.of(ordered(chosen - rejected, settings.beta)))
         metrics.add("preference/logprobs_chosen", Mean.of(data.chosen.logprobs))
         metrics.add("preference/logprobs_rejected", Mean.of(data.rejected.logprobs))
     elif isinstance(data, Labelled):
-        rewards = beta * data.responses.log_ratio
+        rewards = implicit_rewards(data.responses, settings)
         metrics.add("preference/reward_desirable", Mean.of(rewards, data.desirable))
         metrics.add("preference/reward_undesirable", Mean.of(rewards, ~data.desirable))
     return metrics

@@ -216,6 +216,10 @@ def merged(module: ModuleType, old: Any, new: Any) -> Any:
             old[name] = merged(module, old[name], value) if name in old else value
         return old
     if hasattr(old, "_entries") and hasattr(new, "_entries"):
+        old.kind = new.kind
+        if not new._entries:
+            # other modules, which are not executed again, fill it
+            return old
         merged(module, old._entries, new._entries)
         old._about = new._about
         return old

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences, Responses
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
+from lightrft.algorithms.preference.reference_free_losses import compares_means
 from lightrft.config.preference import PreferenceConfig, PreferenceLossConfig
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.lazy_imports import Tensor, torch
@@ -58,6 +59,25 @@ def units_of(part: PreferenceLossConfig, data: Preferences) -> Tensor:
             return data.gold.tokens
     responses = _responses(data)
     return torch.ones(len(data), dtype=responses.tokens.dtype, device=responses.tokens.device)
+
+
+def implicit_rewards(responses: Responses, settings: PreferenceConfig) -> Tensor:
+    """Return the reward of each response by which the losses order them, ``[K]``.
+
+    It is ``b d``. Losses without a reference take the log-prob for ``d``, as a sum or as a mean
+    over tokens.
+
+    Args:
+        responses: The responses. Their reference log-probs are zeros if no loss reads them.
+        settings: Gives ``beta`` and the losses.
+    """
+    rewards = settings.beta * responses.log_ratio
+    needs = [PREFERENCE_LOSSES.about(part.name).needs for part in settings.losses]
+    if any("reference" in names for names in needs):
+        return rewards
+    if any(compares_means(part) for part in settings.losses):
+        return responses.mean(rewards)
+    return rewards
 
 
 def preference_loss(

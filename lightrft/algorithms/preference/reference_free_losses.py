@@ -15,7 +15,7 @@ from lightrft.algorithms.preference.registry import (
     negative_log_likelihood,
 )
 from lightrft.algorithms.token_ops import clamp_log_ratio
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference import PreferenceConfig, PreferenceLossConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 
 NEAREST_TO_0 = 1e-12
@@ -198,6 +198,12 @@ def sft_gold(
             ``response`` returns means over tokens, which the batch divides by its number of pairs.
     """
     return negative_log_likelihood(_gold(data), "sum" if per == "token" else "mean")
+
+
+def compares_means(part: PreferenceLossConfig) -> bool:
+    """Return whether a loss without a reference compares means over tokens, and not sums."""
+    is_mean_form = part.options.get("form") in ("ipo", "length_normalized")
+    return is_mean_form or part.name in ("simpo", "alphapo", "orpo")
 
 
 def _mean_gap(data: Pairs) -> Tensor:

@@ -16,10 +16,14 @@ from lightrft.algorithms.contracts.preference_cases import (
 )
 from lightrft.algorithms.preference.inputs import Pairs, Preferences
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
-from lightrft.algorithms.preference.objective import preference_loss, preference_terms
+from lightrft.algorithms.preference.objective import (
+    implicit_rewards,
+    preference_loss,
+    preference_terms,
+)
 from lightrft.config.preference import PreferenceConfig
 from lightrft.utils.errors import ConfigError, DataError
-from tests.unit.algorithms.preference.examples import loss_of, numbers, settings
+from tests.unit.algorithms.preference.examples import loss_of, numbers, pair, settings
 
 MPO = PreferenceConfig.model_validate("mpo")
 
@@ -153,3 +157,37 @@ def test_terms_carry_the_names_and_weights_of_the_settings() -> None:
         *(("sigmoid", 0.8), ("bco_pair", 0.2), ("sft", 1.0))
     ]
     assert {term.name for term in terms} <= set(PREFERENCE_LOSSES)
+
+
+FREE = [
+    ("simpo", {"gamma": 0.0}),
+    ("alphapo", {"gamma": 0.0}),
+    ("orpo", {"alpha": 0.0}),
+    *(("cpo", {"alpha": 0.0, "form": form}) for form in ("sigmoid", "hinge", "ipo")),
+    *(("tpo", {"alpha": 0.0, "form": form}) for form in ("sigmoid", "hinge", "ipo")),
+    ("tpo", {"alpha": 0.0, "form": "length_normalized", "gamma": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), FREE, ids=str)
+def test_implicit_rewards_have_the_order_that_a_loss_without_a_reference_learns(
+    name: str, options: dict[str, object]
+) -> None:
+    # by sums the second response is likelier, by means over tokens the first
+    sides = (-6.0, 0.0, 6.0), (-4.0, 0.0, 2.0)
+    right, wrong = pair(*sides), pair(*sides[::-1])
+    is_first_better = loss_of(name, right, **options) < loss_of(name, wrong, **options)
+    chosen = PreferenceConfig.model_validate({"losses": [{"name": name, "options": options}]})
+    rewards = [implicit_rewards(side, chosen) for side in (right.chosen, right.rejected)]
+    assert bool(rewards[0] > rewards[1]) == is_first_better
+
+
+def test_implicit_rewards_are_scaled_log_ratios_where_any_loss_reads_a_reference() -> None:
+    data = pair((-6.0, -7.0, 6.0), (-4.0, -4.5, 2.0))
+    for names in (["sigmoid"], ["ipo"], ["simpo", "sigmoid"]):
+        chosen = PreferenceConfig.model_validate({"losses": names, "beta": 0.5})
+        assert implicit_rewards(data.chosen, chosen).tolist() == [0.5]
+    free = PreferenceConfig.model_validate({"losses": ["simpo"], "beta": 0.5})
+    alone = pair((-6.0, 0.0, 6.0), (-4.0, 0.0, 2.0))
+    assert implicit_rewards(alone.chosen, free).tolist() == [-0.5]
+    assert implicit_rewards(alone.rejected, free).tolist() == [-1.0]
