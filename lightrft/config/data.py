@@ -32,9 +32,20 @@ class Columns(Settings):
     """Column of one video or a list; ``null``: there is none."""
     audios: str | None = ""
     """Column of one audio clip or a list; ``null``: there is none."""
+    tools: str | None = ""
+    """Column of the tools that the chat template describes: a list of JSON schemas, or such a list
+    as JSON text. Empty: ``tools``, if a chat template is in use; ``null``: there is none."""
 
 
-class PreferenceColumns(Columns):
+class TrainingColumns(Columns):
+    """The columns of a row that is learned. An empty name looks for the usual names."""
+
+    weight: str = ""
+    """Column of the weight of the row in the loss: a number above 0. Empty: ``example_weight`` or
+    ``sample_weight``."""
+
+
+class PreferenceColumns(TrainingColumns):
     """The columns of a row of preferences. An empty name looks for the usual names."""
 
     chosen: str = ""
@@ -216,6 +227,24 @@ class DataConfig(Settings):
             raise ValueError(
                 "sources have weights, but blend is 'concat', which takes each source once; set "
                 "blend: sample"
+            )
+        return self
+
+
+class SFTDataConfig(DataConfig):
+    """Rows to conversations to learn."""
+
+    columns: TrainingColumns = TrainingColumns()
+    """Columns of a row."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens that carry loss: those of the ``assistant``, or ``all`` tokens but the placeholders of
+    media. With ``all`` and without a chat template, rows need no response."""
+
+    @model_validator(mode="after")
+    def _turns_of_assistant(self) -> SFTDataConfig:
+        if self.loss_on == "all" and self.turns != "all":
+            raise ValueError(
+                f"loss_on = 'all' trains on every turn, but turns = {self.turns!r}; set turns: all"
             )
         return self
 

@@ -39,6 +39,11 @@ OTHER_NAMES: dict[str, str] = {
     "prompt_max_len": "data.max_prompt_tokens",
     "apply_chat_template": "data.apply_chat_template",
     "filter_overlong_prompts": "data.overlong_prompts",
+    "completion_only_loss": "data.loss_on",
+    "assistant_only_loss": "data.loss_on",
+    "train_on_inputs": "data.loss_on",
+    "train_on_prompt": "data.loss_on",
+    "mask_history": "data.turns",
     "max_seq_length": "max_tokens",
     "max_length": "max_tokens",
     # rollout and sampling
@@ -156,6 +161,8 @@ OTHER_NAMES: dict[str, str] = {
     "lr_warmup_steps": "optimizer.warmup_steps",
     "lr_warmup_steps_ratio": "optimizer.warmup_ratio",
     "warmup_steps": "optimizer.warmup_steps",
+    "neftune_noise_alpha": "neftune_alpha",
+    "neftune_alpha": "neftune_alpha",
     # where it runs
     "zero_stage": "strategy.zero_stage",
     "adam_offload": "strategy.cpu_offload",

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from lightrft.config.base import Settings
-from lightrft.config.data import DataConfig
+from lightrft.config.data import SFTDataConfig
 from lightrft.config.model import DType
 from lightrft.config.strategy import OptimizerConfig
 
@@ -73,7 +73,7 @@ class PtxConfig(Settings):
     coef: float = Field(0.0, ge=0)
     """Factor of the mean of -logp over the trained tokens, added to the loss of each optimizer step
     of the policy; 0 leaves it out."""
-    data: DataConfig = DataConfig()
+    data: SFTDataConfig = SFTDataConfig()
     """Conversations to learn from."""
     batch_size: int = Field(8, ge=1)
     """Number of conversations in an optimizer step."""

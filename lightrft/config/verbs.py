@@ -8,7 +8,7 @@ from pydantic import Field
 
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
-from lightrft.config.data import DataConfig, MediaConfig, PreferenceDataConfig
+from lightrft.config.data import DataConfig, MediaConfig, PreferenceDataConfig, SFTDataConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
@@ -113,11 +113,15 @@ class SupervisedConfig(Settings):
 
 
 class SFTConfig(SupervisedConfig):
-    """The settings of ``lightrft sft``: supervised training on conversations, with the loss on
-    assistant tokens."""
+    """The settings of ``lightrft sft``: supervised training on conversations."""
 
     verb: ClassVar[str] = "sft"
     """Name of the verb."""
+    data: SFTDataConfig = SFTDataConfig()
+    """Conversations to learn from."""
+    neftune_alpha: float = Field(0.0, ge=0)
+    """Size of the uniform noise on the token embeddings in training (NEFTune, arXiv 2310.05914); 0
+    adds none. The paper takes 5 to 15."""
 
 
 class DPOConfig(SupervisedConfig):

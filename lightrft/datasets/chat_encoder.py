@@ -25,7 +25,7 @@ from lightrft.config.data import DataConfig
 from lightrft.datasets.media import MediaReader, SupportedMedia
 from lightrft.datasets.media.items import MARK, Item, as_parts, mark, marks, replaced
 from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
-from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation
+from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation, read_tools
 from lightrft.datasets.row_tables import MalformedRow, look_up
 from lightrft.types import Extent, Prompt
 from lightrft.utils.chat_template import rendered
@@ -56,8 +56,8 @@ class ChatEncoder:
 
     Raises:
         ModelError: ``apply_chat_template`` is true and the tokenizer has no chat template.
-        ConfigError: a system prompt or ``chat_template_options`` without a chat template, or a
-            ``template`` without a field.
+        ConfigError: a system prompt, ``chat_template_options`` or ``columns.tools`` without a chat
+            template, or a ``template`` without a field.
     """
 
     def __init__(
@@ -80,6 +80,10 @@ class ChatEncoder:
             self.template = _parse_template(config.template, self.media is not None)
         self.system = config.system
         self.options = dict(config.chat_template_options)
+        self._tools_column = config.columns.tools
+        # Transformers has no other name for the tools of a template.
+        self._writes_tools = "tools" in str(tokenizer.chat_template)
+        self._warned = False
         self._as_text = config.special_tokens == "text"
         self._build_tables()
         if not self.chat:
@@ -250,7 +254,28 @@ class ChatEncoder:
             messages = [{"role": "user", "content": self._text_of(record, cut)}]
         else:
             messages = self.shielded(_asking(record.prompt, record.where), cut)
-        return self.render(self.with_system(messages), record.where, generate=True)
+        messages, tools = self.with_system(messages), self.tools(record)
+        return self.render(messages, record.where, generate=True, tools=tools)
+
+    def tools(self, record: ParsedRow) -> list[object]:
+        """Return the shielded JSON schemas of the tools of a record.
+
+        A chat template must be in use. If it writes no tools, this is an empty list, and the first
+        record with tools is logged.
+
+        Raises ``MalformedRow`` if the column is no list of JSON schemas.
+        """
+        tools = read_tools(record.row, self._tools_column, record.where)
+        if tools and not self._writes_tools:
+            if not self._warned:
+                problem = "the chat template writes no tools, so the model does not see those of"
+                way_out = "set model.chat_template to a template with tools"
+                _log.warning("%s: %s this and other rows; %s", record.where, problem, way_out)
+                self._warned = True
+            return []
+        if self.media is not None and MEDIA_OPEN in str(tools):
+            raise MalformedRow(f"{record.where}: the tools hold U+FDD2, which is reserved")
+        return [self._shield_all(tool, False) for tool in tools]
 
     def conversation(self, record: ParsedRow) -> list[Message]:
         """Return the shielded messages of the whole record, with the system message first."""
@@ -283,20 +308,28 @@ class ChatEncoder:
             shown[-1] = {**shown[-1], "content": self.escape_special_tokens(rest, answer=is_answer)}
         return shown
 
-    def render(self, messages: Sequence[Message], where: str, *, generate: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        *,
+        generate: bool = False,
+        tools: Sequence[object] = (),
+    ) -> str:
         """Render shielded ``messages`` with the chat template.
 
         Args:
             messages: the shielded messages.
             where: location of the row, for messages.
             generate: if True, the text ends with the start of the assistant's turn.
+            tools: the shielded JSON schemas of tools.
 
         Raises:
             MalformedRow: the chat template raises an error, or writes a wrong number of media.
         """
         try:
             shown = messages if self.media is None else [self._with_parts(m) for m in messages]
-            text = self._apply(shown, generate)
+            text = self._apply(shown, generate, tools)
         except Exception as error:  # jinja's errors and whatever a template raises
             roles = ", ".join(m["role"] for m in messages)
             problem = f"the chat template refuses messages with the roles {roles}"
@@ -360,25 +393,36 @@ class ChatEncoder:
             return ids
         return [*self.start, *ids]
 
-    def with_loss_mask(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def with_loss_mask(
+        self, messages: Sequence[Message], tools: Sequence[object] = ()
+    ) -> tuple[list[int], list[bool]]:
         """Return the tokens of messages and the mask of assistant tokens, each ``[T]``.
 
-        The messages contain no markers. The mask is True inside the ``{% generation %}`` blocks of
-        the template.
+        The messages and ``tools`` contain no markers. The mask is True inside the
+        ``{% generation %}`` blocks of the template.
         """
         made = self.tokenizer.apply_chat_template(
-            list(messages), return_dict=True, return_assistant_tokens_mask=True, **self.options
+            list(messages),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._options(tools),
         )
         return made["input_ids"], [bool(m) for m in made["assistant_masks"]]
 
-    def _apply(self, messages: Sequence[Message], generate: bool) -> str:
+    def _apply(
+        self, messages: Sequence[Message], generate: bool, tools: Sequence[object] = ()
+    ) -> str:
         # As text, not tokens: markers and marks must be found in it first.
         return self.tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=generate,
-            **self.options,
+            **self._options(tools),
         )
+
+    def _options(self, tools: Sequence[object]) -> dict[str, object]:
+        """Return the keyword arguments of the chat template for a row with ``tools``."""
+        return {**self.options, "tools": list(tools)} if tools else self.options
 
     def _with_parts(self, message: Message) -> Message:
         """Return ``message`` with media as parts or text, as the chat template accepts it."""
@@ -508,7 +552,10 @@ class ChatEncoder:
         if isinstance(value, str):
             return self.escape_special_tokens(value, answer=answer)
         if isinstance(value, Mapping):
-            return {k: self._shield_all(v, answer) for k, v in value.items()}
+            # Names too: those of a tool's parameters come from the row.
+            return {
+                self._shield_all(k, answer): self._shield_all(v, answer) for k, v in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self._shield_all(v, answer) for v in value]
         return value
@@ -634,6 +681,8 @@ def _refuse_chat_settings(config: DataConfig) -> None:
         named = "data.system"
     elif config.chat_template_options:
         named = "data.chat_template_options"
+    elif config.columns.tools:
+        named = "data.columns.tools"
     else:
         return
     problem = f"{named} needs a chat template, and none is in use"

@@ -7,13 +7,15 @@ their positions.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.data import Columns
+from lightrft.config.data import Columns, TrainingColumns
 from lightrft.datasets.media import NOTHING, Item, MediaFinder, SupportedMedia
 from lightrft.datasets.media.items import is_raw, replaced
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
@@ -53,6 +55,14 @@ USUAL: dict[str, tuple[str, ...]] = {
     "data_source": ("data_source", "datasource"),
     "id": ("id",),
 }
+WEIGHTS = ("example_weight", "sample_weight")
+"""Usual columns of the weight of a row in the loss."""
+TURN_WEIGHTS = ("weight", "train", "training", "loss")
+"""Keys of the weight of a message in the loss.
+
+They are the names of OpenAI and Mistral, of axolotl (two) and of ms-swift.
+"""
+NO_TOOLS = "set data.columns.tools: null if it is something else"
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -84,6 +94,8 @@ class ParsedRow:
         row: the original row.
         where: location of the row, for messages.
         media: the items whose marks the messages contain, by number.
+        turn_weights: weight of a message in the loss, by the number of the message. Other messages
+            have weight 1.
     """
 
     prompt: str | list[Message]
@@ -96,6 +108,7 @@ class ParsedRow:
     row: Row
     where: str
     media: list[Item] = field(default_factory=list)
+    turn_weights: dict[int, float] = field(default_factory=dict)
 
     @property
     def messages(self) -> list[Message]:
@@ -169,6 +182,7 @@ def read_record(
     else:
         response = _response(found["response"][1], where, finder)
     prompt, response = _placed(prompt, response, finder, row)
+    turn_weights = _pop_turn_weights(prompt, response, where)
     # the column of the response stays, since rewards may compare with it
     taken = {column for what, (column, _) in found.items() if what != "response"}
     taken |= finder.taken(row)
@@ -183,6 +197,7 @@ def read_record(
         row=row,
         where=where,
         media=finder.items,
+        turn_weights=turn_weights,
     )
 
 
@@ -387,6 +402,141 @@ def _placed(
     if isinstance(response, list):
         response = placed[len(asked) :]
     return texts[0] if isinstance(prompt, str) else placed[: len(asked)], response
+
+
+def number(value: Any, what: str, where: str) -> float:
+    """Return a column as a finite number. Numbers in text, as CSV files have them, are read too.
+
+    Args:
+        value: the value.
+        what: name of the column, for messages.
+        where: location of the row, for messages.
+
+    Raises:
+        MalformedRow: the value is no finite number.
+    """
+    read = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            read = float(value)
+    if not math.isfinite(read):
+        raise MalformedRow(f"{where}: {what} is {value!r}, not a finite number")
+    return read
+
+
+def optional_number(row: Row, name: str, where: str) -> float | None:
+    """Return a column as a number, or None if it is absent.
+
+    Args:
+        row: the row.
+        name: name of the column.
+        where: location of the row, for messages.
+
+    Raises:
+        MalformedRow: the value is no finite number.
+    """
+    return None if row.get(name) is None else number(row[name], name, where)
+
+
+def row_weight(row: Row, columns: TrainingColumns, where: str) -> float:
+    """Return the weight of a row in the loss: 1 if it has none.
+
+    Args:
+        row: the row.
+        columns: names of the columns.
+        where: location of the row, for messages.
+
+    Raises:
+        MalformedRow: the weight is no number above 0, or the named column is missing.
+    """
+    found: dict[str, object] = {name: row.get(name) for name in WEIGHTS}
+    if columns.weight:
+        found = {columns.weight: named_column(row, columns.weight, "weight", where)}
+    for name, value in found.items():
+        if value is None:
+            continue
+        weight = number(value, name, where)
+        if weight <= 0:
+            raise MalformedRow(f"{where}: {name} is {weight:g}, not above 0; leave the row out")
+        return weight
+    return 1.0
+
+
+def _pop_turn_weights(
+    prompt: str | list[Message], response: str | list[Message] | None, where: str
+) -> dict[int, float]:
+    """Remove the weights from messages. Return those other than 1, by number of the message.
+
+    Raises ``MalformedRow`` for a weight that is no number from 0, or that no turn can have.
+    """
+    weights: dict[int, float] = {}
+    messages = [*_as_messages(prompt, "user"), *_as_messages(response, "assistant")]
+    for k, message in enumerate(messages):
+        weight = 1.0
+        for key in TURN_WEIGHTS:
+            if key in message:
+                weight *= _turn_weight(message.pop(key), key, f"{where}, message {k + 1}")
+        role = message["role"]
+        if role != "assistant":
+            # formats with a flag for each message write 0 or 1 here
+            if weight not in (0.0, 1.0):
+                problem = f"weight {weight:g} of a message of {role!r}"
+                way_out = "only turns of the assistant have weights"
+                raise MalformedRow(f"{where}, message {k + 1}: {problem}; {way_out}")
+        elif weight != 1.0:
+            weights[k] = weight
+    return weights
+
+
+def _turn_weight(value: object, key: str, where: str) -> float:
+    weight = float(value) if isinstance(value, bool) else number(value, key, where)
+    if weight < 0:
+        raise MalformedRow(f"{where}: {key} is {weight:g}, below 0")
+    return weight
+
+
+def read_tools(row: Row, name: str | None, where: str) -> list[object]:
+    """Return the JSON schemas of the tools of a row: an empty list if it has none.
+
+    Null fields are left out, since parquet stores them for the fields of other tools.
+
+    Args:
+        row: the row.
+        name: the setting ``data.columns.tools``.
+        where: location of the row, for messages.
+
+    Raises:
+        MalformedRow: the column is no list of JSON schemas, or the named column is missing.
+    """
+    if name is None:
+        return []
+    value = named_column(row, name, "tools", where) if name else row.get("tools")
+    if value is None or value == "":
+        return []
+    place = f"{where}: {name or 'tools'}"
+    value = _json(value, place)
+    tools = [_json(one, place) for one in value] if isinstance(value, list | tuple) else [value]
+    if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
+        raise MalformedRow(f"{place} must be a list of JSON schemas; {NO_TOOLS}")
+    return [_without_nulls(one) for one in tools]
+
+
+def _json(value: Any, place: str) -> Any:
+    """Return ``value``, parsed if it is JSON text. Raises ``MalformedRow``."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise MalformedRow(f"{place} is no JSON ({error}); {NO_TOOLS}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(inner) for k, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def json_messages(text: str) -> list[object] | None:

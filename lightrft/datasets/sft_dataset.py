@@ -1,32 +1,43 @@
-"""Examples for supervised fine-tuning: tokens, and the mask of tokens to train on."""
+"""Examples for supervised fine-tuning: tokens, and their weights in the loss."""
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.data import DataConfig
+from lightrft.config.data import SFTDataConfig
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
-from lightrft.datasets.row_parser import ParsedRow, read_record
+from lightrft.datasets.row_parser import ParsedRow, read_record, row_weight
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import UnknownText, note_text
-from lightrft.datasets.turns import TurnEncoder, TurnTexts, no_answer
+from lightrft.datasets.turns import Tokens, TurnEncoder, TurnTexts, Weights, no_answer
 from lightrft.types import Media
+from lightrft.utils.lazy_imports import np
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COLUMNS = {"tokens": "i", "trained": "B", "ends": "Q", "split": "Q"}
+COLUMNS = {
+    "tokens": "i",
+    "ends": "Q",
+    "split": "Q",
+    "run_weights": "d",
+    "run_lengths": "q",
+    "runs": "Q",
+    "weight": "d",
+}
 """Stored columns of the examples.
 
-They are the concatenated tokens, the training mask, the end of each example and the end of each
-prompt.
+They are the concatenated tokens, the end of each example and the end of each prompt. The weights of
+a response are runs of equal weights: ``runs`` has the end of each response among them. ``weight``
+has the weight of each example.
 """
 
 
@@ -37,19 +48,26 @@ class Example:
     Args:
         prompt_ids: tokens up to the first token to train on.
         response_ids: the remaining tokens.
-        trained: mask ``[len(response_ids)]``. True for the assistant's words and its end-of-turn
-            token, never for a media placeholder.
+        weights: weights ``[len(response_ids)]`` in the loss. 0 for tokens that are not trained, and
+            for every media placeholder.
         id: name of the example.
+        weight: weight of the example in the loss.
         prompt_media: media of ``prompt_ids``.
         response_media: media of ``response_ids``.
     """
 
     prompt_ids: list[int]
     response_ids: list[int]
-    trained: list[bool]
+    weights: list[float]
     id: str
+    weight: float = 1.0
     prompt_media: Media = field(default_factory=dict)
     response_media: Media = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[bool]:
+        """Return the mask ``[len(response_ids)]`` of the tokens that carry loss."""
+        return [weight != 0 for weight in self.weights]
 
 
 @dataclass(slots=True)
@@ -59,14 +77,16 @@ class _Part:
     row: int
     texts: TurnTexts
     name: str
+    weight: float
 
 
 class SFTDataset(EncodedDataset[Example]):
     """The examples of ``config``, encoded once.
 
     A row with a response is trained on the response only. A conversation is trained on the
-    assistant turns that ``turns`` selects. Media are loaded as in ``PromptDataset``. An example is
-    not truncated if media would be cut off.
+    assistant turns that ``turns`` selects, with their weights. With ``loss_on: all``, every token
+    but the first is trained. Media are loaded as in ``PromptDataset``. An example is not truncated
+    if media would be cut off.
 
     ``counts`` contains:
 
@@ -92,7 +112,7 @@ class SFTDataset(EncodedDataset[Example]):
 
     def __init__(
         self,
-        config: DataConfig,
+        config: SFTDataConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_tokens: int,
@@ -102,7 +122,8 @@ class SFTDataset(EncodedDataset[Example]):
         self.config = config
         self.max_tokens = max_tokens
         self.encoder = ChatEncoder(config, tokenizer, processor)
-        self.turns = TurnEncoder(config, self.encoder)
+        outside = 1.0 if config.loss_on == "all" else 0.0
+        self.turns = TurnEncoder(config, self.encoder, outside)
         self._sources = Sources(
             config, self.encoder.reads, partial(read_record, columns=config.columns)
         )
@@ -120,12 +141,16 @@ class SFTDataset(EncodedDataset[Example]):
 
     def __getitem__(self, i: int) -> Example:
         k, start = self._stored(i, "example")
-        tokens, split, end = self._kept["tokens"], self._kept["split"][k], self._kept["ends"][k]
+        kept = self._kept
+        tokens, split, end = kept["tokens"], kept["split"][k], kept["ends"][k]
+        runs = slice(int(kept["runs"][k - 1]) if k else 0, int(kept["runs"][k]))
+        weights = np.repeat(kept["run_weights"][runs], kept["run_lengths"][runs])
         example = Example(
             prompt_ids=tokens[start:split].tolist(),
             response_ids=tokens[split:end].tolist(),
-            trained=[bool(t) for t in self._kept["trained"][split:end]],
+            weights=weights.tolist(),
             id=self._ids[i],
+            weight=float(kept["weight"][k]),
         )
         if self.encoder.media is not None and k in self._media:
             source, row, numbers = self._media[k]
@@ -140,8 +165,10 @@ class SFTDataset(EncodedDataset[Example]):
     def _add(self, source: int, chunk: Sequence[tuple[int, ParsedRow]]) -> list[str]:
         """Encode records and store the examples that fit. Return their names."""
         rows: list[tuple[int, list[TurnTexts]]] = []
+        weights: dict[int, float] = {}
         for row, record in chunk:
             try:
+                weights[row] = row_weight(record.row, self.config.columns, record.where)
                 rows.append((row, self.turns.parts(record)))
             except MalformedRow as error:
                 self._sources.skip(error)
@@ -151,36 +178,42 @@ class SFTDataset(EncodedDataset[Example]):
             self.turns.expand(made, texts)
             stem = made[0].record.id or f"{self._sources.names[source]}/{row}"
             for k, part in enumerate(made, start=1):
-                parts.append(_Part(row, part, stem if len(made) == 1 else f"{stem}#{k}"))
+                name = stem if len(made) == 1 else f"{stem}#{k}"
+                parts.append(_Part(row, part, name, weights[row]))
         ids = self.turns.encode([part.texts for part in parts])
         names = []
         for part in parts:
-            tokens, trained = self.turns.tokens(part.texts, ids)
-            if self._keep(source, part, tokens, trained):
+            tokens, token_weights = self.turns.tokens(part.texts, ids)
+            if self._keep(source, part, tokens, token_weights):
                 names.append(part.name)
         return names
 
-    def _keep(self, source: int, part: _Part, ids: list[int], trained: list[bool]) -> bool:
+    def _keep(self, source: int, part: _Part, ids: Tokens, weights: Weights) -> bool:
         """Store an example if it fits or can be truncated. Return True if it was stored."""
         kept = self._kept
         texts, record = part.texts, part.texts.record
-        if not any(trained):
+        if not any(weights):
             self._sources.skip(no_answer(record))
             return False
         if len(ids) > self.max_tokens:
-            cut = self.turns.cut(ids, trained, self.max_tokens)
+            cut = self.turns.cut(ids, weights, self.max_tokens)
             if cut is None:
                 self._sources.overlong(record.where, len(ids), self.max_tokens, "max_tokens")
                 return False
             self.counts["truncated"] += 1
-            ids, trained = cut
+            ids, weights = cut
         self.counts["special_tokens"] += any(map(self.encoder.is_shielded, texts.turns[-1]))
         if texts.items:
             self._media[len(kept["ends"])] = (source, part.row, texts.items)
-        kept["split"].append(len(kept["tokens"]) + trained.index(True))
+        asked = next(k for k, weight in enumerate(weights) if weight)
+        kept["split"].append(len(kept["tokens"]) + asked)
         kept["tokens"].extend(ids)
-        kept["trained"].extend(trained)
         kept["ends"].append(len(kept["tokens"]))
+        for weight, run in itertools.groupby(weights[asked:]):
+            kept["run_weights"].append(weight)
+            kept["run_lengths"].append(len(list(run)))
+        kept["runs"].append(len(kept["run_weights"]))
+        kept["weight"].append(part.weight)
         unknown = self._unknown.count("".join(texts.texts), ids)
         note_text(self.counts, unknown, len(ids), source, part.row)
         return True

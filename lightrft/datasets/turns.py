@@ -1,4 +1,4 @@
-"""Token sequences of conversations, with the mask of tokens to train on.
+"""Token sequences of conversations, with the weight of each token in the loss.
 
 The tokens of a turn are the difference between two renderings of the conversation. The first ends
 with the opened assistant turn, and the second includes the turn. The new tokens up to the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightrft.config.data import DataConfig
 from lightrft.datasets.chat_encoder import ChatEncoder, check_template, prefix_error
@@ -22,6 +22,8 @@ from lightrft.datasets.row_tables import MalformedRow
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 Tokens = list[int]
+Weights = list[float]
+"""Weight of each token in the loss. 0 for tokens that are not trained."""
 
 
 @dataclass(slots=True)
@@ -31,14 +33,18 @@ class TurnTexts:
     Args:
         record: the row.
         turns: texts before and after each turn to train on.
+        weights: weight of each turn in the loss.
         messages: the messages, if the template marks the turns. Otherwise empty.
+        tools: JSON schemas of the tools of ``messages``.
         start: a text whose tokens the sequence begins with. Empty for no such text.
         items: numbers of the media items of the sequence, in order.
     """
 
     record: ParsedRow
     turns: list[tuple[str, str]]
-    messages: list[Message]
+    weights: list[float]
+    messages: list[Message] = field(default_factory=list)
+    tools: list[object] = field(default_factory=list)
     start: str = ""
     items: tuple[int, ...] = ()
 
@@ -49,16 +55,18 @@ class TurnTexts:
 
 
 class TurnEncoder:
-    """Converts the assistant turns of rows to tokens and training masks.
+    """Converts the assistant turns of rows to tokens and their weights in the loss.
 
     Args:
         config: the settings of the data.
         encoder: the encoder of the tokenizer.
+        outside: weight of tokens outside of the assistant's turns.
     """
 
-    def __init__(self, config: DataConfig, encoder: ChatEncoder) -> None:
+    def __init__(self, config: DataConfig, encoder: ChatEncoder, outside: float = 0.0) -> None:
         self.config = config
         self.encoder = encoder
+        self.outside = outside
         self._checked = False
         template = str(encoder.tokenizer.chat_template)
         self._marks = encoder.chat and bool(GENERATION.search(template))
@@ -66,7 +74,8 @@ class TurnEncoder:
     def parts(self, record: ParsedRow) -> list[TurnTexts]:
         """Return the texts of each token sequence of a record.
 
-        There is one sequence, or one for each turn if ``data.turns`` is ``each``.
+        There is one sequence, or one for each turn if ``data.turns`` is ``each``. Turns of weight 0
+        at the end of a conversation are left out.
 
         Raises ``MalformedRow`` if there is no response to train on.
         """
@@ -82,25 +91,32 @@ class TurnEncoder:
             raise no_answer(record)
         if spoken[0] == 0:
             raise MalformedRow(f"{record.where}: the conversation begins with the assistant")
-        shown = self.encoder.conversation(record)
+        weights = [record.turn_weights.get(k, 1.0) for k in spoken]
+        while weights and not weights[-1]:
+            weights.pop()
+        if not weights:
+            raise MalformedRow(f"{record.where}: every turn has weight 0; leave the row out")
+        shown, tools = self.encoder.conversation(record), self.encoder.tools(record)
         ahead = len(shown) - len(messages)  # 1 with the configured system message
         turns = []
-        for k in spoken:
+        for k, _ in zip(spoken, weights):
             # The text that asks for the message, and the text that ends with it.
-            asking = self.encoder.render(shown[: k + ahead], record.where, generate=True)
-            said = self.encoder.render(shown[: k + ahead + 1], record.where)
-            turns.append((asking, said))
+            before, upto = shown[: k + ahead], shown[: k + ahead + 1]
+            asking = self.encoder.render(before, record.where, generate=True, tools=tools)
+            turns.append((asking, self.encoder.render(upto, record.where, tools=tools)))
         if self.config.turns == "each":
-            return [TurnTexts(record, [turn], []) for turn in turns]
+            pairs = zip(turns, weights)
+            return [TurnTexts(record, [turn], [weight]) for turn, weight in pairs if weight]
         if self.config.turns == "last":
-            return [TurnTexts(record, turns[-1:], [])]
+            return [TurnTexts(record, turns[-1:], weights[-1:])]
         if self._marks_answers(record, turns):
-            return [TurnTexts(record, turns, shown[: spoken[-1] + ahead + 1])]
+            upto = shown[: spoken[-1] + ahead + 1]
+            return [TurnTexts(record, turns, weights, upto, tools)]
         # once is enough, since it depends on the template alone
         if len(turns) > 1 and not self._checked:
             check_template(self.encoder.tokenizer, self.config.chat_template_options)
             self._checked = True
-        return [TurnTexts(record, turns, [])]
+        return [TurnTexts(record, turns, weights)]
 
     def continuation(self, record: ParsedRow) -> TurnTexts:
         """Return the texts of one sequence that begins with the tokens of the prompt.
@@ -122,7 +138,10 @@ class TurnEncoder:
             # the last turn may begin after the prompt
             shown = self.encoder.conversation(record)
             asked = len(shown) - len(record.messages) + record.asked
-            part.start = self.encoder.render(shown[:asked], record.where, generate=True)
+            tools = self.encoder.tools(record)
+            part.start = self.encoder.render(
+                shown[:asked], record.where, generate=True, tools=tools
+            )
         return part
 
     def texts(self, parts: Sequence[TurnTexts]) -> tuple[ParsedRow, list[str]]:
@@ -155,11 +174,10 @@ class TurnEncoder:
             texts |= dict.fromkeys(part.texts)
         return dict(zip(texts, self.encoder.encode(list(texts))))
 
-    def tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, list[bool]]:
-        """Return the tokens and training mask of a sequence, ``[T]``, up to the last True.
+    def tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, Weights]:
+        """Return the tokens of a sequence and their weights, ``[T]``, up to the end of a turn.
 
-        The mask can be all False only for a sequence with media, whose placeholders are not
-        trained.
+        The weights can all be 0 only for a sequence with media, whose placeholders are not trained.
 
         Args:
             part: the texts of the sequence.
@@ -169,21 +187,24 @@ class TurnEncoder:
             ModelError: the chat template lacks the prefix property, or the tokenizer has no EOS
                 token.
         """
-        ids, trained = self._tokens(part, known)
+        ids, weights = self._tokens(part, known)
+        if self.outside:
+            # nothing predicts the first token
+            weights[0] = 0.0
         if part.items:
             # the model is not trained to write the placeholders of media
             placeholders = self.encoder.placeholders
-            trained = [t and i not in placeholders for t, i in zip(trained, ids)]
-        return ids, trained
+            weights = [0.0 if i in placeholders else w for w, i in zip(weights, ids)]
+        return ids, weights
 
-    def cut(self, ids: Tokens, trained: list[bool], room: int) -> tuple[Tokens, list[bool]] | None:
-        """Return the first tokens of a sequence and their mask, or None if it cannot be cut.
+    def cut(self, ids: Tokens, weights: Weights, room: int) -> tuple[Tokens, Weights] | None:
+        """Return the first tokens of a sequence and their weights, or None if it cannot be cut.
 
         Media cannot be cut. ``data.overlong_prompts`` decides about the rest.
 
         Args:
             ids: the tokens of the sequence.
-            trained: the training mask of the sequence.
+            weights: the weights of the tokens.
             room: number of tokens to keep.
         """
         if self.config.overlong_prompts != "truncate" or room <= 0:
@@ -192,7 +213,7 @@ class TurnEncoder:
         if not self.encoder.placeholders.isdisjoint(ids[room:]):
             return None
         # a sequence without a trained token would teach nothing
-        return (ids[:room], trained[:room]) if any(trained[:room]) else None
+        return (ids[:room], weights[:room]) if any(weights[:room]) else None
 
     def prompt_tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> Tokens:
         """Return the tokens of the prompt that a ``continuation`` begins with."""
@@ -201,60 +222,69 @@ class TurnEncoder:
     def _plain_part(self, record: ParsedRow) -> TurnTexts:
         """Return the texts of a record without a chat template."""
         answer = record.answer
-        if answer is None or not answer.strip():
+        # A document without a response is trained as a whole.
+        if self.outside and answer is None:
+            answer = ""
+        elif answer is None or not answer.strip():
             raise no_answer(record)
+        weight = record.turn_weights.get(len(record.messages) - 1, 1.0)
+        if not weight:
+            raise MalformedRow(f"{record.where}: every turn has weight 0; leave the row out")
         # some datasets end a response with EOS, which _tokens appends
         answer = answer.removesuffix(self.encoder.tokenizer.eos_token or "")
         turn = (
             self.encoder.prompt(record),
             self.encoder.escape_special_tokens(answer, answer=True),
         )
-        return TurnTexts(record, [turn], [])
+        return TurnTexts(record, [turn], [weight])
 
     def _marks_answers(self, record: ParsedRow, turns: Sequence[tuple[str, str]]) -> bool:
         """Return True if the template can mark the answers of ``record`` with ``generation``."""
         if not self._marks or record.response is not None or record.media:
             return False
+        # the marks do not tell one turn from another
+        if self.outside or record.turn_weights:
+            return False
         # the template knows nothing of spellings that are encoded as plain text
         return not self.encoder.is_shielded(turns[-1][1])
 
-    def _tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, list[bool]]:
+    def _tokens(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, Weights]:
         if not self.encoder.chat:
             prompt, answer = part.turns[0]
             asked, said = self.encoder.with_start(known[prompt]), [*known[answer], self.encoder.eos]
-            return [*asked, *said], [False] * len(asked) + [True] * len(said)
+            return [*asked, *said], [self.outside] * len(asked) + part.weights * len(said)
         if part.messages:
-            ids, trained = self.encoder.with_loss_mask(part.messages)
+            ids, trained = self.encoder.with_loss_mask(part.messages, part.tools)
             if any(trained):
                 last = len(trained) - trained[::-1].index(True)
-                return ids[:last], trained[:last]
+                return ids[:last], [float(t) for t in trained[:last]]
         return self._by_turns(part, known)
 
-    def _by_turns(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, list[bool]]:
+    def _by_turns(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, Weights]:
         ids: Tokens = known[part.start] if part.start else []
-        trained: list[bool] = []
+        weights: Weights = []
         before, last, closed = part.start, 0, False
         # an image in an answer does not end it
         closing = self.encoder.special_ids - self.encoder.placeholders
-        for asking, said in part.turns:
+        for (asking, said), weight in zip(part.turns, part.weights):
             ids = self._extend(ids, before, asking, known)
-            trained += [False] * (len(ids) - len(trained))
+            weights += [self.outside] * (len(ids) - len(weights))
             start = len(ids)
             ids = self._extend(ids, asking, said, known)
             ends = [k for k in range(start, len(ids)) if ids[k] in closing]
             closed = bool(ends)
             # what follows, such as a line break of the template, is never sampled
             last = ends[-1] + 1 if closed else len(ids)
-            trained += [True] * (last - start) + [False] * (len(ids) - last)
+            weights += [weight] * (last - start) + [self.outside] * (len(ids) - last)
             before = said
         ids = ids[:last]
-        trained = trained[:last]
+        weights = weights[:last]
         # the template's turns end without a special token: without eos the model would not learn
         # to stop
         if not closed:
             ids = [*ids, self.encoder.eos]
-            trained = [*trained, True]
-        return ids, trained
+            weights = [*weights, part.weights[-1]]
+        return ids, weights
 
     def _extend(
         self,

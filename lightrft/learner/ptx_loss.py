@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.train import PtxConfig
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.learner.policy_update import LossOf
-from lightrft.learner.sft_step import examples_to_batch, mean_nll
+from lightrft.learner.sft_step import examples_to_batch, mean_nll, with_mean_weights
 from lightrft.models.actor import Actor
 from lightrft.observability.metrics import Metrics
 from lightrft.types import Batch
@@ -72,7 +70,7 @@ class PretrainingLoss:
         """
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         # Before the batch is split into micro-batches: the weights hold its token count.
-        batch = batch.replace(loss_weights=AGGREGATIONS["token"](TokenRows.of(batch), 1))
+        batch = with_mean_weights(batch)
 
         def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
             loss, nll, lost = mean_nll(actor.score(part).logprobs, part)

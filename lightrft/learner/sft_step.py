@@ -5,12 +5,11 @@ It uses the same batch, actor and strategy as reinforcement learning, with the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.nonfinite_tokens import without_tokens
 from lightrft.algorithms.token_ops import TokenRows, weighted_sum
 from lightrft.datasets.sft_dataset import Example
@@ -20,18 +19,66 @@ from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, Segments
+from lightrft.utils.seeding import derive_seed
 
 
 def examples_to_batch(examples: Sequence[Example]) -> Batch:
-    """Collate conversations to one ``Batch``; ``sampled`` marks the trained tokens."""
-    trained: list[bool] = []
+    """Collate conversations to one ``Batch``; ``sampled`` marks the trained tokens.
+
+    ``token_weights`` and ``example_weights`` are None if all trained tokens or all examples have
+    weight 1.
+    """
+    flat: list[float] = []
     for example in examples:
-        trained += example.trained
+        flat += example.weights
+    token_weights = torch.tensor(flat, dtype=torch.float64)
+    example_weights = torch.tensor([e.weight for e in examples], dtype=torch.float64)
+    trained = token_weights != 0
     return Batch(
         Segments.cat([Segments.of([e.prompt_ids], e.prompt_media) for e in examples]),
         Segments.cat([Segments.of([e.response_ids], e.response_media) for e in examples]),
         torch.arange(len(examples)),
-        sampled=torch.tensor(trained, dtype=torch.bool),
+        sampled=trained,
+        token_weights=token_weights if bool((token_weights[trained] != 1).any()) else None,
+        example_weights=example_weights if bool((example_weights != 1).any()) else None,
+    )
+
+
+def with_mean_weights(batch: Batch) -> Batch:
+    """Add the loss weights of a mean over the trained tokens of ``batch``, a whole batch.
+
+    The weight of a token is that of its turn times that of its example. The weights of a batch sum
+    to 1, so that any split of the batch gives the same loss.
+    """
+    rows = TokenRows.of(batch)
+    # float64, so that splitting the batch into parts adds no rounding of float32
+    weights = rows.mask.double()
+    if batch.token_weights is not None:
+        weights = weights * batch.token_weights
+    if batch.example_weights is not None:
+        weights = weights * rows.spread(batch.example_weights)
+    # Without trained tokens every weight is 0, whatever the divisor.
+    total = float(weights.sum()) or 1.0
+    return batch.replace(loss_weights=weights / total)
+
+
+def with_noise(batch: Batch, alpha: float, seed: int, step: int) -> Batch:
+    """Add noise on the token embeddings (NEFTune) to ``batch``, a whole batch.
+
+    The noise of a row depends on the seed, the step and its place in the batch.
+
+    Args:
+        batch: The global batch.
+        alpha: The setting ``neftune_alpha``. 0 adds no noise.
+        seed: The setting ``run.seed``.
+        step: Number of completed steps.
+    """
+    if not alpha:
+        return batch
+    seeds = [derive_seed(seed, "neftune", step, row) for row in range(len(batch))]
+    return batch.replace(
+        noise_seeds=torch.tensor(seeds, dtype=torch.long),
+        noise_alpha=torch.full((len(batch),), alpha),
     )
 
 
@@ -53,22 +100,27 @@ def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
 
 
 def sft_step(
-    strategy: Strategy, policy: TrainableModel, batch: Batch, micro_batch_tokens: int
+    strategy: Strategy,
+    policy: TrainableModel,
+    batch: Batch,
+    micro_batch_tokens: int,
+    noise: Callable[[Batch], Batch] | None = None,
 ) -> Metrics:
-    """Take one optimizer step on the mean of -logp over the trained tokens of the global batch.
+    """Take one optimizer step on the weighted mean of -logp over the tokens of the global batch.
 
     Args:
         strategy: Runs the backward pass and the step.
         policy: The model with its optimizer.
         batch: The global batch, identical on all ranks.
         micro_batch_tokens: Largest number of tokens of a micro-batch.
+        noise: Adds noise to the batch, such as ``with_noise``. ``None`` adds none.
     """
-    rows = TokenRows.of(batch)
-    batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
-    metrics = Metrics(
-        {"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))}
-    )
+    # Before the noise: the model's own forward, which the layout is compared with, has none.
     verify_layout(policy, batch, strategy)
+    batch = with_mean_weights(batch if noise is None else noise(batch))
+    metrics = Metrics(
+        {"sft/tokens": Sum(int(batch.mask.sum())), "sft/conversations": Sum(len(batch))}
+    )
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         loss, _, lost = mean_nll(policy.model.score(part, temperature=1.0).logprobs, part)

@@ -16,6 +16,7 @@ from lightrft.config.model import Layout, ModelConfig
 from lightrft.distributed.process_group import ModelParallelGroup
 from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.attention import interface
+from lightrft.models.attention.embedding_noise import noisy_embeddings
 from lightrft.models.attention.layouts import Packed, pack
 from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
 from lightrft.models.divergence import Target, token_divergence
@@ -211,18 +212,18 @@ class Backbone(nn.Module):
         if self._team.size > 1:
             inputs, source = self._own_tokens(packed)
         else:
-            inputs = packed.inputs
-            source = packed.source
-        if seen is not None:
-            inputs |= seen.inputs(self.base, inputs.pop("input_ids"), source)
-        if packed.plan is not None:
-            # no loss reads a prompt's last states but one, so the last layer skips the others
-            packed.plan.last_layer = self.text_config.num_hidden_layers - 1
-            packed.plan.spans = [] if seen is None else seen.spans(packed.source)
-        elif seen is not None:
-            embeddings = inputs["inputs_embeds"]
-            inputs |= seen.masks(self.text_config, embeddings, packed.source, packed.mask)
-        return self.decoder(**inputs, use_cache=False).last_hidden_state
+            inputs, source = packed.inputs, packed.source
+        with noisy_embeddings(self.base, packed.noise, source):
+            if seen is not None:
+                inputs |= seen.inputs(self.base, inputs.pop("input_ids"), source)
+            if packed.plan is not None:
+                # no loss reads a prompt's last states but one, so the last layer skips the others
+                packed.plan.last_layer = self.text_config.num_hidden_layers - 1
+                packed.plan.spans = [] if seen is None else seen.spans(packed.source)
+            elif seen is not None:
+                embeddings = inputs["inputs_embeds"]
+                inputs |= seen.masks(self.text_config, embeddings, packed.source, packed.mask)
+            return self.decoder(**inputs, use_cache=False).last_hidden_state
 
     def _own_tokens(self, packed: Packed) -> tuple[dict[str, Any], Tensor]:
         """Return ``packed.inputs`` and ``packed.source`` of this rank's tokens."""

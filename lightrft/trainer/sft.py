@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from lightrft.config.verbs import SFTConfig
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.learner.sft_step import examples_to_batch, sft_step
+from lightrft.learner.sft_step import examples_to_batch, sft_step, with_noise
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import Observer
@@ -38,13 +39,16 @@ class SFTRun(TrainingRun):
 
     def train_step(self) -> Metrics:
         """Take one step on the next ``batch_size`` conversations."""
-        batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
+        config = self.config
+        batch = examples_to_batch(draw(self.dataset, self.sampler, config.batch_size))
+        noise = partial(with_noise, alpha=config.neftune_alpha, seed=self.seed, step=self.step)
         with self.session.timers("update"):
             return sft_step(
                 self.roles.strategy,
                 self.roles.policy,
                 batch,
-                self.config.train.max_tokens_per_micro_batch,
+                config.train.max_tokens_per_micro_batch,
+                noise,
             )
 
     def state(self) -> State:

@@ -93,6 +93,37 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(sft, tmp_path):
     assert all(torch.equal(one[k], other[k]) for k in one)
 
 
+def test_noise_on_embeddings_is_the_same_after_a_resume_and_in_any_micro_batch(sft, tmp_path):
+    above = {"eps": 1e-4}
+    noisy = {"neftune_alpha": 5.0, "optimizer": above}
+    whole = sft(run={"name": "whole"}, **noisy)
+    sft(run={"name": "halves"}, **noisy, train={"steps": 2})
+    halves = sft(run={"name": "halves"}, **noisy)
+    assert [steady(r) for r in halves] == [steady(r) for r in whole]
+    small = {"max_tokens_per_micro_batch": 40}
+    split = sft(run={"name": "split"}, **noisy, train=small)
+    assert [r["loss"] for r in whole] == pytest.approx([r["loss"] for r in split], abs=1e-5)
+    plain = sft(run={"name": "plain"}, optimizer=above)
+    assert all(a["loss"] != b["loss"] for a, b in zip(plain, whole, strict=True))
+
+
+def test_the_weight_of_a_row_and_of_a_turn_reach_the_loss(sft, tmp_path):
+    def losses(name: str, rows: list[dict[str, Any]]) -> float:
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        data = {"sources": [{"path": str(file)}], "shuffle": False}
+        size = {"batch_size": len(rows), "train": {"steps": 1}}
+        return sft(run={"name": name}, data=data, **size)[0]["loss"]
+
+    one, other = {"prompt": "1+1=", "response": "2"}, {"prompt": "2+2=", "response": "4"}
+    both = [losses("one", [one]), losses("other", [other])]
+    rows = [{**one, "example_weight": 3.0}, other]
+    assert losses("rows", rows) == pytest.approx((3 * both[0] + both[1]) / 4, abs=1e-6)
+    masked = [{"role": "assistant", "content": "2", "weight": 0.25}]
+    turns = [{"messages": [{"role": "user", "content": "1+1="}, *masked]}, other]
+    assert losses("turns", turns) == pytest.approx((both[0] / 4 + both[1]) / 1.25, abs=1e-6)
+
+
 def test_adapters_are_trained_alone_and_merged_into_the_export(sft, model_folder, tmp_path):
     sft(model={"lora": {"rank": 4, "alpha": 8}})
     state = load_file(

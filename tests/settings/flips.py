@@ -108,6 +108,7 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "columns.reference": ("question", "prompts", {}),
     "columns.data_source": ("kind", "prompts", {}),
     "columns.id": ("key", "prompts", {}),
+    "columns.tools": ("gear", "prompts", {"apply_chat_template": True}),
     "apply_chat_template": (True, "prompts", {"apply_chat_template": False}),
     "chat_template_options": ({"shout": True}, "prompts", {"apply_chat_template": True}),
     "template": ("Q: {prompt}", "prompts", {}),
@@ -290,6 +291,8 @@ FLIPS: dict[str, Flip] = {
         for k, (v, probe, c) in DATA.items()
         if k not in PROMPTS
     },
+    "ptx.data.columns.weight": Flip("level", "lessons", PTX),
+    "ptx.data.loss_on": Flip("all", "lessons", PTX),
     **{
         f"data.{k}": Flip(v, probe, nested("data", c), k in ERRORS)
         for k, (v, probe, c) in DATA.items()

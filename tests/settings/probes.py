@@ -105,7 +105,7 @@ def lessons(tree: Tree, folder: Path) -> Any:
     if ptx is None:
         return None
     examples = [ptx.dataset[i] for i in ptx.sampler.next(12)]
-    return [(e.prompt_ids, e.response_ids, e.trained) for e in examples]
+    return [(e.prompt_ids, e.response_ids, e.weights, e.weight) for e in examples]
 
 
 def stored(tree: Tree, folder: Path) -> Any:

@@ -113,6 +113,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens.chat_template = tokens.chat_template.replace(
             "{{ m['content'] }}", "{{ m['content'] }}{{ '!' if shout else '' }}"
         )
+        tokens.chat_template = "{{ tools | tojson if tools else '' }}" + tokens.chat_template
     for seed, name in enumerate(("policy", "second")):
         model = tiny_model(
             "qwen2", seed=seed + 1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer)
@@ -133,6 +134,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "reference": f"{i}",
             "kind": "x",
             "key": f"k{i}",
+            "gear": [{"name": f"f{i}"}],
+            "level": i + 1,
             "id": f"i{i}",
         }
         for i in range(8)

@@ -13,10 +13,9 @@ from lightrft.datasets.preference.raw_preference import (
     RawPreference,
     as_messages,
     find_prompt,
-    number,
-    optional_number,
     raw_text,
 )
+from lightrft.datasets.row_parser import number, optional_number
 from lightrft.datasets.row_tables import ABSENT, MalformedRow, Row, look_up, named_column
 
 SCORES = (

@@ -26,7 +26,7 @@ from lightrft.datasets.preference.preference_rows import (
 from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import UnknownText, note_text
-from lightrft.datasets.turns import Tokens, TurnEncoder, TurnTexts
+from lightrft.datasets.turns import Tokens, TurnEncoder, TurnTexts, Weights
 from lightrft.types import Media
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.lazy_imports import np
@@ -346,15 +346,19 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         Raises ``MalformedRow`` if responses of different ranks have equal tokens.
         """
         prompt = self.turns.prompt_tokens(group.parts[0], known)
-        responses: list[tuple[Tokens, list[bool]]] = []
+        responses: list[tuple[Tokens, Weights]] = []
         for part in group.parts:
-            ids, trained = self.turns.tokens(part, known)
+            ids, weights = self.turns.tokens(part, known)
             # every continuation begins with the tokens of its prompt
             assert ids[: len(prompt)] == prompt
-            responses.append((ids[len(prompt) :], trained[len(prompt) :]))
-        for name, (_, trained) in zip(group.record.names, responses):
-            if not any(trained):
+            responses.append((ids[len(prompt) :], weights[len(prompt) :]))
+        for name, (_, weights) in zip(group.record.names, responses):
+            if not any(weights):
                 raise MalformedRow(f"{group.record.where}: {name} has no token to train on")
+            if others := set(weights) - {0.0, 1.0}:
+                problem = f"{name} has a turn of weight {min(others):g}"
+                way_out = "turns of compared responses have weight 0 or 1"
+                raise MalformedRow(f"{group.record.where}: {problem}; {way_out}")
         if equal := _equal(group, responses):
             problem = f"{equal} have equal tokens, but one is better"
             raise MalformedRow(f"{group.record.where}: {problem}")
@@ -370,7 +374,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         source: int,
         group: _Group,
         prompt: Tokens,
-        responses: Sequence[tuple[Tokens, list[bool]]],
+        responses: Sequence[tuple[Tokens, Weights]],
     ) -> None:
         """Count unknown text and spelled special tokens of a stored row."""
         # the prompt once, as it is stored
@@ -383,14 +387,14 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         self.counts["special_tokens"] += any(map(self.encoder.is_shielded, texts))
 
     def _fitting(
-        self, group: _Group, asked: int, responses: Sequence[tuple[Tokens, list[bool]]]
-    ) -> list[tuple[Tokens, list[bool]]] | None:
+        self, group: _Group, asked: int, responses: Sequence[tuple[Tokens, Weights]]
+    ) -> list[tuple[Tokens, Weights]] | None:
         """Return the responses, cut at the length limit, or None for a row that is left out.
 
         Args:
             group: the row.
             asked: number of tokens of the prompt.
-            responses: tokens and training mask of each response.
+            responses: tokens of each response with their weights.
 
         Raises:
             DataError: ``data.overlong_prompts`` is ``error`` and a response is too long.
@@ -399,9 +403,9 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         longest = asked + max(len(ids) for ids, _ in responses)
         if longest <= self.max_tokens:
             return list(responses)
-        cut: list[tuple[Tokens, list[bool]]] = []
-        for ids, trained in responses:
-            shorter = self.turns.cut(ids, trained, room)
+        cut: list[tuple[Tokens, Weights]] = []
+        for ids, weights in responses:
+            shorter = self.turns.cut(ids, weights, room)
             if shorter is not None:
                 cut.append(shorter)
         if len(cut) < len(responses) or _equal(group, cut):
@@ -417,7 +421,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         source: int,
         group: _Group,
         prompt: Tokens,
-        responses: Sequence[tuple[Tokens, list[bool]]],
+        responses: Sequence[tuple[Tokens, Weights]],
     ) -> None:
         kept, record = self._kept, group.record
         if any(part.items for part in group.parts):
@@ -426,11 +430,11 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         # the first entry of each column belongs to the prompt, and is never read
         ratings = [0.0, *(record.ratings or [ABSENT] * count)]
         margins = [0.0, *(record.margins or [ABSENT] * count)]
-        sequences = [(prompt, [False] * len(prompt)), *responses]
-        for k, (ids, trained) in enumerate(sequences):
+        sequences = [(prompt, [0.0] * len(prompt)), *responses]
+        for k, (ids, weights) in enumerate(sequences):
             judged = group.judged[k - 1] if k else 0
             kept["tokens"].extend(ids)
-            kept["trained"].extend(trained)
+            kept["trained"].extend(weight != 0 for weight in weights)
             kept["ends"].append(len(kept["tokens"]))
             kept["rank"].append(0 if self.kind == "labelled" else judged)
             kept["desirable"].append(judged if self.kind == "labelled" else 0)
@@ -442,7 +446,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         kept["row"].append(group.row)
 
 
-def _equal(group: _Group, responses: Sequence[tuple[Tokens, list[bool]]]) -> str:
+def _equal(group: _Group, responses: Sequence[tuple[Tokens, Weights]]) -> str:
     """Return the names of two equal responses of different ranks or labels, or an empty text."""
     judged = zip(group.record.names, responses, group.judged)
     for one, other in itertools.combinations(judged, 2):

@@ -17,13 +17,9 @@ from lightrft.datasets.preference.raw_preference import (
     GivenRow,
     Raw,
     RawPreference,
-    optional_number,
 )
-from lightrft.datasets.row_parser import ParsedRow, read_record
+from lightrft.datasets.row_parser import ParsedRow, read_record, row_weight
 from lightrft.datasets.row_tables import MalformedRow, Row
-
-WEIGHTS = ("example_weight", "sample_weight")
-"""Columns of the weight of a row in the loss."""
 
 
 @dataclass(slots=True)
@@ -107,7 +103,7 @@ def read_preference(
         desirable=list(raw.desirable),
         ratings=None if raw.ratings is None else list(raw.ratings),
         margins=_margins(raw, ranks, where),
-        weight=_weight(row, where),
+        weight=row_weight(row, columns, where),
     )
 
 
@@ -247,13 +243,3 @@ def _margins(raw: RawPreference, ranks: Sequence[int], where: str) -> list[float
     for rank, rating in zip(ranks, raw.ratings):
         best[rank] = max(rating, best.get(rank, rating))
     return [rating - best.get(rank + 1, rating) for rank, rating in zip(ranks, raw.ratings)]
-
-
-def _weight(row: Row, where: str) -> float:
-    for name in WEIGHTS:
-        weight = optional_number(row, name, where)
-        if weight is not None:
-            if weight <= 0:
-                raise MalformedRow(f"{where}: {name} is {weight:g}, not above 0; leave the row out")
-            return weight
-    return 1.0

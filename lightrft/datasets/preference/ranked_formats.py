@@ -12,10 +12,10 @@ from lightrft.datasets.preference.raw_preference import (
     find_prompt,
     label,
     mappings,
-    number,
     raw_prompt,
     raw_text,
 )
+from lightrft.datasets.row_parser import number
 from lightrft.datasets.row_tables import MalformedRow, Row
 
 PKU = ("response_0", "response_1")

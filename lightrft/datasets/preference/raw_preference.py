@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightrft.config.data import PreferenceColumns
 from lightrft.datasets.benchmarks.instructions import alpaca
@@ -177,40 +174,6 @@ def _with_history(row: Row, prompt: Raw, where: str) -> Raw:
         before.append({"role": "user", "content": turn[0]})
         before.append({"role": "assistant", "content": turn[1]})
     return [*before, *as_messages(prompt)] if before else prompt
-
-
-def number(value: Any, what: str, where: str) -> float:
-    """Return a column as a finite number. Numbers in text, as CSV files have them, are read too.
-
-    Args:
-        value: the value.
-        what: name of the column, for messages.
-        where: location of the row, for messages.
-
-    Raises:
-        MalformedRow: the value is no finite number.
-    """
-    read = math.nan
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            read = float(value)
-    if not math.isfinite(read):
-        raise MalformedRow(f"{where}: {what} is {value!r}, not a finite number")
-    return read
-
-
-def optional_number(row: Row, name: str, where: str) -> float | None:
-    """Return a column as a number, or None if it is absent.
-
-    Args:
-        row: the row.
-        name: name of the column.
-        where: location of the row, for messages.
-
-    Raises:
-        MalformedRow: the value is no finite number.
-    """
-    return None if row.get(name) is None else number(row[name], name, where)
 
 
 def label(value: object, what: str, where: str) -> bool:

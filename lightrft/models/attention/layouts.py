@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.model import Layout
+from lightrft.models.attention.embedding_noise import EmbeddingNoise
 from lightrft.models.attention.segment_plan import Run, SegmentPlan
 from lightrft.types import Batch
 from lightrft.utils.device_transfer import to_device
@@ -34,6 +35,7 @@ class Packed:
             responses', -1 for padding.
         mask: ``[S, T]``, 0 for padding. ``None`` if rows are padded on the right only, where causal
             attention needs no mask.
+        noise: Noise on the token embeddings. ``None`` for none.
     """
 
     input_ids: Tensor
@@ -43,6 +45,7 @@ class Packed:
     final: Tensor | None
     source: Tensor
     mask: Tensor | None = None
+    noise: EmbeddingNoise | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -118,6 +121,7 @@ def pack(
         return _nothing(batch, layout, final)
     make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]
     packed = make(batch, rows, final, pad)
+    packed.noise = EmbeddingNoise.of(batch)
     if axes is not None:
         # padding (-1) gets the position of the first token; no state of padding is read
         packed.position_ids = axes[:, packed.source.clamp(min=0)].unflatten(

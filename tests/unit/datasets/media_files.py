@@ -12,7 +12,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from lightrft.config.data import DataConfig, MediaConfig
+from lightrft.config.data import MediaConfig, SFTDataConfig
 
 
 def pixels(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -88,8 +88,10 @@ def written(folder: Path, rows: Iterable[dict[str, Any]], name: str = "rows.json
     return str(path)
 
 
-def config_of(source: Any, *, media: dict[str, Any] | None = None, **settings: Any) -> DataConfig:
-    return DataConfig(
+def config_of(
+    source: Any, *, media: dict[str, Any] | None = None, **settings: Any
+) -> SFTDataConfig:
+    return SFTDataConfig(
         sources=(source,) if isinstance(source, str) else source,
         media=MediaConfig(**(media or {})),
         **settings,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.data import DataConfig
+from lightrft.config.data import SFTDataConfig
 from lightrft.datasets import cache_key, column_cache
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
@@ -44,7 +44,7 @@ def rows(tmp_path: Path) -> Path:
     return file
 
 
-def config_of(rows: Path, **settings: Any) -> DataConfig:
+def config_of(rows: Path, **settings: Any) -> SFTDataConfig:
     given = {
         "bad_rows": "skip",
         "overlong_prompts": "truncate",
@@ -52,12 +52,12 @@ def config_of(rows: Path, **settings: Any) -> DataConfig:
         "token_cache_min_mb": 0,
         **settings,
     }
-    return DataConfig.model_validate(
+    return SFTDataConfig.model_validate(
         {"sources": [str(rows)], "token_cache": str(rows.parent / "cache"), **given}
     )
 
 
-def prompts_of(config: DataConfig, seed: int = 0, tokenizer: Any = None) -> tuple[Any, ...]:
+def prompts_of(config: SFTDataConfig, seed: int = 0, tokenizer: Any = None) -> tuple[Any, ...]:
     data = PromptDataset(config, tokenizer or chat_tokenizer(), seed=seed)
     return (
         [data[i] for i in range(len(data))],
@@ -69,7 +69,7 @@ def prompts_of(config: DataConfig, seed: int = 0, tokenizer: Any = None) -> tupl
     )
 
 
-def examples_of(config: DataConfig, seed: int = 0) -> tuple[Any, ...]:
+def examples_of(config: SFTDataConfig, seed: int = 0) -> tuple[Any, ...]:
     data = SFTDataset(config, chat_tokenizer(), max_tokens=70, seed=seed)
     return [data[i] for i in range(len(data))], data.counts, data.first_problem, data.longest
 

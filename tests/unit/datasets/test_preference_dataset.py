@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.config.data import PreferenceDataConfig
+from lightrft.config.data import PreferenceDataConfig, SFTDataConfig
 from lightrft.datasets.preference.preference_dataset import (
     PreferenceDataset,
     PreferenceExample,
@@ -28,6 +28,7 @@ from tests.unit.datasets.tokenizers import (
     FORGETS,
     NO_END,
     WITH_BOS,
+    WITH_TOOLS,
     bos_tokenizer,
     chat_tokenizer,
 )
@@ -110,11 +111,38 @@ def test_a_response_has_the_tokens_and_mask_that_sft_gives_it(
     for response, said in zip(pair.responses, (TALK, OTHER), strict=True):
         path = tmp_path / "sft.jsonl"
         path.write_text(json.dumps({"prompt": ASKED, "response": said}) + "\n")
-        config = PreferenceDataConfig.model_validate({"sources": str(path)})
+        config = SFTDataConfig.model_validate({"sources": str(path)})
         (lesson,) = SFTDataset(config, tokenizer, max_tokens=1000, seed=0)
         assert pair.prompt_ids == lesson.prompt_ids
         assert response.token_ids == lesson.response_ids
         assert response.trained == lesson.trained
+
+
+def test_tools_of_a_row_are_part_of_the_prompt(examples: Make) -> None:
+    tokenizer = chat_tokenizer(WITH_TOOLS)
+    tools = [{"name": "look_up"}]
+    (pair,) = examples([{**PAIR, "tools": tools}], tokenizer)
+    asked = tokenizer.apply_chat_template(ASKED, tools=tools, add_generation_prompt=True)
+    assert pair.prompt_ids == asked["input_ids"]
+    assert learned(pair.responses[0], tokenizer) == ["one<|im_end|>"]
+
+
+def test_a_turn_of_weight_0_in_a_response_is_masked(examples: Make) -> None:
+    tokenizer = chat_tokenizer()
+    masked = [{**TALK[0], "weight": 0}, *TALK[1:]]
+    (pair,) = examples([{"prompt": ASKED, "chosen": masked, "rejected": OTHER}])
+    assert learned(pair.responses[0], tokenizer) == ["one<|im_end|>", "yes<|im_end|>"]
+    (plain,) = examples([{"prompt": ASKED, "chosen": TALK, "rejected": OTHER}])
+    assert pair.responses[0].token_ids == plain.responses[0].token_ids
+    half = [{**TALK[0], "weight": 0.5}, *TALK[1:]]
+    with pytest.raises(DataError, match=r"chosen has a turn of weight 0\.5.*weight 0 or 1"):
+        examples([{"prompt": ASKED, "chosen": half, "rejected": OTHER}])
+
+
+def test_the_column_of_the_weight_may_have_another_name(examples: Make) -> None:
+    rows = [{**PAIR, "weight": 3}]
+    assert [pair.weight for pair in examples(rows)] == [1.0]
+    assert [pair.weight for pair in examples(rows, columns={"weight": "weight"})] == [3.0]
 
 
 def test_tool_and_user_tokens_of_a_response_are_masked(examples: Make) -> None:

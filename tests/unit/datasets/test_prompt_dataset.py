@@ -13,7 +13,7 @@ from lightrft.datasets.prompt_dataset import PromptDataset, unique_names
 from lightrft.datasets.sampler import PromptSampler
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, ConfigError, DataError
-from tests.unit.datasets.tokenizers import chat_tokenizer
+from tests.unit.datasets.tokenizers import WITH_TOOLS, chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
 # Tokens that the chat template adds: a special token is one token.
@@ -285,3 +285,21 @@ def test_preparing_a_whole_benchmark_costs_little_more_than_its_tokenisation():
     texts = [data[i].text for i in range(1000)]
     part = seconds(lambda: TOKENIZER(texts, add_special_tokens=False))
     assert whole < 4 * 7.473 * part
+
+
+def test_tools_of_a_row_reach_the_prompt(source):
+    tokenizer = chat_tokenizer(WITH_TOOLS)
+    tools = [{"name": "look_up", "parameters": {"word": {"type": "string"}}}]
+    path = source([{"prompt": "1?", "tools": json.dumps(tools)}])
+    prompt = PromptDataset(DataConfig(sources=[path]), tokenizer, seed=0)[0]
+    messages = [{"role": "user", "content": "1?"}]
+    expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+    assert prompt.token_ids == expected["input_ids"] and "look_up" in prompt.text
+    # rewards can read them
+    assert prompt.columns == {"tools": json.dumps(tools)}
+
+
+def test_without_a_chat_template_a_column_of_tools_is_a_column_like_any_other(source):
+    path = source([{"prompt": "1?", "tools": "a hammer"}])
+    prompt = dataset(path, template="{tools}: {prompt}")[0]
+    assert prompt.text == "a hammer: 1?"

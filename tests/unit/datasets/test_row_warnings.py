@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightrft.config.data import DataConfig
+from lightrft.config.data import DataConfig, SFTDataConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import (
     UNKNOWN,
@@ -94,5 +94,7 @@ def test_prompts_and_conversations_count_their_doubts(tmp_path) -> None:
     assert prompts.counts[UNKNOWN] == 1 and prompts.first_with(UNKNOWN) == f"{file}, line 2"
     assert sum(unlabelled(prompts.counts).values()) == 1
     file.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
-    examples = SFTDataset(DataConfig(sources=[str(file)]), tiny_tokenizer(), max_tokens=64, seed=0)
+    examples = SFTDataset(
+        SFTDataConfig(sources=[str(file)]), tiny_tokenizer(), max_tokens=64, seed=0
+    )
     assert examples.counts[UNKNOWN] == 2 and examples.first_with(UNKNOWN) == f"{file}, line 2"

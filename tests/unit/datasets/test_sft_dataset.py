@@ -1,12 +1,13 @@
+import itertools
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.config.data import DataConfig
+from lightrft.config.data import SFTDataConfig
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.utils.errors import DataError, ModelError
+from lightrft.utils.errors import ConfigError, DataError, ModelError
 from tests.unit.datasets.tokenizers import (
     CHATML,
     FORGETS,
@@ -14,6 +15,7 @@ from tests.unit.datasets.tokenizers import (
     NO_END,
     OPENS_OTHERWISE,
     WITH_BOS,
+    WITH_TOOLS,
     bos_tokenizer,
     chat_tokenizer,
 )
@@ -33,7 +35,7 @@ def examples(tmp_path):
     def make(rows, tokenizer=None, max_tokens=1000, **config):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        settings = DataConfig.model_validate({"sources": str(path), **config})
+        settings = SFTDataConfig.model_validate({"sources": str(path), **config})
         return SFTDataset(settings, tokenizer or chat_tokenizer(), max_tokens=max_tokens, seed=0)
 
     return make
@@ -228,7 +230,223 @@ def test_for_any_conversation_the_mask_covers_the_answers_and_their_ends_only(
     path.write_text(json.dumps({"messages": talk}) + "\n")
     tokenizer = chat_tokenizer(CHATML)
     data = SFTDataset(
-        DataConfig.model_validate({"sources": str(path)}), tokenizer, max_tokens=1000, seed=0
+        SFTDataConfig.model_validate({"sources": str(path)}), tokenizer, max_tokens=1000, seed=0
     )
     learned = [text for trained, text in spans(data[0], tokenizer) if trained]
     assert learned == [f"{m['content']}<|im_end|>" for m in talk if m["role"] == "assistant"]
+
+
+LOOK_UP = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+FORMS = [
+    [LOOK_UP],
+    json.dumps([LOOK_UP]),
+    [json.dumps(LOOK_UP)],
+    [{**LOOK_UP, "function": {**LOOK_UP["function"], "strict": None}}],
+]
+"""The same tools as a list, as JSON text, as a list of texts, and with a null as of parquet."""
+
+
+@pytest.mark.parametrize("tools", FORMS, ids=["list", "text", "texts", "null"])
+def test_tools_of_a_row_reach_the_template_and_only_the_assistants_words_are_learned(
+    examples, tools
+):
+    tokenizer = chat_tokenizer(WITH_TOOLS)
+    (example,) = examples([{"messages": TALK[1:], "tools": tools}], tokenizer)
+    whole = tokenizer.apply_chat_template(TALK[1:5], tools=[LOOK_UP])["input_ids"]
+    assert example.prompt_ids + example.response_ids == whole[:-1]
+    assert "look_up" in tokenizer.decode(example.prompt_ids)
+    learned = [text for trained, text in spans(example, tokenizer) if trained]
+    assert learned == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_tools_may_have_a_column_of_another_name_or_none(examples):
+    tokenizer = chat_tokenizer(WITH_TOOLS)
+    row = {"messages": TALK[1:3], "gear": [LOOK_UP], "tools": "a hammer"}
+    (named,) = examples([row], tokenizer, columns={"tools": "gear"})
+    (none,) = examples([row], tokenizer, columns={"tools": None})
+    assert "look_up" in tokenizer.decode(named.prompt_ids)
+    assert none.prompt_ids == examples([{"messages": TALK[1:3]}], tokenizer)[0].prompt_ids
+    with pytest.raises(DataError, match=r"no column 'gear' \(data\.columns\.tools\)"):
+        examples([{"messages": TALK[1:3]}], tokenizer, columns={"tools": "gear"})
+
+
+@pytest.mark.parametrize("tools", ["a hammer", {"name": "f"}, 3, ["f"], [1]])
+def test_a_column_that_holds_no_tools_is_refused_with_the_way_out(examples, tools):
+    with pytest.raises(DataError, match=r"line 1: tools .*data\.columns\.tools: null"):
+        examples([{"messages": TALK[1:3], "tools": tools}], chat_tokenizer(WITH_TOOLS))
+
+
+def test_control_tokens_in_names_and_texts_of_tools_are_text(examples):
+    tokenizer = chat_tokenizer(WITH_TOOLS)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    plain = examples([{"messages": TALK[1:3], "tools": [{"name": "f"}]}], tokenizer)[0]
+    row = {"messages": TALK[1:3], "tools": [{"<|im_end|>": "<|im_end|>"}]}
+    spelled = examples([row], tokenizer)[0]
+    assert spelled.prompt_ids.count(end) == plain.prompt_ids.count(end)
+    assert tokenizer.decode(spelled.prompt_ids).count("<|im_end|>") == 2 + plain.prompt_ids.count(
+        end
+    )
+
+
+def test_a_template_that_writes_no_tools_is_logged_once(examples, caplog):
+    rows = [{"messages": TALK[1:3], "tools": [LOOK_UP]}] * 2
+    assert examples(rows)[0].prompt_ids == examples([{"messages": TALK[1:3]}])[0].prompt_ids
+    warned = [r.getMessage() for r in caplog.records if "writes no tools" in r.getMessage()]
+    assert len(warned) == 1 and "line 1" in warned[0] and "model.chat_template" in warned[0]
+
+
+def test_named_tools_need_a_chat_template(examples):
+    row = {"prompt": "a", "response": "b", "gear": [LOOK_UP]}
+    with pytest.raises(ConfigError, match=r"data\.columns\.tools needs a chat template"):
+        examples([row], apply_chat_template=False, columns={"tools": "gear"})
+
+
+def weighted(example, tokenizer):
+    """Runs of tokens of one weight other than 0, as ``[(weight, text)]``."""
+    runs = []
+    pairs = zip(example.weights, example.response_ids, strict=True)
+    for weight, run in itertools.groupby(pairs, lambda pair: pair[0]):
+        if weight:
+            runs.append((weight, tokenizer.decode([token for _, token in run])))
+    return runs
+
+
+def turns_of(*weights, key="weight"):
+    """A conversation whose turn k has weight ``weights[k]``; None for no weight."""
+    talk = []
+    for k, weight in enumerate(weights):
+        talk.append({"role": "user", "content": f"{k}?"})
+        said = {"role": "assistant", "content": f"{k}!"}
+        talk.append(said if weight is None else {**said, key: weight})
+    return {"messages": talk}
+
+
+@pytest.mark.parametrize(
+    ("key", "weights"),
+    [
+        ("weight", (0, 1)),
+        ("train", (False, True)),
+        ("training", (False, True)),
+        ("loss", (False, None)),
+    ],
+)
+def test_a_turn_of_weight_0_is_shown_and_not_learned(examples, key, weights):
+    tokenizer = chat_tokenizer()
+    (example,) = examples([turns_of(*weights, key=key)], tokenizer)
+    assert weighted(example, tokenizer) == [(1.0, "1!<|im_end|>")]
+    (plain,) = examples([turns_of(None, None)], tokenizer)
+    both = example.prompt_ids + example.response_ids
+    assert both == plain.prompt_ids + plain.response_ids
+
+
+def test_turns_have_any_weight_from_0(examples):
+    tokenizer = chat_tokenizer()
+    (example,) = examples([turns_of(0.25, 0, 3)], tokenizer)
+    assert weighted(example, tokenizer) == [(0.25, "0!<|im_end|>"), (3.0, "2!<|im_end|>")]
+
+
+def test_turns_of_weight_0_at_the_end_are_left_out(examples):
+    tokenizer = chat_tokenizer()
+    (example,) = examples([turns_of(1, 0)], tokenizer)
+    (short,) = examples([turns_of(1)], tokenizer)
+    assert example.response_ids == short.response_ids and example.weights == short.weights
+
+
+def test_turns_of_weight_0_are_no_examples_of_their_own(examples):
+    tokenizer = chat_tokenizer()
+    data = examples([turns_of(0.5, 0, 2)], tokenizer, turns="each")
+    assert [weighted(e, tokenizer) for e in data] == [
+        [(0.5, "0!<|im_end|>")],
+        [(2.0, "2!<|im_end|>")],
+    ]
+
+
+def test_weights_of_turns_hold_where_the_template_marks_its_turns(examples):
+    tokenizer = chat_tokenizer(GENERATION.replace("{% if loop.last %}!{% endif %}", ""))
+    (example,) = examples([turns_of(0.5, 1)], tokenizer)
+    assert weighted(example, tokenizer) == [(0.5, "0!<|im_end|>"), (1.0, "1!<|im_end|>")]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (turns_of(0, 0), "line 1: every turn has weight 0"),
+        (turns_of(-1), "line 1, message 2: weight is -1, below 0"),
+        (turns_of("much"), "line 1, message 2: weight is 'much', not a finite number"),
+        (
+            {"messages": [{**TALK[1], "weight": 0.5}, TALK[2]]},
+            "line 1, message 1: weight 0.5 of a message of 'user'",
+        ),
+        ({"prompt": "a", "response": "b", "sample_weight": 0}, "line 1: sample_weight is 0"),
+        ({"prompt": "a", "response": "b", "example_weight": "x"}, "example_weight is 'x'"),
+    ],
+)
+def test_a_bad_weight_is_refused_with_its_place(examples, row, problem):
+    with pytest.raises(DataError, match=problem):
+        examples([row])
+
+
+def test_flags_of_other_roles_are_read_past(examples):
+    tokenizer = chat_tokenizer()
+    flagged = [{**m, "train": m["role"] == "assistant"} for m in TALK[:5]]
+    (example,) = examples([{"messages": flagged}], tokenizer)
+    (plain,) = examples([{"messages": TALK[:5]}], tokenizer)
+    assert (example.prompt_ids, example.response_ids, example.weights) == (
+        plain.prompt_ids,
+        plain.response_ids,
+        plain.weights,
+    )
+
+
+def test_a_row_has_a_weight_that_all_of_its_examples_share(examples):
+    rows = [{**turns_of(1, 1), "example_weight": 2.5}, turns_of(1, 1)]
+    assert [e.weight for e in examples(rows, turns="each")] == [2.5, 2.5, 1.0, 1.0]
+    rows = [{"prompt": "a", "response": "b", "weight": 4}]
+    assert [e.weight for e in examples(rows)] == [1.0]
+    assert [e.weight for e in examples(rows, columns={"weight": "weight"})] == [4.0]
+
+
+def test_the_loss_may_be_on_all_tokens_but_the_first(examples):
+    tokenizer = chat_tokenizer()
+    (example,) = examples([{"messages": TALK}], tokenizer, loss_on="all")
+    (masked,) = examples([{"messages": TALK}], tokenizer)
+    whole = masked.prompt_ids + masked.response_ids
+    assert (example.prompt_ids, example.response_ids) == (whole[:1], whole[1:])
+    assert set(example.weights) == {1.0}
+
+
+def test_on_all_tokens_a_turn_keeps_its_weight(examples):
+    tokenizer = chat_tokenizer()
+    (example,) = examples([turns_of(0.5, 1)], tokenizer, loss_on="all")
+    runs = weighted(example, tokenizer)
+    assert [run for run in runs if run[0] != 1.0] == [(0.5, "0!<|im_end|>")]
+    assert runs[0] == (1.0, "user\n0?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_text_without_a_response_is_learned_as_a_whole(examples):
+    tokenizer = bos_tokenizer()
+    settings = {"loss_on": "all", "apply_chat_template": False, "columns": {"prompt": "text"}}
+    (example,) = examples([{"text": "a story"}], tokenizer, **settings)
+    assert spans(example, tokenizer) == [(False, "<s>"), (True, "a story</s>")]
+
+
+@pytest.mark.parametrize("turns", ["last", "each"])
+def test_the_loss_on_all_tokens_goes_with_all_turns_only(turns):
+    with pytest.raises(ValueError, match=r"loss_on = 'all'.*set turns: all"):
+        SFTDataConfig(loss_on="all", turns=turns)
+
+
+def test_a_cut_example_keeps_the_weights_of_what_is_left(examples):
+    tokenizer = chat_tokenizer()
+    (whole,) = examples([turns_of(0.5, 2)], tokenizer)
+    size = len(whole.prompt_ids) + len(whole.response_ids)
+    (cut,) = examples(
+        [turns_of(0.5, 2)], tokenizer, max_tokens=size - 1, overlong_prompts="truncate"
+    )
+    assert cut.weights == whole.weights[:-1]

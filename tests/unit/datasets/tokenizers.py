@@ -9,6 +9,10 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WITH_BOS = "{{ bos_token }}" + CHATML
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}" + CHATML
+)
 NO_END = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if "
     "add_generation_prompt %}assistant: {% endif %}"
