@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightrft.datasets.preference.preference_dataset import PreferenceExample, PreferenceResponse
-from lightrft.types import Batch, Segments
+from lightrft.types import CORRUPTED, Batch, Segments
 
 
 def preference_to_batch(examples: Sequence[PreferenceExample]) -> Batch:
@@ -17,26 +18,34 @@ def preference_to_batch(examples: Sequence[PreferenceExample]) -> Batch:
     ``sampled`` marks the trained tokens. ``example`` is the position in ``examples``, so that an
     example that occurs twice is two groups. ``rank``, ``desirable``, ``rating`` and ``margin`` are
     None unless every response has them; see ``PreferenceDataset.require``. ``example_weights`` is
-    None if all weights are 1, since losses of a whole batch take no weights.
+    None if all weights are 1, since losses of a whole batch take no weights. An example with
+    corrupted media has another group, with a copy of its best response of rank ``CORRUPTED``.
     """
+    prompts: list[Segments] = []
     responses: list[PreferenceResponse] = []
     prompt_of: list[int] = []
-    trained: list[bool] = []
-    weights: list[float] = []
+    example_of: list[int] = []
     for k, example in enumerate(examples):
-        for response in example.responses:
-            responses.append(response)
-            prompt_of.append(k)
-            trained += response.trained
-            weights.append(example.weight)
+        groups = [(example.prompt_media, example.responses)]
+        if example.corrupted_media is not None:
+            best = next(response for response in example.responses if response.rank == 0)
+            groups.append((example.corrupted_media, [replace(best, rank=CORRUPTED)]))
+        for media, members in groups:
+            prompt_of += [len(prompts)] * len(members)
+            prompts.append(Segments.of([example.prompt_ids], media))
+            responses += members
+            example_of += [k] * len(members)
+    trained: list[bool] = []
+    for response in responses:
+        trained += response.trained
+    weights = [examples[k].weight for k in example_of]
     is_weighted = any(weight != 1.0 for weight in weights)
-    groups = torch.tensor(prompt_of, dtype=torch.long)
     return Batch(
-        Segments.cat([Segments.of([e.prompt_ids], e.prompt_media) for e in examples]),
+        Segments.cat(prompts),
         Segments.cat([Segments.of([r.token_ids], r.media) for r in responses]),
-        groups,
+        torch.tensor(prompt_of, dtype=torch.long),
         sampled=torch.tensor(trained, dtype=torch.bool),
-        example=groups,
+        example=torch.tensor(example_of, dtype=torch.long),
         rank=_column([r.rank for r in responses], torch.long),
         rating=_column([r.rating for r in responses], torch.float64),
         margin=_column([r.margin for r in responses], torch.float64),

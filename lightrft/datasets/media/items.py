@@ -37,6 +37,7 @@ class Item:
         max_pixels: largest number of pixels. None means the limit of ``data.media`` or the
             processor.
         fps: frames per second of a video. None means ``data.media.fps``.
+        corruption: seed of a corruption of the decoded item. None means none.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Item:
     min_pixels: int | None = None
     max_pixels: int | None = None
     fps: float | None = None
+    corruption: int | None = None
 
 
 def mark(kind: str, number: int) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightrft.config.data import MediaConfig
 from lightrft.datasets.media.access import Access
 from lightrft.datasets.media.audio import SAMPLE_BYTES, AudioSettings, read_sound, sound_length
+from lightrft.datasets.media.corruption import corrupted
 from lightrft.datasets.media.decode_pool import Workers
 from lightrft.datasets.media.fetch import Content, Fetch, digest, shown
 from lightrft.datasets.media.image import picture_size, read_picture
@@ -225,11 +226,20 @@ class MediaReader:
     def _load(self, item: Item) -> PreparedMedia:
         content = self._fetch.content(item.value, item.root)
         # by content: rows may name one file in several ways, and a file may change
-        key = (item.kind, digest(content), item.min_pixels, item.max_pixels, item.fps)
+        key = (
+            item.kind,
+            digest(content),
+            item.min_pixels,
+            item.max_pixels,
+            item.fps,
+            item.corruption,
+        )
         return self._ready.get(key, lambda: self._made(item, content))
 
     def _made(self, item: Item, content: Content) -> PreparedMedia:
         value, extent = self._decoded(item, content)
+        if item.corruption is not None:
+            value = corrupted(value, item.kind, item.corruption)
         part = self._part(item)
         return PreparedMedia(
             dict(part.inputs(value, extent)),

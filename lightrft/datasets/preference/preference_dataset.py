@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from lightrft.config.preference import PreferenceKind
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.identity import identity
+from lightrft.datasets.media.items import marks
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.preference.formats import check_format
 from lightrft.datasets.preference.preference_rows import (
@@ -24,12 +25,14 @@ from lightrft.datasets.preference.preference_rows import (
     read_preference,
 )
 from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
+from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import UnknownText, note_text
 from lightrft.datasets.turns import Tokens, TurnEncoder, TurnTexts, Weights
 from lightrft.types import Media
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.lazy_imports import np
+from lightrft.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +73,8 @@ class PreferenceResponse:
         token_ids: the tokens.
         trained: mask ``[len(token_ids)]``. True for the assistant's words and its end-of-turn
             token, never for a media placeholder.
-        rank: 0 for the best responses of the example. None for losses of labels.
+        rank: 0 for the best responses of the example, ``GOLD`` for the gold one. None for losses of
+            labels.
         desirable: the label. None for losses that compare responses.
         rating: the rating. None if the row has none.
         margin: how much better the response is than the next worse one. None if the row does not
@@ -98,6 +102,7 @@ class PreferenceExample:
         index: place in the dataset.
         weight: weight of the example in the loss.
         prompt_media: media of ``prompt_ids``.
+        corrupted_media: corrupted media of ``prompt_ids``. None for losses that read none.
     """
 
     prompt_ids: list[int]
@@ -106,6 +111,7 @@ class PreferenceExample:
     index: int = 0
     weight: float = 1.0
     prompt_media: Media = field(default_factory=dict)
+    corrupted_media: Media | None = None
 
 
 @dataclass(slots=True)
@@ -143,8 +149,10 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         tokenizer: the tokenizer, with its chat template.
         kind: what the losses read: ``pair``, ``ranked`` or ``labelled`` responses.
         max_tokens: largest number of tokens of a prompt with one response.
-        seed: seed of the order of mixed sources.
+        seed: seed of the order of mixed sources, and of corrupted media.
         processor: the media processor. None for a model that reads only text.
+        gold: if True, each row has a gold response, in the column ``reference``.
+        corrupted: if True, each prompt also gets corrupted media.
 
     Raises:
         DataError: a row cannot be used, or no example is left.
@@ -161,6 +169,8 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         max_tokens: int,
         seed: int,
         processor: Any = None,
+        gold: bool = False,
+        corrupted: bool = False,
     ) -> None:
         if config.turns == "each":
             problem = "data.turns: each makes examples of single turns, which have no rank"
@@ -169,10 +179,12 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         self.config = config
         self.kind = kind
         self.max_tokens = max_tokens
+        self.seed = seed
+        self.corrupted = corrupted
         self.encoder = ChatEncoder(config, tokenizer, processor)
         self.turns = TurnEncoder(config, self.encoder)
         self._sources = Sources(
-            config, self.encoder.reads, partial(read_preference, columns=config.columns)
+            config, self.encoder.reads, partial(read_preference, columns=config.columns, gold=gold)
         )
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
@@ -182,7 +194,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         self._media: dict[int, list[tuple[int, ...]]] = {}
         self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
         self._unknown = UnknownText(tokenizer)
-        options = {"max_tokens": max_tokens, "kind": kind}
+        options = {"max_tokens": max_tokens, "kind": kind, "gold": gold, "corrupted": corrupted}
         cache = token_cache_of(config, tokenizer, "preferences", options, processor)
         self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
         self.counts["examples"] = len(self._order)
@@ -295,6 +307,20 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             media = self.encoder.media.split(items, parts, record.where)
             # equal for all responses: they continue the same prompt
             example.prompt_media, response.media = media
+        if self.corrupted:
+            example.corrupted_media = self._corrupted(k, example, row.responses[0])
+
+    def _corrupted(self, k: int, example: PreferenceExample, record: ParsedRow) -> Media:
+        """Return the corrupted media of the prompt of stored example ``k``."""
+        assert self.encoder.media is not None
+        items = []
+        for n in self._media[k][0]:
+            seed = derive_seed(self.seed, "corrupted", example.id, n)
+            items.append(replace(record.media[n], corruption=seed))
+        # Media of later turns are part of the response, which keeps them as they are.
+        parts = (example.prompt_ids, example.responses[0].token_ids)
+        media, _ = self.encoder.media.split(items, parts, record.where)
+        return media
 
     def _add(self, source: int, chunk: Sequence[tuple[int, PreferenceRow]]) -> list[str]:
         """Encode rows and store the examples that fit. Return their names."""
@@ -323,6 +349,8 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
                 judged = labelled(record) if self.kind == "labelled" else ranked(record)
                 parts = [self.turns.continuation(response) for response in record.responses]
                 self._check_words(record)
+                if self.corrupted:
+                    _check_prompt_media(record.responses[0])
             except MalformedRow as error:
                 self._sources.skip(error)
                 continue
@@ -448,8 +476,17 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
 
 def _equal(group: _Group, responses: Sequence[tuple[Tokens, Weights]]) -> str:
     """Return the names of two equal responses of different ranks or labels, or an empty text."""
-    judged = zip(group.record.names, responses, group.judged)
+    triples = zip(group.record.names, responses, group.judged)
+    # a gold response is compared with no other one
+    judged = [one for one in triples if one[2] >= 0]
     for one, other in itertools.combinations(judged, 2):
         if one[1] == other[1] and one[2] != other[2]:
             return f"{one[0]} and {other[0]}"
     return ""
+
+
+def _check_prompt_media(record: ParsedRow) -> None:
+    """Raise ``MalformedRow`` if the prompt of ``record`` has no media to corrupt."""
+    if not any(marks(message["content"]) for message in record.messages[: record.asked]):
+        problem = "the loss corrupts the media of a prompt, and this prompt has none"
+        raise MalformedRow(f"{record.where}: {problem}")

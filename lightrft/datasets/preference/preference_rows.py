@@ -17,9 +17,11 @@ from lightrft.datasets.preference.raw_preference import (
     GivenRow,
     Raw,
     RawPreference,
+    raw_text,
 )
 from lightrft.datasets.row_parser import ParsedRow, read_record, row_weight
-from lightrft.datasets.row_tables import MalformedRow, Row
+from lightrft.datasets.row_tables import MalformedRow, Row, look_up
+from lightrft.types import GOLD
 
 
 @dataclass(slots=True)
@@ -31,7 +33,8 @@ class PreferenceRow:
     Args:
         responses: one record per response. All have the same prompt and the same media.
         names: names of the responses, for messages.
-        ranks: 0 for the best responses, 1 for the next best ones. Empty for labelled responses.
+        ranks: 0 for the best responses, 1 for the next best ones, ``GOLD`` for a gold response.
+            Empty for labelled responses.
         desirable: the labels. Empty for ranked responses.
         ratings: the ratings. None if the row has none.
         margins: how much better each response is than the next worse one; 0 for the worst. None if
@@ -69,6 +72,8 @@ def read_preference(
     where: str,
     reads: SupportedMedia = NOTHING,
     root: Path = Path(),
+    *,
+    gold: bool = False,
 ) -> PreferenceRow:
     """Return ``row`` as a ``PreferenceRow``.
 
@@ -78,11 +83,12 @@ def read_preference(
         where: location of the row, for messages.
         reads: media that the model reads.
         root: folder of relative media paths.
+        gold: if True, the row has a gold response, in the column ``reference``.
 
     Raises:
         MalformedRow: no layout fits, or several. Also raised if the responses cannot be compared:
             one is empty, all have one rank, responses of different ranks are equal, the prompts
-            differ, or the media differ.
+            differ, or the media differ. Also raised if the gold response is missing.
     """
     raw = format_of(row, columns, where).read(GivenRow(row, columns, where))
     if not isinstance(raw.prompt, str) and raw.prompt and raw.prompt[-1]["role"] == "assistant":
@@ -90,19 +96,30 @@ def read_preference(
     answers = [_answer(one, name, where) for one, name in zip(raw.responses, raw.names)]
     ranks = dense_ranks(raw.ranks)
     _check_ranks(answers, ranks, raw, where)
+    names, ratings, margins = list(raw.names), raw.ratings, _margins(raw, ranks, where)
+    if gold:
+        if not ranks:
+            problem = "a gold response goes with compared responses, not with labels"
+            raise MalformedRow(f"{where}: {problem}")
+        answers.append(_gold(row, columns, where))
+        names.append("the gold response")
+        ranks.append(GOLD)
+        # never read, since only ranked responses are compared
+        ratings = None if ratings is None else [*ratings, 0.0]
+        margins = None if margins is None else [*margins, 0.0]
     named = columns.model_copy(update={"prompt": "prompt", "response": "response"})
     records: list[ParsedRow] = []
     for answer in answers:
         content = {**row, "prompt": raw.prompt, "response": answer}
         records.append(read_record(content, named, where, reads, root))
-    _check_media(records, raw.names, where)
+    _check_media(records, names, where)
     return PreferenceRow(
         responses=records,
-        names=raw.names,
+        names=names,
         ranks=ranks,
         desirable=list(raw.desirable),
-        ratings=None if raw.ratings is None else list(raw.ratings),
-        margins=_margins(raw, ranks, where),
+        ratings=None if ratings is None else list(ratings),
+        margins=margins,
         weight=row_weight(row, columns, where),
     )
 
@@ -162,6 +179,19 @@ def _answer(response: Raw, name: str, where: str) -> Raw:
     if len(response) == 1 and len(first) == 2 and isinstance(first["content"], str):
         return first["content"]
     return response
+
+
+def _gold(row: Row, columns: PreferenceColumns, where: str) -> Raw:
+    """Return the gold response of a row.
+
+    Raises ``MalformedRow`` if the row has none.
+    """
+    name = columns.reference or "reference"
+    value = look_up(row, name)
+    if value is None:
+        problem = "the loss needs a gold response, and the row has none"
+        raise MalformedRow(f"{where}: {problem}; name its column in data.columns.reference")
+    return _answer(raw_text(value, name, where), name, where)
 
 
 def _has_content(content: object) -> bool:

@@ -21,6 +21,7 @@ from lightrft.datasets.preference.preference_dataset import (
 )
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.types import CORRUPTED, GOLD
 from lightrft.utils.errors import ConfigError, DataError, ModelError
 from tests.media_helpers import Rig, rig
 from tests.unit.datasets.media_files import picture
@@ -55,6 +56,8 @@ def examples(tmp_path: Path) -> Make:
         kind: Any = "pair",
         max_tokens: int = 1000,
         processor: Any = None,
+        gold: bool = False,
+        corrupted: bool = False,
         **config: Any,
     ) -> PreferenceDataset:
         path = tmp_path / "rows.jsonl"
@@ -67,6 +70,8 @@ def examples(tmp_path: Path) -> Make:
             max_tokens=max_tokens,
             seed=0,
             processor=processor,
+            gold=gold,
+            corrupted=corrupted,
         )
 
     return make
@@ -377,6 +382,45 @@ def test_a_column_that_one_response_lacks_is_left_out_of_the_batch(examples: Mak
     assert column(labels.desirable) == [True, False] and labels.rank is None
 
 
+def test_a_gold_response_has_its_own_rank(examples: Make) -> None:
+    tokenizer = chat_tokenizer()
+    rows = [{**PAIR, "reference": "gold", "score_chosen": 4, "score_rejected": 1}]
+    data = examples(rows, gold=True)
+    (row,) = data
+    assert [r.rank for r in row.responses] == [0, 1, GOLD]
+    assert tokenizer.decode(row.responses[2].token_ids) == "gold<|im_end|>"
+    batch = preference_to_batch([row])
+    assert column(batch.rank) == [0, 1, GOLD] and batch.prompt_of.tolist() == [0, 0, 0]
+    assert column(batch.rating)[:2] == [4, 1] and column(batch.margin)[0] == 3
+    data.require("rating")
+    # without a loss that reads it, the column is one like any other
+    assert [r.rank for r in examples(rows)[0].responses] == [0, 1]
+
+
+def test_the_gold_response_may_be_equal_to_the_better_one(examples: Make) -> None:
+    (row,) = examples([{**PAIR, "reference": "one"}], gold=True)
+    assert row.responses[0].token_ids == row.responses[2].token_ids
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "problem"),
+    [
+        (PAIR, "pair", r"line 1: the loss needs a gold response.*data\.columns\.reference"),
+        ({**PAIR, "reference": " "}, "pair", "line 1: reference is empty"),
+        (
+            {"prompt": "a", "completion": "b", "label": True, "reference": "c"},
+            "labelled",
+            "a gold response goes with compared responses",
+        ),
+    ],
+)
+def test_a_row_without_a_gold_response_is_refused_if_the_loss_reads_one(
+    examples: Make, row: dict[str, Any], kind: str, problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        examples([row], kind=kind, gold=True)
+
+
 def column(values: torch.Tensor | None) -> list[Any]:
     assert values is not None
     return values.tolist()
@@ -406,6 +450,36 @@ def test_a_picture_of_the_prompt_is_loaded_once(examples: Make, eye: Rig, tmp_pa
     batch = preference_to_batch([example])
     assert batch.prompts.media.keys() == example.prompt_media.keys()
     assert batch.responses.media == {}
+
+
+def test_a_corrupted_copy_has_the_tokens_of_the_better_response_and_other_pixels(
+    examples: Make, eye: Rig, tmp_path: Path
+) -> None:
+    picture(tmp_path / "a.png", 40, 60, seed=1)
+    row = {"prompt": "<image>what?", "chosen": "a cat", "rejected": "a dog", "image": "a.png"}
+    options = {"processor": eye.processor, "corrupted": True}
+    data = examples([row], eye.tokenizer, **options)
+    (example,) = data.fetch([0])
+    assert isinstance(example, PreferenceExample) and example.corrupted_media is not None
+    batch = preference_to_batch([example])
+    assert column(batch.rank) == [0, 1, CORRUPTED]
+    assert column(batch.example) == [0, 0, 0] and batch.prompt_of.tolist() == [0, 0, 1]
+    better, copy = batch.select(torch.tensor([0])), batch.select(torch.tensor([2]))
+    assert torch.equal(better.prompts.tokens, copy.prompts.tokens)
+    assert torch.equal(better.responses.tokens, copy.responses.tokens)
+    assert torch.equal(better.mask, copy.mask)
+    for name, rows in better.prompts.media.items():
+        other = copy.prompts.media[name]
+        assert rows.values.shape == other.values.shape
+        assert torch.equal(rows.values, other.values) == (name != "pixel_values")
+    (again,) = examples([row], eye.tokenizer, **options).fetch([0])
+    pixels = again.corrupted_media["pixel_values"].values
+    assert torch.equal(pixels, example.corrupted_media["pixel_values"].values)
+
+
+def test_a_prompt_without_media_cannot_be_corrupted(examples: Make, eye: Rig) -> None:
+    with pytest.raises(DataError, match="line 1: the loss corrupts the media of a prompt"):
+        examples([PAIR], eye.tokenizer, processor=eye.processor, corrupted=True)
 
 
 def test_pictures_of_later_turns_are_in_both_responses_and_never_trained(
