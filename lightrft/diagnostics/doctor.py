@@ -19,6 +19,7 @@ from lightrft.config.verbs import (
     DoctorConfig,
     DPOConfig,
     RLConfig,
+    SFTConfig,
     SupervisedConfig,
     TrainingConfig,
 )
@@ -303,11 +304,21 @@ def _examples(
     config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, processor: Processor | None
 ) -> SFTDataset | PreferenceDataset:
     """Encode the rows that the run trains on."""
-    options = {"max_tokens": config.max_tokens, "seed": config.run.seed, "processor": processor}
+    max_tokens, seed = config.max_tokens, config.run.seed
     if isinstance(config, DPOConfig):
-        kind = preference_requirements(config.preference).kind
-        return PreferenceDataset(config.data, tokenizer, kind=kind, **options)
-    return SFTDataset(config.data, tokenizer, **options)
+        requirements = preference_requirements(config.preference)
+        return PreferenceDataset(
+            config.data,
+            tokenizer,
+            kind=requirements.kind,
+            max_tokens=max_tokens,
+            seed=seed,
+            processor=processor,
+            gold=requirements.gold,
+            corrupted=requirements.corrupted,
+        )
+    assert isinstance(config, SFTConfig)
+    return SFTDataset(config.data, tokenizer, max_tokens=max_tokens, seed=seed, processor=processor)
 
 
 def _tokens(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:

@@ -48,7 +48,7 @@ def _crop(height: int, width: int, chance: np.random.Generator) -> tuple[int, in
     """Return top, left, height and width of a random crop."""
     area = height * width * chance.uniform(*SHARE)
     # uniform in the logarithm, so that a ratio is as likely as its inverse
-    ratio = math.exp(chance.uniform(*map(math.log, RATIO)))
+    ratio = math.exp(chance.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
     columns = min(width, max(1, round(math.sqrt(area * ratio))))
     rows = min(height, max(1, round(math.sqrt(area / ratio))))
     top = int(chance.integers(0, height - rows + 1))

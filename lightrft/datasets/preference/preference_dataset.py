@@ -243,7 +243,15 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         groups = np.asarray(self._kept["groups"], dtype=np.int64)
         # The first sequence of an example is its prompt.
         prompts = np.concatenate([[0], groups[:-1]])
-        return (ends[groups - 1] - ends[prompts])[self._order]
+        counts = ends[groups - 1] - ends[prompts]
+        if self.corrupted:
+            # A copy of the first of the best responses follows the others.
+            best = np.asarray(self._kept["rank"]) == 0
+            best[prompts] = False
+            places = np.flatnonzero(best)
+            first = places[np.searchsorted(places, prompts)]
+            counts = counts + ends[first] - ends[first - 1]
+        return counts[self._order]
 
     def digest(self) -> str:
         """Return a digest of the tokens and media of all examples, in their order."""
@@ -257,6 +265,10 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
                 for n in own:
                     found.update(identity(response.media[n]))
         found.update(self.config.media.model_dump_json().encode())
+        if self.corrupted:
+            found.update(f"corrupted {self.seed}".encode())
+            for name in ("source", "row", "rank"):
+                found.update(np.asarray(self._kept[name]).tobytes())
         return found.hexdigest()
 
     def require(self, column: Literal["rating", "margin"]) -> None:
@@ -314,8 +326,9 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         """Return the corrupted media of the prompt of stored example ``k``."""
         assert self.encoder.media is not None
         items = []
+        place = int(self._kept["source"][k]), int(self._kept["row"][k])
         for n in self._media[k][0]:
-            seed = derive_seed(self.seed, "corrupted", example.id, n)
+            seed = derive_seed(self.seed, "corrupted", *place, n)
             items.append(replace(record.media[n], corruption=seed))
         # Media of later turns are part of the response, which keeps them as they are.
         parts = (example.prompt_ids, example.responses[0].token_ids)

@@ -12,7 +12,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from lightrft.config.data import MediaConfig, SFTDataConfig
+from lightrft.config.data import DataConfig, MediaConfig
 
 
 def pixels(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -88,10 +88,8 @@ def written(folder: Path, rows: Iterable[dict[str, Any]], name: str = "rows.json
     return str(path)
 
 
-def config_of(
-    source: Any, *, media: dict[str, Any] | None = None, **settings: Any
-) -> SFTDataConfig:
-    return SFTDataConfig(
+def config_of(source: Any, *, media: dict[str, Any] | None = None, **settings: Any) -> DataConfig:
+    return DataConfig(
         sources=(source,) if isinstance(source, str) else source,
         media=MediaConfig(**(media or {})),
         **settings,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightrft.config.data import SFTDataConfig
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.sft_dataset import Example, SFTDataset
 from tests.media_helpers import Rig, rig
@@ -31,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 def dataset(
     eye: Rig, folder: Path, *rows: dict[str, Any], max_tokens: int = 512, **settings: Any
 ) -> SFTDataset:
-    config = config_of(written(folder, rows), **settings)
+    config = SFTDataConfig(sources=(written(folder, rows),), **settings)
     return SFTDataset(config, eye.tokenizer, max_tokens=max_tokens, seed=0, processor=eye.processor)
 
 

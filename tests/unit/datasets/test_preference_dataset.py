@@ -456,7 +456,7 @@ def test_a_corrupted_copy_has_the_tokens_of_the_better_response_and_other_pixels
     examples: Make, eye: Rig, tmp_path: Path
 ) -> None:
     picture(tmp_path / "a.png", 40, 60, seed=1)
-    row = {"prompt": "<image>what?", "chosen": "a cat", "rejected": "a dog", "image": "a.png"}
+    row = {"prompt": "<image>what?", "chosen": "a cat!", "rejected": "a dog", "image": "a.png"}
     options = {"processor": eye.processor, "corrupted": True}
     data = examples([row], eye.tokenizer, **options)
     (example,) = data.fetch([0])
@@ -472,6 +472,9 @@ def test_a_corrupted_copy_has_the_tokens_of_the_better_response_and_other_pixels
         other = copy.prompts.media[name]
         assert rows.values.shape == other.values.shape
         assert torch.equal(rows.values, other.values) == (name != "pixel_values")
+    # the cached log-probs of a reference have the same places
+    assert data.response_tokens.tolist() == [batch.tokens]
+    assert data.digest() != examples([row], eye.tokenizer, processor=eye.processor).digest()
     (again,) = examples([row], eye.tokenizer, **options).fetch([0])
     pixels = again.corrupted_media["pixel_values"].values
     assert torch.equal(pixels, example.corrupted_media["pixel_values"].values)
