@@ -38,6 +38,7 @@ class RandomStream(IntEnum):
     MIX_ROWS = 1
     EPOCH_ORDER = 2
     CURRICULUM = 3
+    CORRUPTED_MEDIA = 4
 
 
 def numpy_generator(seed: int, stream: RandomStream, *index: int) -> np.random.Generator:
@@ -62,9 +63,9 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def torch_generator(seed: int) -> torch.Generator:
-    """Return a generator of random tensors on the CPU."""
-    return torch.Generator().manual_seed(seed)
+def torch_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator of random tensors on ``device``."""
+    return torch.Generator(device).manual_seed(seed)
 
 
 def seed_everything(seed: int) -> None:

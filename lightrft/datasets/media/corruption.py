@@ -11,6 +11,8 @@ import math
 import numpy as np
 from PIL import Image
 
+from lightrft.utils.seeding import RandomStream, numpy_generator
+
 SHARE = (0.01, 0.2)
 """Smallest and largest part of an image that a crop keeps, as in the authors' script."""
 
@@ -29,7 +31,7 @@ def corrupted(value: np.ndarray, kind: str, seed: int) -> np.ndarray:
         kind: ``image``, ``video`` or ``audio``.
         seed: seed of the part that is kept.
     """
-    chance = np.random.default_rng(seed)
+    chance = numpy_generator(seed, RandomStream.CORRUPTED_MEDIA)
     if kind == "audio":
         kept = max(1, round(len(value) * chance.uniform(*SHARE)))
         start = int(chance.integers(0, len(value) - kept + 1))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.types import Batch
+from lightrft.utils.seeding import torch_generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class EmbeddingNoise:
         said: list[Tensor] = []
         for row, p in enumerate(self.prompt_of):
             lengths = [self.prompts[p], self.responses[row]]
-            generator = torch.Generator(device).manual_seed(self.seeds[row])
+            generator = torch_generator(self.seeds[row], device)
             uniform = torch.rand(sum(lengths), width, generator=generator, device=device)
             scale = self.alpha[row] / math.sqrt(sum(lengths) * width)
             prompt, response = (scale * (2 * uniform - 1)).split(lengths)
