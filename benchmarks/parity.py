@@ -125,7 +125,8 @@ CASES: dict[str, Tree] = {
         "algorithm": {"preset": "reinforce"},
         "rollout": {"prompts_per_step": 1, "group_size": 1},
     },
-    "sft": {"batch_size": 5},
+    # The rows have weights, and each place in the batch its own noise.
+    "sft": {"batch_size": 5, "neftune_alpha": 5.0},
     "sft pictures": {"batch_size": 5, "train": {"steps": 2}},
     "dpo": {"preference": {"preset": "dpo"}},
     "dpo lora": {"preference": {"preset": "dpo"}, "model": {"lora": {"rank": 4}}},
@@ -174,7 +175,12 @@ def make(folder: Path) -> None:
     save_model(tiny_model("qwen2", seed=1, **sizes), tokenizer, folder / "model")
     save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
     rows: list[Tree] = [
-        {"prompt": "1" * i + f"{i}+{i}=", "response": str(2 * i), "label": str(2 * i)}
+        {
+            "prompt": "1" * i + f"{i}+{i}=",
+            "response": str(2 * i),
+            "label": str(2 * i),
+            "example_weight": 1 + i % 3,
+        }
         for i in range(8)
     ]
     seen = [*rows, *rows_of_pictures(folder)]
