@@ -39,6 +39,7 @@ OTHER_NAMES: dict[str, str] = {
     "prompt_max_len": "data.max_prompt_tokens",
     "apply_chat_template": "data.apply_chat_template",
     "filter_overlong_prompts": "data.overlong_prompts",
+    "dataset_text_field": "data.columns.prompt",
     "completion_only_loss": "data.loss_on",
     "assistant_only_loss": "data.loss_on",
     "train_on_inputs": "data.loss_on",
