@@ -87,7 +87,17 @@ WAYS: dict[str, Way] = {
             "ppo": on_ray(**APART, references=1),
             "pictures": on_ray(**APART, references=1),
         },
-        without=("sft", "sft pictures", "dpo", "dpo lora", "dpo pictures", "mpo", "tdpo", "kto"),
+        without=(
+            "sft",
+            "sft pictures",
+            "dpo",
+            "dpo lora",
+            "dpo pictures",
+            "mpo",
+            "tdpo",
+            "kto",
+            "distill",
+        ),
     ),
 }
 """On Ray, ranks have all roles with them, or engine, scorer and reference are in workers of their own; supervised training has
@@ -136,6 +146,11 @@ CASES: dict[str, Tree] = {
     # It compares whole distributions with those of the reference.
     "tdpo": {"preference": {"preset": "tdpo", "reference": {"source": "step"}}},
     "kto": {"preference": {"preset": "kto"}},
+    # The seed samples the responses of one step of three.
+    "distill": {
+        "distill": {"kind": "jsd", "top_k": 12, "on_policy": 0.5, "nll_coef": 0.1},
+        "sampling": {"max_new_tokens": 6},
+    },
 }
 """What is run, as changes of ``BASE``."""
 SUPERVISED = {
@@ -147,9 +162,10 @@ SUPERVISED = {
     "mpo": "dpo",
     "tdpo": "dpo",
     "kto": "kto",
+    "distill": "distill",
 }
 """The verb of cases that train on given responses. All others are run by ``rl``."""
-ROWS_OF = {"sft": "rows", "dpo": "pairs", "kto": "labelled", "rl": "rows"}
+ROWS_OF = {"sft": "rows", "dpo": "pairs", "kto": "labelled", "distill": "rows", "rl": "rows"}
 """The file of a verb's rows; ``pictures`` and ``pairs of pictures`` have some with pictures."""
 
 
@@ -173,6 +189,7 @@ def make(folder: Path) -> None:
     tokenizer = tiny_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(tokenizer)}
     save_model(tiny_model("qwen2", seed=1, **sizes), tokenizer, folder / "model")
+    save_model(tiny_model("qwen2", seed=2, **sizes), tokenizer, folder / "teacher")
     save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
     rows: list[Tree] = [
         {
@@ -236,6 +253,8 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
         "eval": {"data": prompts, "every": 2, "sampling": {"max_new_tokens": 4}},
         "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},
     }
+    if case == "distill":
+        own["teacher"] = {"path": str(folder / "teacher")}
     if verb == "rl":
         kind = ROLLOUTS
     else:

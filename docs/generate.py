@@ -45,6 +45,7 @@ VERBS: dict[str, type[Settings]] = {
     "sft": verbs.SFTConfig,
     "dpo": verbs.DPOConfig,
     "kto": verbs.KTOConfig,
+    "distill": verbs.DistillVerbConfig,
     "eval": verbs.EvaluateConfig,
     "generate": verbs.GenerateConfig,
     "chat": verbs.ChatConfig,

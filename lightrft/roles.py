@@ -149,6 +149,7 @@ class Roles:
         processor: Prepares media. ``None`` for text.
         reference: The distribution that the policy is kept close to.
         teacher: The model that distillation trains towards.
+        teachers: Such models for the rows of one data source each, by its name.
         critic: Estimates values.
         prm: The process reward model.
         ptx: Supervised data mixed into the policy's optimizer steps.
@@ -166,6 +167,7 @@ class Roles:
     processor: Processor | None = None
     reference: Reference | None = None
     teacher: Reference | None = None
+    teachers: dict[str, Reference] = field(default_factory=dict)
     critic: TrainableModel[Critic] | None = None
     prm: TrainableModel[Actor] | None = None
     ptx: AuxiliaryLoss | None = None
@@ -190,14 +192,18 @@ class Roles:
         roles = {"policy": self.policy, "critic": self.critic, "prm": self.prm}
         return {name: role for name, role in roles.items() if role is not None}
 
+    @property
+    def read_only(self) -> list[Reference]:
+        """Return the models that are read and not trained."""
+        roles = (self.reference, self.teacher, *self.teachers.values())
+        return [role for role in roles if role is not None]
+
     def generation_mode(self) -> AbstractContextManager[None]:
         """Return a context for generation.
 
         In it, state that only training needs may be offloaded.
         """
-        frozen = [
-            role.model for role in (self.reference, self.teacher) if isinstance(role, FrozenModel)
-        ]
+        frozen = [role.model for role in self.read_only if isinstance(role, FrozenModel)]
         states = [role.state for role in self.trained.values()]
         return self.strategy.offloaded(states, frozen)
 
@@ -230,6 +236,6 @@ class Roles:
 
     def close(self) -> None:
         """Close every role that owns more than memory."""
-        for role in (self.engine, self.async_engine, self.scorer, self.reference, self.teacher):
+        for role in (self.engine, self.async_engine, self.scorer, *self.read_only):
             if isinstance(role, Closable):
                 role.close()

@@ -10,7 +10,7 @@ from lightrft.cli.arguments import is_bare_word, wants_usage
 from lightrft.cli.verbs import config_of
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS
-from lightrft.config.verbs import DPOConfig, RLConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 
 if TYPE_CHECKING:
     from lightrft.diagnostics.explain import Explanation
@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(
             "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\n"
             f"presets of rl: {presets}\n\npresets of dpo and kto: {preferences}\n\n"
-            "explain.verb=<rl | sft | dpo | kto> names the verb of a config\n"
+            "explain.verb=<rl | sft | dpo | kto | distill> names the verb of a config\n"
         )
         return 0
     from lightrft.diagnostics.explain import to_latex, to_text
@@ -42,6 +42,7 @@ def explanation_of(words: Sequence[str]) -> Explanation:
     from lightrft.algorithms.preference.compatibility import check_preference
     from lightrft.algorithms.validate.check_parts import check_parts
     from lightrft.diagnostics.explain import explain
+    from lightrft.diagnostics.explain_distill import explain_distillation
     from lightrft.diagnostics.explain_supervised import explain_supervised
 
     verb, settings = "auto", []
@@ -57,6 +58,8 @@ def explanation_of(words: Sequence[str]) -> Explanation:
     if isinstance(config, RLConfig):
         check_parts(config.algorithm)
         return explain(config, loaded.sources)
+    if isinstance(config, DistillVerbConfig):
+        return explain_distillation(config, loaded.sources)
     if isinstance(config, DPOConfig):
         check_preference(config.preference)
     return explain_supervised(config, loaded.sources)

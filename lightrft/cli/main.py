@@ -23,6 +23,7 @@ VERBS = {
     "sft": "fine-tune on conversations",
     "dpo": "train on preferred and rejected responses: DPO and its family",
     "kto": "train on responses labelled as desirable or not: KTO, BCO",
+    "distill": "train towards the distributions of a teacher",
     "eval": "measure the accuracy of a model on an eval set",
     "generate": "generate responses to a file of prompts",
     "chat": "talk to a model",
@@ -34,7 +35,7 @@ VERBS = {
 }
 """Description of each verb in the help."""
 
-IN_TABLE = ("rl", "sft", "dpo", "kto", "eval", "generate", "export")
+IN_TABLE = ("rl", "sft", "dpo", "kto", "distill", "eval", "generate", "export")
 """Verbs with a row in ``lightrft.cli.verbs``.
 
 Each other verb is a module with ``run(arguments) -> exit status``.
@@ -47,6 +48,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("finetune", "fine-tune", "fine_tune", "train_sft", "train-sft"), "sft"),
     **dict.fromkeys(("preference", "train_dpo", "train-dpo", "simpo", "ipo", "orpo", "cpo"), "dpo"),
     **dict.fromkeys(("train_kto", "train-kto", "bco"), "kto"),
+    **dict.fromkeys(("gkd", "kd", "distillation", "knowledge-distillation"), "distill"),
     **dict.fromkeys(("evaluate", "test", "validate", "benchmark"), "eval"),
     **dict.fromkeys(("infer", "inference", "predict", "sample", "rollout"), "generate"),
     **dict.fromkeys(("talk", "repl", "ask"), "chat"),

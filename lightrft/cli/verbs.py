@@ -16,6 +16,7 @@ from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching
 from lightrft.config.base import Loaded
 from lightrft.config.verbs import (
+    DistillVerbConfig,
     DPOConfig,
     EvaluateConfig,
     ExportConfig,
@@ -76,6 +77,11 @@ TRAINING = {
         KTOConfig,
         "Train a model on responses that are labelled as desirable or not: KTO, BCO.",
         "lightrft.trainer.preference:run_preference",
+    ),
+    "distill": TrainingVerb(
+        DistillVerbConfig,
+        "Train a model towards a teacher's distributions, on given or on sampled responses.",
+        "lightrft.trainer.distill.run:run_distill",
     ),
 }
 ONE_PROCESS = {
@@ -140,6 +146,8 @@ def config_of(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig]:
         if reward.terms or reward.per_source or distill.kind != "none":
             return found["rl"]
     # A config without rewards and without a teacher parses as any: then it is one for SFT.
+    if "distill" in found and "sft" not in found:
+        return found["distill"]
     dpo = found.get("dpo")
     if "sft" not in found and dpo is not None and isinstance(dpo.settings, DPOConfig):
         labelled = preference_requirements(dpo.settings.preference).kind == "labelled"

@@ -253,15 +253,30 @@ def expand_shorthand(cls: type[Settings], tree: Mapping[str, object]) -> Tree:
     """Return ``tree`` with each bare value of a branch as the branch's ``shorthand`` field."""
     full: Tree = {}
     for key, value in tree.items():
-        branch = _branch(cls, key)
-        if branch is None:
-            full[key] = value
+        entry = _entry(cls, key)
+        if entry is not None and is_branch(value):
+            full[key] = {name: _expanded(entry, own) for name, own in value.items()}
             continue
-        # The exact types: ``bool`` is a subclass of ``int``, and true stands for no branch.
-        if branch.shorthand and type(value) in (str, int, float):
-            value = {branch.shorthand: value}
-        full[key] = expand_shorthand(branch, value) if is_branch(value) else value
+        branch = _branch(cls, key)
+        full[key] = value if branch is None else _expanded(branch, value)
     return full
+
+
+def _expanded(branch: type[Settings], value: object) -> object:
+    """Return ``value`` of a branch of class ``branch``, with its bare values expanded."""
+    # The exact types: ``bool`` is a subclass of ``int``, and true stands for no branch.
+    if branch.shorthand and type(value) in (str, int, float):
+        value = {branch.shorthand: value}
+    return expand_shorthand(branch, value) if is_branch(value) else value
+
+
+def _entry(cls: type[Settings], key: str) -> type[Settings] | None:
+    """Return the class of the entries of the table ``key``, if each is one branch of settings."""
+    field = cls.model_fields.get(key)
+    if field is None or typing.get_origin(field.annotation) is not dict:
+        return None
+    kind = typing.get_args(field.annotation)[1]
+    return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
 
 
 # Pydantic can fill in descriptions by itself (use_attribute_docstrings), but does so when a class

@@ -24,6 +24,7 @@ OTHER_NAMES: dict[str, str] = {
     "reward_pretrain": "reward.terms",
     "critic_pretrain": "critic.path",
     "teacher_model_name_or_path": "teacher.path",
+    "lmbda": "distill.on_policy",
     # data
     "dataset_name": "data.sources",
     "prompt_data": "data.sources",

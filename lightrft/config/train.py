@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings
+from lightrft.config.base import Settings, changed_fields
 from lightrft.config.data import SFTDataConfig
 from lightrft.config.model import DType
 from lightrft.config.strategy import OptimizerConfig
 
 
 class TeacherConfig(Settings):
-    """The frozen model of ``algorithm.distill``. It has the tokenizer of the policy; all else is as
-    in ``model``."""
+    """The frozen model that the policy learns from. It has the tokenizer of the policy; all else is
+    as in ``model``."""
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
     """The settings of this section that are paths."""
@@ -31,6 +31,74 @@ class TeacherConfig(Settings):
     """Load weights in 4 bits (NF4, by bitsandbytes). Needs the extra ``quant``."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+
+class DistillationConfig(Settings):
+    """The loss of ``lightrft distill``: a divergence of the student's next-token distribution from
+    the teacher's, at the tokens of given or of sampled responses (GKD, arXiv 2306.13649)."""
+
+    section: ClassVar[str] = "distill"
+    """Key of the section, for messages."""
+    shorthand: ClassVar[str | None] = "kind"
+    """The setting that a bare string or number stands for."""
+
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """Divergence. ``forward_kl`` covers all modes of the teacher, ``reverse_kl`` seeks one, ``jsd``
+    is between them."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """The teacher's share in the mixture of ``jsd``, between 0 and 1. No other kind reads it."""
+    temperature: float = Field(1.0, gt=0)
+    """Divisor of the logits of both models."""
+    top_k: int | None = Field(None, ge=1)
+    """Compare only so many of the teacher's most probable tokens; ``null`` compares the whole
+    vocabulary."""
+    tail: Literal["bucket", "renormalised"] = "bucket"
+    """What becomes of the tokens outside ``top_k``. ``bucket`` makes them one outcome.
+    ``renormalised`` compares the distributions given that the token is among the top k."""
+    on_policy: float = Field(0.0, ge=0, le=1)
+    """Share of the steps that learn from responses that the student samples, instead of given ones:
+    GKD's lambda. At 1 the data needs no responses."""
+    nll_coef: float = Field(0.0, ge=0)
+    """Factor of the mean of -logp over the tokens of given responses, added to the divergence."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """Mean over all tokens of a step, or over responses of the mean over their tokens."""
+    teacher_template: str | None = None
+    """Text of the prompt that the teacher sees instead of the student's, as in ``data.template``:
+    with ``{prompt}`` and ``{any_column}``, such as a worked solution. ``null`` gives both the same
+    prompt."""
+    teacher_system: str | None = None
+    """System message that the teacher sees instead of ``data.system``; ``null`` gives both the
+    same."""
+    refresh_every: int = Field(0, ge=0)
+    """Update the teacher from the student after every so many optimizer steps; 0 never does. It
+    needs a teacher that starts as the student, so an empty ``teacher.path``."""
+    refresh_decay: float = Field(0.0, ge=0, lt=1)
+    """Weight of the old teacher in an update, in [0, 1). The student has the rest; 0 copies it."""
+
+    @property
+    def teacher_sees_more(self) -> bool:
+        """True if the teacher's prompts differ from the student's."""
+        return self.teacher_template is not None or self.teacher_system is not None
+
+    @model_validator(mode="after")
+    def _means_something(self) -> DistillationConfig:
+        # A setting that nothing reads is a user's mistake.
+        idle = {
+            "beta": self.kind != "jsd" and "only kind jsd reads it",
+            "tail": self.top_k is None and "set distill.top_k",
+            "refresh_decay": not self.refresh_every and "set distill.refresh_every, e.g. to 1",
+            "nll_coef": self.on_policy == 1 and "distill.on_policy = 1 reads no given response",
+        }
+        for name in changed_fields(self):
+            if why := idle.get(name):
+                raise ValueError(f"distill.{name} = {getattr(self, name)} changes nothing; {why}")
+        if self.top_k == 1 and self.tail == "renormalised":
+            raise ValueError(
+                "distill.top_k = 1 with distill.tail = renormalised: one token has probability 1 "
+                "in both models, so the loss is always 0; raise distill.top_k, or set "
+                "distill.tail=bucket"
+            )
+        return self
 
 
 class CriticConfig(Settings):

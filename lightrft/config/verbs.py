@@ -18,6 +18,7 @@ from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.config.train import (
     CriticConfig,
+    DistillationConfig,
     PRMConfig,
     PtxConfig,
     RLTrainConfig,
@@ -163,6 +164,26 @@ class KTOConfig(DPOConfig):
     """Losses, modifiers and the reference."""
 
 
+class DistillVerbConfig(SupervisedConfig):
+    """The settings of ``lightrft distill``: training towards the distributions of a teacher, on
+    given or on sampled responses."""
+
+    verb: ClassVar[str] = "distill"
+    """Name of the verb."""
+    data: SFTDataConfig = SFTDataConfig()
+    """Conversations, or prompts whose responses are sampled."""
+    teacher: TeacherConfig = TeacherConfig()
+    """Model to learn from. An empty path takes the model that training starts from, for
+    self-distillation."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Models to learn from on the rows of one data source each, by its name. All other rows have
+    ``teacher``."""
+    distill: DistillationConfig = DistillationConfig()
+    """Divergence from the teacher, and the responses to learn on."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Generation of responses, for ``distill.on_policy``."""
+
+
 TrainingConfig: TypeAlias = RLConfig | SupervisedConfig
 """The settings of a verb that trains."""
 
@@ -262,7 +283,7 @@ class DoctorConfig(Settings):
     """The settings of ``lightrft doctor`` itself, written as ``doctor.rows=20``. All others are of
     the config that it examines."""
 
-    verb: Literal["auto", "rl", "sft", "dpo", "kto"] = "auto"
+    verb: Literal["auto", "rl", "sft", "dpo", "kto", "distill"] = "auto"
     """Verb whose config this is. ``auto`` takes the verb whose settings fit: ``rl`` where rewards
     or a teacher are named, else ``sft`` where it is possible."""
     device_memory: str = "auto"

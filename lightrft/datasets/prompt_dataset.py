@@ -291,6 +291,7 @@ class EncodedDataset(Generic[T]):
     _fetcher: Fetcher[T]
     _kept: Columns
     _order: np.ndarray
+    _ids: Sequence[str]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -332,6 +333,16 @@ class EncodedDataset(Generic[T]):
         See ``datasets.row_warnings`` for the counts.
         """
         return self._sources.where(*first_place(self.counts, doubt))
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Return the unique id of each entry, in the order of the dataset."""
+        return self._ids
+
+    @property
+    def data_sources(self) -> frozenset[str]:
+        """Return the names of all data sources of the entries."""
+        return frozenset(self._sources.data_sources)
 
     @property
     def longest(self) -> int:
@@ -442,16 +453,6 @@ class PromptDataset(EncodedDataset[Prompt]):
         except KeyError as error:
             problem = f"the checkpoint holds responses to prompt {error}"
             raise CheckpointError(f"{problem}, which the data does not have") from None
-
-    @property
-    def ids(self) -> Sequence[str]:
-        """Return the unique id of each prompt, in the order of the dataset."""
-        return self._ids
-
-    @property
-    def data_sources(self) -> frozenset[str]:
-        """Return the names of all data sources of the prompts."""
-        return frozenset(self._sources.data_sources)
 
     def _add(self, source: int, chunk: Sequence[tuple[int, ParsedRow]]) -> list[str]:
         """Encode records and store the prompts that fit. Return their names."""

@@ -32,12 +32,14 @@ COLUMNS = {
     "run_lengths": "q",
     "runs": "Q",
     "weight": "d",
+    "source": "H",
+    "row": "Q",
 }
 """Stored columns of the examples.
 
 They are the concatenated tokens, the end of each example and the end of each prompt. The weights of
 a response are runs of equal weights: ``runs`` has the end of each response among them. ``weight``
-has the weight of each example.
+has the weight of each example, ``source`` and ``row`` its source and row.
 """
 
 
@@ -54,6 +56,7 @@ class Example:
         weight: weight of the example in the loss.
         prompt_media: media of ``prompt_ids``.
         response_media: media of ``response_ids``.
+        data_source: name of the data source, if the dataset was asked to fill it in.
     """
 
     prompt_ids: list[int]
@@ -63,6 +66,7 @@ class Example:
     weight: float = 1.0
     prompt_media: Media = field(default_factory=dict)
     response_media: Media = field(default_factory=dict)
+    data_source: str = ""
 
     @property
     def trained(self) -> list[bool]:
@@ -103,6 +107,7 @@ class SFTDataset(EncodedDataset[Example]):
         max_tokens: largest number of tokens of an example.
         seed: seed of the order of mixed sources.
         processor: the media processor. None for a model that reads only text.
+        name_sources: fill in ``Example.data_source``, which reads each row again.
 
     Raises:
         DataError: a row cannot be used, or no example is left.
@@ -118,9 +123,11 @@ class SFTDataset(EncodedDataset[Example]):
         max_tokens: int,
         seed: int,
         processor: Any = None,
+        name_sources: bool = False,
     ) -> None:
         self.config = config
         self.max_tokens = max_tokens
+        self.name_sources = name_sources
         self.encoder = ChatEncoder(config, tokenizer, processor)
         outside = 1.0 if config.loss_on == "all" else 0.0
         self.turns = TurnEncoder(config, self.encoder, outside)
@@ -152,6 +159,8 @@ class SFTDataset(EncodedDataset[Example]):
             id=self._ids[i],
             weight=float(kept["weight"][k]),
         )
+        if self.name_sources:
+            example.data_source = self._data_source(k)
         if self.encoder.media is not None and k in self._media:
             source, row, numbers = self._media[k]
             record = self._sources.record(source, row)
@@ -161,6 +170,18 @@ class SFTDataset(EncodedDataset[Example]):
             )
             example.prompt_media, example.response_media = media
         return example
+
+    def _data_source(self, k: int) -> str:
+        source = int(self._kept["source"][k])
+        record = self._sources.record(source, int(self._kept["row"][k]))
+        return record.data_source or self._sources.names[source]
+
+    @property
+    def longest_prompt(self) -> int:
+        """Return the number of tokens of the longest prompt."""
+        ends = np.asarray(self._kept["ends"], dtype=np.int64)
+        starts = np.concatenate([[0], ends[:-1]])
+        return int((np.asarray(self._kept["split"], dtype=np.int64) - starts).max())
 
     def _add(self, source: int, chunk: Sequence[tuple[int, ParsedRow]]) -> list[str]:
         """Encode records and store the examples that fit. Return their names."""
@@ -214,6 +235,9 @@ class SFTDataset(EncodedDataset[Example]):
             kept["run_lengths"].append(len(list(run)))
         kept["runs"].append(len(kept["run_weights"]))
         kept["weight"].append(part.weight)
+        kept["source"].append(source)
+        kept["row"].append(part.row)
+        self._sources.data_sources.add(record.data_source or self._sources.names[source])
         unknown = self._unknown.count("".join(texts.texts), ids)
         note_text(self.counts, unknown, len(ids), source, part.row)
         return True

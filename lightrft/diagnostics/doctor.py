@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.config.verbs import (
+    DistillVerbConfig,
     DoctorConfig,
     DPOConfig,
     RLConfig,
@@ -44,6 +45,7 @@ from lightrft.rewards.startup_check import answer_of, answered
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.checks.check_config import check
 from lightrft.trainer.checks.context_limits import check_bound
+from lightrft.trainer.distill.checks import check_distill
 from lightrft.trainer.preference import check as check_preference_run
 from lightrft.trainer.supervised import check_supervised
 from lightrft.types import Rollout
@@ -176,6 +178,8 @@ def _settings(config: TrainingConfig, device: Device) -> Iterator[Finding]:
         _attempt(found, "settings", "algorithm, roles", lambda: check(config))
     elif isinstance(config, DPOConfig):
         _attempt(found, "settings", "preference", lambda: check_preference_run(config))
+    elif isinstance(config, DistillVerbConfig):
+        _attempt(found, "settings", "distill, teacher", lambda: check_distill(config))
     else:
         _attempt(found, "settings", "data, evaluation", lambda: check_supervised(config))
     yield from found or [Finding("settings", "ok", "settings", "go together")]
@@ -285,19 +289,45 @@ def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
     found.append(_template(config, tokenizer))
     found += _tokens(config, tokenizer)
     processor = load_processor(config.model, tokenizer)
+    if isinstance(config, DistillVerbConfig) and config.distill.on_policy == 1:
+        sampled = _prompts(config, tokenizer, processor, found)
+        return _Data(tokenizer, replace(_bounds(config), prompt=sampled.longest), None)
     if isinstance(config, SupervisedConfig):
         examples = _examples(config, tokenizer, processor)
         found.append(_overlong(examples.counts, "examples", "max_tokens"))
         found += _unwritten(examples.encoder)
-        lengths = replace(_bounds(config), answer=max(1, examples.longest - 1))
+        longest = examples.longest
+        if isinstance(config, DistillVerbConfig) and config.distill.on_policy:
+            assert isinstance(examples, SFTDataset)
+            found.append(_context(config, examples.longest_prompt))
+            longest = max(longest, examples.longest_prompt + config.sampling.max_new_tokens)
+        lengths = replace(_bounds(config), answer=max(1, longest - 1))
         return _Data(tokenizer, lengths, None)
+    prompts = _prompts(config, tokenizer, processor, found)
+    lengths = replace(_bounds(config), prompt=prompts.longest)
+    return _Data(tokenizer, lengths, prompts)
+
+
+def _prompts(
+    config: RLConfig | DistillVerbConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Processor | None,
+    found: list[Finding],
+) -> PromptDataset:
+    """Encode the prompts to which the run samples responses.
+
+    Args:
+        config: Settings of the run.
+        tokenizer: Encodes the prompts.
+        processor: Prepares media, or None for a text-only model.
+        found: Gets the findings.
+    """
     prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
     found.append(_overlong(prompts.counts, "prompts", "data.max_prompt_tokens"))
     found += _unwritten(prompts.encoder)
     found += _unknown(prompts)
     found.append(_context(config, prompts.longest))
-    lengths = replace(_bounds(config), prompt=prompts.longest)
-    return _Data(tokenizer, lengths, prompts)
+    return prompts
 
 
 def _examples(
@@ -317,7 +347,7 @@ def _examples(
             gold=requirements.gold,
             corrupted=requirements.corrupted,
         )
-    assert isinstance(config, SFTConfig)
+    assert isinstance(config, SFTConfig | DistillVerbConfig)
     return SFTDataset(config.data, tokenizer, max_tokens=max_tokens, seed=seed, processor=processor)
 
 
@@ -362,6 +392,9 @@ def _unknown(prompts: PromptDataset) -> Iterator[Finding]:
 
 def _bounds(config: TrainingConfig) -> Lengths:
     """Return the lengths that settings allow, for when no data was loaded."""
+    if isinstance(config, DistillVerbConfig) and config.distill.on_policy == 1:
+        longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
+        return Lengths(longest, limit, config.batch_size, 1)
     if isinstance(config, SupervisedConfig):
         # An example counts as one prompt token and a response, since all of its row is trained on.
         responses = RESPONSES if isinstance(config, DPOConfig) else 1
@@ -430,7 +463,7 @@ def _overlong(counts: Counter[str], what: str, setting: str) -> Finding:
     return Finding("data", "ok", "rows", says)
 
 
-def _context(config: RLConfig, longest: int) -> Finding:
+def _context(config: RLConfig | DistillVerbConfig, longest: int) -> Finding:
     """Check the context length like ``context_limits.check_lengths``, which would end a run."""
     settings = model_settings(config.model)
     try:

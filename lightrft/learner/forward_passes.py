@@ -134,6 +134,6 @@ def verify_layout(role: TrainableModel | FrozenModel, batch: Batch, strategy: St
 
 def verify_layouts(roles: Roles, batch: Batch) -> None:
     """Call ``verify_layout`` for every local language model of the run."""
-    for role in (roles.policy, roles.reference, roles.teacher, roles.prm):
+    for role in (roles.policy, *roles.read_only, roles.prm):
         if isinstance(role, TrainableModel | FrozenModel):
             verify_layout(role, batch, roles.strategy)

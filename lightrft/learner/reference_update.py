@@ -12,10 +12,14 @@ from torch import Tensor
 
 from lightrft.config.algorithm import KLConfig
 from lightrft.config.preference import PreferenceReferenceConfig
+from lightrft.config.train import DistillationConfig
 from lightrft.models.actor import Actor
 from lightrft.roles import FrozenModel, Roles
 from lightrft.strategy.base import Strategy, on_host
 from lightrft.utils.errors import CheckpointError, ConfigError
+
+RefreshConfig = KLConfig | PreferenceReferenceConfig | DistillationConfig
+"""A section of settings that says when and how far a reference moves."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class MovingReference(FrozenModel):
         model: Actor,
         shapes: Mapping[str, tuple[int, ...]],
         strategy: Strategy,
-        settings: KLConfig | PreferenceReferenceConfig,
+        settings: RefreshConfig,
     ) -> MovingReference:
         """Build a reference that follows a policy.
 
@@ -118,9 +122,7 @@ class MovingReference(FrozenModel):
         self.moved = True
 
 
-def update_reference(
-    roles: Roles, settings: KLConfig | PreferenceReferenceConfig, done: int
-) -> None:
+def update_reference(roles: Roles, settings: RefreshConfig, done: int) -> None:
     """Move the reference towards the policy, if this is due after ``done`` steps.
 
     Args:

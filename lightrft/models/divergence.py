@@ -1,20 +1,27 @@
 """Divergence of a student's next-token distribution from a teacher's.
 
-It covers the full vocabulary, without a matrix of all logits. Logits of both models exist for a few
-rows at a time and are recomputed in the backward pass. Only the student gets a gradient.
+It covers the full vocabulary or the teacher's top k, without a matrix of all logits. Logits of both
+models exist for a few rows at a time and are recomputed in the backward pass. Only the student gets
+a gradient.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightrft.models.divergence_kinds import DIVERGENCES, GRADIENTS
+from lightrft.models.divergence_kinds import (
+    DIVERGENCES,
+    GRADIENTS,
+    Tail,
+    merge_tail,
+    spread_tail,
+)
 from lightrft.models.logprobs import (
     HeadGradient,
     LogitTransform,
@@ -23,6 +30,18 @@ from lightrft.models.logprobs import (
     transform_logits,
     wide,
 )
+
+
+class Outcomes(NamedTuple):
+    """Log-probs of the compared outcomes at n positions.
+
+    Attributes:
+        logprobs: ``[n, V]``, or ``[n, k]`` or ``[n, k + 1]`` for the top k.
+        tokens: ``[n, k]``, the top k. ``None`` compares the full vocabulary.
+    """
+
+    logprobs: Tensor
+    tokens: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -37,6 +56,8 @@ class Target:
         beta: Weight of the teacher in the mixture of ``jsd``.
         softcap: Soft-cap of the teacher's logits. ``None`` for none.
         scale: Factor of the head's output. ``None`` for 1.
+        top_k: Number of the teacher's most probable tokens to compare. ``None`` compares all.
+        tail: What becomes of the other tokens.
     """
 
     states: Tensor
@@ -46,6 +67,8 @@ class Target:
     beta: float = 0.5
     softcap: float | None = None
     scale: float | None = None
+    top_k: int | None = None
+    tail: Tail = "bucket"
 
     @torch.no_grad()
     def logprobs(self, part: slice, width: int, dtype: torch.dtype) -> Tensor:
@@ -62,6 +85,36 @@ class Target:
             self.head(self.states[part])[:, :width].to(dtype)
         )
         return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+    @torch.no_grad()
+    def outcomes(self, part: slice, width: int, dtype: torch.dtype) -> Outcomes:
+        """Return the log-probs of the outcomes that are compared. See ``logprobs``.
+
+        Args:
+            part: Positions.
+            width: Number of vocabulary entries.
+            dtype: Dtype of the softmax.
+        """
+        logprobs = self.logprobs(part, width, dtype)
+        if self.top_k is None or self.top_k >= width:
+            return Outcomes(logprobs)
+        tokens = logprobs.topk(self.top_k).indices
+        return Outcomes(merge_tail(logprobs, tokens, self.tail), tokens)
+
+    def divergence(self, student: Tensor, teacher: Outcomes) -> Tensor:
+        """Return the divergence ``[n]`` of student log-probs ``[n, V]`` from ``teacher``."""
+        if teacher.tokens is not None:
+            student = merge_tail(student, teacher.tokens, self.tail)
+        return DIVERGENCES[self.kind](student, teacher.logprobs, self.beta)
+
+    def gradient(self, student: Tensor, teacher: Outcomes) -> Tensor:
+        """Return the gradient ``[n, V]`` of ``divergence`` in the student's logits."""
+        gradient = GRADIENTS[self.kind]
+        if teacher.tokens is None:
+            return gradient(student, teacher.logprobs, self.beta)
+        merged = merge_tail(student, teacher.tokens, self.tail)
+        grads = gradient(merged, teacher.logprobs, self.beta)
+        return spread_tail(grads, student, teacher.tokens, self.tail)
 
 
 def token_divergence(
@@ -114,9 +167,10 @@ class _TokenDivergence(torch.autograd.Function):
         values = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
+            # the teacher first: of its top k, only these are kept while the student is computed
+            teacher = target.outcomes(part, weight.shape[0], values.dtype)
             student, _ = _logprobs(hidden[part], weight, bias, bend)
-            teacher = target.logprobs(part, weight.shape[0], values.dtype)
-            values[part] = DIVERGENCES[target.kind](student, teacher, target.beta)
+            values[part] = target.divergence(student, teacher)
         ctx.save_for_backward(hidden, weight, bias)
         # as attributes: save_for_backward takes tensors alone, and the teacher gets no gradient
         ctx.target, ctx.bend, ctx.rows = target, bend, rows
@@ -130,9 +184,9 @@ class _TokenDivergence(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             # logits of both models are computed again: to keep them would take [N, V]
+            teacher = target.outcomes(part, weight.shape[0], grad.dtype)
             student, slope = _logprobs(hidden[part], weight, bias, ctx.bend)
-            teacher = target.logprobs(part, weight.shape[0], grad.dtype)
-            d = GRADIENTS[target.kind](student, teacher, target.beta).mul_(grad[part, None])
+            d = target.gradient(student, teacher).mul_(grad[part, None])
             # A zero incoming gradient must give zero, even where the divergence is infinite (0 *
             # inf = nan).
             d = d.masked_fill_(grad[part, None] == 0, 0.0)
@@ -168,8 +222,8 @@ def _generic(
             bend.softcap,
             bend.temperature,
         )
-        teacher = target.logprobs(part, width, logits.dtype)
-        return DIVERGENCES[target.kind](logits.log_softmax(-1), teacher, target.beta)
+        teacher = target.outcomes(part, width, logits.dtype)
+        return target.divergence(logits.log_softmax(-1), teacher)
 
     # one chunk even without rows: the head must take part in the graph on every rank
     parts = [slice(start, start + rows) for start in range(0, max(1, hidden.shape[0]), rows)]

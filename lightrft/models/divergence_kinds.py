@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Divergence = Callable[[Tensor, Tensor, float], Tensor]
 DIVERGENCES: Registry[Divergence] = Registry("divergence")
+Tail = Literal["bucket", "renormalised"]
+"""What becomes of the tokens outside the teacher's top k. ``bucket`` makes them one outcome.
+``renormalised`` compares both distributions given that the token is among the top k."""
 
 
 def _expected(weights: Tensor, x: Tensor) -> Tensor:
@@ -101,3 +105,37 @@ GRADIENTS: dict[str, Divergence] = {
 """``GRADIENTS[kind]`` takes the arguments of ``DIVERGENCES[kind](student, teacher, beta) -> [n]``,
 log-probs ``[n, V]``. It returns the gradient ``[n, V]`` of the divergence in the student's logits.
 """
+
+
+def merge_tail(logprobs: Tensor, tokens: Tensor, tail: Tail) -> Tensor:
+    """Return log-probs ``[n, k + 1]`` of the tokens and of the bucket, or ``[n, k]`` without it.
+
+    Args:
+        logprobs: ``[n, V]`` log-probs.
+        tokens: ``[n, k]`` token ids, distinct in each row.
+        tail: What becomes of the other tokens.
+    """
+    kept = logprobs.gather(-1, tokens)
+    if tail == "renormalised":
+        return kept - kept.logsumexp(-1, keepdim=True)
+    rest = logprobs.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([kept, rest], -1)
+
+
+def spread_tail(grads: Tensor, logprobs: Tensor, tokens: Tensor, tail: Tail) -> Tensor:
+    """Return the gradient ``[n, V]`` in the logits from the gradient in the logits of outcomes.
+
+    The logit of the bucket is the log-sum-exp of the other logits, so each of them gets its share.
+
+    Args:
+        grads: ``[n, k + 1]`` or ``[n, k]``, of the outcomes that ``merge_tail`` returns.
+        logprobs: ``[n, V]`` log-probs.
+        tokens: ``[n, k]`` token ids, distinct in each row.
+        tail: What becomes of the other tokens.
+    """
+    if tail == "renormalised":
+        return torch.zeros_like(logprobs).scatter_(-1, tokens, grads)
+    rest = logprobs.scatter(-1, tokens, -torch.inf)
+    # minus infinity less minus infinity would be NaN
+    shares = (rest - rest.logsumexp(-1, keepdim=True)).masked_fill_(rest == -torch.inf, -torch.inf)
+    return (shares.exp_() * grads[:, -1:]).scatter_(-1, tokens, grads[:, :-1])

@@ -87,7 +87,7 @@ RULES = (
             "{value:.0f} tokens of the data have a log-prob that is not finite; they "
             "are not trained on. Can the model give them: is a part of its vocabulary masked?",
         )
-        for data in ("sft", "preference", "ptx")
+        for data in ("sft", "preference", "distill", "ptx")
     ),
     Rule(
         "policy/old_kl",
@@ -141,7 +141,7 @@ def is_not_trained(values: Values) -> bool | None:
     return values.get("policy/frac_rows_with_advantage", 1.0) == 0
 
 
-STEP_TOKENS = ("rollout/tokens_sampled", "sft/tokens", "preference/tokens")
+STEP_TOKENS = ("rollout/tokens_sampled", "sft/tokens", "preference/tokens", "distill/tokens")
 """Metrics that every step has, and an evaluation does not."""
 
 

@@ -379,7 +379,7 @@ def next_commands(session: RunSession) -> list[str]:
     """Return shell commands for the next steps. With an eval set, also write ``eval.yaml``."""
     model = session.path / "model"
     commands = [f"lightrft chat model={model}"]
-    if session.phase == "rl":
+    if session.phase in ("rl", "distill"):
         commands.append(f"lightrft explain {session.path / 'config.yaml'}")
     tree = parse_yaml((session.path / "config.yaml").read_text(encoding="utf-8"))
     if tree["eval"]["data"]["sources"]:
@@ -412,7 +412,7 @@ def open_session(
         run: location, seed and resume mode.
         checkpoint: settings of checkpoints.
         logs: settings of trackers.
-        phase: ``rl`` or ``sft``.
+        phase: the verb, e.g. ``rl`` or ``sft``.
         observer: receives the progress on rank 0.
         ranks: all ranks of the run.
     """

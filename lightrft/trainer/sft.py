@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from lightrft.config.verbs import SFTConfig
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.verbs import DistillVerbConfig, SFTConfig
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.learner.sft_step import examples_to_batch, sft_step, with_noise
-from lightrft.models.processors import load_processor
+from lightrft.models.processors import Processor, load_processor
 from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
@@ -79,16 +81,7 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
-    dataset = SFTDataset(
-        config.data,
-        tokenizer,
-        max_tokens=config.max_tokens,
-        seed=config.run.seed,
-        processor=processor,
-    )
-    report("data", dataset.counts, dataset.first_problem)
-    check_text(dataset, "data.sources")
-    check_enough("batch_size", config.batch_size, len(dataset), "examples")
+    dataset = load_examples(config, tokenizer, processor)
     steps = optimizer_steps(config, len(dataset))
     prompts = loaded_eval_prompts(config, tokenizer, processor, session)
     strategy, actor, engine = local_policy(
@@ -112,3 +105,32 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
         dataset=dataset,
         sampler=PromptSampler(len(dataset), config.run.seed, config.data.shuffle),
     )
+
+
+def load_examples(
+    config: SFTConfig | DistillVerbConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Processor | None,
+    *,
+    name_sources: bool = False,
+) -> SFTDataset:
+    """Return the conversations of ``data``, enough for a step.
+
+    Args:
+        config: settings of the run.
+        tokenizer: encodes the conversations.
+        processor: prepares media, or None for a text-only model.
+        name_sources: fill in the data source of each example.
+    """
+    dataset = SFTDataset(
+        config.data,
+        tokenizer,
+        max_tokens=config.max_tokens,
+        seed=config.run.seed,
+        processor=processor,
+        name_sources=name_sources,
+    )
+    report("data", dataset.counts, dataset.first_problem)
+    check_text(dataset, "data.sources")
+    check_enough("batch_size", config.batch_size, len(dataset), "examples")
+    return dataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,13 @@ if TYPE_CHECKING:
     from lightrft.models.processors import Processor
 
 
-def check_supervised(config: SupervisedConfig) -> None:
-    """Raise ``ConfigError`` for problems that can be found without a model or data."""
+def check_supervised(config: SupervisedConfig, reads: Collection[str] = ()) -> None:
+    """Raise ``ConfigError`` for problems that can be found without a model or data.
+
+    Args:
+        config: Settings of the run.
+        reads: Settings of ``UNREAD`` that this run reads after all.
+    """
     if not config.data.sources:
         raise ConfigError(
             "data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]"
@@ -42,19 +47,20 @@ def check_supervised(config: SupervisedConfig) -> None:
             "reward changes nothing: it scores responses to the eval set, and eval.data.sources "
             "is empty; name the eval set, or leave reward out"
         )
-    for section, name in UNREAD:
-        if name in changed_fields(getattr(config, section)):
+    for key in UNREAD:
+        section, _, name = key.partition(".")
+        if key not in reads and name in changed_fields(getattr(config, section)):
             raise ConfigError(
-                f"{section}.{name} changes nothing in lightrft {config.verb}: it is of rollouts "
+                f"{key} changes nothing in lightrft {config.verb}: it is of rollouts "
                 "and prompts, and this verb trains on given responses; leave it out"
             )
 
 
 UNREAD = (
-    ("log", "rollouts_every"),
-    ("log", "batches_every"),
-    ("log", "entropy"),
-    ("data", "max_prompt_tokens"),
+    "log.rollouts_every",
+    "log.batches_every",
+    "log.entropy",
+    "data.max_prompt_tokens",
 )
 """Settings that reinforcement learning alone reads."""
 

@@ -121,7 +121,8 @@ class RemoteRoleBuilder:
 
     def teacher(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> RemoteTeacher:
         """Build the teacher."""
-        model = teacher_model(self.config, tokenizer)
+        config = self.config
+        model = teacher_model(config.model, config.teacher, tokenizer)
         workers = self.hire(
             "teacher", partial(frozen_model_worker, model, self.strategy, self.threads)
         )

@@ -17,7 +17,8 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
-from lightrft.config.verbs import DPOConfig, RLConfig
+from lightrft.config.train import TeacherConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
 from lightrft.engines.base import Engine
 from lightrft.engines.native import NativeEngine
@@ -285,13 +286,46 @@ def local_teacher(
     """
     if config.algorithm.distill.kind == "none":
         return None
-    return FrozenModel(local_frozen(teacher_model(config, tokenizer), strategy))
+    model = teacher_model(config.model, config.teacher, tokenizer)
+    return FrozenModel(local_frozen(model, strategy))
 
 
-def teacher_model(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """Return the model settings of the teacher.
+def self_teacher(
+    config: DistillVerbConfig, policy: TrainableModel[Actor], strategy: Strategy
+) -> Reference:
+    """Build the teacher of self-distillation: the model that training starts from.
 
-    Raises ``ConfigError`` when the vocabularies of teacher and policy differ.
+    With adapters it is the policy with adapters disabled. Otherwise it is a separate model.
+
+    Args:
+        config: settings of the run.
+        policy: the policy with its optimizer.
+        strategy: strategy that places the teacher.
+    """
+    if config.model.lora is not None:
+        return AdapterFreeReference(policy.model)
+    frozen = local_frozen(config.model, strategy)
+    if config.distill.refresh_every:
+        return MovingReference.of(frozen, policy.state.shapes, strategy, config.distill)
+    return FrozenModel(frozen)
+
+
+def teacher_model(
+    policy: ModelConfig,
+    teacher: TeacherConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str = "teacher",
+) -> ModelConfig:
+    """Return the model settings of a teacher.
+
+    Args:
+        policy: settings of the policy.
+        teacher: settings of the teacher, at ``key``.
+        tokenizer: tokenizer of the policy.
+        key: key of ``teacher``, for messages.
+
+    Raises:
+        ConfigError: the vocabularies of teacher and policy differ.
     """
     own = {
         "tokenizer": None,
@@ -300,18 +334,17 @@ def teacher_model(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Model
         "freeze": (),
         "gradient_checkpointing": False,
     }
-    model = config.model.model_copy(update={**own, **config.teacher.model_dump()})
+    model = policy.model_copy(update={**own, **teacher.model_dump()})
     try:
         theirs = load_tokenizer(model).get_vocab()
     except ModelError as error:
         raise ConfigError(
-            f"teacher.path = {config.teacher.path!r}: its tokens must be known, to be compared "
-            f"({error})"
+            f"{key}.path = {teacher.path!r}: its tokens must be known, to be compared ({error})"
         ) from error
     ours = tokenizer.get_vocab()
     if ours != theirs:
         raise ConfigError(
-            f"teacher.path = {config.teacher.path!r}: its tokenizer has {len(theirs)} tokens, "
+            f"{key}.path = {teacher.path!r}: its tokenizer has {len(theirs)} tokens, "
             f"the policy's has {len(ours)}, and {len(ours.items() ^ theirs.items())} differ; "
             "tokens are compared one by one, so take a teacher of the same tokenizer"
         )

@@ -23,6 +23,7 @@ VERBS = (
         configs.EvaluateConfig,
         configs.GenerateConfig,
         configs.ChatConfig,
+        configs.DistillVerbConfig,
     ),
     *(configs.DemoConfig, configs.DoctorConfig),
 )

@@ -1,4 +1,6 @@
-"""``python killing.py config.yaml WHERE NTH [RANK] [HOW]``: an RL run with which something happens at the NTH call of WHERE, on one rank.
+"""``python killing.py config.yaml WHERE NTH [RANK] [HOW] [VERB]``: a run with which something happens.
+
+It happens at the NTH call of WHERE, on one rank.
 
 HOW is ``kill`` (SIGKILL), ``stop`` (SIGSTOP, for ever), ``stop:SECONDS``, ``terminate`` (SIGTERM) or ``full`` (the disk). When it
 happened is written to ``happened`` beside the config.
@@ -56,7 +58,8 @@ def at_call(
 
 
 def main() -> int:
-    file, where, nth, rank, how = [*sys.argv[1:], *("0", "kill")[len(sys.argv) - 4 :]]
+    rest = ("0", "kill", "rl")[len(sys.argv) - 4 :]
+    file, where, nth, rank, how, verb = [*sys.argv[1:], *rest]
     from lightrft.cli.main import main as lightrft
     from lightrft.rollout import collect, generation
     from lightrft.strategy import single
@@ -79,7 +82,7 @@ def main() -> int:
         owner, name, after = places[where]
         wrapped = at_call(int(nth), getattr(owner, name), after, lambda: happen(how, Path(file)))
         setattr(owner, name, staticmethod(wrapped) if owner is CheckpointStore else wrapped)
-    return lightrft(["rl", file])
+    return lightrft([verb, file])
 
 
 if __name__ == "__main__":

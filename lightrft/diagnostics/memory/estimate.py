@@ -10,7 +10,8 @@ from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import in_worker
-from lightrft.config.verbs import DPOConfig, RLConfig, TrainingConfig
+from lightrft.config.train import TeacherConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory, gradients, held, peak
 from lightrft.diagnostics.memory.phases import (
     DRAWING,
@@ -146,6 +147,8 @@ def _models(config: TrainingConfig) -> Iterator[Model]:
     if isinstance(config, DPOConfig) and loads_reference(config):
         path = config.reference or model.path
         yield _of("reference", alone.model_copy(update={"path": path}), trained=False)
+    if isinstance(config, DistillVerbConfig):
+        yield from _teachers(config)
     if not isinstance(config, RLConfig):
         return
 
@@ -158,14 +161,7 @@ def _models(config: TrainingConfig) -> Iterator[Model]:
     if requirements.reference and not has_base:
         yield _of("reference", at(config.reference), trained=False)
     if config.algorithm.distill.kind != "none":
-        own = {
-            "tokenizer": None,
-            "chat_template": None,
-            "freeze": (),
-            "gradient_checkpointing": False,
-            **config.teacher.model_dump(),
-        }
-        yield _of("teacher", alone.model_copy(update=own), trained=False)
+        yield _teacher("teacher", model, config.teacher)
     if requirements.critic:
         yield _of("critic", at(config.critic.path), trained=True, kind=Critic)
     if requirements.prm:
@@ -182,6 +178,28 @@ def loads_reference(config: DPOConfig) -> bool:
         sees_all=config.train.steps is None and config.train.epochs >= 1,
     )
     return source == "step"
+
+
+def _teachers(config: DistillVerbConfig) -> Iterator[Model]:
+    """Yield the teachers of a distillation. A model with LoRA teaches itself without adapters."""
+    if config.teacher.path:
+        yield _teacher("teacher", config.model, config.teacher)
+    elif not config.teachers and config.model.lora is None:
+        yield _of("teacher", config.model, trained=False)
+    for source, teacher in config.teachers.items():
+        yield _teacher(f"teachers.{source}", config.model, teacher)
+
+
+def _teacher(name: str, policy: ModelConfig, teacher: TeacherConfig) -> Model:
+    own = {
+        "tokenizer": None,
+        "chat_template": None,
+        "lora": None,
+        "freeze": (),
+        "gradient_checkpointing": False,
+        **teacher.model_dump(),
+    }
+    return _of(name, policy.model_copy(update=own), trained=False)
 
 
 def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import StrategyConfig
-from lightrft.config.verbs import DPOConfig, RLConfig, TrainingConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.memory import meta_trace
 from lightrft.diagnostics.memory.formulas import (
     QUANTISED,
@@ -209,7 +209,7 @@ def drawing_answers(
     """
     config = place.config
     lengths = place.lengths
-    if evaluating or not isinstance(config, RLConfig):
+    if evaluating or not generates(config):
         if not config.eval.data.sources:
             return
         lengths = Lengths(
@@ -344,7 +344,7 @@ def _updates(
     # What is cut away is from a formula, which may give more than the trace has.
     update = {**on_it, "activations": max(0.0, activations)}
     config = place.config
-    if m.name == "policy" and isinstance(config, RLConfig) and config.algorithm.distill.whole:
+    if m.name == "policy" and compares_distributions(config):
         # Full vocabularies are compared, in chunks of which two exist at a time.
         update["teacher's logits"] = 2.0 * config.model.logits_mb * MIB
     update |= _whole(place, m, backward=True)
@@ -353,6 +353,20 @@ def _updates(
         outside, blocks = m.units(shares.cut, trained=True)
         last = {**on_it, "whole": last_sum(outside, blocks, m.itemsize)}
         yield MemoryPhase(f"{m.name}: last gradients", last)
+
+
+def generates(config: TrainingConfig) -> bool:
+    """Return True if training steps generate responses."""
+    if isinstance(config, DistillVerbConfig):
+        return config.distill.on_policy > 0
+    return isinstance(config, RLConfig)
+
+
+def compares_distributions(config: TrainingConfig) -> bool:
+    """Return True if a loss compares the policy with a teacher over the vocabulary."""
+    if isinstance(config, RLConfig):
+        return config.algorithm.distill.whole
+    return isinstance(config, DistillVerbConfig)
 
 
 def scored(config: TrainingConfig) -> bool:

@@ -31,6 +31,7 @@ NAMESPACES = (
     "curriculum",
     "preference",
     "sft",
+    "distill",
     "time",
 )
 """Prefixes of the other metrics."""

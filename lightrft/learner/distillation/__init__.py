@@ -1,15 +1,20 @@
-"""Distill a teacher into the policy on the policy's own responses, by advantages or by a loss."""
+"""Distill a teacher into the policy, by advantages or by a loss.
+
+The module ``step`` trains by the loss alone.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from lightrft.config.algorithm import DistillConfig
+from lightrft.config.train import DistillationConfig
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.models.actor import Actor
 from lightrft.models.divergence import Target
@@ -115,8 +120,32 @@ def target_of(
     Raises:
         ConfigError: If ``model`` cannot return full distributions.
     """
-    if model is None:
-        return lambda part: None
+    return (lambda part: None) if model is None else _target_of(model, roles, kind, **options)
+
+
+def teacher_target(
+    model: object, roles: Roles, settings: DistillationConfig
+) -> Callable[[Batch], Target]:
+    """Return a function from a micro-batch to the distributions that a student learns from.
+
+    Every rank must call ``teacher_target`` and the returned function.
+
+    Args:
+        model: A frozen model or a remote teacher.
+        roles: Gives the strategy.
+        settings: The settings ``distill``.
+
+    Raises:
+        ConfigError: If ``model`` cannot return full distributions.
+    """
+    options = {"temperature": settings.temperature, "beta": settings.beta}
+    target = _target_of(model, roles, settings.kind, **options)
+    return lambda part: replace(target(part), top_k=settings.top_k, tail=settings.tail)
+
+
+def _target_of(
+    model: object, roles: Roles, kind: str, **options: float
+) -> Callable[[Batch], Target]:
     if isinstance(model, FrozenModel):
         frozen, head = model.model, gathered_head(model.model, roles.strategy)
         return lambda part: frozen.target(part, kind, head=head, **options)

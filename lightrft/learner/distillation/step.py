@@ -1,0 +1,167 @@
+"""Take a step of distillation: a divergence from a teacher at the tokens of responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.nonfinite_tokens import without_tokens
+from lightrft.algorithms.token_ops import TokenRows, require_column, weighted_sum
+from lightrft.config.train import DistillationConfig
+from lightrft.learner.distillation import teacher_target
+from lightrft.learner.forward_passes import verify_layouts
+from lightrft.learner.policy_update import LossOf, optimizer_step
+from lightrft.learner.sft_step import with_mean_weights
+from lightrft.models.actor import TokenScores
+from lightrft.models.divergence import Target
+from lightrft.observability.metrics import Mean, Metrics, Sum
+from lightrft.roles import Reference, Roles
+from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Responses to learn on.
+
+    Attributes:
+        batch: The responses after the student's prompts, identical on all ranks.
+        shown: The same responses after the prompts that the teacher sees. ``None`` if both see the
+            same.
+        sources: Data source of each response. Read if ``roles.teachers`` are given.
+        given: The responses come from the data, and may be learned by their likelihood too.
+    """
+
+    batch: Batch
+    shown: Batch | None = None
+    sources: Sequence[str] = ()
+    given: bool = True
+
+
+def distill_step(
+    roles: Roles, lesson: Lesson, settings: DistillationConfig, micro_batch_tokens: int
+) -> Metrics:
+    """Take one optimizer step on the mean divergence over the trained tokens of the global batch.
+
+    Args:
+        roles: The student, its teachers and the strategy.
+        lesson: The global batch.
+        settings: The settings ``distill``.
+        micro_batch_tokens: Largest number of tokens of a micro-batch.
+    """
+    batch = lesson.batch
+    rows = TokenRows.of(batch)
+    batch = with_weights(batch, settings.aggregation)
+    if lesson.shown is not None:
+        # A micro-batch finds its rows in ``shown`` by these numbers.
+        batch = batch.replace(example=torch.arange(len(batch)))
+    metrics = Metrics(
+        {"distill/tokens": Sum(int(rows.mask.sum())), "distill/responses": Sum(len(batch))}
+    )
+    verify_layouts(roles, batch)
+    nll_coef = settings.nll_coef if lesson.given else 0.0
+    parts: list[tuple[Batch, LossOf]] = []
+    for teacher, taught in by_teacher(roles, lesson.sources):
+        target = teacher_target(teacher, roles, settings)
+        own = batch if taught is None else batch.select(taught)
+        parts.append((own, _loss_of(roles, target, lesson.shown, nll_coef)))
+    (first, loss_of), *more = parts
+    loss, found = optimizer_step(
+        "policy", roles.strategy, roles.policy, first, micro_batch_tokens, loss_of, more
+    )
+    metrics.add("loss", Mean(loss))
+    metrics.merge(found)
+    return metrics
+
+
+def with_weights(batch: Batch, aggregation: str) -> Batch:
+    """Add the loss weights of a mean over ``batch``, a whole batch.
+
+    Raises:
+        ConfigError: If rows or turns have weights, and the mean is not over tokens.
+    """
+    if aggregation == "token":
+        return with_mean_weights(batch)
+    if batch.token_weights is not None or batch.example_weights is not None:
+        raise ConfigError(
+            f"distill.aggregation = {aggregation}: rows or turns of data.sources have weights, "
+            "which weight a mean over tokens; set distill.aggregation=token, or remove the weights"
+        )
+    return batch.replace(loss_weights=AGGREGATIONS[aggregation](TokenRows.of(batch), 1))
+
+
+def by_teacher(
+    roles: Roles, sources: Sequence[str]
+) -> list[tuple[Reference | None, Tensor | None]]:
+    """Return each teacher with the rows ``[K]`` that it teaches. ``None`` stands for all rows.
+
+    Without a separate teacher, the reference teaches.
+
+    Args:
+        roles: Gives the teachers.
+        sources: Data source of each row.
+    """
+    usual = roles.reference if roles.teacher is None else roles.teacher
+    if not roles.teachers:
+        return [(usual, None)]
+    rows: dict[str, list[int]] = {}
+    for row, source in enumerate(sources):
+        rows.setdefault(source if source in roles.teachers else "", []).append(row)
+    return [(roles.teachers.get(name, usual), torch.tensor(own)) for name, own in rows.items()]
+
+
+def _loss_of(
+    roles: Roles, target: Callable[[Batch], Target], shown: Batch | None, nll_coef: float
+) -> LossOf:
+    """Return the loss of a micro-batch.
+
+    Args:
+        roles: Gives the student.
+        target: Returns the teacher's distributions at the responses of a batch.
+        shown: The responses as the teacher sees them. ``None`` if it sees the same.
+        nll_coef: Factor of -logp.
+    """
+
+    def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
+        seen = part
+        if shown is not None:
+            seen = shown.select(require_column(part.example).cpu()).to(roles.device)
+        scores = roles.actor.score(part, temperature=1.0, target=target(seen))
+        return distillation_loss(scores, part, nll_coef)
+
+    return loss_of
+
+
+def distillation_loss(
+    scores: TokenScores, part: Batch, nll_coef: float = 0.0
+) -> tuple[Tensor, Metrics]:
+    """Return the contribution of a micro-batch to the loss, and its metrics.
+
+    A token with an infinite or NaN number is left out. It may be masked in one vocabulary, and
+    would make the loss of the whole batch infinite.
+
+    Args:
+        scores: Log-probs and divergence of each response token.
+        part: The micro-batch, with ``loss_weights``.
+        nll_coef: Factor of -logp.
+
+    Raises:
+        ValueError: If ``scores`` have no divergence.
+    """
+    if scores.divergence is None:
+        raise ValueError("distillation needs the divergence of each token")
+    finite = torch.isfinite(scores.divergence.detach()) & torch.isfinite(scores.logprobs.detach())
+    lost = part.mask & ~finite
+    kept = without_tokens(part, lost)
+    # Filled, not multiplied by 0: the gradient of a NaN times 0 is NaN.
+    divergence = scores.divergence.masked_fill(~kept.mask, 0.0)
+    nll = -scores.logprobs.masked_fill(~kept.mask, 0.0)
+    losses = divergence + nll_coef * nll if nll_coef else divergence
+    metrics = Metrics({"distill/nonfinite_tokens": Sum(lost.sum())})
+    metrics.add("distill/divergence", Mean.of(divergence.detach(), kept.mask))
+    metrics.add("distill/nll", Mean.of(nll.detach(), kept.mask))
+    return weighted_sum(losses, kept), metrics

@@ -1,0 +1,1 @@
+"""The verb ``distill``: train a model towards the distributions of teachers."""

@@ -1,0 +1,91 @@
+"""Reject settings of distillation that cannot work, or with which nothing would be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lightrft.config.base import changed_fields
+from lightrft.config.verbs import DistillVerbConfig
+from lightrft.trainer.supervised import check_supervised
+from lightrft.utils.errors import ConfigError
+
+
+def check_distill(config: DistillVerbConfig) -> None:
+    """Raise ``ConfigError`` for problems that can be found without a model or data."""
+    settings = config.distill
+    reads = {"log.rollouts_every"} if settings.on_policy else set()
+    # It bounds the rows where they are prompts.
+    if settings.on_policy == 1 or settings.teacher_sees_more:
+        reads.add("data.max_prompt_tokens")
+    check_supervised(config, reads)
+    if not settings.on_policy and (changed := changed_fields(config.sampling)):
+        name = changed[0]
+        raise ConfigError(
+            f"sampling.{name} = {getattr(config.sampling, name)} changes nothing: "
+            "distill.on_policy is 0, so every step learns from given responses; raise it, e.g. "
+            "distill.on_policy=0.5"
+        )
+    for source, teacher in config.teachers.items():
+        if not teacher.path:
+            raise ConfigError(
+                f"teachers.{source}.path is empty; name the model to learn from on rows of "
+                f"{source!r}"
+            )
+    if config.teacher.path:
+        check_separate(config)
+    elif not config.teachers:
+        check_self_distillation(config)
+
+
+def check_separate(config: DistillVerbConfig) -> None:
+    """Raise ``ConfigError`` if settings of self-distillation stand next to a teacher."""
+    if config.distill.refresh_every:
+        raise ConfigError(
+            f"distill.refresh_every = {config.distill.refresh_every} moves the teacher towards the "
+            f"student, and teacher.path = {config.teacher.path!r} names another model; leave "
+            "teacher.path out, or set distill.refresh_every=0"
+        )
+
+
+def check_self_distillation(config: DistillVerbConfig) -> None:
+    """Raise ``ConfigError`` if the start model has nothing to teach, or cannot follow adapters."""
+    settings = config.distill
+    if changed := changed_fields(config.teacher):
+        name = changed[0]
+        raise ConfigError(
+            f"teacher.{name} = {getattr(config.teacher, name)} changes nothing without "
+            "teacher.path; name the model to learn from"
+        )
+    if not settings.teacher_sees_more and not settings.nll_coef:
+        raise ConfigError(
+            "teacher.path is empty; name the model to learn from, e.g. teacher=path/to/model. For "
+            "self-distillation, show the teacher more: set distill.teacher_template or "
+            "distill.teacher_system"
+        )
+    if settings.refresh_every and config.model.lora is not None:
+        raise ConfigError(
+            f"distill.refresh_every = {settings.refresh_every}: with model.lora the teacher is the "
+            "model without its adapters, which cannot move; set distill.refresh_every=0, or train "
+            "all weights (model.lora=null)"
+        )
+
+
+def check_sources(config: DistillVerbConfig, sources: Collection[str]) -> None:
+    """Raise ``ConfigError`` if a teacher has no rows, or a data source has no teacher."""
+    if not config.teachers:
+        return
+    names = ", ".join(map(repr, sorted(sources)))
+    for source in config.teachers:
+        if source not in sources:
+            raise ConfigError(
+                f"teachers.{source}: no row of the data is of the source {source!r}; the sources "
+                f"are {names}"
+            )
+    if config.teacher.path:
+        return
+    for source in sorted(sources):
+        if source not in config.teachers:
+            raise ConfigError(
+                f"rows of the data source {source!r} have no teacher; set teachers.{source}, or "
+                "teacher.path for all other rows"
+            )

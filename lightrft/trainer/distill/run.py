@@ -1,0 +1,284 @@
+"""Run distillation on given and on sampled responses, from the first step or from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.verbs import DistillVerbConfig
+from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.sampler import PromptSampler, draw
+from lightrft.datasets.sft_dataset import Example, SFTDataset
+from lightrft.learner.distillation.step import Lesson, distill_step
+from lightrft.learner.reference_update import (
+    load_reference_state,
+    reference_state,
+    update_reference,
+)
+from lightrft.learner.sft_step import examples_to_batch
+from lightrft.models.processors import Processor, load_processor
+from lightrft.observability.metrics import Mean, Metrics
+from lightrft.observability.observer import Observer
+from lightrft.observability.trackers import Summary
+from lightrft.rewards.base import NullScorer
+from lightrft.roles import FrozenModel, Roles, TrainableModel
+from lightrft.rollout.collate import attached, collate
+from lightrft.rollout.collect import generate_on_ranks
+from lightrft.rollout.generation import requests_for
+from lightrft.rollout.logprob_check import check_batch
+from lightrft.trainer.checks.context_limits import check_examples, check_lengths
+from lightrft.trainer.distill.checks import check_distill, check_sources
+from lightrft.trainer.distill.data import load_rows, load_shown
+from lightrft.trainer.run_session import RunSession
+from lightrft.trainer.supervised import loaded_eval_prompts, opened_session, optimizer_steps
+from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
+from lightrft.types import Batch, Prompt, Rollout, Segments
+from lightrft.utils.errors import GenerationInterrupted
+from lightrft.utils.seeding import derive_seed, torch_generator
+from lightrft.utils.state_io import State
+from lightrft.workers.local import (
+    local_frozen,
+    local_policy,
+    local_scorer,
+    local_tokenizer,
+    self_teacher,
+    teacher_model,
+)
+
+Rows = list[Example] | list[Prompt]
+"""Conversations, or prompts whose responses are all sampled."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DistillRun(TrainingRun):
+    """A distillation run, whose steps take rows of ``dataset`` in the order of ``sampler``.
+
+    The rows are conversations, or prompts if every step samples its responses. ``shown`` has the
+    prompts that the teacher sees, if they differ.
+    """
+
+    config: DistillVerbConfig
+    dataset: SFTDataset | PromptDataset
+    sampler: PromptSampler
+    shown: PromptDataset | None = None
+
+    def train_step(self) -> Metrics:
+        """Take one step on given responses, or on sampled ones."""
+        config, timers = self.config, self.session.timers
+        update_reference(self.roles, config.distill, self.step)
+        before = self.sampler.state_dict()
+        try:
+            lesson, metrics = self.lesson(self.draw())
+        except GenerationInterrupted:
+            self.sampler.load_state_dict(before)
+            raise
+        with timers("update"):
+            budget = config.train.max_tokens_per_micro_batch
+            metrics.merge(distill_step(self.roles, lesson, config.distill, budget))
+        if config.distill.on_policy:
+            with timers("weights"):
+                self.roles.publish(self.step + 1)
+        return metrics
+
+    def draw(self) -> Rows:
+        """Return the next ``batch_size`` rows."""
+        count = self.config.batch_size
+        if isinstance(self.dataset, SFTDataset):
+            return draw(self.dataset, self.sampler, count)
+        return draw(self.dataset, self.sampler, count)
+
+    def lesson(self, rows: Rows) -> tuple[Lesson, Metrics]:
+        """Return the responses to learn on, and metrics of sampled ones.
+
+        Raises ``GenerationInterrupted`` if the run is asked to stop while responses are sampled.
+        """
+        prompts = [as_prompt(row) for row in rows]
+        examples = [row for row in rows if isinstance(row, Example)]
+        # A dataset of prompts has no given responses.
+        sampled = not examples or is_sampled(self.config, self.step)
+        metrics = Metrics({"distill/on_policy": Mean(float(sampled))})
+        if sampled:
+            rollouts = self.sample(prompts)
+            metrics.merge(sample_metrics(rollouts))
+            batch = self.checked_batch(rollouts)
+        else:
+            batch = examples_to_batch(examples)
+        sources = [prompt.data_source for prompt in prompts]
+        return Lesson(batch, self.shown_batch(prompts, batch), sources, not sampled), metrics
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """Generate a response to each prompt by the current weights, and write them if due.
+
+        Raises ``GenerationInterrupted`` if the run is asked to stop meanwhile.
+        """
+        config, session, roles = self.config, self.session, self.roles
+        requests = requests_for(prompts, 1, config.run.seed, "distill", self.step)
+        with roles.generation_mode():
+            groups = generate_on_ranks(
+                session.ranks,
+                roles.engine,
+                # The scorer of the run has rewards for the eval set alone.
+                NullScorer(0.0),
+                requests,
+                config.sampling,
+                session.timers,
+                lambda: bool(session.stop),
+            )
+        rollouts = [rollout for group in groups for rollout in group]
+        done, every = self.step + 1, config.log.rollouts_every
+        if every and done % every == 0:
+            session.folder.write_rollouts(done, rollouts, attached=attached(rollouts))
+        return rollouts
+
+    def checked_batch(self, rollouts: Sequence[Rollout]) -> Batch:
+        """Return ``rollouts`` as a batch, after a check of the engine's log-probs if it is due."""
+        batch = collate([[rollout] for rollout in rollouts])
+        config = self.config
+        with self.session.timers("layout"):
+            check_batch(self.roles, batch, config.sampling, config.engine, self.step)
+        return batch
+
+    def shown_batch(self, prompts: Sequence[Prompt], batch: Batch) -> Batch | None:
+        """Return the responses of ``batch`` after the prompts that the teacher sees.
+
+        Return None if it sees the student's.
+        """
+        if self.shown is None:
+            return None
+        found = self.shown.fetch(self.shown.places([prompt.id for prompt in prompts]))
+        seen: list[Prompt] = []
+        for entry in found:
+            if isinstance(entry, MalformedRow):
+                raise entry
+            seen.append(entry)
+        return Batch(Segments.of_prompts(seen), batch.responses, batch.prompt_of)
+
+    def state(self) -> State:
+        """Return the state of the sampler, and of a teacher that has moved."""
+        return {"sampler": self.sampler.state_dict(), **reference_state(self.roles)}
+
+    def load_state(self, state: State) -> None:
+        """Restore the result of ``state``."""
+        self.sampler.load_state_dict(state["sampler"])
+        load_reference_state(self.roles, state)
+
+
+def is_sampled(config: DistillVerbConfig, step: int) -> bool:
+    """Return True if the responses of ``step`` are sampled by the student.
+
+    One choice holds for a whole step, as in GKD, arXiv 2306.13649, algorithm 1. It depends on the
+    seed and the step alone, so a resumed run makes the same choices.
+    """
+    generator = torch_generator(derive_seed(config.run.seed, "on_policy", step))
+    return float(torch.rand((), generator=generator)) < config.distill.on_policy
+
+
+def as_prompt(row: Example | Prompt) -> Prompt:
+    """Return the prompt of a conversation, which ends where its first trained response begins."""
+    if isinstance(row, Prompt):
+        return row
+    return Prompt(row.id, row.prompt_ids, data_source=row.data_source, media=row.prompt_media)
+
+
+def sample_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return the mean length of sampled responses, and the share that the length limit cut."""
+    metrics = Metrics()
+    for rollout in rollouts:
+        metrics.add("response/length", Mean(len(rollout)))
+        metrics.add("response/clip_ratio", Mean(float(rollout.finish_reason == "length")))
+    return metrics
+
+
+def run_distill(config: DistillVerbConfig, observer: Observer | None = None) -> Summary:
+    """Train as configured and return the content of ``summary.json``."""
+    check_distill(config)
+    with opened_session(config, observer) as session:
+        run = prepare(config, session)
+        try:
+            check_context(run)
+            resume_from_checkpoint(run)
+            return run_steps(run)
+        finally:
+            # Cancels reads of media that have not started.
+            run.dataset.prefetch(())
+            run.roles.close()
+
+
+def check_context(run: DistillRun) -> None:
+    """Raise ``ConfigError`` if a row or a sampled response exceeds the model's context length."""
+    config, dataset, actor = run.config, run.dataset, run.roles.actor
+    longest = dataset.longest
+    if isinstance(dataset, SFTDataset):
+        check_examples(actor, dataset.longest, config.max_tokens)
+        longest = dataset.longest_prompt
+    if config.distill.on_policy:
+        check_lengths(actor, longest, config.sampling, "sampling", "data")
+
+
+def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
+    """Load data and roles of a run, at step 0."""
+    tokenizer = local_tokenizer(config.model)
+    processor = load_processor(config.model, tokenizer)
+    dataset = load_rows(config, tokenizer, processor)
+    check_sources(config, dataset.data_sources)
+    shown = load_shown(config, dataset, tokenizer, processor)
+    steps = optimizer_steps(config, len(dataset))
+    prompts = loaded_eval_prompts(config, tokenizer, processor, session)
+    return DistillRun(
+        session=session,
+        eval=config.eval,
+        eval_prompts=prompts,
+        roles=local_students_and_teachers(config, session, tokenizer, processor, steps),
+        seed=config.run.seed,
+        steps=steps,
+        config=config,
+        dataset=dataset,
+        sampler=PromptSampler(len(dataset), config.run.seed, config.data.shuffle),
+        shown=shown,
+    )
+
+
+def local_students_and_teachers(
+    config: DistillVerbConfig,
+    session: RunSession,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Processor | None,
+    steps: int,
+) -> Roles:
+    """Load the student and its teachers.
+
+    Args:
+        config: settings of the run.
+        session: gives the ranks.
+        tokenizer: tokenizer of the student.
+        processor: prepares media, or None for a text-only model.
+        steps: number of steps of the run.
+    """
+    # Before the models: a teacher of another tokenizer is an error.
+    models = {
+        f"teachers.{source}": teacher_model(config.model, own, tokenizer, f"teachers.{source}")
+        for source, own in config.teachers.items()
+    }
+    if config.teacher.path:
+        models["teacher"] = teacher_model(config.model, config.teacher, tokenizer)
+    strategy, actor, engine = local_policy(
+        config.model, config.strategy, config.engine, tokenizer, session.ranks
+    )
+    policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps))
+    teaches_itself = not config.teacher.path and not config.teachers
+    loaded = {key: FrozenModel(local_frozen(model, strategy)) for key, model in models.items()}
+    return Roles(
+        strategy=strategy,
+        policy=policy,
+        engine=engine,
+        scorer=local_scorer(config.reward),
+        tokenizer=tokenizer,
+        processor=processor,
+        reference=self_teacher(config, policy, strategy) if teaches_itself else None,
+        teacher=loaded.get("teacher"),
+        teachers={source: loaded[f"teachers.{source}"] for source in config.teachers},
+    )
