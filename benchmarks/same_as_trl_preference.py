@@ -55,7 +55,6 @@ LOGPS = {key: name for key, name in PAIR_METRICS.items() if key.startswith("logp
 KTO_METRICS = {
     "rewards/chosen": "preference/reward_desirable",
     "rewards/rejected": "preference/reward_undesirable",
-    "kl": "preference/mismatched_kl",
 }
 
 
@@ -144,6 +143,11 @@ def dpo_cases() -> dict[str, Case]:
     uncapped = "TRL does not cap the weights: `wpo_cap: null`."
     wpo = dpo("sigmoid", "sigmoid", uncapped, wpo=True, wpo_cap=None)
     cases["sigmoid, WPO"] = replace(wpo, theirs={**wpo.theirs, "use_weighting": True})
+    moved = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+    tree = {"source": "step", "refresh_every": 2, "refresh_decay": 0.4}
+    share = "`refresh_decay` is the share of the old reference, and TRL's alpha that of the policy."
+    moving = dpo("sigmoid", "sigmoid", share, reference=tree)
+    cases["sigmoid, TR-DPO"] = replace(moving, theirs={**moving.theirs, **moved})
     unread = "TRL's rewards compare with a reference, which the loss does not read."
     cases["sft of chosen"] = Case("DPO", {"loss_type": ["sft"]}, {"losses": ["sft"]}, LOGPS, unread)
     cases["MPO"] = Case(
@@ -173,7 +177,9 @@ def kto_cases() -> dict[str, Case]:
         weights = {"desirable_weight": 1.0, "undesirable_weight": 1.5}
         tree = {"losses": [loss_of(name, **weights)], "beta": BETA}
         theirs = {"loss_type": name, "beta": BETA, **weights}
-        cases[name] = Case("KTO", theirs, tree, KTO_METRICS)
+        # TRL reports a mean that is below 0 as 0; in the first batch it is above
+        kl = {"kl": "preference/mismatched_kl"} if name == "kto" else {}
+        cases[name] = Case("KTO", theirs, tree, {**KTO_METRICS, **kl})
     return cases
 
 
@@ -365,7 +371,9 @@ class Learner:
     def __init__(self, case: Case, models: Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        from lightrft.config.preference import PreferenceReferenceConfig
         from lightrft.config.strategy import OptimizerConfig, StrategyConfig
+        from lightrft.learner.reference_update import MovingReference
         from lightrft.models.actor import Actor
         from lightrft.roles import FrozenModel, Roles, TrainableModel
         from lightrft.strategy.single import SingleStrategy
@@ -379,6 +387,9 @@ class Learner:
         policy = actor("policy")
         state = strategy.prepare(policy, optimizer, STEPS)
         reference = FrozenModel(actor("reference").requires_grad_(False))
+        if "reference" in case.ours:
+            moves = PreferenceReferenceConfig.model_validate(case.ours["reference"])
+            reference = MovingReference.of(reference.model, state.shapes, strategy, moves)
         # The engine and the scorer of reinforcement learning have no part in this.
         unused: Any = None
         trained = TrainableModel(policy, state)
@@ -399,6 +410,7 @@ def step_of(case: Case, roles: Any) -> Callable[[Any, int], Any]:
     from lightrft.config.preference import PreferenceConfig
     from lightrft.learner.preference_batch import PreferenceStats
     from lightrft.learner.preference_step import PreferenceSettings, preference_step
+    from lightrft.learner.reference_update import update_reference
     from lightrft.learner.sft_step import sft_step
 
     if case.trainer == "SFT":
@@ -407,7 +419,12 @@ def step_of(case: Case, roles: Any) -> Callable[[Any, int], Any]:
     check_preference(config)
     needed = preference_requirements(config)
     settings, stats = PreferenceSettings(config, needed, WHOLE_BATCH, 0), PreferenceStats()
-    return lambda batch, step: preference_step(roles, batch, settings, stats, step)
+
+    def step(batch: Any, done: int) -> Any:
+        update_reference(roles, config.reference, done)
+        return preference_step(roles, batch, settings, stats, done)
+
+    return step
 
 
 def run_ours(case: Case, models: Path, scratch: Path) -> Side:

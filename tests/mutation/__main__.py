@@ -34,7 +34,7 @@ PREFERENCE = [
 ]
 OWN = (
     *("by_hand", "identities", "declared_reads", "modifiers", "objective"),
-    *("preference_requirements", "compatibility"),
+    *("preference_requirements", "compatibility", "inputs"),
 )
 TESTS = {
     "advantages": [

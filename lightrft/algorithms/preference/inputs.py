@@ -136,7 +136,7 @@ class Ranked:
             ``index`` is 0 where ``real`` is false.
         """
         groups = len(self)
-        sizes = torch.bincount(self.group_of, minlength=groups)
+        sizes = torch.bincount(self.group_of)
         order = torch.argsort(self.group_of, stable=True)
         group = self.group_of[order]
         start = sizes.cumsum(0) - sizes
