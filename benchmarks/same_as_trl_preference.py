@@ -93,6 +93,7 @@ def dpo(loss: str, ours: str, note: str = "", **more: Any) -> Case:
     if ours == "discopop":
         tree["losses"] = [loss_of("discopop", tau=TAU)]
         theirs["discopop_tau"] = TAU
+        note = "`tau: 0.5` on both sides; 0.05 multiplies the rounding of log-probs by 20."
     return Case("DPO", theirs, tree, note=note)
 
 
@@ -593,7 +594,7 @@ def line_of(name: str, found: Difference) -> str:
 
 
 HEAD = (
-    "| loss | loss | metrics | gradients | losses of 5 steps | weights after 5 steps | equal |\n"
+    "| case | loss | metrics | gradients | losses of 5 steps | weights after 5 steps | equal |\n"
     "|---|---|---|---|---|---|---|"
 )
 

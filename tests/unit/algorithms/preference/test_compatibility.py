@@ -41,6 +41,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["label_smoothing = 0.5: 'robust'", "at least half of the labels", "less than 0.5"],
     ),
     ({"losses": ["sigmoid"], "label_smoothing": 0.75}, ["label_smoothing = 0.75: 'sigmoid'"]),
+    (
+        {"losses": ["sigmoid", "aot"], "label_smoothing": 0.6},
+        ["label_smoothing = 0.6: 'sigmoid' would take"],
+    ),
     ({"losses": ["exo"]}, ["label_smoothing = 0: loss 'exo'", "e.g. 0.001"]),
     (
         {
@@ -83,6 +87,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"reference": {"source": "none"}},
         ["source = none: 'sigmoid' compares the policy with a reference", "e.g. simpo"],
+    ),
+    (
+        {"losses": ["hinge", "ipo"], "reference": {"source": "none"}},
+        ["source = none: 'hinge' compares"],
     ),
     (
         {"reference": {"source": "cached", "refresh_every": 512}},
