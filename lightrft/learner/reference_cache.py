@@ -122,6 +122,7 @@ def compute_all(
     size, ranks = len(dataset), roles.strategy.ranks
     ends = np.cumsum(dataset.response_tokens)
     values = np.full(int(ends[-1]), np.nan, np.float32)
+    progress(0)
     for start in range(0, size, CHUNK):
         fetched = agreed(dataset.fetch(range(start, min(start + CHUNK, size))), ranks)
         dataset.prefetch(range(start + CHUNK, min(start + 2 * CHUNK, size)))

@@ -269,12 +269,18 @@ def kept_logprobs(run: PreferenceRun, dataset: PreferenceDataset) -> ReferenceLo
     """Return the reference's log-probs of ``dataset``, and show the progress."""
     reference, observer = run.roles.reference, run.session.observer
     assert isinstance(reference, FrozenModel | AdapterFreeReference)
-    observer.begin("reference log-probs", len(dataset), 0)
+
+    def show(done: int) -> None:
+        if done:
+            observer.update({"step": done})
+        else:
+            observer.begin("reference log-probs", len(dataset), 0)
+
     return cached_logprobs(
         run.roles,
         reference,
         dataset,
         run.settings.max_tokens,
         Path(run.config.preference.reference.cache_dir).expanduser(),
-        lambda done: observer.update({"step": done}),
+        show,
     )

@@ -62,14 +62,60 @@ CURVES = (
     ),
     Curve("policy/grad_norm", "Gradient norm", "before clipping", zero=True, color=5),
     Curve("policy/loss", "Policy loss", "the objective of a step", color=1),
-    Curve("loss", "Loss", "nats per token", color=1),
+    Curve("loss", "Loss", "the objective of a step", color=1),
     Curve("tokens_per_second", "Tokens per second", "over the whole step", "count", zero=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The plot of several metrics.
+
+    Args:
+        title: title of the plot.
+        note: subtitle.
+        metrics: labels by metric. The last one that the run has written gives the number.
+        form: formatting of a value.
+        y_range: range of the axis. None fits it to the values.
+    """
+
+    title: str
+    note: str
+    metrics: dict[str, str]
+    form: Form = "compact"
+    y_range: tuple[float, float] | None = None
+
+
+COMPARISONS = (
+    Comparison(
+        "Pair accuracy",
+        "share of pairs whose implicit rewards have the right order",
+        {"preference/accuracy": "training", "eval/pair_accuracy": "held out"},
+        form="percent",
+        y_range=(0.0, 1.0),
+    ),
+    Comparison(
+        "Margin",
+        "implicit reward of the better response minus that of the worse one",
+        {"preference/margin": "training", "eval/margin": "held out"},
+    ),
+    Comparison(
+        "Implicit rewards",
+        "beta times the log-ratio to the reference",
+        {
+            "preference/reward_chosen": "chosen",
+            "preference/reward_rejected": "rejected",
+            "preference/reward_desirable": "desirable",
+            "preference/reward_undesirable": "undesirable",
+        },
+    ),
 )
 
 
 def plots(run: RunData) -> list[Plot]:
     """Return a plot for each metric that the run has written."""
     found = [_reward(run), _accuracy(run)]
+    found += [_comparison(row, run) for row in COMPARISONS]
     found += [_curve(curve, run.points(curve.metric)) for curve in CURVES]
     warm_up = Curve("loss", "Warm-up loss", "supervised steps, nats per token", color=1)
     # Supervised steps are counted from 1 as well, so they need an axis of their own.
@@ -115,6 +161,20 @@ def _accuracy(run: RunData) -> Plot | None:
         form="percent",
         y_range=(0.0, 1.0),
     )
+
+
+def _comparison(row: Comparison, run: RunData) -> Plot | None:
+    series: list[Series] = []
+    last = 0.0
+    for color, (metric, label) in enumerate(row.metrics.items()):
+        points = run.points(metric)
+        if points:
+            series.append(Series(label, points, color, dots=len(points) <= NOISY))
+            _, last = points[-1]
+    if not series:
+        return None
+    now = FORMS[row.form](last)
+    return Plot(row.title, row.note, now, series, form=row.form, y_range=row.y_range)
 
 
 def _curve(curve: Curve, points: Points, axis: str = "step") -> Plot | None:

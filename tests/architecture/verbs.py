@@ -4,6 +4,9 @@ from pydantic import ConfigDict
 
 from docs.generate import VERBS
 from lightrft.config.base import Settings
+from lightrft.config.preference import PreferenceConfig
+from lightrft.config.train import DistillationConfig
+from lightrft.config.verbs import RLConfig
 
 
 class Options(Settings):
@@ -12,9 +15,23 @@ class Options(Settings):
     model_config = ConfigDict(extra="allow")
 
 
+class Verb(Settings):
+    """What ``lightrft explain`` reads itself."""
+
+    verb: str = "auto"
+
+
+class Explained(RLConfig):
+    """The settings of every verb that ``lightrft explain`` explains."""
+
+    explain: Verb = Verb()
+    preference: PreferenceConfig = PreferenceConfig()
+    distill: DistillationConfig = DistillationConfig()
+
+
 CONFIG_OF: dict[str, type[Settings]] = {
     **VERBS,
-    "explain": VERBS["rl"],
+    "explain": Explained,
     "check": Options,
     "report": Options,
 }
