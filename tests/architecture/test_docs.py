@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate import VERBS as CONFIGS
 from docs.generate import pages
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
 from lightrft.cli.main import VERBS
@@ -111,7 +112,7 @@ def test_no_page_is_left_of_a_preset_that_is_gone() -> None:
 
 def test_the_pages_made_from_the_code_name_every_setting_with_its_default_and_docstring() -> None:
     text = pages()[Path("configuration.md")]
-    for cls in CONFIG_OF.values():
+    for cls in CONFIGS.values():
         for name in cls.model_fields:
             assert f"| `{name}` |" in text
     assert "| `horizon` | int, ≥ 1 | `10000` |" in text
