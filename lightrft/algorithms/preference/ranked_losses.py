@@ -35,7 +35,7 @@ def plackett_luce(data: Ranked, settings: PreferenceConfig) -> Tensor:
     itself = torch.eye(index.shape[1], dtype=torch.bool, device=index.device)
     # a padded place competes with itself alone, so that its loss is 0
     competing = scores[:, None, :].masked_fill(~(worse | itself), -torch.inf)
-    return (torch.logsumexp(competing, dim=-1) - scores).sum(-1)
+    return (torch.logsumexp(competing, dim=2) - scores).sum(1)
 
 
 @PREFERENCE_LOSSES.register(
@@ -66,11 +66,12 @@ def lipo(data: Ranked, settings: PreferenceConfig) -> Tensor:
             f"{float(rating.max()):g}; scale them to about [0, 1]"
         )
     discount = 1 / torch.log1p(_places(scores, data.rank[index], real).to(scores.dtype))
-    swap_gain = (gain[:, :, None] - gain[:, None, :]).abs()
+    # above 0 for the pairs that count
+    swap_gain = gain[:, :, None] - gain[:, None, :]
     swap_discount = (discount[:, :, None] - discount[:, None, :]).abs()
     losses = -swap_gain * swap_discount * log_sigmoid(scores[:, :, None] - scores[:, None, :])
     better = _better(-rating, real)
-    return torch.where(better, losses, torch.zeros_like(losses)).sum((-2, -1))
+    return torch.where(better, losses, torch.zeros_like(losses)).sum((1, 2))
 
 
 def _better(rank: Tensor, real: Tensor) -> Tensor:
@@ -89,10 +90,14 @@ def _places(scores: Tensor, rank: Tensor, real: Tensor) -> Tensor:
 
     Args:
         scores: ``[G, K]``.
-        rank: ``[G, K]``. Decides between equal scores.
-        real: ``[G, K]`` bool. False at padded places, which come last.
+        rank: ``[G, K]``. Decides between equal scores; of equal ranks the first response is first.
+        real: ``[G, K]`` bool. False at padded places, which push no response back.
     """
-    by_rank = torch.argsort(rank, dim=-1, stable=True)
-    in_order = scores.masked_fill(~real, -torch.inf).gather(-1, by_rank)
-    by_score = torch.argsort(in_order, dim=-1, descending=True, stable=True)
-    return torch.argsort(by_rank.gather(-1, by_score), dim=-1) + 1
+    column = torch.arange(rank.shape[1], device=rank.device)
+    # [G, i, j]: response j comes before response i
+    own_rank, other_rank = rank[:, :, None], rank[:, None, :]
+    is_first = column[None, :] < column[:, None]
+    before = (other_rank < own_rank) | ((other_rank == own_rank) & is_first)
+    own_score, other_score = scores[:, :, None], scores[:, None, :]
+    before = (other_score > own_score) | ((other_score == own_score) & before)
+    return (before & real[:, None, :]).sum(2) + 1

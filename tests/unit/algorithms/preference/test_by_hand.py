@@ -473,3 +473,17 @@ def test_a_pair_without_the_response_that_a_loss_reads_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         loss_of(name, dataclasses.replace(WIDE, **{column: None}))
+
+
+@pytest.mark.parametrize("rating", [[0.0, 0.5, 1.0], [1.0, 0.0, 0.5]])
+def test_equal_scores_of_equal_rank_take_places_in_the_order_of_the_responses(
+    rating: list[float],
+) -> None:
+    expected = 0.0
+    for i, above in enumerate(rating):
+        for j, below in enumerate(rating):
+            if above > below:
+                discount = 1 / math.log(2 + i) - 1 / math.log(2 + j)
+                expected += (2**above - 2**below) * abs(discount) * math.log(2)
+    found = loss_of("lipo", ranked([0.0] * 3, [0] * 3, rating=rating))
+    assert found == pytest.approx([expected])
