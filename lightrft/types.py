@@ -402,6 +402,7 @@ class Batch:
     margin: Tensor | None = sample_column()
     desirable: Tensor | None = sample_column()  # [B] bool: a good response
     example_weights: Tensor | None = sample_column()  # [B] weight of the example in the loss
+    data_source: Tensor | None = sample_column()  # [B] long: number of the data source
     # [B] long: seed of the noise on the embeddings of the prompt and the response
     noise_seeds: Tensor | None = sample_column()
     noise_alpha: Tensor | None = sample_column()  # [B] size of that noise

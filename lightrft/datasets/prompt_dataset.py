@@ -65,13 +65,20 @@ class Sources(Generic[R]):
         self._roots = [media_root(config.media.root, s.path) for s in config.sources]
         self.counts: Counter[str] = Counter()
         self.first_problem = ""
-        self.data_sources: set[str] = set()
+        # The number of each data source, in the order of their first rows.
+        self.data_sources: dict[str, int] = {}
 
     def record(self, source: int, row: int) -> R:
         """Return row ``row`` of source ``source``. Raises ``MalformedRow``."""
         rows = self.rows[source]
         where = rows.where(row)
         return self._read(rows[row], where=where, reads=self.reads, root=self._roots[source])
+
+    def data_source(self, record: ParsedRow, source: int) -> str:
+        """Return the data source of a record of source ``source``, and note it."""
+        name = record.data_source or self.names[source]
+        self.data_sources.setdefault(name, len(self.data_sources))
+        return name
 
     def where(self, source: int, row: int) -> str:
         """Return the location of row ``row`` of source ``source``, for messages."""
@@ -231,7 +238,7 @@ class Sources(Generic[R]):
         facts = {
             "counts": self.counts,
             "first_problem": self.first_problem,
-            "data_sources": sorted(self.data_sources),
+            "data_sources": list(self.data_sources),
             "lengths": lengths,
             "unique": len(set(names)) == len(names),
             "files": files,
@@ -253,7 +260,8 @@ class Sources(Generic[R]):
         # _open() has counted malformed rows, which the stored counts contain
         self.counts.clear()
         self.counts.update(facts["counts"])
-        self.first_problem, self.data_sources = facts["first_problem"], set(facts["data_sources"])
+        self.first_problem = facts["first_problem"]
+        self.data_sources = {name: k for k, name in enumerate(facts["data_sources"])}
         return facts["lengths"], entry.names if facts["unique"] else list(entry.names)
 
     def _open(self, indexes: Sequence[Indexes]) -> None:
@@ -340,9 +348,9 @@ class EncodedDataset(Generic[T]):
         return self._ids
 
     @property
-    def data_sources(self) -> frozenset[str]:
-        """Return the names of all data sources of the entries."""
-        return frozenset(self._sources.data_sources)
+    def data_sources(self) -> Sequence[str]:
+        """Return the names of all data sources of the entries, in the order of their rows."""
+        return tuple(self._sources.data_sources)
 
     @property
     def longest(self) -> int:
@@ -475,8 +483,7 @@ class PromptDataset(EncodedDataset[Prompt]):
             self.counts["special_tokens"] += self.encoder.is_shielded(text)
             self._keep(source, row, cut, ids)
             note_text(self.counts, self._unknown.count(text, ids), len(ids), source, row)
-            data_source = record.data_source or self._sources.names[source]
-            self._sources.data_sources.add(data_source)
+            data_source = self._sources.data_source(record, source)
             gold = _reference(record) if record.label is None else record.label
             note_label(self.counts, data_source, gold, source, row)
             names.append(record.id or f"{self._sources.names[source]}/{row}")

@@ -32,14 +32,13 @@ COLUMNS = {
     "run_lengths": "q",
     "runs": "Q",
     "weight": "d",
-    "source": "H",
-    "row": "Q",
+    "data_source": "I",
 }
 """Stored columns of the examples.
 
 They are the concatenated tokens, the end of each example and the end of each prompt. The weights of
-a response are runs of equal weights: ``runs`` has the end of each response among them. ``weight``
-has the weight of each example, ``source`` and ``row`` its source and row.
+a response are runs of equal weights: ``runs`` has the end of each response among them. Each example
+has a ``weight`` and the number of a ``data_source``.
 """
 
 
@@ -56,7 +55,7 @@ class Example:
         weight: weight of the example in the loss.
         prompt_media: media of ``prompt_ids``.
         response_media: media of ``response_ids``.
-        data_source: name of the data source, if the dataset was asked to fill it in.
+        data_source: name of the data source.
     """
 
     prompt_ids: list[int]
@@ -107,7 +106,6 @@ class SFTDataset(EncodedDataset[Example]):
         max_tokens: largest number of tokens of an example.
         seed: seed of the order of mixed sources.
         processor: the media processor. None for a model that reads only text.
-        name_sources: fill in ``Example.data_source``, which reads each row again.
 
     Raises:
         DataError: a row cannot be used, or no example is left.
@@ -123,11 +121,9 @@ class SFTDataset(EncodedDataset[Example]):
         max_tokens: int,
         seed: int,
         processor: Any = None,
-        name_sources: bool = False,
     ) -> None:
         self.config = config
         self.max_tokens = max_tokens
-        self.name_sources = name_sources
         self.encoder = ChatEncoder(config, tokenizer, processor)
         outside = 1.0 if config.loss_on == "all" else 0.0
         self.turns = TurnEncoder(config, self.encoder, outside)
@@ -145,6 +141,7 @@ class SFTDataset(EncodedDataset[Example]):
         cache = token_cache_of(config, tokenizer, "examples", options, processor)
         self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
         self.counts["examples"] = len(self._order)
+        self._source_names = self.data_sources
 
     def __getitem__(self, i: int) -> Example:
         k, start = self._stored(i, "example")
@@ -158,9 +155,8 @@ class SFTDataset(EncodedDataset[Example]):
             weights=weights.tolist(),
             id=self._ids[i],
             weight=float(kept["weight"][k]),
+            data_source=self._source_names[kept["data_source"][k]],
         )
-        if self.name_sources:
-            example.data_source = self._data_source(k)
         if self.encoder.media is not None and k in self._media:
             source, row, numbers = self._media[k]
             record = self._sources.record(source, row)
@@ -170,11 +166,6 @@ class SFTDataset(EncodedDataset[Example]):
             )
             example.prompt_media, example.response_media = media
         return example
-
-    def _data_source(self, k: int) -> str:
-        source = int(self._kept["source"][k])
-        record = self._sources.record(source, int(self._kept["row"][k]))
-        return record.data_source or self._sources.names[source]
 
     @property
     def longest_prompt(self) -> int:
@@ -235,9 +226,8 @@ class SFTDataset(EncodedDataset[Example]):
             kept["run_lengths"].append(len(list(run)))
         kept["runs"].append(len(kept["run_weights"]))
         kept["weight"].append(part.weight)
-        kept["source"].append(source)
-        kept["row"].append(part.row)
-        self._sources.data_sources.add(record.data_source or self._sources.names[source])
+        name = self._sources.data_source(record, source)
+        kept["data_source"].append(self._sources.data_sources[name])
         unknown = self._unknown.count("".join(texts.texts), ids)
         note_text(self.counts, unknown, len(ids), source, part.row)
         return True

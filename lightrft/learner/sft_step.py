@@ -21,6 +21,9 @@ from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, Segments
 from lightrft.utils.seeding import derive_seed
 
+MOST_SOURCES = 32
+"""Largest number of data sources that get metrics of their own."""
+
 
 def examples_to_batch(examples: Sequence[Example]) -> Batch:
     """Collate conversations to one ``Batch``; ``sampled`` marks the trained tokens.
@@ -99,12 +102,45 @@ def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
     return weighted_sum(losses, kept), Mean.of(losses.detach(), kept.mask), Sum(lost.sum())
 
 
+def with_sources(batch: Batch, examples: Sequence[Example], sources: Sequence[str]) -> Batch:
+    """Add the number of the data source of each of ``examples`` to ``batch``.
+
+    Args:
+        batch: The result of ``examples_to_batch``.
+        examples: The examples of ``batch``.
+        sources: Names of the data sources. One source, or more than ``MOST_SOURCES``, add nothing.
+    """
+    if not 1 < len(sources) <= MOST_SOURCES:
+        return batch
+    number = {name: k for k, name in enumerate(sources)}
+    return batch.replace(data_source=torch.tensor([number[e.data_source] for e in examples]))
+
+
+def nll_by_source(logprobs: Tensor, part: Batch, sources: Sequence[str]) -> Metrics:
+    """Return the mean of -logp over the trained tokens of each data source.
+
+    Args:
+        logprobs: ``[N]``. Infinite and NaN ones are left out.
+        part: A micro-batch. Without data sources, there are no metrics.
+        sources: Names of the data sources.
+    """
+    metrics = Metrics()
+    if part.data_source is None:
+        return metrics
+    counted = part.mask & torch.isfinite(logprobs)
+    source_of = part.data_source[part.row_of]
+    for number, name in enumerate(sources):
+        metrics.add(f"sft/{name}/nll", Mean.of(-logprobs, counted & (source_of == number)))
+    return metrics
+
+
 def sft_step(
     strategy: Strategy,
     policy: TrainableModel,
     batch: Batch,
     micro_batch_tokens: int,
     noise: Callable[[Batch], Batch] | None = None,
+    sources: Sequence[str] = (),
 ) -> Metrics:
     """Take one optimizer step on the weighted mean of -logp over the tokens of the global batch.
 
@@ -114,6 +150,7 @@ def sft_step(
         batch: The global batch, identical on all ranks.
         micro_batch_tokens: Largest number of tokens of a micro-batch.
         noise: Adds noise to the batch, such as ``with_noise``. ``None`` adds none.
+        sources: Names of the data sources, for metrics.
     """
     # Before the noise: the model's own forward, which the layout is compared with, has none.
     verify_layout(policy, batch, strategy)
@@ -123,8 +160,11 @@ def sft_step(
     )
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        loss, _, lost = mean_nll(policy.model.score(part, temperature=1.0).logprobs, part)
-        return loss, Metrics({"sft/nonfinite_tokens": lost})
+        logprobs = policy.model.score(part, temperature=1.0).logprobs
+        loss, _, lost = mean_nll(logprobs, part)
+        found = nll_by_source(logprobs.detach(), part, sources)
+        found.add("sft/nonfinite_tokens", lost)
+        return loss, found
 
     loss, found = optimizer_step("policy", strategy, policy, batch, micro_batch_tokens, loss_of)
     metrics.add("loss", Mean(loss))

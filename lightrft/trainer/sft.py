@@ -11,7 +11,7 @@ from lightrft.config.verbs import DistillVerbConfig, SFTConfig
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.learner.sft_step import examples_to_batch, sft_step, with_noise
+from lightrft.learner.sft_step import examples_to_batch, sft_step, with_noise, with_sources
 from lightrft.models.processors import Processor, load_processor
 from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import Observer
@@ -42,7 +42,9 @@ class SFTRun(TrainingRun):
     def train_step(self) -> Metrics:
         """Take one step on the next ``batch_size`` conversations."""
         config = self.config
-        batch = examples_to_batch(draw(self.dataset, self.sampler, config.batch_size))
+        sources = self.dataset.data_sources
+        examples = draw(self.dataset, self.sampler, config.batch_size)
+        batch = with_sources(examples_to_batch(examples), examples, sources)
         noise = partial(with_noise, alpha=config.neftune_alpha, seed=self.seed, step=self.step)
         with self.session.timers("update"):
             return sft_step(
@@ -51,6 +53,7 @@ class SFTRun(TrainingRun):
                 batch,
                 config.train.max_tokens_per_micro_batch,
                 noise,
+                sources,
             )
 
     def state(self) -> State:
@@ -111,8 +114,6 @@ def load_examples(
     config: SFTConfig | DistillVerbConfig,
     tokenizer: PreTrainedTokenizerBase,
     processor: Processor | None,
-    *,
-    name_sources: bool = False,
 ) -> SFTDataset:
     """Return the conversations of ``data``, enough for a step.
 
@@ -120,7 +121,6 @@ def load_examples(
         config: settings of the run.
         tokenizer: encodes the conversations.
         processor: prepares media, or None for a text-only model.
-        name_sources: fill in the data source of each example.
     """
     dataset = SFTDataset(
         config.data,
@@ -128,7 +128,6 @@ def load_examples(
         max_tokens=config.max_tokens,
         seed=config.run.seed,
         processor=processor,
-        name_sources=name_sources,
     )
     report("data", dataset.counts, dataset.first_problem)
     check_text(dataset, "data.sources")

@@ -124,6 +124,23 @@ def test_the_weight_of_a_row_and_of_a_turn_reach_the_loss(sft, tmp_path):
     assert losses("turns", turns) == pytest.approx((both[0] / 4 + both[1]) / 1.25, abs=1e-6)
 
 
+def test_each_data_source_has_its_own_loss(sft, tmp_path):
+    rows = {"a": [{"prompt": "1+1=", "response": "2"}], "b": [{"prompt": "2+2=", "response": "4"}]}
+    sources = []
+    for name, some in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in some))
+        sources.append({"path": str(tmp_path / f"{name}.jsonl")})
+    size = {"batch_size": 2, "train": {"steps": 1, "max_tokens_per_micro_batch": 40}}
+    (row,) = sft(data={"sources": sources}, **size)
+    # both have two trained tokens
+    assert row["loss"] == pytest.approx((row["sft/a/nll"] + row["sft/b/nll"]) / 2, abs=1e-6)
+    assert row["sft/a/nll"] != row["sft/b/nll"]
+    one = {"batch_size": 1, "train": {"steps": 1}}
+    (alone,) = sft(run={"name": "alone"}, data={"sources": sources[:1]}, **one)
+    assert alone["loss"] == pytest.approx(row["sft/a/nll"], abs=1e-6)
+    assert not any(key.endswith("/nll") for key in alone)
+
+
 def test_adapters_are_trained_alone_and_merged_into_the_export(sft, model_folder, tmp_path):
     sft(model={"lora": {"rank": 4, "alpha": 8}})
     state = load_file(

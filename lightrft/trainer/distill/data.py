@@ -26,7 +26,7 @@ def load_rows(
         processor: prepares media, or None for a text-only model.
     """
     if config.distill.on_policy < 1:
-        return load_examples(config, tokenizer, processor, name_sources=bool(config.teachers))
+        return load_examples(config, tokenizer, processor)
     prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
     report("data", prompts.counts, prompts.first_problem)
     check_text(prompts, "data.sources")

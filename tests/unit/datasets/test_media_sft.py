@@ -11,6 +11,7 @@ import torch
 from lightrft.config.data import SFTDataConfig
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.sft_dataset import Example, SFTDataset
+from lightrft.learner.sft_step import examples_to_batch
 from tests.media_helpers import Rig, rig
 from tests.unit.datasets.media_files import config_of, picture, written
 
@@ -206,3 +207,24 @@ def test_media_are_the_same_tensors_as_a_prompt_gets(eye: Rig, folder: Path) -> 
     assert example.prompt_ids == prompt.token_ids
     for name, rows in prompt.media.items():
         assert torch.equal(example.prompt_media[name].values, rows.values)
+
+
+def test_on_all_tokens_placeholders_are_not_trained_and_the_model_reads_the_same(
+    eye: Rig, folder: Path
+) -> None:
+    row = {"prompt": "<image>what?", "response": "a cat", "image": "a.png"}
+    (assistant,) = dataset(eye, folder, row)
+    (whole,) = dataset(eye, folder, row, loss_on="all")
+    both = whole.prompt_ids + whole.response_ids
+    assert both == assistant.prompt_ids + assistant.response_ids
+    assert len(whole.prompt_ids) == 1 and not whole.prompt_media
+    assert features(eye, whole.response_media) == features(eye, assistant.prompt_media) > 0
+    placeholder = eye.processor.tokens["image"]
+    weights = dict(zip(range(1, len(both)), whole.weights, strict=True))
+    assert {k for k, w in weights.items() if not w} == {
+        k for k, token in enumerate(both) if token == placeholder
+    }
+    with torch.no_grad():
+        batches = [examples_to_batch([one]) for one in (assistant, whole)]
+        answer, all_tokens = (eye.actor.score(batch).logprobs for batch in batches)
+    assert torch.allclose(all_tokens[-len(answer) :], answer, rtol=0, atol=1e-5)

@@ -450,3 +450,15 @@ def test_a_cut_example_keeps_the_weights_of_what_is_left(examples):
         [turns_of(0.5, 2)], tokenizer, max_tokens=size - 1, overlong_prompts="truncate"
     )
     assert cut.weights == whole.weights[:-1]
+
+
+def test_examples_know_their_data_source(examples, tmp_path):
+    rows = [
+        {"prompt": "a", "response": "b", "data_source": "x"},
+        {"prompt": "a", "response": "b"},
+        {"prompt": "a", "response": "b", "data_source": "x"},
+    ]
+    cached = {"token_cache": str(tmp_path / "tokens"), "token_cache_min_mb": 0.0}
+    for data in (examples(rows), examples(rows, **cached), examples(rows, **cached)):
+        assert list(data.data_sources) == ["x", "rows"]
+        assert [e.data_source for e in data] == ["x", "rows", "x"]

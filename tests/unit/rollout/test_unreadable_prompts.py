@@ -139,7 +139,7 @@ def test_the_data_sources_of_all_prompts_are_known_without_decoding_any(
     drawing = stream(eye, rows)
     for path in Path(rows).parent.glob("*.png"):
         path.unlink()
-    assert drawing.dataset.data_sources == {Path(rows).stem}
+    assert list(drawing.dataset.data_sources) == [Path(rows).stem]
 
 
 def test_held_out_prompts_have_media_while_they_are_asked_and_not_before_or_after(
