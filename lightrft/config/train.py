@@ -33,6 +33,22 @@ class TeacherConfig(Settings):
     """Run Python code that comes with the model."""
 
 
+class DistillTeacherConfig(TeacherConfig):
+    """A frozen model to learn from, which the run loads or a server has. It has the tokenizer of
+    the student."""
+
+    url: str | None = None
+    """Address of a server that has the model, such as ``http://host:8000/v1`` of vLLM. It must
+    return ``prompt_logprobs``. ``path`` then names the tokenizer alone. ``null`` loads the
+    model."""
+    served_name: str | None = None
+    """Name of the model at the server; ``null`` takes ``path``."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds that the server has for an answer."""
+    max_in_flight: int = Field(16, ge=1)
+    """Most requests that wait for the server at a time, from each rank."""
+
+
 class DistillationConfig(Settings):
     """The loss of ``lightrft distill``: a divergence of the student's next-token distribution from
     the teacher's, at the tokens of given or of sampled responses (GKD, arXiv 2306.13649)."""

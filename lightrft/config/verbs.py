@@ -19,6 +19,7 @@ from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConf
 from lightrft.config.train import (
     CriticConfig,
     DistillationConfig,
+    DistillTeacherConfig,
     PRMConfig,
     PtxConfig,
     RLTrainConfig,
@@ -172,10 +173,10 @@ class DistillVerbConfig(SupervisedConfig):
     """Name of the verb."""
     data: SFTDataConfig = SFTDataConfig()
     """Conversations, or prompts whose responses are sampled."""
-    teacher: TeacherConfig = TeacherConfig()
+    teacher: DistillTeacherConfig = DistillTeacherConfig()
     """Model to learn from. An empty path takes the model that training starts from, for
     self-distillation."""
-    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    teachers: dict[str, DistillTeacherConfig] = Field(default_factory=dict)
     """Models to learn from on the rows of one data source each, by its name. All other rows have
     ``teacher``."""
     distill: DistillationConfig = DistillationConfig()

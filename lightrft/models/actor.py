@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from lightrft.models.attention import interface
 from lightrft.models.attention.embedding_noise import noisy_embeddings
 from lightrft.models.attention.layouts import Packed, pack
 from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
-from lightrft.models.divergence import Target, token_divergence
+from lightrft.models.divergence import Target, TeacherTarget, token_divergence
 from lightrft.models.families import (
     attention_reach,
     context_length,
@@ -353,7 +352,7 @@ class Actor(Backbone):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
-        target: Target | None = None,
+        target: TeacherTarget | None = None,
         energy: bool = False,
     ) -> TokenScores:
         """Return log-probs of every response token, and the scores that are asked for.
@@ -376,7 +375,7 @@ class Actor(Backbone):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
-        target: Target | None = None,
+        target: TeacherTarget | None = None,
         energy: bool = False,
         states_alone: bool = False,
     ) -> TokenScores | Tensor:
@@ -407,10 +406,9 @@ class Actor(Backbone):
                 energy=logit_energy(states, head, targets, temperature=temperature, **options)
             )
         if target is not None:
-            # the teacher's states cover all response tokens, these states only this rank's
-            own_target = replace(target, states=part.of(target.states))
+            # the teacher's target covers all response tokens, these states only this rank's
             head = self.base.get_output_embeddings()
-            divergence = token_divergence(states, head, own_target, **options)
+            divergence = token_divergence(states, head, target.at(part.of), **options)
             scores = scores._replace(divergence=divergence)
         logprobs, *others = (None if own is None else part.whole(own) for own in scores)
         assert logprobs is not None

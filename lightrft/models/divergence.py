@@ -7,7 +7,9 @@ a gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -101,26 +103,100 @@ class Target:
         tokens = logprobs.topk(self.top_k).indices
         return Outcomes(merge_tail(logprobs, tokens, self.tail), tokens)
 
-    def divergence(self, student: Tensor, teacher: Outcomes) -> Tensor:
-        """Return the divergence ``[n]`` of student log-probs ``[n, V]`` from ``teacher``."""
-        if teacher.tokens is not None:
-            student = merge_tail(student, teacher.tokens, self.tail)
-        return DIVERGENCES[self.kind](student, teacher.logprobs, self.beta)
+    @property
+    def width(self) -> int:
+        """Return the number of tokens that the teacher knows."""
+        return head_width(self.head, self.states)
 
-    def gradient(self, student: Tensor, teacher: Outcomes) -> Tensor:
-        """Return the gradient ``[n, V]`` of ``divergence`` in the student's logits."""
-        gradient = GRADIENTS[self.kind]
-        if teacher.tokens is None:
-            return gradient(student, teacher.logprobs, self.beta)
-        merged = merge_tail(student, teacher.tokens, self.tail)
-        grads = gradient(merged, teacher.logprobs, self.beta)
-        return spread_tail(grads, student, teacher.tokens, self.tail)
+    def at(self, select: Callable[[Tensor], Tensor]) -> Target:
+        """Return the target at the positions that ``select`` takes of a tensor ``[N, ...]``."""
+        return replace(self, states=select(self.states))
+
+
+@dataclass(slots=True)
+class TopTarget:
+    """The teacher's most probable tokens at N positions, from a teacher that gives no more.
+
+    Attributes:
+        tokens: ``[N, k]`` token ids, distinct at each position.
+        probs: ``[N, k]`` log-probs of the tokens, at temperature 1.
+        kind: Name of the divergence.
+        tail: What becomes of the other tokens.
+        temperature: Divisor of the logits of both models. 1 with a bucket, whose share at another
+            temperature is unknown.
+        beta: Weight of the teacher in the mixture of ``jsd``.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    kind: str
+    tail: Tail = "bucket"
+    temperature: float = 1.0
+    beta: float = 0.5
+
+    @property
+    def width(self) -> int:
+        """Return a number above every token of the teacher, which may know more tokens."""
+        return sys.maxsize
+
+    def at(self, select: Callable[[Tensor], Tensor]) -> TopTarget:
+        """Return the target at the positions that ``select`` takes of a tensor ``[N, ...]``."""
+        return replace(self, tokens=select(self.tokens), probs=select(self.probs))
+
+    @torch.no_grad()
+    def outcomes(self, part: slice, width: int, dtype: torch.dtype) -> Outcomes:
+        """Return the log-probs of the outcomes that are compared.
+
+        Args:
+            part: Positions.
+            width: Number of vocabulary entries. Not used.
+            dtype: Dtype of the log-probs.
+        """
+        tokens, probs = self.tokens[part], self.probs[part].double()
+        if self.tail == "renormalised":
+            return Outcomes((probs / self.temperature).log_softmax(-1).to(dtype), tokens)
+        # Rounding of the server may leave a sum above 1.
+        rest = (1 - probs.exp().sum(-1, keepdim=True)).clamp(min=0).log()
+        return Outcomes(torch.cat([probs, rest], -1).to(dtype), tokens)
+
+
+TeacherTarget = Target | TopTarget
+"""What a student is compared with."""
+
+
+def outcome_divergence(target: TeacherTarget, student: Tensor, teacher: Outcomes) -> Tensor:
+    """Return the divergence ``[n]`` of student log-probs ``[n, V]`` from ``teacher``.
+
+    Args:
+        target: Names the divergence.
+        student: ``[n, V]`` log-probs.
+        teacher: The outcomes of ``target`` at the same positions.
+    """
+    if teacher.tokens is not None:
+        student = merge_tail(student, teacher.tokens, target.tail)
+    return DIVERGENCES[target.kind](student, teacher.logprobs, target.beta)
+
+
+def outcome_gradient(target: TeacherTarget, student: Tensor, teacher: Outcomes) -> Tensor:
+    """Return the gradient ``[n, V]`` of ``outcome_divergence`` in the student's logits.
+
+    Args:
+        target: Names the divergence.
+        student: ``[n, V]`` log-probs.
+        teacher: The outcomes of ``target`` at the same positions.
+    """
+    gradient = GRADIENTS[target.kind]
+    if teacher.tokens is None:
+        return gradient(student, teacher.logprobs, target.beta)
+    merged = merge_tail(student, teacher.tokens, target.tail)
+    grads = gradient(merged, teacher.logprobs, target.beta)
+    return spread_tail(grads, student, teacher.tokens, target.tail)
 
 
 def token_divergence(
     hidden: Tensor,
     head: nn.Module,
-    target: Target,
+    target: TeacherTarget,
     *,
     softcap: float | None = None,
     scale: float | None = None,
@@ -142,7 +218,7 @@ def token_divergence(
     """
     bend = LogitTransform(scale, softcap, target.temperature)
     own = head_width(head, hidden)
-    width = min(own, head_width(target.head, target.states))
+    width = min(own, target.width)
     rows = rows_per_chunk(hidden, 2 * width, chunk_mb)
     if type(head) is not nn.Linear:
         return _generic(hidden, head, target, bend, width, rows)
@@ -160,7 +236,7 @@ class _TokenDivergence(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Target,
+        target: TeacherTarget,
         bend: LogitTransform,
         rows: int,
     ) -> Tensor:
@@ -170,7 +246,7 @@ class _TokenDivergence(torch.autograd.Function):
             # the teacher first: of its top k, only these are kept while the student is computed
             teacher = target.outcomes(part, weight.shape[0], values.dtype)
             student, _ = _logprobs(hidden[part], weight, bias, bend)
-            values[part] = target.divergence(student, teacher)
+            values[part] = outcome_divergence(target, student, teacher)
         ctx.save_for_backward(hidden, weight, bias)
         # as attributes: save_for_backward takes tensors alone, and the teacher gets no gradient
         ctx.target, ctx.bend, ctx.rows = target, bend, rows
@@ -186,7 +262,7 @@ class _TokenDivergence(torch.autograd.Function):
             # logits of both models are computed again: to keep them would take [N, V]
             teacher = target.outcomes(part, weight.shape[0], grad.dtype)
             student, slope = _logprobs(hidden[part], weight, bias, ctx.bend)
-            d = target.gradient(student, teacher).mul_(grad[part, None])
+            d = outcome_gradient(target, student, teacher).mul_(grad[part, None])
             # A zero incoming gradient must give zero, even where the divergence is infinite (0 *
             # inf = nan).
             d = d.masked_fill_(grad[part, None] == 0, 0.0)
@@ -207,7 +283,7 @@ def _logprobs(
 def _generic(
     hidden: Tensor,
     head: nn.Module,
-    target: Target,
+    target: TeacherTarget,
     bend: LogitTransform,
     width: int,
     rows: int,
@@ -223,7 +299,7 @@ def _generic(
             bend.temperature,
         )
         teacher = target.outcomes(part, width, logits.dtype)
-        return target.divergence(logits.log_softmax(-1), teacher)
+        return outcome_divergence(target, logits.log_softmax(-1), teacher)
 
     # one chunk even without rows: the head must take part in the graph on every rank
     parts = [slice(start, start + rows) for start in range(0, max(1, hidden.shape[0]), rows)]

@@ -334,7 +334,8 @@ def teacher_model(
         "freeze": (),
         "gradient_checkpointing": False,
     }
-    model = policy.model_copy(update={**own, **teacher.model_dump()})
+    named = {name: getattr(teacher, name) for name in TeacherConfig.model_fields}
+    model = policy.model_copy(update={**own, **named})
     try:
         theirs = load_tokenizer(model).get_vocab()
     except ModelError as error:

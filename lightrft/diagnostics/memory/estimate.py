@@ -183,11 +183,13 @@ def loads_reference(config: DPOConfig) -> bool:
 def _teachers(config: DistillVerbConfig) -> Iterator[Model]:
     """Yield the teachers of a distillation. A model with LoRA teaches itself without adapters."""
     if config.teacher.path:
-        yield _teacher("teacher", config.model, config.teacher)
+        if config.teacher.url is None:
+            yield _teacher("teacher", config.model, config.teacher)
     elif not config.teachers and config.model.lora is None:
         yield _of("teacher", config.model, trained=False)
     for source, teacher in config.teachers.items():
-        yield _teacher(f"teachers.{source}", config.model, teacher)
+        if teacher.url is None:
+            yield _teacher(f"teachers.{source}", config.model, teacher)
 
 
 def _teacher(name: str, policy: ModelConfig, teacher: TeacherConfig) -> Model:
@@ -197,7 +199,7 @@ def _teacher(name: str, policy: ModelConfig, teacher: TeacherConfig) -> Model:
         "lora": None,
         "freeze": (),
         "gradient_checkpointing": False,
-        **teacher.model_dump(),
+        **{name: getattr(teacher, name) for name in TeacherConfig.model_fields},
     }
     return _of(name, policy.model_copy(update=own), trained=False)
 

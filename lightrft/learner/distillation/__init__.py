@@ -17,7 +17,7 @@ from lightrft.config.algorithm import DistillConfig
 from lightrft.config.train import DistillationConfig
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.models.actor import Actor
-from lightrft.models.divergence import Target
+from lightrft.models.divergence import Target, TeacherTarget, TopTarget
 from lightrft.roles import AdapterFreeReference, FrozenModel, Roles
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
@@ -123,9 +123,18 @@ def target_of(
     return (lambda part: None) if model is None else _target_of(model, roles, kind, **options)
 
 
+@runtime_checkable
+class TopTokensTeacher(Protocol):
+    """A remote teacher that returns its most probable tokens alone."""
+
+    def top_target(self, batch: Batch, settings: DistillationConfig) -> TopTarget:
+        """Return the teacher's top k at the response tokens of ``batch``."""
+        ...
+
+
 def teacher_target(
     model: object, roles: Roles, settings: DistillationConfig
-) -> Callable[[Batch], Target]:
+) -> Callable[[Batch], TeacherTarget]:
     """Return a function from a micro-batch to the distributions that a student learns from.
 
     Every rank must call ``teacher_target`` and the returned function.
@@ -138,6 +147,8 @@ def teacher_target(
     Raises:
         ConfigError: If ``model`` cannot return full distributions.
     """
+    if isinstance(model, TopTokensTeacher):
+        return lambda part: model.top_target(part, settings)
     options = {"temperature": settings.temperature, "beta": settings.beta}
     target = _target_of(model, roles, settings.kind, **options)
     return lambda part: replace(target(part), top_k=settings.top_k, tail=settings.tail)

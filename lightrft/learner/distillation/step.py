@@ -17,7 +17,7 @@ from lightrft.learner.forward_passes import verify_layouts
 from lightrft.learner.policy_update import LossOf, optimizer_step
 from lightrft.learner.sft_step import with_mean_weights
 from lightrft.models.actor import TokenScores
-from lightrft.models.divergence import Target
+from lightrft.models.divergence import TeacherTarget
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import Reference, Roles
 from lightrft.types import Batch
@@ -115,7 +115,7 @@ def by_teacher(
 
 
 def _loss_of(
-    roles: Roles, target: Callable[[Batch], Target], shown: Batch | None, nll_coef: float
+    roles: Roles, target: Callable[[Batch], TeacherTarget], shown: Batch | None, nll_coef: float
 ) -> LossOf:
     """Return the loss of a micro-batch.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from lightrft.config.base import changed_fields
+from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.trainer.supervised import check_supervised
 from lightrft.utils.errors import ConfigError
@@ -31,10 +32,57 @@ def check_distill(config: DistillVerbConfig) -> None:
                 f"teachers.{source}.path is empty; name the model to learn from on rows of "
                 f"{source!r}"
             )
+    for key, teacher in named_teachers(config).items():
+        check_served(key, teacher, settings)
     if config.teacher.path:
         check_separate(config)
     elif not config.teachers:
         check_self_distillation(config)
+
+
+def named_teachers(config: DistillVerbConfig) -> dict[str, DistillTeacherConfig]:
+    """Return the teachers by their keys."""
+    return {
+        "teacher": config.teacher,
+        **{f"teachers.{source}": teacher for source, teacher in config.teachers.items()},
+    }
+
+
+def check_served(key: str, teacher: DistillTeacherConfig, settings: DistillationConfig) -> None:
+    """Raise ``ConfigError`` if settings do not fit a served teacher, or are of one without a server.
+
+    Args:
+        key: key of the teacher, for messages.
+        teacher: the teacher.
+        settings: the settings ``distill``.
+    """
+    if teacher.url is None:
+        for name in ("served_name", "timeout", "max_in_flight"):
+            if name in changed_fields(teacher):
+                raise ConfigError(f"{key}.{name} changes nothing without {key}.url; leave it out")
+        return
+    if not teacher.path:
+        raise ConfigError(
+            f"{key}.path is empty; with {key}.url it names the tokenizer of the served model, which "
+            "must be the student's"
+        )
+    for name in ("dtype", "load_in_4bit"):
+        if name in changed_fields(teacher):
+            raise ConfigError(
+                f"{key}.{name} changes nothing with {key}.url: the server has loaded the model; "
+                "leave it out"
+            )
+    if settings.top_k is None:
+        raise ConfigError(
+            f"{key}.url: a server returns the most probable tokens alone; set distill.top_k, e.g. "
+            "to 20"
+        )
+    if settings.tail == "bucket" and settings.temperature != 1:
+        raise ConfigError(
+            f"distill.temperature = {settings.temperature} with {key}.url: the share of the other "
+            "tokens is known at temperature 1 alone; set distill.tail=renormalised, or "
+            "distill.temperature=1"
+        )
 
 
 def check_separate(config: DistillVerbConfig) -> None:

@@ -13,6 +13,7 @@ from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.sampler import PromptSampler, draw
 from lightrft.datasets.sft_dataset import Example, SFTDataset
+from lightrft.distributed.process_group import broadcast_failure
 from lightrft.learner.distillation.step import Lesson, distill_step
 from lightrft.learner.reference_update import (
     load_reference_state,
@@ -25,7 +26,7 @@ from lightrft.observability.metrics import Mean, Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
 from lightrft.rewards.base import NullScorer
-from lightrft.roles import FrozenModel, Roles, TrainableModel
+from lightrft.roles import FrozenModel, Reference, Roles, TrainableModel
 from lightrft.rollout.collate import attached, collate
 from lightrft.rollout.collect import generate_on_ranks
 from lightrft.rollout.generation import requests_for
@@ -37,7 +38,7 @@ from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import loaded_eval_prompts, opened_session, optimizer_steps
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.types import Batch, Prompt, Rollout, Segments
-from lightrft.utils.errors import GenerationInterrupted
+from lightrft.utils.errors import ConfigError, GenerationInterrupted
 from lightrft.utils.seeding import derive_seed, torch_generator
 from lightrft.utils.state_io import State
 from lightrft.workers.local import (
@@ -48,6 +49,7 @@ from lightrft.workers.local import (
     self_teacher,
     teacher_model,
 )
+from lightrft.workers.served_teacher import ServedTeacher
 
 Rows = list[Example] | list[Prompt]
 """Conversations, or prompts whose responses are all sampled."""
@@ -202,6 +204,10 @@ def run_distill(config: DistillVerbConfig, observer: Observer | None = None) -> 
             check_context(run)
             resume_from_checkpoint(run)
             return run_steps(run)
+        except BaseException as error:
+            # Other ranks need not wait until the timeout for one whose teacher does not answer.
+            broadcast_failure(error)
+            raise
         finally:
             # Cancels reads of media that have not started.
             run.dataset.prefetch(())
@@ -258,19 +264,29 @@ def local_students_and_teachers(
         processor: prepares media, or None for a text-only model.
         steps: number of steps of the run.
     """
+    teachers = {f"teachers.{source}": own for source, own in config.teachers.items()}
+    if config.teacher.path:
+        teachers["teacher"] = config.teacher
+    if processor is not None and any(own.url for own in teachers.values()):
+        raise ConfigError(
+            "teacher.url: the model reads media, which are not sent to a server; leave url out, so "
+            "that the run loads the teacher"
+        )
     # Before the models: a teacher of another tokenizer is an error.
     models = {
-        f"teachers.{source}": teacher_model(config.model, own, tokenizer, f"teachers.{source}")
-        for source, own in config.teachers.items()
+        key: teacher_model(config.model, own, tokenizer, key) for key, own in teachers.items()
     }
-    if config.teacher.path:
-        models["teacher"] = teacher_model(config.model, config.teacher, tokenizer)
     strategy, actor, engine = local_policy(
         config.model, config.strategy, config.engine, tokenizer, session.ranks
     )
     policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps))
     teaches_itself = not config.teacher.path and not config.teachers
-    loaded = {key: FrozenModel(local_frozen(model, strategy)) for key, model in models.items()}
+    loaded: dict[str, Reference] = {}
+    for key, own in teachers.items():
+        if own.url is not None:
+            loaded[key] = ServedTeacher.of(own, key, len(tokenizer))
+        else:
+            loaded[key] = FrozenModel(local_frozen(models[key], strategy))
     return Roles(
         strategy=strategy,
         policy=policy,
