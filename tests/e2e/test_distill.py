@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.parity import rows_of_pictures
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import DistillVerbConfig, SFTConfig
+from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.distill.run import is_sampled, run_distill
@@ -243,6 +245,28 @@ def test_the_command_reports(capsys, tree, tmp_path, monkeypatch):
     assert "lightrft chat model=runs/run/model" in outcome.out
     assert "distill 2/2 · loss" in outcome.err
     assert (tmp_path / "runs" / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["given", "sampled"])
+def test_rows_with_pictures_are_distilled(distill, tmp_path, how):
+    """The teacher is the student itself, so it sees the same pictures exactly if nothing is lost."""
+    save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
+    save_tiny_media("qwen2_5_vl", tmp_path / "teacher", hidden_size=32, seed=3)
+    rows = [{**row, "response": "1"} for row in rows_of_pictures(tmp_path)]
+    rows += [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(2)]
+    file = tmp_path / "pictures.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    over = {
+        "model": {"path": str(tmp_path / "reader")},
+        "data": {"sources": [{"path": str(file)}]},
+        "train": {"steps": 1},
+    }
+    (same,) = distill(how, over, teacher={"path": str(tmp_path / "reader")}, run={"name": "same"})
+    assert abs(same["loss"]) < 1e-6
+    (other,) = distill(
+        how, over, teacher={"path": str(tmp_path / "teacher")}, run={"name": "other"}
+    )
+    assert other["loss"] > 1e-5 and other["distill/responses"] == 4
 
 
 def test_the_objective_is_explained_with_its_numbers_and_papers(capsys):

@@ -49,7 +49,7 @@ def named_teachers(config: DistillVerbConfig) -> dict[str, DistillTeacherConfig]
 
 
 def check_served(key: str, teacher: DistillTeacherConfig, settings: DistillationConfig) -> None:
-    """Raise ``ConfigError`` if settings do not fit a served teacher, or are of one without a server.
+    """Raise ``ConfigError`` if settings do not fit a teacher, be it served or loaded.
 
     Args:
         key: key of the teacher, for messages.
