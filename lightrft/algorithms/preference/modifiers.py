@@ -24,11 +24,9 @@ def token_weights(
         seeds: One seed per row, from which ``sampo`` samples. It must not depend on the place of
             the row in the batch, so that a resumed run samples the same tokens.
     """
-    weights = rows.mask.double()
-    if settings.ld_alpha != 1:
-        shorter = torch.minimum(rows.count(), rows.count()[partner])
-        past = rows.mask & (_position(rows) >= rows.spread(shorter))
-        weights = torch.where(past, settings.ld_alpha * weights, weights)
+    shorter = torch.minimum(rows.count(), rows.count()[partner])
+    past = rows.mask & (_position(rows) >= rows.spread(shorter))
+    weights = rows.mask.double().masked_fill(past, settings.ld_alpha)
     if settings.sampo:
         weights = weights * _sampled(rows, partner, seeds)
     return weights
@@ -73,9 +71,8 @@ def _sampled(rows: TokenRows, partner: Tensor, seeds: Sequence[int]) -> Tensor:
     for row, count in enumerate(counts):
         least = min(count, counts[partners[row]])
         keep = torch.ones(count, dtype=torch.float64)
-        if least < count:
-            order = torch.randperm(count, generator=torch_generator(seeds[row]))
-            keep[order[least:]] = 0
+        order = torch.randperm(count, generator=torch_generator(seeds[row]))
+        keep[order[least:]] = 0
         kept.append(keep)
     weights = torch.zeros(rows.mask.numel(), dtype=torch.float64, device=rows.mask.device)
     if kept:
