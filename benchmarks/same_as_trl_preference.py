@@ -452,7 +452,7 @@ def run_ours(case: Case, models: Path, scratch: Path) -> Side:
 
 def batches_of(case: Case, scratch: Path) -> list[Any]:
     """Read the rows through the data sets here, and collate them to the batches of the steps."""
-    from lightrft.config.data import DataConfig, PreferenceDataConfig
+    from lightrft.config.data import PreferenceDataConfig, SFTDataConfig
     from lightrft.datasets.preference.preference_dataset import PreferenceDataset
     from lightrft.datasets.sft_dataset import SFTDataset
     from lightrft.learner.preference_examples import preference_to_batch
@@ -460,66 +460,50 @@ def batches_of(case: Case, scratch: Path) -> list[Any]:
 
     file = scratch / "rows.jsonl"
     rows = rows_of(case.trainer)
-    if case.trainer == "TPO":
-        rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     options: dict[str, Any] = {"max_tokens": 512, "seed": 0}
     tree = {"sources": str(file), "token_cache": None}
     if case.trainer == "SFT":
-        examples: Any = SFTDataset(DataConfig.model_validate(tree), plain_tokenizer(), **options)
+        examples: Any = SFTDataset(SFTDataConfig.model_validate(tree), plain_tokenizer(), **options)
         collate: Callable[[Any], Any] = examples_to_batch
     else:
         kind = "labelled" if case.trainer == "KTO" else "pair"
         config = PreferenceDataConfig.model_validate(tree)
-        examples = PreferenceDataset(config, plain_tokenizer(), kind=kind, **options)
+        options |= {"kind": kind, "gold": case.trainer == "TPO"}
+        examples = PreferenceDataset(config, plain_tokenizer(), **options)
         collate = preference_to_batch
     parts = [range(start, start + ROWS) for start in range(0, ROWS * STEPS, ROWS)]
     batches = [collate([examples[i] for i in part]) for part in parts]
-    gold = {"TPO": gold_texts, "ORPO": prompt_and_chosen}.get(case.trainer)
-    return batches if gold is None else [gold(b, p) for b, p in zip(batches, parts, strict=True)]
+    return [with_prompt_and_chosen(b) for b in batches] if case.trainer == "ORPO" else batches
 
 
-def gold_texts(batch: Any, rows: Sequence[int]) -> Any:
-    """Add the column ``reference`` of TRL's rows as gold responses."""
-    tokenizer = plain_tokenizer()
-    texts = [rows_of("TPO")[i]["reference"] for i in rows]
-    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    return with_gold(batch, lists_of(batch.prompts), ids)
-
-
-def prompt_and_chosen(batch: Any, rows: Sequence[int]) -> Any:
+def with_prompt_and_chosen(batch: Any) -> Any:
     """Add prompts with their chosen responses as gold responses, all tokens but the first."""
-    responses = lists_of(batch.responses)
-    better = (batch.rank == 0).nonzero()[:, 0].tolist()
-    chosen = [responses[row] for row in better]
-    whole = [[*p, *c] for p, c in zip(lists_of(batch.prompts), chosen, strict=True)]
-    prompts, ids = [row[:1] for row in whole], [row[1:] for row in whole]
-    return with_gold(batch, prompts, ids)
-
-
-def lists_of(segments: Any) -> list[list[int]]:
-    """Return the tokens of each sequence."""
-    return [part.tolist() for part in segments.tokens.split(segments.lengths.tolist())]
-
-
-def with_gold(batch: Any, prompts: Sequence[list[int]], ids: Sequence[list[int]]) -> Any:
-    """Return ``batch`` with one gold response per example, each after a prompt of its own."""
     import torch
 
     from lightrft.types import GOLD as GOLD_RANK
     from lightrft.types import Batch, Segments
 
-    count = len(ids)
-    tokens = sum(len(row) for row in ids)
-    examples = torch.arange(count)
+    responses = lists_of(batch.responses)
+    better = (batch.rank == 0).nonzero()[:, 0].tolist()
+    chosen = [responses[row] for row in better]
+    whole = [[*p, *c] for p, c in zip(lists_of(batch.prompts), chosen, strict=True)]
+    gold = Segments.of([row[1:] for row in whole])
+    examples = torch.arange(len(whole))
+    trained = torch.ones(len(gold.tokens), dtype=torch.bool)
     return Batch(
-        Segments.cat([batch.prompts, Segments.of(prompts)]),
-        Segments.cat([batch.responses, Segments.of(ids)]),
+        Segments.cat([batch.prompts, Segments.of([row[:1] for row in whole])]),
+        Segments.cat([batch.responses, gold]),
         torch.cat([batch.prompt_of, len(batch.prompts) + examples]),
-        sampled=torch.cat([batch.sampled, torch.ones(tokens, dtype=torch.bool)]),
+        sampled=torch.cat([batch.sampled, trained]),
         example=torch.cat([batch.example, examples]),
-        rank=torch.cat([batch.rank, torch.full((count,), GOLD_RANK)]),
+        rank=torch.cat([batch.rank, torch.full_like(examples, GOLD_RANK)]),
     )
+
+
+def lists_of(segments: Any) -> list[list[int]]:
+    """Return the tokens of each sequence."""
+    return [part.tolist() for part in segments.tokens.split(segments.lengths.tolist())]
 
 
 # ---------------------------------------------------------------- the comparison

@@ -11,7 +11,7 @@ import torch
 
 from lightrft.algorithms.preference.inputs import Pairs, Ranked
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
-from lightrft.algorithms.preference.registry import f_score
+from lightrft.algorithms.preference.registry import f_score, logistic
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
 from lightrft.config.preference import FDivergenceConfig
 from lightrft.utils.errors import ConfigError, DataError
@@ -487,3 +487,7 @@ def test_equal_scores_of_equal_rank_take_places_in_the_order_of_the_responses(
                 expected += (2**above - 2**below) * abs(discount) * math.log(2)
     found = loss_of("lipo", ranked([0.0] * 3, [0] * 3, rating=rating))
     assert found == pytest.approx([expected])
+
+
+def test_an_infinite_logit_without_smoothed_labels_has_loss_0_and_not_nan() -> None:
+    assert logistic(numbers(math.inf), settings()).tolist() == [0.0]
