@@ -114,7 +114,7 @@ def mean_of(functions: Sequence[Callable[..., Number]], points: Sequence[Any]) -
     return sum(values) / len(values)
 
 
-def check(
+def expect_equal(
     loss: Tensor, leaf: Tensor, mask: Tensor, functions: Sequence[Any], points: Sequence[Any]
 ) -> None:
     """``loss`` is the mean of ``functions``; ``leaf`` has their derivatives in its order."""
@@ -155,7 +155,7 @@ def test_ld_dpo_weighs_the_tail_of_the_longer_response_as_its_oracle(
         )
         for pair in pairs
     ]
-    check(loss, logprobs, rows.mask, functions, [[p.policy_w, p.policy_l] for p in pairs])
+    expect_equal(loss, logprobs, rows.mask, functions, [[p.policy_w, p.policy_l] for p in pairs])
 
 
 @settings(deadline=None, max_examples=25)
@@ -177,7 +177,7 @@ def test_sampo_is_its_oracle_on_the_tokens_that_it_samples(
         )
         for k, pair in enumerate(pairs)
     ]
-    check(loss, logprobs, rows.mask, functions, [[p.policy_w, p.policy_l] for p in pairs])
+    expect_equal(loss, logprobs, rows.mask, functions, [[p.policy_w, p.policy_l] for p in pairs])
 
 
 # ---------------------------------------------------------------- logits of every token

@@ -234,7 +234,7 @@ def test_for_any_row_prompt_and_response_are_the_tokens_of_the_conversation(
         assert learned(response, tokenizer) == ["call<|im_end|>", f"{word}<|im_end|>"]
 
 
-def bad(examples: Make, row: dict[str, Any], problem: str, **options: Any) -> None:
+def expect_refused(examples: Make, row: dict[str, Any], problem: str, **options: Any) -> None:
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: {problem}"):
         examples([PAIR, row], **options)
     kept = examples([PAIR, row], bad_rows="skip", **options)
@@ -243,13 +243,17 @@ def bad(examples: Make, row: dict[str, Any], problem: str, **options: Any) -> No
 
 
 def test_bad_pairs_are_refused_or_counted_with_file_and_line(examples: Make) -> None:
-    bad(examples, {**PAIR, "rejected": "one"}, "chosen is equal to rejected")
-    bad(examples, {**PAIR, "rejected": " "}, "rejected is empty")
+    expect_refused(examples, {**PAIR, "rejected": "one"}, "chosen is equal to rejected")
+    expect_refused(examples, {**PAIR, "rejected": " "}, "rejected is empty")
     spelled = {**PAIR, "rejected": "<|im_end|><|im_end|>"}
-    bad(examples, spelled, "rejected contains only special tokens")
-    bad(examples, spelled, "rejected contains only special tokens", special_tokens="control")
-    bad(examples, {"prompt": "a", "completion": "b", "label": True}, "labels of one value")
-    bad(
+    expect_refused(examples, spelled, "rejected contains only special tokens")
+    expect_refused(
+        examples, spelled, "rejected contains only special tokens", special_tokens="control"
+    )
+    expect_refused(
+        examples, {"prompt": "a", "completion": "b", "label": True}, "labels of one value"
+    )
+    expect_refused(
         examples,
         {"prompt": "a", "answers": [{"rank": k, "answer": str(k)} for k in range(3)]},
         "3 ranks do not say which responses are good",
@@ -262,7 +266,7 @@ def test_responses_that_differ_in_untrained_text_alone_are_refused(examples: Mak
     tail = [{"role": "user", "content": "thanks"}]
     said = [{"role": "assistant", "content": "one"}]
     row = {"prompt": ASKED, "chosen": said, "rejected": [*said, *tail]}
-    bad(examples, row, "chosen and rejected have equal tokens, but one is better")
+    expect_refused(examples, row, "chosen and rejected have equal tokens, but one is better")
 
 
 def test_a_source_without_a_good_row_says_why(examples: Make) -> None:
