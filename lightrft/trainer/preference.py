@@ -186,6 +186,8 @@ def prepare(
             max_tokens=config.max_tokens,
             seed=config.run.seed,
             processor=processor,
+            gold=requirements.gold,
+            corrupted=requirements.corrupted,
         )
         report(key, dataset.counts, dataset.first_problem)
         check_text(dataset, f"{key}.sources")

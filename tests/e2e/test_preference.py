@@ -247,6 +247,15 @@ def test_labelled_responses_are_trained_by_kto_and_bco(kto):
     assert bco[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
+def test_gold_responses_are_read_from_the_rows(dpo, files, tmp_path):
+    rows = [json.loads(line) for line in (files / "pairs.jsonl").read_text().splitlines()]
+    gold = tmp_path / "gold.jsonl"
+    gold.write_text("".join(json.dumps({**r, "reference": r["chosen"] + "."}) + "\n" for r in rows))
+    found = dpo(data={"sources": [{"path": str(gold)}]}, preference={"preset": "tpo"})
+    assert found[0]["preference/loss/sft_gold"] > 0
+    assert found[-1]["loss"] < found[0]["loss"]
+
+
 def test_rankings_are_trained_by_the_losses_of_rankings(dpo, files):
     data = {"sources": [{"path": str(files / "ranked.jsonl")}]}
     rows = dpo(data=data, preference={"losses": ["plackett_luce"]})
@@ -287,20 +296,19 @@ def test_the_best_checkpoint_by_the_held_out_rows_is_exported(dpo, files, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["backward", "update", "checkpoint manifest", "after checkpoint"])
 @pytest.mark.parametrize(
-    ("verb", "preference"),
+    ("verb", "preset", "where"),
     [
-        ("dpo", {"preset": "dpo"}),
-        # Its running numbers are part of a checkpoint.
-        ("dpo", {"preset": "beta_dpo"}),
-        ("kto", {"preset": "kto"}),
-        ("kto", {"preset": "bco"}),
+        ("dpo", "dpo", "backward"),
+        ("dpo", "dpo", "checkpoint manifest"),
+        # Running numbers are part of a checkpoint.
+        ("dpo", "beta_dpo", "update"),
+        ("kto", "kto", "backward"),
+        ("kto", "bco", "after checkpoint"),
     ],
-    ids=["dpo", "beta_dpo", "kto", "bco"],
 )
 def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(
-    tree, tmp_path, files, verb, preference, where
+    tree, tmp_path, files, verb, preset, where
 ):
     rows = files / ("pairs.jsonl" if verb == "dpo" else "labelled.jsonl")
     tree = deep_merge(
@@ -308,7 +316,7 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(
         {
             "checkpoint": {"every": 1},
             "run": {"threads": 1},
-            "preference": preference,
+            "preference": {"preset": preset},
             "data": {"sources": [{"path": str(rows)}]},
         },
     )

@@ -78,6 +78,7 @@ TESTS = {
         "numbers/test_corrections.py",
         "numbers/test_extreme_ratios.py",
         "numbers/test_objective_parts.py",
+        "numbers/test_peers.py",
         "unit/algorithms/test_requirements.py",
     ],
     **{key: [f"unit/algorithms/preference/test_{name}.py" for name in OWN] for key in PREFERENCE},
