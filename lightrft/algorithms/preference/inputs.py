@@ -135,17 +135,15 @@ class Ranked:
             ``index [G, K]`` long and ``real [G, K]`` bool. K is the size of the largest group.
             ``index`` is 0 where ``real`` is false.
         """
-        groups = len(self)
-        sizes = torch.bincount(self.group_of)
-        order = torch.argsort(self.group_of, stable=True)
-        group = self.group_of[order]
-        start = sizes.cumsum(0) - sizes
-        column = torch.arange(len(order), device=order.device) - start[group]
-        largest = int(sizes.max()) if groups else 0
-        index = order.new_zeros(groups, largest)
-        index[group, column] = order
+        rows = torch.arange(self.group_of.numel(), device=self.group_of.device)
+        is_same = self.group_of[:, None] == self.group_of[None, :]
+        # the number of earlier responses of the same group
+        column = (is_same & (rows[None, :] < rows[:, None])).sum(1)
+        largest = int(column.max()) + 1 if column.numel() else 0
+        index = rows.new_zeros(len(self), largest)
+        index[self.group_of, column] = rows
         real = torch.zeros_like(index, dtype=torch.bool)
-        real[group, column] = True
+        real[self.group_of, column] = True
         return index, real
 
 
