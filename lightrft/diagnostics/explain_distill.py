@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.config.train import DistillationConfig
+from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting
 from lightrft.diagnostics.explain import Explanation, Line, symbol_of
@@ -38,7 +38,7 @@ def explain_distillation(config: DistillVerbConfig, sources: Mapping[str, str]) 
     aggregation = AGGREGATIONS.about(settings.aggregation)
     return Explanation(
         title="distill",
-        paper=GKD if settings.on_policy else "Hinton et al., arXiv 1503.02531",
+        paper=GKD if settings.on_policy else "",
         objective=f"minimise  {aggregation.formula.replace('L_it', inner)}",
         latex=rf"\min_\theta\ {aggregation.latex.replace('L_{i,t}', latex)}",
         lines=tuple(_lines(settings, found)),
@@ -56,20 +56,21 @@ def _numbers(
     settings: DistillationConfig, sources: Mapping[str, str]
 ) -> Iterator[EffectiveSetting]:
     """Yield the settings that the loss reads."""
-    idle = set()
-    if settings.kind != "jsd":
-        idle.add("beta")
-    if settings.top_k is None:
-        idle |= {"top_k", "tail"}
+    reads = {
+        "beta": settings.kind == "jsd",
+        "tail": settings.top_k is not None,
+        "nll_coef": settings.on_policy < 1,
+        "refresh_decay": settings.refresh_every > 0,
+    }
     for name, value in settings.model_dump().items():
-        if name not in idle:
+        if value is not None and reads.get(name, True):
             key = f"distill.{name}"
             yield EffectiveSetting(key, value, sources.get(key, "default"))
 
 
 def _lines(settings: DistillationConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
     def only(*names: str) -> tuple[EffectiveSetting, ...]:
-        return tuple(n for n in found if symbol_of(n) in names and n.value is not None)
+        return tuple(number for number in found if symbol_of(number) in names)
 
     divergence = DIVERGENCES.about(settings.kind)
     yield Line("teacher", settings.kind, divergence, only("beta", "temperature"))
@@ -93,8 +94,32 @@ def _gradient(settings: DistillationConfig) -> Iterator[str]:
 
 
 def _roles(config: DistillVerbConfig) -> Iterator[Role]:
-    """Yield the models that are loaded."""
+    """Yield the models that a step asks."""
     trained = "its adapters are trained" if config.model.lora is not None else "trained"
     sampled = ", and sampled from" if config.distill.on_policy else ""
     yield Role("student", f"{trained}{sampled}")
-    yield Role("teacher", "frozen; gives the distributions to learn")
+    shown = "; sees other prompts than the student" if config.distill.teacher_sees_more else ""
+    if config.teacher.path:
+        yield Role("teacher", f"{_place(config.teacher)}{shown}")
+    elif not config.teachers:
+        yield Role("teacher", f"{_start_model(config)}{shown}")
+    for source, teacher in config.teachers.items():
+        yield Role("teacher", f"{_place(teacher)}, for rows of {source!r}{shown}")
+
+
+def _place(teacher: DistillTeacherConfig) -> str:
+    if teacher.url is not None:
+        return f"served at {teacher.url}; gives its top k tokens"
+    return f"frozen; {teacher.path}"
+
+
+def _start_model(config: DistillVerbConfig) -> str:
+    """Describe the teacher of self-distillation."""
+    settings = config.distill
+    if config.model.lora is not None:
+        return "the student itself with its adapters off; nothing is loaded"
+    if not settings.refresh_every:
+        return "frozen; the model that training starts from"
+    decay = settings.refresh_decay
+    mixed = f"{decay:g} teacher + {1 - decay:g} student"
+    return f"starts as the student; every {settings.refresh_every} steps teacher <- {mixed}"

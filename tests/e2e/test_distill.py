@@ -276,6 +276,12 @@ def test_the_objective_is_explained_with_its_numbers_and_papers(capsys):
     assert "distill.top_k" in outcome.out and "20" in outcome.out
     assert "2306.13649" in outcome.out and "command line" in outcome.out
     assert "NLL" not in outcome.out and "distill.nll_coef" in outcome.out
+    assert "the model that training starts from" in outcome.out
+    named = ["teacher.path=big", "teachers.math=other", "teachers.math.url=http://h/v1"]
+    teachers = command(capsys, "explain", "distill=jsd", *named).out
+    assert "frozen; big" in teachers and "served at http://h/v1" in teachers
+    follows = command(capsys, "explain", "distill.refresh_every=2", "distill.refresh_decay=0.9").out
+    assert "every 2 steps teacher <- 0.9 teacher + 0.1 student" in follows
     given = command(capsys, "explain", "distill.nll_coef=0.5").out
     assert "D_t + 0.5 NLL_t" in given and "distill.beta" not in given
     assert "\\frac" in command(capsys, "explain", "explain.verb=distill", "--latex").out
