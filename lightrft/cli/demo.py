@@ -1,4 +1,4 @@
-"""The verb ``lightrft demo [vision | audio]``."""
+"""The verb ``lightrft demo [preference | vision | audio]``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lightrft.utils.errors import ConfigError, did_you_mean
 DEMOS = {
     "arithmetic": "a language model learns to work sums out",
     "vision": "a vision-language model learns to read handwritten digits",
+    "preference": "a language model learns from pairs of right and wrong solutions",
     "audio": "an audio-language model learns to recognise spoken digits",
 }
 """Task of each demo, by name. The first is the default. Each has a settings file in this folder."""
@@ -31,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     name, arguments = demo_of(arguments)
     kinds = "\n".join(f"  {which:<10} {what}" for which, what in DEMOS.items())
     about = (
-        "Train a model from random weights by reinforcement learning, and write a "
+        "Train a model from random weights by rewards or preferences, and write a "
         f"report.\n\n{kinds}"
     )
     with resources.as_file(preset(name)) as file:

@@ -302,8 +302,8 @@ class DoctorConfig(Settings):
 
 
 class DemoConfig(Settings):
-    """The settings of ``lightrft demo``: a tiny start model, then ``sft``, then ``rl``. Both phases
-    run in folders below ``run.dir``/``run.name`` and take their seed from ``run``."""
+    """The settings of ``lightrft demo``: a tiny start model, then ``sft``, then ``rl`` or ``dpo``.
+    Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``."""
 
     run: RunConfig = RunConfig(name="demo")
     """Run folder and start of the demo."""
@@ -319,3 +319,5 @@ class DemoConfig(Settings):
     """Warm-up by supervised training."""
     rl: RLConfig = RLConfig()
     """Reinforcement learning after it."""
+    dpo: DPOConfig | None = None
+    """Preference learning after the warm-up, instead of ``rl``; ``null`` runs ``rl``."""

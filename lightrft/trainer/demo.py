@@ -1,4 +1,4 @@
-"""Train a model from scratch: random weights, supervised warm-up, RL, and a report."""
+"""Train a model from scratch: random weights, supervised warm-up, RL or DPO, and a report."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightrft.config.run import RunConfig
-from lightrft.config.verbs import DemoConfig, RLConfig, SFTConfig
+from lightrft.config.verbs import DemoConfig, DPOConfig, RLConfig, SFTConfig
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
+from lightrft.trainer.preference import run_preference
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
 from lightrft.utils.errors import ConfigError
 
-C = TypeVar("C", RLConfig, SFTConfig)
+C = TypeVar("C", RLConfig, SFTConfig, DPOConfig)
 
 
 def run_demo(config: DemoConfig, observer: Observer | None = None) -> Summary:
@@ -37,9 +38,14 @@ def run_demo(config: DemoConfig, observer: Observer | None = None) -> Summary:
         warm = finished(base / "sft", config) or run_sft(sft, observer)
         if not warm.get("finished"):
             return {**warm, "verb": "demo"}
-        rl = _phase(config, config.rl, base, "rl", base / "sft" / "model")
-        result = finished(base / "rl", config) or run_rl(rl, observer)
-        return sum_up(base, warm, result)
+        model = base / "sft" / "model"
+        if config.dpo is None:
+            rl = _phase(config, config.rl, base, "rl", model)
+            result = finished(base / "rl", config) or run_rl(rl, observer)
+            return sum_up(base, warm, "rl", result)
+        dpo = _phase(config, config.dpo, base, "dpo", model)
+        result = finished(base / "dpo", config) or run_preference(dpo, observer)
+        return sum_up(base, warm, "dpo", result)
 
 
 def make_start(config: DemoConfig, folder: Path) -> None:
@@ -92,22 +98,30 @@ def _phase(config: DemoConfig, phase: C, base: Path, name: str, model: Path) -> 
     return phase.model_copy(update={"run": run, "model": settings})
 
 
-def sum_up(base: Path, warm: Summary, result: Summary) -> Summary:
+NEXT = {
+    "rl": ("lightrft explain grpo", "lightrft rl recipes/gsm8k_grpo.yaml model=path/to/your/model"),
+    "dpo": ("lightrft explain dpo", "lightrft dpo model=path/to/your/model data=pairs.jsonl"),
+}
+"""Commands to try after the demo, by its last phase."""
+
+
+def sum_up(base: Path, warm: Summary, last: str, result: Summary) -> Summary:
     """Join the results of both phases for the report and return the summary.
 
-    The headline is the accuracy on the eval set after warm-up and after RL.
+    The headline is the accuracy on the eval set after the warm-up and after the last phase.
 
     Args:
         base: folder of the demo.
         warm: summary of the SFT phase.
-        result: summary of the RL phase.
+        last: name of the last phase.
+        result: summary of the last phase.
     """
-    files = [base / name / "metrics.jsonl" for name in ("sft", "rl")]
+    files = [base / name / "metrics.jsonl" for name in ("sft", last)]
     rows = [file.read_text(encoding="utf-8") for file in files if file.exists()]
     write_atomic(base / "metrics.jsonl", "".join(rows))
     for file in ("samples.json", "config.yaml"):
-        shutil.copyfile(base / "rl" / file, base / file)
-    model = base / "rl" / "model"
+        shutil.copyfile(base / last / file, base / file)
+    model = base / last / "model"
     samples = json.loads((base / "samples.json").read_text(encoding="utf-8"))
     answers = samples["before"] or samples["after"]
     # The report of the demo shows the media of these responses alone.
@@ -115,23 +129,22 @@ def sum_up(base: Path, warm: Summary, result: Summary) -> Summary:
     for answer in answers:
         for name in answer["attachments"]:
             (base / "media").mkdir(exist_ok=True)
-            shutil.copyfile(base / "rl" / "media" / name, base / "media" / name)
+            shutil.copyfile(base / last / "media" / name, base / "media" / name)
     given = f"give it a file of {base / 'media'} and " if answers[0]["attachments"] else ""
     # Read from the file, where secrets are redacted.
-    saved = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8"))
+    saved = json.loads((base / last / "summary.json").read_text(encoding="utf-8"))
     changed = saved.get("changed", {})
     summary = {
         **result,
         "verb": "demo",
         "seconds": warm["seconds"] + result["seconds"],
         "seconds_sft": warm["seconds"],
-        "seconds_rl": result["seconds"],
+        f"seconds_{last}": result["seconds"],
         "changed": changed,
         "next": [
             f"lightrft chat model={model}  # {given}ask {answers[0]['prompt']}; /clear between "
             "questions",
-            "lightrft explain grpo",
-            "lightrft rl recipes/gsm8k_grpo.yaml model=path/to/your/model",
+            *NEXT[last],
         ],
     }
     write_json(base / "summary.json", summary)

@@ -22,7 +22,8 @@ def headline(path: Path, phase: str) -> dict[str, float]:
     """Return eval accuracy, the number of steps that trained, and token counts of ``phase``.
 
     They are read from ``metrics.jsonl``. ``heldout_before`` is the evaluation at step 0 and
-    ``heldout_after`` the last one after a step. Each is present only if it was made.
+    ``heldout_after`` the last one after a step. ``pair_accuracy`` is the last one of held-out
+    preferences. Each is present only if it was made.
     ``tokens_waiting`` were carried over to a step that never came.
     """
     found: dict[str, float] = {}
@@ -34,6 +35,8 @@ def headline(path: Path, phase: str) -> dict[str, float]:
             continue
         if "eval/accuracy" in row:
             accuracy[row["step"]] = row["eval/accuracy"]
+        if "eval/pair_accuracy" in row:
+            found["pair_accuracy"] = row["eval/pair_accuracy"]
         # ``is False``: rows without the metrics, such as an evaluation, give None.
         trained += is_not_trained(row) is False
         for kind in (*COUNTED, "carried_out", "carried_in"):

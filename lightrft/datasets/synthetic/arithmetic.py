@@ -11,7 +11,7 @@ import operator
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightrft.utils.errors import ConfigError, DataError
 
@@ -110,6 +110,28 @@ def rows(
         problem = f"arithmetic: heldout {heldout} must lie inside (0, 1)"
         raise ConfigError(f"{problem}, mistakes {mistakes} within [0, 1]")
     return _rows(count, seed, split, knobs, largest, negative, steps, mistakes, heldout, distinct)
+
+
+def pairs(count: int = 1000, seed: int = 0, **options: Any) -> Iterator[dict[str, object]]:
+    """Yield rows of a right and a wrong solution: ``chosen`` and ``rejected``.
+
+    Half of the wrong solutions guess a wrong result. The others have a mistake in the last step.
+
+    Args:
+        count: number of rows.
+        seed: seed of the problems and of the mistakes.
+        options: further options of ``rows``.
+    """
+    chance = random.Random(f"pairs {seed}")
+    options["steps"] = True
+    for row in rows(count, seed, **options):
+        wrong = int(str(row["label"])) + chance.choice(_SLIPS)
+        *before, last, _ = str(row["response"]).split("\n")
+        worked = [*before, f"{last.partition('=')[0]}={wrong}"]
+        lines = worked if chance.random() < 0.5 else []
+        rejected = "\n".join([*lines, f"#### {wrong}"])
+        pair = {"prompt": row["prompt"], "chosen": row["response"], "rejected": rejected}
+        yield {**pair, "id": row["id"], "data_source": row["data_source"]}
 
 
 def _rows(
