@@ -187,7 +187,8 @@ def test_implicit_rewards_are_scaled_log_ratios_where_any_loss_reads_a_reference
     for names in (["sigmoid"], ["ipo"], ["simpo", "sigmoid"]):
         chosen = PreferenceConfig.model_validate({"losses": names, "beta": 0.5})
         assert implicit_rewards(data.chosen, chosen).tolist() == [0.5]
-    free = PreferenceConfig.model_validate({"losses": ["simpo"], "beta": 0.5})
     alone = pair((-6.0, 0.0, 6.0), (-4.0, 0.0, 2.0))
-    assert implicit_rewards(alone.chosen, free).tolist() == [-0.5]
-    assert implicit_rewards(alone.rejected, free).tolist() == [-1.0]
+    for names in (["simpo"], ["sft", "simpo"]):
+        free = PreferenceConfig.model_validate({"losses": names, "beta": 0.5})
+        assert implicit_rewards(alone.chosen, free).tolist() == [-0.5]
+        assert implicit_rewards(alone.rejected, free).tolist() == [-1.0]
