@@ -14,6 +14,7 @@ import torch
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import DistillVerbConfig
+from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.distill.run import run_distill
@@ -30,7 +31,7 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.asked: list[dict[str, Any]] = []
         self.failures, self.status = 0, 503
-        self.cut, self.bare = 0, False
+        self.cut, self.bare, self.beyond = 0, False, 0
 
     @property
     def url(self) -> str:
@@ -62,8 +63,10 @@ class Handler(BaseHTTPRequestHandler):
         found: list[Any] = [None]
         for row, token in zip(rows[:-1], body["prompt"][1:], strict=True):
             best = row.topk(body["prompt_logprobs"] - self.server.cut).indices.tolist()
-            kept = dict.fromkeys([*best, token])
-            found.append({str(t): {"logprob": float(row[t]), "rank": 1} for t in kept})
+            kept = {t: float(row[t]) for t in (*best, token)}
+            if self.server.beyond:
+                kept[self.server.beyond] = 0.0
+            found.append({str(t): {"logprob": x, "rank": 1} for t, x in kept.items()})
         return {"choices": [{"text": "4", "prompt_logprobs": found}]}
 
     def log_message(self, *args: Any) -> None:
@@ -143,6 +146,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(tree, server):
     [
         ({"bare": True}, ["no prompt_logprobs", "vLLM"]),
         ({"cut": 3}, ["distill.top_k = 6", "--max-logprobs"]),
+        ({"beyond": 10**6}, ["the token 1000000", "tokenizer of the student"]),
         ({"failures": 99}, ["did not answer 3 times", "status 503"]),
         ({"failures": 99, "status": 404}, ["status 404"]),
     ],
@@ -171,3 +175,15 @@ def test_settings_that_a_served_teacher_cannot_meet_are_refused(
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(deep_merge(whole, over)))
     assert_refused(command(capsys, "distill", str(file)), *parts)
+
+
+def test_a_student_that_reads_media_needs_a_teacher_that_the_run_loads(capsys, tree, tmp_path):
+    reader = tmp_path / "reader"
+    save_tiny_media("qwen2_5_vl", reader, hidden_size=32)
+    over = {
+        "model": {"path": str(reader)},
+        "teacher": {"path": str(reader), "url": "http://127.0.0.1:1/v1"},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps(deep_merge(tree, over)))
+    assert_refused(command(capsys, "distill", str(file)), "teacher.url", "reads media")
