@@ -88,6 +88,18 @@ def demo(kind: str, folder: Path, *settings: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_the_demo_of_preferences_ends_with_the_accuracy_of_held_out_pairs(tmp_path: Path) -> None:
+    few = ["sft.train.steps=2", "dpo.train.steps=2", "sft.eval.limit=12", "dpo.eval.limit=12"]
+    cache = f"dpo.preference.reference.cache_dir={tmp_path / 'cache'}"
+    summary = demo("preference", tmp_path, *few, cache)
+    assert {"heldout_before", "heldout_after"} <= summary.keys()
+    assert 0 <= summary["pair_accuracy"] <= 1
+    report = (tmp_path / "demo" / "report.html").read_text()
+    assert "Pair accuracy" in report
+    assert "Implicit rewards" in report
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "element"), [("vision", '<img src="data:image/png'), ("audio", "<audio controls")]
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightrft.algorithms.importance_sampling import (
     IS_CORRECTIONS,
+    compares_whole_batch,
     correction_weights,
     interpolated_proximal,
     version_share,
@@ -153,3 +154,10 @@ def test_the_product_of_corrections_stays_a_number_in_float32() -> None:
     parts = [ComponentConfig(name="importance"), ComponentConfig(name="importance")]
     found = correction_weights(parts, old, old, torch.zeros(5), torch.ones(5), ROWS)
     assert found.tolist() == pytest.approx([math.exp(40.0)] * 5)
+
+
+def test_one_correction_that_reads_the_batch_is_enough_to_compare_all_of_it() -> None:
+    alone, whole = ComponentConfig(name="tis"), ComponentConfig(name="tis_normalized")
+    assert not compares_whole_batch([alone])
+    assert compares_whole_batch([alone, whole])
+    assert not compares_whole_batch([])

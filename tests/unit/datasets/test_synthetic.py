@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from lightrft.config.data import DataConfig, SourceConfig
 from lightrft.datasets.open_source import open_source
-from lightrft.datasets.synthetic.arithmetic import rows, work
+from lightrft.datasets.synthetic.arithmetic import pairs, rows, work
 from lightrft.utils.errors import ConfigError, DataError
 
 
@@ -134,3 +134,16 @@ def test_it_is_a_source_like_any_other():
     ]
     with pytest.raises(ConfigError, match=r"data\.sources\.options"):
         open_source(SourceConfig(path=path, options={"cuont": 7}))
+
+
+def test_the_better_solution_of_a_pair_is_right_and_the_other_one_is_wrong() -> None:
+    found = list(pairs(60, seed=3))
+    labels = {row["id"]: row["label"] for row in rows(60, seed=3)}
+    guessed = 0
+    for row in found:
+        right, wrong = str(row["chosen"]), str(row["rejected"])
+        assert right.endswith(f"#### {labels[row['id']]}")
+        assert right.rpartition("#### ")[2] != wrong.rpartition("#### ")[2]
+        guessed += wrong.startswith("####")
+    assert 10 < guessed < 50
+    assert found == list(pairs(60, seed=3))
