@@ -96,4 +96,6 @@ def test_a_key_that_repeats_a_default_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DEMOS)
 def test_what_the_demos_run_parses(name: str) -> None:
     with resources.as_file(preset(name)) as file:
-        assert load_settings(verbs.DemoConfig, [file]).settings.rl.reward.terms
+        demo = load_settings(verbs.DemoConfig, [file]).settings
+    last = demo.rl if demo.dpo is None else demo.dpo
+    assert last.reward.terms

@@ -186,7 +186,7 @@ PREFERENCE_SOURCES: dict[str, dict[str, str]] = {
         "wpo_cap": "wzhouad/WPO, scripts/run_wpo.py",
     },
     "ld_dpo": {"beta": CHOSEN, "ld_alpha": "LD-DPO, arXiv 2409.06411, as in TRL's index of papers"},
-    "sampo": {"beta": "LuJunru/SamPO, dpo.sh"},
+    "sampo": {"beta": "LuJunru/SamPO, the script of DPO"},
     "dpop": {"beta": CHOSEN, "losses": CHOSEN},
     "beta_dpo": {"beta": BETA_DPO_SCRIPT, "losses": BETA_DPO_SCRIPT},
     "tdpo": {"beta": TDPO_SCRIPT},
