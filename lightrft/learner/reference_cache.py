@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -15,11 +17,11 @@ from torch import Tensor
 from lightrft.datasets.column_cache import ColumnCache, Entry
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset, PreferenceExample
 from lightrft.datasets.sampler import agreed, readable
-from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.native import checksums
 from lightrft.learner.forward_passes import compute_logprobs, verify_layouts
 from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.models.actor import Actor
+from lightrft.models.processors import Processor
 from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ def cached_logprobs(
     """
     ranks = roles.strategy.ranks
     model = reference.model if isinstance(reference, FrozenModel) else reference.actor
-    key = cache_key(dataset, model, ranks)
+    key = cache_key(dataset, model, roles)
     cache = ColumnCache(folder / f"{key}.arrow", "preference.reference.cache_dir")
     entry = cache.read()
     ends = np.cumsum(dataset.response_tokens)
@@ -89,18 +91,37 @@ def cached_logprobs(
     return ReferenceLogprobs(values, ends)
 
 
-def cache_key(dataset: PreferenceDataset, model: Actor, ranks: ProcessGroup) -> str:
-    """Return a digest of the tokens, the media and the weights, the same on all ranks.
+def cache_key(dataset: PreferenceDataset, model: Actor, roles: Roles) -> str:
+    """Return a digest of the tokens, the media, and the reference's settings and weights.
+
+    It is the same on all ranks.
 
     Args:
         dataset: The examples.
-        model: The reference, or this rank's shard of it.
-        ranks: All ranks of the run.
+        model: The reference.
+        roles: The strategy, which places the reference, and the processor of media.
     """
+    strategy = roles.strategy
     # Of a sharded model, each rank has its own part of the weights.
-    weights = ranks.gather(sorted(checksums(model.named_parameters()).items()))
-    made_of = repr((FORMAT, dataset.digest(), weights))
+    weights = strategy.ranks.gather(sorted(checksums(strategy.shards(model)).items()))
+    settings = model.base.config.to_dict()
+    # The same model may lie in another folder.
+    settings.pop("_name_or_path", None)
+    media = "" if roles.processor is None else saved_settings(roles.processor)
+    made_of = repr((FORMAT, dataset.digest(), weights, media))
+    made_of += json.dumps(settings, sort_keys=True, default=str)
     return hashlib.blake2b(made_of.encode(), digest_size=20).hexdigest()
+
+
+def saved_settings(processor: Processor) -> str:
+    """Return a digest of the files that ``processor`` saves."""
+    found = hashlib.blake2b(digest_size=20)
+    with TemporaryDirectory() as folder:
+        processor.save(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def compute_all(

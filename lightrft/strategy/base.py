@@ -163,6 +163,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def shards(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every parameter of ``module``, by name, without gathering."""
+        ...
+
     def gather(self, tensor: Tensor) -> Tensor:
         """Gather ``tensor``, laid out as one of ``local_parameters``, to its full value.
 

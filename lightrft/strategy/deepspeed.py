@@ -289,6 +289,12 @@ class DeepSpeedStrategy(SingleStrategy):
         with self.deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
             yield dict(module.named_parameters())
 
+    def shards(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every parameter of ``module``, by name, without gathering."""
+        for name, parameter in module.named_parameters():
+            # In stage 3 the parameter itself is empty, and this attribute has its part.
+            yield name, getattr(parameter, "ds_tensor", parameter)
+
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in state.model.named_parameters():
             with self.deepspeed.zero.GatheredParameters([parameter]):

@@ -167,6 +167,10 @@ class SingleStrategy:
     def local_parameters(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
         return nullcontext(dict(module.named_parameters()))
 
+    def shards(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every parameter of ``module``, by name, without gathering."""
+        yield from module.named_parameters()
+
     def alike(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Split ``tensors`` into groups, each of which one call can process."""
         return [list(tensors)]

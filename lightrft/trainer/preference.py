@@ -137,7 +137,9 @@ def run_preference(config: DPOConfig, observer: Observer | None = None) -> Summa
             return run_steps(run)
         finally:
             # Cancels reads of media that have not started.
-            run.dataset.prefetch(())
+            for dataset in (run.dataset, run.validation):
+                if dataset is not None:
+                    dataset.prefetch(())
             run.roles.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -169,16 +170,23 @@ def test_another_run_reads_the_log_probs_that_the_first_one_kept(dpo, tmp_path):
     assert "reference log-probs" not in third.seen
 
 
-@pytest.mark.parametrize("what", ["rows", "template", "weights"])
-def test_log_probs_of_other_rows_another_template_or_other_weights_are_computed_anew(
-    dpo, tmp_path, files, what
+@pytest.mark.parametrize("what", ["rows", "template", "weights", "settings"])
+def test_log_probs_of_other_rows_another_template_or_another_model_are_computed_anew(
+    dpo, tmp_path, files, model_folder, what
 ):
     dpo(run={"name": "first"})
     changes: dict[str, Row] = {
         "rows": {"data": {"sources": [{"path": str(files / "pairs.jsonl"), "limit": 11}]}},
         "template": {"data": {"template": "{prompt}?"}},
         "weights": {"model": {"path": str(tmp_path / "second")}},
+        "settings": {"model": {"path": str(tmp_path / "third")}},
     }
+    # The weights of the first model with other positions.
+    shutil.copytree(model_folder, tmp_path / "third")
+    file = tmp_path / "third" / "config.json"
+    settings = json.loads(file.read_text())
+    settings["rope_parameters"]["rope_theta"] = 77.0
+    file.write_text(json.dumps(settings))
     tokenizer = tiny_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(tokenizer)}
     tiny_model("qwen2", seed=2, **sizes).save_pretrained(tmp_path / "second")

@@ -258,7 +258,7 @@ def cell(stage):
         buffers = sorted({str(b.dtype) for b in model.buffers()})
         found[name] = {"largest": max(live, default=0), "kinds": kinds, "buffers": buffers}
         found[name]["whole"] = sum(p.numel() for p in model.parameters())
-        found[name]["held"] = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
+        found[name]["held"] = sum(t.numel() for _, t in strategy.shards(model))
         torch.manual_seed(0)
         expected = dict(kind.load(config).named_parameters())
         with strategy.local_parameters(model) as own:
