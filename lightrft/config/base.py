@@ -401,9 +401,9 @@ def _translated(cls: type[Settings], name: str, given: object) -> str:
     """
     translations = []
     for key, _ in dotted({name: given}):
-        found = own_name(key)
-        # One table serves all verbs, and not every verb has every setting. Unknown names are "".
-        if _exists(cls, found.split(".")):
+        # Not every verb has every setting.
+        found = own_name(key, lambda name: _exists(cls, name.split(".")))
+        if found:
             translations.append(f"{key} is {found} here")
     return ", ".join(translations)
 

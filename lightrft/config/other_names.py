@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 OTHER_NAMES: dict[str, str] = {
     # model
     "model_name_or_path": "model.path",
@@ -278,10 +280,47 @@ def why_removed(name: str) -> str | None:
     return None
 
 
-def own_name(name: str) -> str:
+PREFERENCE_NAMES: dict[str, str] = {
+    "beta": "preference.beta",
+    "pref_beta": "preference.beta",
+    "simpo_gamma": "preference.losses",
+    "loss_type": "preference.losses",
+    "loss_weights": "preference.losses",
+    "pref_loss": "preference.losses",
+    "pref_ftx": "preference.losses",
+    "rpo_alpha": "preference.losses",
+    "nll_loss_coef": "preference.losses",
+    "cpo_alpha": "preference.losses",
+    "desirable_weight": "preference.losses",
+    "undesirable_weight": "preference.losses",
+    "label_smoothing": "preference.label_smoothing",
+    "dpo_label_smoothing": "preference.label_smoothing",
+    "f_divergence_type": "preference.f_divergence.kind",
+    "f_alpha_divergence_coef": "preference.f_divergence.alpha",
+    "ld_alpha": "preference.ld_alpha",
+    "use_weighting": "preference.wpo",
+    "precompute_ref_log_probs": "preference.reference.source",
+    "reference_free": "preference.reference.source",
+    "sync_ref_model": "preference.reference.refresh_every",
+    "ref_model_sync_steps": "preference.reference.refresh_every",
+    "ref_model_mixup_alpha": "preference.reference.refresh_decay",
+    "chosen_key": "data.columns.chosen",
+    "rejected_key": "data.columns.rejected",
+    "eval_dataset": "validation.sources",
+    "per_device_train_batch_size": "batch_size",
+    "train_batch_size": "batch_size",
+}
+"""The same for settings of preference learning. They decide where a verb has these settings."""
+
+
+def own_name(name: str, exists: Callable[[str], bool]) -> str:
     """Return the setting that does what ``name`` does in an earlier version or another program.
 
     The longest known ending of the dotted name decides. Empty if no ending is known.
+
+    Args:
+        name: the dotted name.
+        exists: returns True for a setting of the verb.
     """
     for old, new in OLD_NAMES.items():
         # In the middle too: a branch that was renamed has settings below it.
@@ -291,6 +330,9 @@ def own_name(name: str) -> str:
     # Arguments of other programs come as they are typed: ``--learning-rate``, or in capitals.
     ending = name.lower().replace("-", "_").strip("_")
     # The longest ending first: ``actor.optim.lr`` says more than ``lr``.
-    while ending and ending not in OTHER_NAMES:
+    while ending:
+        for table in (PREFERENCE_NAMES, OTHER_NAMES):
+            if exists(table.get(ending, "")) and (table is OTHER_NAMES or exists("preference")):
+                return table[ending]
         ending = ending.partition(".")[2]
-    return OTHER_NAMES.get(ending, "")
+    return ""

@@ -367,6 +367,8 @@ REFUSED: list[tuple[str, Row, list[str]]] = [
     ("dpo", {"eval": {"every": 2}}, ["eval.every = 2 changes nothing"]),
     ("dpo", {"checkpoint": {"best": "eval/pair_accuracy"}}, ["needs validation.sources"]),
     ("dpo", {"batch_size": 64}, ["batch_size = 64", "12 examples"]),
+    ("dpo", {"loss_type": "ipo"}, ["loss_type is preference.losses here"]),
+    ("dpo", {"beta": 0.2}, ["beta is preference.beta here"]),
     ("dpo", {"preference": {"preset": "dop"}}, ["unknown preset 'dop'", "did you mean 'dpop'"]),
 ]
 

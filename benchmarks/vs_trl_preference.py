@@ -1,0 +1,329 @@
+"""Compare steps of SFT and DPO with TRL's ``SFTTrainer`` and ``DPOTrainer``: time, CPU time and memory.
+
+    python benchmarks/vs_trl_preference.py [--rounds 3] [--cases sft dpo dpo_image memory] [--out DIR]
+
+Both sides train the same model folder on the same rows with the same AdamW, in float32 on the CPU.
+Lengths of responses are uniform between a quarter and the whole of the given length, and so are
+those of prompts in ``sft``. Both sides compute the log-probs of DPO's reference in each step, by a
+second model. Every round of a side is a process of its own, and rounds of both sides alternate. TRL
+runs with the micro-batch that a first round found fastest: the whole batch, or a quarter of it.
+
+Needs ``pip install trl``. Compare ratios only: absolute times belong to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vs_trl import TEXT_SIZES, characters, load_tokenizer, peak_mb, write_lines
+from vs_trl_vlm import MERGE, PATCH, Pictures
+
+HERE = Path(__file__).resolve().parent
+WARM = 1
+"""Steps at the start that are not measured."""
+MEASURES = ("seconds", "cpu", "peak_mb")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        verb: ``sft`` or ``dpo``.
+        prompt: Tokens of a prompt, or of its text.
+        response: Most tokens of a response.
+        rows: Rows of a batch.
+        steps: Measured steps of a round.
+        vocabulary: Size of the vocabulary.
+        side: Features along each side of the picture of a prompt; 0 for text.
+        target: Ratio of TRL to lightrft that is aimed for, by measure.
+    """
+
+    verb: str
+    prompt: int
+    response: int
+    rows: int
+    steps: int
+    target: dict[str, float]
+    vocabulary: int = 4096
+    side: int = 0
+
+
+CASES = {
+    "sft": Case("sft", 256, 256, 16, 4, {"seconds": 1.5}),
+    "dpo": Case("dpo", 256, 256, 8, 4, {"seconds": 2.0}),
+    "dpo_image": Case("dpo", 64, 64, 4, 3, {"seconds": 3.0}, side=16),
+    "memory": Case("dpo", 64, 64, 8, 1, {"peak_mb": 2.0}, vocabulary=151_936),
+}
+
+
+def make(case: Case, folder: Path) -> None:
+    """Write the model of ``case``."""
+    from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+
+    if case.side:
+        Pictures().make(folder, case.vocabulary)
+        return
+    tokenizer = tiny_tokenizer(chars=characters(case.vocabulary - 4))
+    # Rows are plain text on both sides.
+    tokenizer.chat_template = None
+    tiny_model("qwen2", seed=0, vocab_size=case.vocabulary, **TEXT_SIZES).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def rows_of(case: Case, folder: Path, scratch: Path) -> list[dict[str, Any]]:
+    """Write the rows of all steps to ``rows.jsonl``, and return them in TRL's form."""
+    draw = random.Random(0)
+    letters = [c for c in load_tokenizer(folder).get_vocab() if len(c) == 1 and not c.isspace()]
+
+    def text(most: int, least: int | None = None) -> str:
+        return "".join(
+            draw.choices(letters, k=draw.randint(most // 4 if least is None else least, most))
+        )
+
+    ours, theirs = [], []
+    for i in range(case.rows * (case.steps + WARM + 1)):
+        prompt = text(case.prompt) if case.verb == "sft" else text(case.prompt, case.prompt)
+        names = ("completion",) if case.verb == "sft" else ("chosen", "rejected")
+        said = {name: text(case.response) for name in names}
+        if not case.side:
+            theirs.append({"prompt": prompt, **said})
+            own = {"response": said["completion"]} if case.verb == "sft" else said
+            ours.append({"prompt": prompt, **own})
+            continue
+        file = picture(scratch / f"{i}.png", case.side * PATCH * MERGE, i)
+        turns = {name: [{"role": "assistant", "content": words}] for name, words in said.items()}
+        asked = [{"role": "user", "content": prompt}]
+        theirs.append({"prompt": asked, **turns, "images": [str(file)]})
+        parts = [{"type": "image", "image": file.name}, {"type": "text", "text": prompt}]
+        ours.append({"prompt": [{"role": "user", "content": parts}], **turns})
+    write_lines(scratch / "rows.jsonl", ours)
+    return theirs
+
+
+def picture(file: Path, side: int, seed: int) -> Path:
+    """Write a picture of noise and return its file."""
+    import numpy as np
+    from PIL import Image
+
+    noise = np.random.default_rng(seed)
+    Image.fromarray(noise.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
+    return file
+
+
+class Clock:
+    """Wall and CPU time of steps, and the peak memory until the last one."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, float, float]] = []
+
+    def mark(self) -> None:
+        """Record the end of a step."""
+        self.marks.append((time.perf_counter(), time.process_time(), peak_mb()))
+
+    def result(self, steps: int) -> dict[str, float]:
+        """Return the means of ``steps`` steps after those that warm up."""
+        (wall, cpu, _), (wall_end, cpu_end, peak) = (
+            self.marks[WARM - 1],
+            self.marks[WARM - 1 + steps],
+        )
+        return {
+            "seconds": (wall_end - wall) / steps,
+            "cpu": (cpu_end - cpu) / steps,
+            "peak_mb": peak,
+        }
+
+
+def run_lightrft(case: Case, folder: Path, scratch: Path) -> dict[str, float]:
+    """Take the steps with the verb's own run."""
+    from lightrft.cli.verbs import TRAINING
+    from lightrft.config.base import build
+    from lightrft.observability.observer import NullObserver
+    from lightrft.trainer.preference import run_preference
+    from lightrft.trainer.sft import run_sft
+
+    clock = Clock()
+
+    class Marks(NullObserver):
+        def update(self, row: Any) -> None:
+            clock.mark()
+
+    tree: dict[str, Any] = {
+        "run": {"dir": str(scratch), "name": "run", "progress": False},
+        "model": {"path": str(folder), "dtype": "float32", "check_layout": False},
+        "data": {"sources": [{"path": str(scratch / "rows.jsonl")}], "shuffle": False},
+        "batch_size": case.rows,
+        "max_tokens": 4096,
+        # The last step writes a checkpoint, so that one more is taken than is measured.
+        "train": {"steps": case.steps + WARM + 1, "max_tokens_per_micro_batch": 8192},
+        "optimizer": {"lr": 1e-5},
+        "strategy": {"device": "cpu"},
+        "log": {"tensorboard": False},
+    }
+    if case.verb == "dpo":
+        tree["preference"] = {"beta": 0.1, "reference": {"source": "step"}}
+    config = build(TRAINING[case.verb].settings, tree)
+    (run_sft if case.verb == "sft" else run_preference)(config, Marks())
+    return clock.result(case.steps)
+
+
+def run_trl(
+    case: Case, folder: Path, scratch: Path, rows: list[dict[str, Any]], part: int
+) -> dict[str, float]:
+    """Take the steps with TRL's trainer, in micro-batches of a ``part``-th of the batch."""
+    import trl
+    from datasets import Dataset, Image, List
+    from transformers import AutoModelForCausalLM, TrainerCallback
+
+    clock = Clock()
+
+    class Marks(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.mark()
+
+    name = case.verb.upper()
+    options: dict[str, Any] = {"beta": 0.1} if case.verb == "dpo" else {}
+    config = getattr(trl, f"{name}Config")(
+        output_dir=str(scratch / "trl"),
+        per_device_train_batch_size=case.rows // part,
+        gradient_accumulation_steps=part,
+        max_steps=case.steps + WARM,
+        learning_rate=1e-5,
+        train_sampling_strategy="sequential",
+        max_length=None if case.side else 4096,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    data, pictures = Dataset.from_list(rows), Pictures()
+    if case.side:
+        data = data.cast_column("images", List(Image()))
+        load, processing = (
+            lambda: pictures.trl_model(folder, None),
+            pictures.processing_class(folder),
+        )
+    else:
+        load = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype="float32")  # noqa: E731
+        processing = load_tokenizer(folder)
+    models = {"model": load(), **({"ref_model": load()} if case.verb == "dpo" else {})}
+    trainer = getattr(trl, f"{name}Trainer")(
+        **models, args=config, train_dataset=data, processing_class=processing, callbacks=[Marks()]
+    )
+    trainer.train()
+    return clock.result(case.steps)
+
+
+def one_round(case: str, side: str, folder: Path, part: int = 1) -> dict[str, float]:
+    """Run one side in a process of its own."""
+    words = [sys.executable, __file__, "--worker", json.dumps([case, side, str(folder), part])]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not found:
+        raise RuntimeError(f"{case}, {side}: status {done.returncode}\n{done.stderr[-3000:]}")
+    return json.loads(found[-1].removeprefix("RESULT "))
+
+
+def worker(name: str, side: str, folder: Path, part: int) -> None:
+    """Run one side of a case and print its result."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(os.cpu_count() or 1)
+    case = CASES[name]
+    if side == "make":
+        make(case, folder)
+        print("RESULT {}")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = rows_of(case, folder, Path(scratch))
+        if side == "lightrft":
+            result = run_lightrft(case, folder, Path(scratch))
+        else:
+            result = run_trl(case, folder, Path(scratch), rows, part)
+    print("RESULT " + json.dumps(result))
+
+
+def compare(name: str, rounds: int) -> list[str]:
+    """Run both sides in turn and return the rows of the table."""
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        one_round(name, "make", folder)
+        tried = {part: one_round(name, "trl", folder, part) for part in (1, 4)}
+        wanted = next(iter(case.target))
+        best = min(tried, key=lambda part: tried[part][wanted])
+        found: dict[str, list[dict[str, float]]] = {"lightrft": [], "trl": []}
+        for _ in range(rounds):
+            found["lightrft"].append(one_round(name, "lightrft", folder))
+            found["trl"].append(one_round(name, "trl", folder, best))
+    lines = []
+    for measure in MEASURES:
+        pairs = list(zip(found["trl"], found["lightrft"], strict=True))
+        ratios = [theirs[measure] / ours[measure] for theirs, ours in pairs]
+        ours = statistics.median(row[measure] for row in found["lightrft"])
+        theirs = statistics.median(row[measure] for row in found["trl"])
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        goal = f"{case.target[measure]:g}" if measure in case.target else ""
+        middle = statistics.median(ratios)
+        lines.append(
+            f"| {name} | {measure} | {ours:.3g} | {theirs:.3g} | {middle:.2f} | {spread} | {goal} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        name, side, folder, part = json.loads(args.worker)
+        worker(name, side, Path(folder), part)
+        return 0
+    import torch
+    import transformers
+    import trl
+
+    lines: list[str] = []
+    for name in args.cases:
+        lines += compare(name, args.rounds)
+    versions = (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, TRL {trl.__version__}"
+    )
+    head = [
+        "# Steps of SFT and DPO against TRL\n",
+        f"`python benchmarks/vs_trl_preference.py --rounds {args.rounds}` on {platform.machine()}, "
+        f"{os.cpu_count()} cores, {versions}. A ratio is TRL's number over lightrft's, of rounds that "
+        "alternate; above 1 is better here. The top of the script says what is compared.\n",
+        "| case | measure | lightrft | TRL | ratio | spread | target |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    file = args.out / f"vs_trl_preference-{platform.machine()}-{os.cpu_count()}cores.md"
+    file.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
