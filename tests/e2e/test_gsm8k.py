@@ -49,15 +49,12 @@ def answers(folder: Path, name: str) -> list[dict]:
 
 
 def test_fine_tuning_then_reinforcement_then_every_test_question_is_graded(recipe, model, tmp_path):
-    limits = (
-        "data.max_prompt_tokens=2048",
-        "eval.data.max_prompt_tokens=2048",
-        "eval.sampling.max_new_tokens=4",
-    )
+    limits = ("eval.data.max_prompt_tokens=2048", "eval.sampling.max_new_tokens=4")
     few = ("eval.limit=6", *limits, *SMALL)
     recipe("sft", "recipes/gsm8k_sft.yaml", f"model={model}", "batch_size=4", "train.steps=3", *few)
     tuned = tmp_path / "gsm8k_sft" / "model"
     smaller = (
+        "data.max_prompt_tokens=2048",
         "rollout.prompts_per_step=3",
         "rollout.group_size=2",
         "sampling.max_new_tokens=8",
