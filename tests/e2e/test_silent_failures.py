@@ -58,7 +58,7 @@ def rl(capsys, monkeypatch, model_folder, data_folder, tmp_path) -> Rl:
         mine = {
             k: v
             for k, v in base.items()
-            if verb == "rl" or not k.startswith(("rollout", "sampling", "algorithm"))
+            if verb == "rl" or not k.startswith(("rollout", "sampling", "algorithm", "reward"))
         }
         return command(capsys, verb, *(f"{k}={v}" for k, v in mine.items()), *words)
 

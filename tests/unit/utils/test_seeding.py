@@ -95,7 +95,13 @@ def test_a_state_of_another_kind_of_device_is_left_out_with_a_warning(caplog):
 
 
 SEED = 9031061017462425079
-ORDERS = [[4, 0, 2, 3, 1, 5], [3, 0, 1, 5, 4, 2], [1, 5, 3, 4, 2, 0], [1, 5, 2, 3, 0, 4]]
+ORDERS = [
+    [4, 0, 2, 3, 1, 5],
+    [3, 0, 1, 5, 4, 2],
+    [1, 5, 3, 4, 2, 0],
+    [1, 5, 2, 3, 0, 4],
+    [3, 2, 1, 5, 4, 0],
+]
 PERMUTATION = [4, 2, 3, 0, 5, 1]
 
 
