@@ -77,29 +77,22 @@ def preference_step(
         stats: Numbers that carry over between steps.
         step: Number of completed steps.
     """
-    requirements = settings.requirements
-    verify_layouts(roles, batch)
-    batch = with_reference(batch, roles, settings)
-    if requirements.partner:
-        batch = with_token_weights(batch, settings.preference, settings.seed, step)
-    kl = mismatched_kl(batch, roles, settings) if requirements.kl else None
+    batch, objective = _prepared(roles, batch, settings, stats, step)
     metrics = Metrics(
         {
             "preference/tokens": Sum(int(batch.mask.sum())),
             "preference/responses": Sum(len(batch)),
         }
     )
-    if kl is not None:
-        metrics.add("preference/mismatched_kl", Mean(kl))
-    target = target_of(roles.reference if requirements.sequence_kl else None, roles, "forward_kl")
-    objective = _Objective(roles, settings, kl, stats, _totals(batch, settings), target)
+    if objective.kl is not None:
+        metrics.add("preference/mismatched_kl", Mean(objective.kl))
     if coupled(batch, settings, roles.actor.layout):
         batch, loss, found = objective.linearised(batch)
         _, more = _step(roles, batch, settings, objective.linear_loss, cut=True)
         metrics.merge(found)
     else:
         # The rows of an example meet in one micro-batch. Labelled responses need no partner.
-        alone = requirements.kind == "labelled"
+        alone = settings.requirements.kind == "labelled"
         loss, more = _step(roles, batch, settings, objective.loss, cut=alone)
     metrics.merge(more)
     metrics.add("loss", Mean(loss))
@@ -118,16 +111,32 @@ def preference_losses(
         settings: The settings of the run.
         stats: Numbers that carry over between steps. They do not change.
     """
-    requirements, preference = settings.requirements, settings.preference
+    batch, objective = _prepared(roles, batch, settings, stats, 0)
+    columns = objective.columns(batch)
+    data = objective.data(without_tokens(batch, nonfinite(batch, columns)), columns)
+    return data, preference_terms(data, settings.preference)
+
+
+def _prepared(
+    roles: Roles, batch: Batch, settings: PreferenceSettings, stats: PreferenceStats, step: int
+) -> tuple[Batch, _Objective]:
+    """Add the columns that the losses read to ``batch``, and return it with the objective.
+
+    Args:
+        roles: The policy, the reference and the strategy.
+        batch: The global batch, identical on all ranks.
+        settings: The settings of the step.
+        stats: Numbers that carry over between steps.
+        step: Number of completed steps.
+    """
+    requirements = settings.requirements
     verify_layouts(roles, batch)
     batch = with_reference(batch, roles, settings)
     if requirements.partner:
-        batch = with_token_weights(batch, preference, settings.seed, 0)
+        batch = with_token_weights(batch, settings.preference, settings.seed, step)
     kl = mismatched_kl(batch, roles, settings) if requirements.kl else None
     target = target_of(roles.reference if requirements.sequence_kl else None, roles, "forward_kl")
-    objective = _Objective(roles, settings, kl, stats, [], target)
-    data = objective.data(batch, objective.columns(batch))
-    return data, preference_terms(data, preference)
+    return batch, _Objective(roles, settings, kl, stats, _totals(batch, settings), target)
 
 
 def _step(
@@ -303,12 +312,13 @@ class _Objective:
         )
 
     def data(self, part: Batch, columns: TokenColumns) -> Preferences:
-        """Build the argument of the losses from the tokens whose log-probs are finite."""
-        part = without_tokens(part, nonfinite(part, columns))
+        """Build the argument of the losses. ``part`` must not train on nonfinite log-probs."""
         return preferences_of(part, columns, self.settings.requirements, self.kl, self.stats)
 
     def _loss_of(self, part: Batch, columns: TokenColumns) -> tuple[Tensor, Metrics]:
         preference = self.settings.preference
+        lost = nonfinite(part, columns)
+        part = without_tokens(part, lost)
         data = self.data(part, columns)
         if not len(data):
             # An empty micro-batch of a rank without work: the backward pass is collective.
@@ -316,7 +326,7 @@ class _Objective:
         terms = preference_terms(data, preference)
         loss = preference_loss(terms, _example_weights(part, data), self.totals)
         metrics = preference_metrics(data, terms, preference)
-        metrics.add("preference/nonfinite_tokens", Sum(nonfinite(part, columns).sum()))
+        metrics.add("preference/nonfinite_tokens", Sum(lost.sum()))
         return loss, metrics
 
 

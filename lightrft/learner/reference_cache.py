@@ -47,11 +47,12 @@ class ReferenceLogprobs:
 
     def column(self, examples: Sequence[PreferenceExample]) -> Tensor:
         """Return the log-probs of the response tokens of ``examples``, ``[N]``."""
-        parts = []
-        for example in examples:
-            start = int(self.ends[example.index - 1]) if example.index else 0
-            parts.append(self.values[start : int(self.ends[example.index])])
-        return torch.from_numpy(np.concatenate(parts))
+        return torch.from_numpy(np.concatenate([self.values[self.place(e)] for e in examples]))
+
+    def place(self, example: PreferenceExample) -> slice:
+        """Return the place of ``example`` in ``values``."""
+        start = int(self.ends[example.index - 1]) if example.index else 0
+        return slice(start, int(self.ends[example.index]))
 
 
 def cached_logprobs(
@@ -85,10 +86,11 @@ def cached_logprobs(
     if entry is not None and found_by_all:
         log.info("the reference's log-probs are read from %s", cache.path)
         return ReferenceLogprobs(entry.columns[COLUMN], ends)
-    values = compute_all(roles, reference, dataset, max_tokens, progress)
+    found = ReferenceLogprobs(np.full(int(ends[-1]), np.nan, np.float32), ends)
+    compute_all(found, roles, reference, dataset, max_tokens, progress)
     with cache.locked():
-        cache.write(Entry({COLUMN: values}, ()))
-    return ReferenceLogprobs(values, ends)
+        cache.write(Entry({COLUMN: found.values}, ()))
+    return found
 
 
 def cache_key(dataset: PreferenceDataset, model: Actor, roles: Roles) -> str:
@@ -125,15 +127,17 @@ def saved_settings(processor: Processor) -> str:
 
 
 def compute_all(
+    found: ReferenceLogprobs,
     roles: Roles,
     reference: Reference,
     dataset: PreferenceDataset,
     max_tokens: int,
     progress: Callable[[int], None],
-) -> np.ndarray:
-    """Compute the log-probs of ``dataset``, ``[T]``.
+) -> None:
+    """Compute the log-probs of ``dataset`` into ``found``.
 
     Args:
+        found: Receives the log-probs.
         roles: The policy and the strategy.
         reference: Computes the log-probs.
         dataset: The examples.
@@ -141,8 +145,6 @@ def compute_all(
         progress: Called with the number of examples that are done.
     """
     size, ranks = len(dataset), roles.strategy.ranks
-    ends = np.cumsum(dataset.response_tokens)
-    values = np.full(int(ends[-1]), np.nan, np.float32)
     progress(0)
     for start in range(0, size, CHUNK):
         fetched = agreed(dataset.fetch(range(start, min(start + CHUNK, size))), ranks)
@@ -152,18 +154,10 @@ def compute_all(
             batch = preference_to_batch(examples)
             verify_layouts(roles, batch)
             column = compute_logprobs(reference, batch, roles, max_tokens, 1.0).numpy()
-            _put(values, ends, examples, column)
+            begin = 0
+            for example in examples:
+                place = found.place(example)
+                end = begin + place.stop - place.start
+                found.values[place] = column[begin:end]
+                begin = end
         progress(min(start + CHUNK, size))
-    return values
-
-
-def _put(
-    values: np.ndarray, ends: np.ndarray, examples: Sequence[PreferenceExample], column: np.ndarray
-) -> None:
-    """Write the log-probs ``column [N]`` of ``examples`` to their places in ``values [T]``."""
-    begin = 0
-    for example in examples:
-        start = int(ends[example.index - 1]) if example.index else 0
-        end = int(ends[example.index])
-        values[start:end] = column[begin : begin + end - start]
-        begin += end - start
