@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -177,6 +178,15 @@ class TrainConfig(Settings):
     max_tokens_per_micro_batch: int = Field(16_384, ge=1)
     """Most tokens in one forward pass; a longer row goes alone. Lower it when memory runs out; the
     loss stays the same, up to rounding."""
+
+    def count_steps(self, rows: int, per_step: int) -> int:
+        """Return ``steps``, or the steps that ``epochs`` passes over the data take.
+
+        Args:
+            rows: Number of rows of the data.
+            per_step: Number of rows of a step.
+        """
+        return self.steps or max(1, math.ceil(self.epochs * rows / per_step))
 
 
 class RLTrainConfig(TrainConfig):

@@ -33,7 +33,7 @@ from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.seeding import restore_rng, seed_everything
 from lightrft.utils.state_io import SUFFIX, State
-from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
+from lightrft.workers.local import local_roles, local_tokenizer
 
 PHASES = ("policy", "reference", "values", "prm", "advantages", "update")
 
@@ -83,7 +83,7 @@ def replay(
         # The learning-rate schedule spans the steps of a run, which the prompts then determine.
         seed = config.run.seed
         prompts = len(PromptStream.of(config.data, tokenizer, seed, processor=processor).dataset)
-    steps = rollout_steps(config, prompts)
+    steps = config.train.count_steps(prompts, config.rollout.prompts_per_step)
     roles = local_roles(config, requirements, tokenizer, steps, processor)
     try:
         controls = Controllers.of(config.algorithm)

@@ -39,7 +39,6 @@ from lightrft.trainer.supervised import (
     check_supervised,
     loaded_eval_prompts,
     opened_session,
-    optimizer_steps,
 )
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.utils.errors import ConfigError
@@ -199,7 +198,7 @@ def prepare(
     dataset = load(config.data, "data")
     validation = load(config.validation, "validation") if config.validation.sources else None
     check_enough("batch_size", config.batch_size, len(dataset), "examples")
-    steps = optimizer_steps(config, len(dataset))
+    steps = config.train.count_steps(len(dataset), config.batch_size)
     source = reference_source(
         config.preference,
         requirements,

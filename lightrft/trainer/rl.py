@@ -40,7 +40,7 @@ from lightrft.trainer.rl_step import StepResult, collect_settings, learn, rl_ste
 from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.workers.build_remote import remote_roles
-from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
+from lightrft.workers.local import local_roles, local_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
     check_enough(
         "rollout.prompts_per_step", config.rollout.prompts_per_step, len(stream.dataset), "prompts"
     )
-    steps = rollout_steps(config, len(stream.dataset))
+    steps = config.train.count_steps(len(stream.dataset), config.rollout.prompts_per_step)
     check_labels(stream.dataset, config.reward, "data.sources")
     prompts = load_eval_prompts(
         config.eval.data,

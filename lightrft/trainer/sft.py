@@ -24,7 +24,6 @@ from lightrft.trainer.supervised import (
     check_supervised,
     loaded_eval_prompts,
     opened_session,
-    optimizer_steps,
 )
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.utils.state_io import State
@@ -85,7 +84,7 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     dataset = load_examples(config, tokenizer, processor)
-    steps = optimizer_steps(config, len(dataset))
+    steps = config.train.count_steps(len(dataset), config.batch_size)
     prompts = loaded_eval_prompts(config, tokenizer, processor, session)
     strategy, actor, engine = local_policy(
         config.model, config.strategy, config.engine, tokenizer, session.ranks

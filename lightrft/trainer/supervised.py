@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -81,13 +80,6 @@ def opened_session(config: SupervisedConfig, observer: Observer | None) -> Gener
         ) as session,
     ):
         yield session
-
-
-def optimizer_steps(config: SupervisedConfig, rows: int) -> int:
-    """Return ``train.steps``, or the steps that ``train.epochs`` passes over ``rows`` take."""
-    if config.train.steps:
-        return config.train.steps
-    return max(1, math.ceil(config.train.epochs * rows / config.batch_size))
 
 
 def loaded_eval_prompts(

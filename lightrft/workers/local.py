@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -384,10 +383,3 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trainable
     with strategy.loading() as device:
         actor = Actor.load(model, device=device)
     return TrainableModel(actor, strategy.prepare(actor, config.prm.optimizer, steps))
-
-
-def rollout_steps(config: RLConfig, prompts: int) -> int:
-    """Return ``train.steps``, or the steps that ``train.epochs`` passes over ``prompts`` take."""
-    return config.train.steps or max(
-        1, math.ceil(config.train.epochs * prompts / config.rollout.prompts_per_step)
-    )

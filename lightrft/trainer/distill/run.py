@@ -35,7 +35,7 @@ from lightrft.trainer.checks.context_limits import check_examples, check_lengths
 from lightrft.trainer.distill.checks import check_distill, check_sources
 from lightrft.trainer.distill.data import load_rows, load_shown
 from lightrft.trainer.run_session import RunSession
-from lightrft.trainer.supervised import loaded_eval_prompts, opened_session, optimizer_steps
+from lightrft.trainer.supervised import loaded_eval_prompts, opened_session
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.types import Batch, Prompt, Rollout, Segments
 from lightrft.utils.errors import ConfigError, GenerationInterrupted
@@ -232,7 +232,7 @@ def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
     dataset = load_rows(config, tokenizer, processor)
     check_sources(config, dataset.data_sources)
     shown = load_shown(config, dataset, tokenizer, processor)
-    steps = optimizer_steps(config, len(dataset))
+    steps = config.train.count_steps(len(dataset), config.batch_size)
     prompts = loaded_eval_prompts(config, tokenizer, processor, session)
     return DistillRun(
         session=session,
