@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 
+from lightrft.algorithms.reward_model.inputs import ScoredResponses
+from lightrft.algorithms.reward_model.objective import reward_terms
 from lightrft.algorithms.reward_model.quality import (
     JudgedPair,
     calibration_error,
@@ -22,7 +24,7 @@ from lightrft.learner.reward_model.outputs import (
     compute_outputs,
     responses_of,
 )
-from lightrft.learner.reward_model.step import RewardModelSettings, terms_of, verify_layout
+from lightrft.learner.reward_model.step import RewardModelSettings, verify_layout
 from lightrft.learner.sft_step import with_sources
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.observability.metrics import Mean, Metrics
@@ -57,9 +59,10 @@ def evaluate_reward_model(
     losses, judged = Metrics(), Judged()
     seen = 0
     for batch, outputs in scored(strategy, trained, dataset, settings, batch_size):
-        for i, term in enumerate(terms_of(batch, outputs, settings)):
+        data_of_head = responses_of(batch, outputs, settings.heads)
+        for i, term in enumerate(reward_terms(data_of_head, settings.reward_model)):
             losses.add(f"{i}", Mean(term.weight * term.losses.sum(), term.units.sum()))
-        for name, pairs in pairs_of(batch, outputs, settings, seen).items():
+        for name, pairs in pairs_of(batch, data_of_head, settings, seen).items():
             judged.setdefault(name, []).extend(pairs)
         seen += len(batch.prompts)
     metrics = Metrics()
@@ -132,13 +135,16 @@ def scored(
 
 
 def pairs_of(
-    batch: Batch, outputs: Outputs, settings: RewardModelSettings, seen: int = 0
+    batch: Batch,
+    data_of_head: Mapping[str, ScoredResponses],
+    settings: RewardModelSettings,
+    seen: int = 0,
 ) -> Judged:
     """Return the scores of all pairs of ``batch``, by head.
 
     Args:
         batch: A batch.
-        outputs: The outputs of each head for ``batch``.
+        data_of_head: The labelled responses of each head.
         settings: The settings of the run.
         seen: Number of prompts of earlier batches.
     """
@@ -147,7 +153,7 @@ def pairs_of(
     source_of = [""] * len(batch)
     if batch.data_source is not None:
         source_of = [settings.sources[number] for number in batch.data_source.tolist()]
-    for name, responses in responses_of(batch, outputs, settings.heads).items():
+    for name, responses in data_of_head.items():
         scores = responses.scores.tolist()
         better, worse = responses.pairs()
         found[name] = []

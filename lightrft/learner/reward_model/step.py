@@ -9,13 +9,14 @@ pass. Loss and gradient are the same in both forms.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.objective import (
     RewardModelTerm,
     reward_loss,
@@ -99,19 +100,6 @@ def reward_model_step(
     return metrics
 
 
-def terms_of(
-    batch: Batch, outputs: Outputs, settings: RewardModelSettings
-) -> tuple[RewardModelTerm, ...]:
-    """Return the losses of ``batch`` that ``settings`` ask for.
-
-    Args:
-        batch: A batch of whole groups.
-        outputs: The outputs of each head.
-        settings: The settings of the step.
-    """
-    return reward_terms(responses_of(batch, outputs, settings.heads), settings.reward_model)
-
-
 def divisors(batch: Batch, settings: RewardModelSettings) -> tuple[float, ...]:
     """Return the divisor of each term over the global ``batch``, from its labels alone."""
     nothing = HeadOutputs(torch.zeros(len(batch), 1), torch.zeros(len(batch)))
@@ -160,13 +148,15 @@ class RewardObjective:
         return batch.replace(output_weights=leaves.grad), loss.detach(), metrics
 
     def _loss_of(self, part: Batch, outputs: Outputs) -> tuple[Tensor, Metrics]:
-        terms = terms_of(part, outputs, self.settings)
+        data_of_head = responses_of(part, outputs, self.settings.heads)
+        terms = reward_terms(data_of_head, self.settings.reward_model)
         loss = reward_loss(terms, self.totals)
-        lost = ~torch.isfinite(joined(outputs).detach()).all(1)
-        metrics = reward_metrics(part, outputs, terms, self.settings)
-        metrics.add("reward_model/nonfinite_scores", Sum(lost.sum()))
+        finite = torch.isfinite(joined(outputs).detach())
+        metrics = reward_metrics(part, data_of_head, terms, self.settings)
+        metrics.add("reward_model/nonfinite_scores", Sum((~finite.all(1)).sum()))
         # Every output takes part, so that all ranks reduce the gradients of the same parameters.
-        return loss + torch.nan_to_num(joined(outputs)).sum() * 0, metrics
+        # Infinite outputs are replaced, since infinity times 0 is NaN.
+        return loss + joined(outputs).masked_fill(~finite, 0.0).sum() * 0, metrics
 
 
 @contextmanager
@@ -185,7 +175,7 @@ def scaled(model: RewardModel) -> Generator[None]:
 
 def reward_metrics(
     batch: Batch,
-    outputs: Outputs,
+    data_of_head: Mapping[str, ScoredResponses],
     terms: Sequence[RewardModelTerm],
     settings: RewardModelSettings,
 ) -> Metrics:
@@ -193,7 +183,7 @@ def reward_metrics(
 
     Args:
         batch: A batch of whole groups.
-        outputs: The outputs of each head.
+        data_of_head: The labelled responses of each head.
         terms: The losses.
         settings: The settings of the step.
     """
@@ -201,7 +191,7 @@ def reward_metrics(
     for term in terms:
         mean = Mean(term.losses.detach().sum(), term.units.sum())
         metrics.add(f"reward_model/{term.head}/loss/{term.name}", mean)
-    for name, data in responses_of(batch, outputs, settings.heads).items():
+    for name, data in data_of_head.items():
         scores = data.scores.detach()
         metrics.add(f"reward_model/{name}/score", Mean.of(scores))
         better, worse = data.pairs()
