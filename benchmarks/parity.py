@@ -91,6 +91,7 @@ OF_RESPONSES = (
     "tdpo",
     "kto",
     "distill",
+    "uld",
     "rm",
     "rm ranked",
     "rm pictures",
@@ -100,8 +101,9 @@ OF_RESPONSES = (
 WAYS: dict[str, Way] = {
     "single": Way(),
     **{f"fsdp2x{n}": Way(n, {"strategy": {"kind": "fsdp2"}}) for n in (2, 3)},
-    # Runs with rollouts have tests of their own for these (tests/e2e/test_teams.py).
-    "sequence2": Way(2, groups_of_2("sequence_parallel"), without=OF_ROLLOUTS),
+    # Runs with rollouts have tests of their own for these (tests/e2e/test_teams.py). Sequences of two
+    # tokenizers cannot be split alike.
+    "sequence2": Way(2, groups_of_2("sequence_parallel"), without=(*OF_ROLLOUTS, "uld")),
     "tensor2": Way(2, groups_of_2("tensor_parallel"), without=OF_ROLLOUTS),
     **{f"zero{stage}x{n}": Way(n, zero(stage), "deepspeed") for n in (2, 3) for stage in (1, 2, 3)},
     "ray": Way(1, on_ray(), "ray"),
@@ -186,6 +188,11 @@ CASES: dict[str, Tree] = {
         "distill": {"kind": "jsd", "top_k": 12, "on_policy": 0.5, "nll_coef": 0.1},
         "sampling": {"max_new_tokens": 6},
     },
+    # The teacher has another tokenizer.
+    "uld": {
+        "distill": {"kind": "uld", "on_policy": 0.5, "nll_coef": 0.1},
+        "sampling": {"max_new_tokens": 6},
+    },
     "rm": {"reward_model": {"normalize": "scale"}},
     # A micro-batch has fewer tokens than a group, so the gradient is computed in two passes.
     "rm ranked": {
@@ -211,6 +218,7 @@ SUPERVISED = {
     "tdpo": "dpo",
     "kto": "kto",
     "distill": "distill",
+    "uld": "distill",
     "rm": "rm",
     "rm ranked": "rm",
     "rm pictures": "rm",
@@ -250,6 +258,9 @@ def make(folder: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(tokenizer), **heads}
     save_model(tiny_model("qwen2", seed=1, **sizes), tokenizer, folder / "model")
     save_model(tiny_model("qwen2", seed=2, **sizes), tokenizer, folder / "teacher")
+    more = tiny_tokenizer(special=("<more>",))
+    wider = {**sizes, "vocab_size": len(more)}
+    save_model(tiny_model("llama", seed=3, **wider), more, folder / "stranger")
     save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
     rows: list[Tree] = [
         {
@@ -329,8 +340,8 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
         "eval": {"data": prompts, "every": 2, "sampling": {"max_new_tokens": 4}},
         "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},
     }
-    if case == "distill":
-        own["teacher"] = {"path": str(folder / "teacher")}
+    if verb == "distill":
+        own["teacher"] = {"path": str(folder / ("stranger" if case == "uld" else "teacher"))}
     if verb == "rl":
         kind = ROLLOUTS
     else:

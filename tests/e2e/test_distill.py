@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.parity import rows_of_pictures
 from lightrft.config.base import build, deep_merge
@@ -20,8 +17,8 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.distill.run import is_sampled, run_distill
 from lightrft.trainer.sft import run_sft
-from tests import warm
 from tests.e2e.command import assert_refused, command
+from tests.e2e.finished import assert_a_kill_changes_nothing, steady, weights
 
 KILLING = Path(__file__).with_name("killing.py")
 ROOT = Path(__file__).parents[2]
@@ -72,14 +69,6 @@ def distill(tree):
         return read_rows(Path(config.run.dir) / config.run.name / "metrics.jsonl")
 
     return run
-
-
-def steady(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize("how", [{}, SAMPLED, MIXED], ids=["given", "sampled", "mixed"])
@@ -308,18 +297,4 @@ def test_a_config_is_examined_before_it_runs(capsys, tree, tmp_path):
 def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, where, nth):
     how = deep_merge(MIXED, {"checkpoint": {"every": 1}, "run": {"threads": 1}})
     how = deep_merge(tree, how)
-
-    def start(name: str, place: str) -> int:
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(json.dumps(deep_merge(how, {"run": {"name": name}})))
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        words = [KILLING, file, place, str(nth), "0", "kill", "distill"]
-        return warm.run(words, env=env).returncode
-
-    assert start("whole", "never") == 0
-    assert start("killed", where) == -signal.SIGKILL
-    assert start("killed", "never") == 0
-    whole, killed = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
-    assert [steady(r) for r in killed] == [steady(r) for r in whole]
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert all(torch.equal(one[k], other[k]) for k in one)
+    assert_a_kill_changes_nothing(how, "distill", where, nth, tmp_path)

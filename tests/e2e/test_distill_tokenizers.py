@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import DistillVerbConfig, SFTConfig
@@ -18,6 +17,7 @@ from lightrft.observability.trackers import read_rows
 from lightrft.trainer.distill.run import run_distill
 from lightrft.trainer.sft import run_sft
 from tests.e2e.command import assert_refused, command
+from tests.e2e.finished import assert_a_kill_changes_nothing, steady, weights
 from tests.model_helpers import byte_pairs
 
 VOCABULARY = len(PRINTABLE) + 6
@@ -85,14 +85,6 @@ def distill(tree):
         return read_rows(Path(config.run.dir) / config.run.name / "metrics.jsonl")
 
     return run
-
-
-def steady(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
 
 
 def fluent(folder: Path, name: str, steps: int) -> str:
@@ -180,6 +172,12 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(distill, tmp_path):
     assert [steady(r) for r in halves] == [steady(r) for r in whole]
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "halves")
     assert all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "nth"), [("an answer", 6), ("checkpoint publishing", 2)])
+def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, where, nth):
+    assert_a_kill_changes_nothing(deep_merge(tree, MIXED), "distill", where, nth, tmp_path)
 
 
 def test_teachers_of_two_tokenizers_teach_their_own_rows(distill, folder, tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,8 @@ from lightrft.observability.trackers import read_rows
 from lightrft.trainer.preference import online
 from lightrft.trainer.preference.run import run_preference
 from lightrft.utils.errors import RewardError
-from tests import warm
 from tests.e2e.command import assert_refused, command
+from tests.e2e.finished import assert_a_kill_changes_nothing, steady, weights
 
 KILLING = Path(__file__).with_name("killing.py")
 ROOT = Path(__file__).parents[2]
@@ -65,14 +63,6 @@ def train(tree: Row) -> Run:
         return read_rows(Path(config.run.dir) / config.run.name / "metrics.jsonl")
 
     return run
-
-
-def steady(row: Row) -> Row:
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
 
 
 def responses(folder: Path, step: int) -> list[Row]:
@@ -445,17 +435,4 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, whe
         "preference": {"reference": {"refresh_every": 1, "refresh_decay": 0.5}},
     }
     how = deep_merge(tree, how)
-
-    def start(name: str, place: str) -> int:
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(json.dumps(deep_merge(how, {"run": {"name": name}})))
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return warm.run([KILLING, file, place, str(nth), "0", "kill", "dpo"], env=env).returncode
-
-    assert start("whole", "never") == 0
-    assert start("killed", where) == -signal.SIGKILL
-    assert start("killed", "never") == 0
-    whole, killed = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
-    assert [steady(r) for r in killed] == [steady(r) for r in whole]
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert all(torch.equal(one[k], other[k]) for k in one)
+    assert_a_kill_changes_nothing(how, "dpo", where, nth, tmp_path)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightrft.config.base import build, deep_merge
@@ -25,8 +22,8 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.observer import NullObserver
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.preference.run import run_preference
-from tests import warm
 from tests.e2e.command import assert_refused, command
+from tests.e2e.finished import assert_a_kill_changes_nothing, steady, weights
 
 KILLING = Path(__file__).with_name("killing.py")
 ROOT = Path(__file__).parents[2]
@@ -110,14 +107,6 @@ class Titles(NullObserver):
 
     def begin(self, title: str, total: int, done: int) -> None:
         self.seen.append(title)
-
-
-def steady(row: Row) -> Row:
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
 
 
 def test_a_run_leaves_a_whole_folder_and_a_model_that_loads(dpo, tmp_path):
@@ -401,20 +390,7 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(
             "data": {"sources": [{"path": str(rows)}]},
         },
     )
-
-    def start(name: str, place: str) -> int:
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(json.dumps(deep_merge(tree, {"run": {"name": name}})))
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return warm.run([KILLING, file, place, "2", "0", "kill", verb], env=env).returncode
-
-    assert start("whole", "never") == 0
-    assert start("killed", where) == -signal.SIGKILL
-    assert start("killed", "never") == 0
-    whole, killed = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
-    assert [steady(r) for r in killed] == [steady(r) for r in whole]
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert all(torch.equal(one[k], other[k]) for k in one)
+    assert_a_kill_changes_nothing(tree, verb, where, 2, tmp_path)
 
 
 REFUSED: list[tuple[str, Row, list[str]]] = [

@@ -17,6 +17,7 @@ from lightrft.config.base import build, deep_merge, to_yaml
 from lightrft.config.verbs import RLConfig
 from lightrft.strategy.checkpoint import load_state
 from tests import warm
+from tests.e2e.finished import steady
 
 KILLING = Path(__file__).with_name("killing.py")
 ROOT = Path(__file__).parents[2]
@@ -53,11 +54,6 @@ def assert_same_end(one: Path, other: Path, step: int) -> None:
         for p in (one, other)
     ]
     assert [steady(r) for r in metrics[0]] == [steady(r) for r in metrics[1]]
-
-
-def steady(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of metrics without what the clock says."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}
 
 
 def plain(state: Any) -> Any:

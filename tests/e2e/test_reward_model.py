@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
@@ -27,7 +24,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.saved_policy import run_export
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ConfigError, DataError, ModelError
-from tests import warm
+from tests.e2e.finished import assert_a_kill_changes_nothing, steady, weights
 
 MARGIN = {"name": "bradley_terry", "options": {"margin": True}}
 KILLING = Path(__file__).with_name("killing.py")
@@ -81,16 +78,6 @@ def rm(tree: Row) -> Run:
         return read_rows(Path(config.run.dir) / config.run.name / "metrics.jsonl")
 
     return run
-
-
-def steady(row: Row) -> Row:
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted((folder / "model").glob("*.safetensors"))
-    assert len(files) == 2
-    return {k: v for file in files for k, v in load_file(file).items()}
 
 
 def test_a_run_learns_the_order_of_held_out_pairs_and_leaves_a_model_that_scores(
@@ -159,21 +146,7 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, files, tmp_pa
         "eval": {"every": 2},
         "reward_model": {"normalize": "scale"},
     }
-
-    def start(name: str, place: str) -> int:
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(json.dumps(deep_merge(deep_merge(tree, often), {"run": {"name": name}})))
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return warm.run([KILLING, file, place, "2", "0", "kill", "rm"], env=env).returncode
-
-    assert start("whole", "never") == 0
-    assert start("killed", where) == -signal.SIGKILL
-    assert start("killed", "never") == 0
-    whole, killed = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
-    assert [steady(r) for r in killed] == [steady(r) for r in whole]
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[k], other[k]) for k in one)
+    assert_a_kill_changes_nothing(deep_merge(tree, often), "rm", where, 2, tmp_path)
 
 
 def test_ratings_are_learned_by_heads_of_their_own(rm, files):

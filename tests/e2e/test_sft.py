@@ -16,6 +16,7 @@ from lightrft.config.verbs import SFTConfig
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.sft import run_sft
 from tests.e2e.command import assert_refused, command
+from tests.e2e.finished import steady, weights
 
 
 @pytest.fixture
@@ -37,14 +38,6 @@ def sft(model_folder: Path, data_folder: Path, tmp_path: Path):
         return read_rows(Path(config.run.dir) / config.run.name / "metrics.jsonl")
 
     return run
-
-
-def steady(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
 
 
 def test_a_run_leaves_a_whole_folder_and_a_model_that_loads(sft, tmp_path):
