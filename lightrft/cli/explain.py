@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from lightrft.cli.arguments import is_bare_word, wants_usage
+from lightrft.cli.arguments import is_bare_word, parse, wants_usage
 from lightrft.cli.verbs import config_of
+from lightrft.config.base import Loaded
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS
-from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, RMConfig
+from lightrft.config.verbs import (
+    DistillVerbConfig,
+    DPOConfig,
+    IterateConfig,
+    RLConfig,
+    RMConfig,
+    TrainingConfig,
+)
+from lightrft.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightrft.diagnostics.explain import Explanation
@@ -27,7 +37,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(
             "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\n"
             f"presets of rl: {presets}\n\npresets of dpo and kto: {preferences}\n\n"
-            "explain.verb=<rl | sft | dpo | kto | distill | rm> names the verb of a config\n"
+            "explain.verb=<rl | sft | dpo | kto | distill | rm | iterate> names the verb of a "
+            "config\n"
         )
         return 0
     from lightrft.diagnostics.explain import to_latex, to_text
@@ -53,8 +64,12 @@ def explanation_of(words: Sequence[str]) -> Explanation:
             settings.append(f"preference={word}")
         else:
             settings.append(f"algorithm={word}" if is_bare_word(word) else word)
-    loaded = config_of(verb, settings)
+    loaded = _loaded(verb, settings)
     config = loaded.settings
+    if isinstance(config, IterateConfig):
+        from lightrft.diagnostics.explain_iterate import explain_iterate
+
+        return explain_iterate(config, loaded.sources)
     if isinstance(config, RLConfig):
         check_parts(config.algorithm)
         return explain(config, loaded.sources)
@@ -70,3 +85,18 @@ def explanation_of(words: Sequence[str]) -> Explanation:
     if isinstance(config, DPOConfig):
         check_preference(config.preference)
     return explain_supervised(config, loaded.sources)
+
+
+def _loaded(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig] | Loaded[IterateConfig]:
+    """Parse ``arguments`` as the config of ``verb``; ``auto`` takes the verb that fits."""
+    if verb == "iterate":
+        return parse(IterateConfig, arguments)
+    try:
+        return config_of(verb, arguments)
+    except ConfigError:
+        if verb != "auto":
+            raise
+        # rounds of trainings fit no verb of one training
+        with suppress(ConfigError):
+            return parse(IterateConfig, arguments)
+        raise

@@ -62,3 +62,21 @@ def test_a_function_of_ones_own_is_shown_by_its_name(capsys, tmp_path):
 )
 def test_what_does_not_exist_or_makes_no_sense_is_refused(capsys, words, said):
     assert_refused(command(capsys, "explain", *words), *said)
+
+
+@pytest.mark.parametrize("mark", [(), ("explain.verb=iterate",)], ids=["found", "named"])
+def test_rounds_are_explained_with_their_selection_and_the_loss_of_their_training(capsys, mark):
+    recipe = "recipes/gsm8k_iterative_dpo.yaml"
+    words = [recipe, "model=m", "select.margin=0.5", "dpo.batch_size=7", *mark]
+    out = command(capsys, "explain", *words).out
+    assert "dpo on selected responses, rounds: 3" in out
+    assert "r(x, y_w) - r(x, y_l) > margin" in out
+    found = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "margin = 0.5" in out
+    assert "7" in found["batch_size"] and "command line" in found["batch_size"]
+    assert "default" in found["optimizer.lr"]
+
+
+def test_a_selection_that_a_training_cannot_read_is_refused_when_it_is_explained(capsys):
+    words = ("recipes/gsm8k_iterative_dpo.yaml", "model=m", "select.keep=best")
+    assert_refused(command(capsys, "explain", *words), "select.keep = 'best'", "lightrft dpo")
