@@ -11,6 +11,10 @@ from importlib import resources
 from lightrft.utils.errors import ConfigError
 
 DIGITS = "0123456789"
+BLANKS = ("?", ".", "-")
+"""Readings without a digit."""
+MOST_MALFORMED = 8
+"""Largest number of malformed readings of a digit."""
 
 
 def handwritten(
@@ -50,6 +54,71 @@ def spoken(*, split: str = "train", guesses: float = 0.0, seed: int = 0) -> list
         ConfigError: there is no such split, or ``guesses`` is outside [0, 1].
     """
     return _rows("spoken_digits", split, guesses, seed)
+
+
+def handwritten_readings(
+    *, split: str = "train", wrong: int = 3, malformed: int = 0, seed: int = 0
+) -> list[dict[str, object]]:
+    """Return a right and some wrong readings of each handwritten digit, for reward models.
+
+    A row has ``image``, and ``completions`` with their ranks. The right digit is better than wrong
+    ones, and these are better than malformed readings: of two digits, or of none.
+
+    Args:
+        split: ``train`` or ``test``.
+        wrong: number of wrong digits, from 1 to 9.
+        malformed: number of malformed readings.
+        seed: seed of the readings.
+
+    Raises:
+        ConfigError: there is no such split, or ``wrong`` or ``malformed`` is out of range.
+    """
+    return _readings(handwritten(split=split), wrong, malformed, seed)
+
+
+def spoken_readings(
+    *, split: str = "train", wrong: int = 3, malformed: int = 0, seed: int = 0
+) -> list[dict[str, object]]:
+    """Return a right and some wrong readings of each spoken digit, for reward models.
+
+    A row has ``audio``, and ``completions`` as in ``handwritten_readings``.
+
+    Args:
+        split: ``train`` or ``test``.
+        wrong: number of wrong digits, from 1 to 9.
+        malformed: number of malformed readings.
+        seed: seed of the readings.
+
+    Raises:
+        ConfigError: there is no such split, or ``wrong`` or ``malformed`` is out of range.
+    """
+    return _readings(spoken(split=split), wrong, malformed, seed)
+
+
+def _readings(
+    rows: list[dict[str, object]], wrong: int, malformed: int, seed: int
+) -> list[dict[str, object]]:
+    """Return ``rows`` with ranked readings in place of their response and label."""
+    if not 1 <= wrong < len(DIGITS):
+        raise ConfigError(f"wrong = {wrong} must be a number of wrong digits from 1 to 9")
+    if not 0 <= malformed <= MOST_MALFORMED:
+        raise ConfigError(f"malformed = {malformed} must be from 0 to {MOST_MALFORMED}")
+    found = []
+    for row in rows:
+        chance = random.Random(f"readings {row['id']} {seed}")
+        right = str(row["label"])
+        others = [digit for digit in DIGITS if digit != right]
+        wrong_digits = chance.sample(others, wrong)
+        doubled = [right + digit for digit in DIGITS] + [digit + right for digit in others]
+        shapes = chance.sample([*doubled, *BLANKS], malformed)
+        kept = {key: value for key, value in row.items() if key not in ("response", "label")}
+        ranked = [
+            {"rank": rank, "completion": reading}
+            for rank, readings in enumerate(([right], wrong_digits, shapes))
+            for reading in readings
+        ]
+        found.append({**kept, "completions": ranked})
+    return found
 
 
 def _rows(name: str, split: str, guesses: float, seed: int) -> list[dict[str, object]]:
