@@ -5,9 +5,8 @@ import pytest
 from lightrft.config.data import SourceConfig
 from lightrft.datasets.digits import (
     handwritten,
-    handwritten_readings,
+    readings,
     spoken,
-    spoken_readings,
 )
 from lightrft.datasets.open_source import open_source
 from lightrft.utils.errors import ConfigError
@@ -53,15 +52,15 @@ def test_a_split_or_a_share_that_cannot_be_is_refused(options):
 
 
 @pytest.mark.parametrize(
-    ("readings", "labelled", "column"),
-    [(handwritten_readings, handwritten, "image"), (spoken_readings, spoken, "audio")],
+    ("kind", "labelled", "column"),
+    [("handwritten", handwritten, "image"), ("spoken", spoken, "audio")],
 )
 def test_a_right_reading_is_better_than_wrong_ones_and_these_than_malformed_ones(
-    readings, labelled, column
+    kind, labelled, column
 ):
-    rows = readings(split="test", wrong=2, malformed=2)
-    assert rows == readings(split="test", wrong=2, malformed=2)
-    assert rows != readings(split="test", wrong=2, malformed=2, seed=1)
+    rows = readings(kind=kind, split="test", wrong=2, malformed=2)
+    assert rows == readings(kind=kind, split="test", wrong=2, malformed=2)
+    assert rows != readings(kind=kind, split="test", wrong=2, malformed=2, seed=1)
     for row, known in zip(rows, labelled(split="test"), strict=True):
         assert (row["id"], row[column]) == (known["id"], known[column])
         assert "label" not in row and "response" not in row
@@ -75,7 +74,9 @@ def test_a_right_reading_is_better_than_wrong_ones_and_these_than_malformed_ones
         assert not any(len(text) == 1 and text.isdigit() for text in texts[2])
 
 
-@pytest.mark.parametrize("options", [{"wrong": 0}, {"wrong": 10}, {"malformed": 9}])
+@pytest.mark.parametrize(
+    "options", [{"wrong": 0}, {"wrong": 10}, {"malformed": 9}, {"kind": "seen"}]
+)
 def test_a_number_of_readings_that_cannot_be_is_refused(options):
     with pytest.raises(ConfigError, match=str(next(iter(options.values())))):
-        spoken_readings(**options)
+        readings(**{"kind": "spoken", **options})
