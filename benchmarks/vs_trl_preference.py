@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,7 @@ def nodes_of(case: Case, config: Any) -> int:
 
 def run_lightrft(case: Case, folder: Path, scratch: Path, share: int) -> dict[str, float]:
     """Take the steps with the verb's own run."""
+    rows_of(case, folder, scratch)
     from lightrft.observability.observer import NullObserver
     from lightrft.trainer.preference.run import run_preference
     from lightrft.trainer.sft import run_sft
@@ -251,38 +252,56 @@ def config_of(case: Case, folder: Path, scratch: Path, share: int = 1) -> Any:
     return build(TRAINING[case.verb].settings, tree)
 
 
-def run_trl(
-    case: Case, folder: Path, scratch: Path, rows: list[dict[str, Any]], part: int
-) -> dict[str, float]:
-    """Take the steps with TRL's trainer, in ``part`` micro-batches."""
-    import trl
-    from datasets import Dataset, Image, List
-    from transformers import AutoModelForCausalLM, TrainerCallback
+def trl_settings(case: Case, scratch: Path, rows: int, part: int) -> dict[str, Any]:
+    """Return the settings that all of TRL's trainers share.
 
-    clock = Clock()
+    Args:
+        case: The case.
+        scratch: Folder for what the trainer writes.
+        rows: Rows of a batch on TRL's side.
+        part: Number of micro-batches.
+    """
+    return {
+        "output_dir": str(scratch / "trl"),
+        "per_device_train_batch_size": rows // part,
+        "gradient_accumulation_steps": part,
+        "max_steps": case.steps + WARM,
+        "learning_rate": 1e-5,
+        "train_sampling_strategy": "sequential",
+        "max_length": None if case.side else 4096,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def marks(clock: Clock) -> Any:
+    """Return a callback of TRL's trainers that records the end of each step."""
+    from transformers import TrainerCallback
 
     class Marks(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.mark()
 
+    return Marks()
+
+
+def run_trl(case: Case, folder: Path, scratch: Path, part: int) -> dict[str, float]:
+    """Take the steps with TRL's trainer, in ``part`` micro-batches."""
+    rows = rows_of(case, folder, scratch)
+    import trl
+    from datasets import Dataset, Image, List
+    from transformers import AutoModelForCausalLM
+
+    clock = Clock()
     name = case.verb.upper()
     options: dict[str, Any] = {"beta": 0.1} if case.verb == "dpo" else {}
     config = getattr(trl, f"{name}Config")(
-        output_dir=str(scratch / "trl"),
-        per_device_train_batch_size=case.rows // part,
-        gradient_accumulation_steps=part,
-        max_steps=case.steps + WARM,
-        learning_rate=1e-5,
-        train_sampling_strategy="sequential",
-        max_length=None if case.side else 4096,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        **options,
+        **trl_settings(case, scratch, case.rows, part), **options
     )
     data, pictures = Dataset.from_list(rows), Pictures()
     if case.side:
@@ -299,15 +318,45 @@ def run_trl(
         policy.model.visual.requires_grad_(False)
     models = {"model": policy, **({"ref_model": load()} if case.verb == "dpo" else {})}
     trainer = getattr(trl, f"{name}Trainer")(
-        **models, args=config, train_dataset=data, processing_class=processing, callbacks=[Marks()]
+        **models,
+        args=config,
+        train_dataset=data,
+        processing_class=processing,
+        callbacks=[marks(clock)],
     )
     trainer.train()
     return clock.result(case.steps, nodes_of(case, config_of(case, folder, scratch)))
 
 
-def one_round(case: str, side: str, folder: Path, part: int = 1) -> dict[str, float]:
+Side = Callable[[Case, Path, Path, int], dict[str, float]]
+"""Takes the steps of a case with a model folder, in a scratch folder, in parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A benchmark of two sides.
+
+    Attributes:
+        script: The script that runs it.
+        title: Title of the page of results.
+        cases: The cases by name.
+        make: Writes the model of a case.
+        sides: What runs, by side.
+    """
+
+    script: Path
+    title: str
+    cases: Mapping[str, Case]
+    make: Callable[[Case, Path], None]
+    sides: Mapping[str, Side]
+
+
+def one_round(
+    about: Comparison, case: str, side: str, folder: Path, part: int = 1
+) -> dict[str, float]:
     """Run one side in a process of its own."""
-    words = [sys.executable, __file__, "--worker", json.dumps([case, side, str(folder), part])]
+    given = json.dumps([case, side, str(folder), part])
+    words = [sys.executable, str(about.script), "--worker", given]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not found:
@@ -315,43 +364,39 @@ def one_round(case: str, side: str, folder: Path, part: int = 1) -> dict[str, fl
     return json.loads(found[-1].removeprefix("RESULT "))
 
 
-def worker(name: str, side: str, folder: Path, part: int) -> None:
+def worker(about: Comparison, name: str, side: str, folder: Path, part: int) -> None:
     """Run one side of a case and print its result."""
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count() or 1)
-    case = CASES[name]
+    case = about.cases[name]
     if side == "make":
-        make(case, folder)
+        about.make(case, folder)
         print("RESULT {}")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        rows = rows_of(case, folder, Path(scratch))
-        if side == "lightrft":
-            result = run_lightrft(case, folder, Path(scratch), part)
-        else:
-            result = run_trl(case, folder, Path(scratch), rows, part)
+        result = about.sides[side](case, folder, Path(scratch), part)
     print("RESULT " + json.dumps(result))
 
 
-def fastest(name: str, side: str, folder: Path, parts: Sequence[int]) -> int:
+def fastest(about: Comparison, name: str, side: str, folder: Path, parts: Sequence[int]) -> int:
     """Return the one of ``parts`` that is best by the measure of the case's target."""
-    wanted = next(iter(CASES[name].target))
-    tried = {part: one_round(name, side, folder, part) for part in dict.fromkeys(parts)}
+    wanted = next(iter(about.cases[name].target))
+    tried = {part: one_round(about, name, side, folder, part) for part in dict.fromkeys(parts)}
     return min(tried, key=lambda part: tried[part][wanted])
 
 
-def compare(name: str, rounds: int) -> list[str]:
+def compare(about: Comparison, name: str, rounds: int) -> list[str]:
     """Run both sides in turn and return the rows of the table."""
-    case = CASES[name]
+    case = about.cases[name]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        one_round(name, "make", folder)
+        one_round(about, name, "make", folder)
         sides = {"lightrft": SHARES, "trl": [part or case.rows for part in PARTS]}
-        best = {side: fastest(name, side, folder, parts) for side, parts in sides.items()}
+        best = {side: fastest(about, name, side, folder, parts) for side, parts in sides.items()}
         found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
         for _ in range(rounds):
             for side, part in best.items():
-                found[side].append(one_round(name, side, folder, part))
+                found[side].append(one_round(about, name, side, folder, part))
     lines = []
     for measure in MEASURES:
         pairs = list(zip(found["trl"], found["lightrft"], strict=True))
@@ -368,30 +413,30 @@ def compare(name: str, rounds: int) -> list[str]:
     return lines
 
 
-def kept_rows(file: Path) -> dict[str, list[str]]:
+def kept_rows(file: Path, cases: Mapping[str, Case]) -> dict[str, list[str]]:
     """Return the rows of ``file`` by case. Cases that are not measured again keep theirs."""
     rows: dict[str, list[str]] = {}
     if not file.is_file():
         return rows
     for line in file.read_text(encoding="utf-8").splitlines():
         name = line.strip("| ").partition(" ")[0]
-        if name in CASES:
+        if name in cases:
             rows.setdefault(name, []).append(line)
     return rows
 
 
-def main() -> int:
+def main(about: Comparison, doc: str | None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=about.cases, default=list(about.cases))
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         name, side, folder, part = json.loads(args.worker)
-        worker(name, side, Path(folder), part)
+        worker(about, name, side, Path(folder), part)
         return 0
     import transformers
     import trl
@@ -400,23 +445,27 @@ def main() -> int:
         f"torch {torch.__version__}, transformers {transformers.__version__}, TRL {trl.__version__}"
     )
     head = [
-        "# Steps of SFT and DPO against TRL\n",
-        f"`python benchmarks/vs_trl_preference.py --rounds {args.rounds}` on {platform.machine()}, "
+        f"# {about.title}\n",
+        f"`python benchmarks/{about.script.name} --rounds {args.rounds}` on {platform.machine()}, "
         f"{os.cpu_count()} cores, {versions}. A ratio is TRL's number over lightrft's, of rounds that "
         "alternate; above 1 is better here. The top of the script says what is compared.\n",
         "| case | measure | lightrft | TRL | ratio | spread | target |",
         "|---|---|---|---|---|---|---|",
     ]
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"vs_trl_preference-{platform.machine()}-{os.cpu_count()}cores.md"
-    rows = kept_rows(file)
+    file = args.out / f"{about.script.stem}-{platform.machine()}-{os.cpu_count()}cores.md"
+    rows = kept_rows(file, about.cases)
     # After each case: a case takes minutes, and a later one may fail.
     for name in args.cases:
-        rows[name] = compare(name, args.rounds)
-        lines = [line for case in CASES for line in rows.get(case, [])]
+        rows[name] = compare(about, name, args.rounds)
+        lines = [line for case in about.cases for line in rows.get(case, [])]
         file.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    both: dict[str, Side] = {"lightrft": run_lightrft, "trl": run_trl}
+    title = "Steps of SFT and DPO against TRL"
+    raise SystemExit(
+        main(Comparison(HERE / Path(__file__).name, title, CASES, make, both), __doc__)
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import filterfalse
+from typing import Any
 
 from lightrft.cli.arguments import (
     is_bare_word,
@@ -14,7 +15,14 @@ from lightrft.cli.arguments import (
     set_threads,
     settings_of,
 )
-from lightrft.cli.progress import check_trained, closing_lines, exit_status, watching, with_report
+from lightrft.cli.progress import (
+    ACCURACIES,
+    check_trained,
+    closing_lines,
+    exit_status,
+    watching,
+    with_report,
+)
 from lightrft.config.verbs import DemoConfig
 from lightrft.utils.errors import ConfigError, did_you_mean
 
@@ -23,6 +31,7 @@ DEMOS = {
     "vision": "a vision-language model learns to read handwritten digits",
     "preference": "a language model learns from pairs of right and wrong solutions",
     "audio": "an audio-language model learns to recognise spoken digits",
+    "reward": "reward models learn to judge readings of digits, and policies learn from them",
 }
 """Task of each demo, by name. The first is the default. Each has a settings file in this folder."""
 
@@ -44,15 +53,33 @@ def run(arguments: Sequence[str]) -> int:
     with quick_imports():
         set_threads(config.run.threads)
         from lightrft.trainer.demo import run_demo
+        from lightrft.trainer.reward_demo import part_run, run_reward_demo
 
+    run_all = run_reward_demo if config.learned_rewards else run_demo
     with memory_errors(), watching(config.run) as observer:
-        summary = run_demo(config, observer)
-    lines = closing_lines(config.run, summary)
+        summary = run_all(config, observer)
+    lines = [*learned_lines(summary), *closing_lines(config.run, summary)]
     if summary["verb"] == "demo" and summary.get("finished"):
-        lines = with_report(config.run, lines)
+        reported = [part_run(config.run, name) for name in config.learned_rewards] or [config.run]
+        for part in reported:
+            lines = with_report(part, lines)
     sys.stdout.write("\n".join(lines) + "\n")
     check_trained(summary)
     return exit_status(summary)
+
+
+def learned_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return the numbers of each reward model and of its policy, one line each."""
+    lines = []
+    for name, judged in summary.get("reward_models", {}).items():
+        policy = summary["policies"][name]
+        pairs = " -> ".join(f"{judged[key]:.1%}" for key in ACCURACIES if key in judged)
+        gold = " -> ".join(f"{policy[key]:.1%}" for key in ACCURACIES if key in policy)
+        names = ("proxy_before", "proxy_after")
+        proxy = " -> ".join(f"{policy[key]:.2f}" for key in names if key in policy)
+        lines.append(f"{name}: reward model {pairs} of held-out pairs")
+        lines.append(f"{name}: policy {gold} right, score of the reward model {proxy}")
+    return lines
 
 
 def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:

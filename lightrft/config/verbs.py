@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.base import Settings
+from lightrft.config.base import Settings, changed_fields
 from lightrft.config.data import (
     DataConfig,
     MediaConfig,
@@ -462,12 +462,9 @@ class DoctorConfig(Settings):
     """JSON file for the findings; ``null`` writes none."""
 
 
-class DemoConfig(Settings):
-    """The settings of ``lightrft demo``: a tiny start model, then ``sft``, then ``rl`` or ``dpo``.
-    Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``."""
+class StartModelConfig(Settings):
+    """A tiny model with random weights."""
 
-    run: RunConfig = RunConfig(name="demo")
-    """Run folder and start of the demo."""
     family: str = "qwen2"
     """Family of the start model."""
     model: dict[str, Any] = Field(default_factory=dict)
@@ -476,9 +473,53 @@ class DemoConfig(Settings):
     """Sizes of the tower of a family that reads more than text."""
     processor: dict[str, object] = Field(default_factory=dict)
     """Settings of the processor that fit ``tower``."""
+
+
+class LearnedRewardConfig(StartModelConfig):
+    """A tiny start model, from which a reward model and a policy are trained. The policy learns
+    from the scores of the reward model. ``rl.reward.terms`` measure it, with weight 0."""
+
+    rm: RMConfig = RMConfig()
+    """Training of the reward model."""
+    sft: SFTConfig = SFTConfig()
+    """Warm-up of the policy by supervised training."""
+    rl: RLConfig = RLConfig()
+    """Reinforcement learning of the policy. Its ``reward.models`` are set to the reward model."""
+
+    @model_validator(mode="after")
+    def _measures_gold(self) -> LearnedRewardConfig:
+        terms = self.rl.reward.terms
+        if len(terms) != 1 or terms[0].weight != 0:
+            raise ValueError(
+                f"rl.reward.terms = {[(term.function, term.weight) for term in terms]} must be one "
+                "term of weight 0, which measures the policy, e.g. [{function: exact_match, "
+                "weight: 0}]"
+            )
+        return self
+
+
+class DemoConfig(StartModelConfig):
+    """The settings of ``lightrft demo``: a tiny start model, then ``sft``, then ``rl`` or ``dpo``.
+    Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``."""
+
+    run: RunConfig = RunConfig(name="demo")
+    """Run folder and start of the demo."""
     sft: SFTConfig = SFTConfig()
     """Warm-up by supervised training."""
     rl: RLConfig = RLConfig()
     """Reinforcement learning after it."""
     dpo: DPOConfig | None = None
     """Preference learning after the warm-up, instead of ``rl``; ``null`` runs ``rl``."""
+    learned_rewards: dict[str, LearnedRewardConfig] = Field(default_factory=dict)
+    """Start models with their reward models and policies, by name. They replace all settings above
+    but ``run``."""
+
+    @model_validator(mode="after")
+    def _reads_all(self) -> DemoConfig:
+        others = [name for name in changed_fields(self) if name not in ("run", "learned_rewards")]
+        if self.learned_rewards and others:
+            raise ValueError(
+                f"{', '.join(others)} changes nothing with learned_rewards; set it below "
+                f"learned_rewards.{next(iter(self.learned_rewards))}"
+            )
+        return self

@@ -20,6 +20,7 @@ from lightrft.rollout.eval_results.prompt_scores import (
     error_metrics,
     estimates,
     pass_scores,
+    term_metrics,
 )
 from lightrft.rollout.generation import requests_for
 from lightrft.types import Prompt, Rollout
@@ -97,7 +98,7 @@ def _count(metrics: Metrics, prefix: str, groups: Groups, config: EvalConfig) ->
             if not rollout.failed:
                 metrics.add(f"{prefix}/reward", Mean(rollout.reward or 0.0))
     found = estimates(prefix, pass_scores(groups, config.threshold))
-    for name, value in error_metrics(found).items():
+    for name, value in {**error_metrics(found), **term_metrics(prefix, groups)}.items():
         metrics.add(name, Last(value))
 
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from lightrft.config.run import RunConfig
-from lightrft.config.verbs import DemoConfig, DPOConfig, RLConfig, SFTConfig
+from lightrft.config.verbs import (
+    DemoConfig,
+    DPOConfig,
+    RLConfig,
+    RMConfig,
+    SFTConfig,
+    StartModelConfig,
+)
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -21,7 +30,7 @@ from lightrft.trainer.sft import run_sft
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
 from lightrft.utils.errors import ConfigError
 
-C = TypeVar("C", RLConfig, SFTConfig, DPOConfig)
+C = TypeVar("C", RLConfig, SFTConfig, DPOConfig, RMConfig)
 
 
 def run_demo(config: DemoConfig, observer: Observer | None = None) -> Summary:
@@ -34,25 +43,31 @@ def run_demo(config: DemoConfig, observer: Observer | None = None) -> Summary:
     with disk_errors(base, "free some space, or set run.overwrite=true to start over"):
         start = base / "start"
         if config.run.overwrite or not (start / "config.json").exists():
-            make_start(config, start)
-        sft = _phase(config, config.sft, base, "sft", start)
-        warm = finished(base / "sft", config) or run_sft(sft, observer)
+            make_start(config, start, config.run.seed)
+        sft = phase_of(config.run, config.sft, base, "sft", start)
+        warm = finished(base / "sft", config.run) or run_sft(sft, observer)
         if not warm.get("finished"):
             return {**warm, "verb": "demo"}
         model = base / "sft" / "model"
         if config.dpo is None:
-            rl = _phase(config, config.rl, base, "rl", model)
-            result = finished(base / "rl", config) or run_rl(rl, observer)
-            return sum_up(base, warm, "rl", result)
-        dpo = _phase(config, config.dpo, base, "dpo", model)
-        result = finished(base / "dpo", config) or run_preference(dpo, observer)
-        return sum_up(base, warm, "dpo", result)
+            rl = phase_of(config.run, config.rl, base, "rl", model)
+            result = finished(base / "rl", config.run) or run_rl(rl, observer)
+            return sum_up(base, {"sft": warm, "rl": result})
+        dpo = phase_of(config.run, config.dpo, base, "dpo", model)
+        result = finished(base / "dpo", config.run) or run_preference(dpo, observer)
+        return sum_up(base, {"sft": warm, "dpo": result})
 
 
-def make_start(config: DemoConfig, folder: Path) -> None:
+def make_start(config: StartModelConfig, folder: Path, seed: int) -> None:
     """Write a model with random weights and its tokenizer, atomically.
 
-    Raises ``ConfigError`` for settings that the model family does not read.
+    Args:
+        config: settings of the model.
+        folder: where to write it.
+        seed: seed of the weights.
+
+    Raises:
+        ConfigError: a setting is given that the model family does not read.
     """
     if config.family not in MEDIA_FAMILIES and (config.tower or config.processor):
         raise ConfigError(
@@ -67,7 +82,7 @@ def make_start(config: DemoConfig, folder: Path) -> None:
         save_tiny_media(
             config.family,
             temporary,
-            seed=config.run.seed,
+            seed=seed,
             tower=config.tower,
             processor=config.processor,
             whole_roles=True,
@@ -76,18 +91,26 @@ def make_start(config: DemoConfig, folder: Path) -> None:
     else:
         tokenizer = tiny_tokenizer(whole_roles=True)
         sizes: dict[str, Any] = {**config.model, "vocab_size": len(tokenizer)}
-        save_model(tiny_model(config.family, seed=config.run.seed, **sizes), tokenizer, temporary)
+        save_model(tiny_model(config.family, seed=seed, **sizes), tokenizer, temporary)
     temporary.rename(folder)
 
 
-def finished(folder: Path, config: DemoConfig) -> Summary | None:
+def finished(folder: Path, run: RunConfig) -> Summary | None:
     """Return the summary of a phase that is complete, else None."""
-    return None if config.run.overwrite else finished_summary(folder)
+    return None if run.overwrite else finished_summary(folder)
 
 
-def _phase(config: DemoConfig, phase: C, base: Path, name: str, model: Path) -> C:
-    """Return the settings of a phase, which starts from ``model``."""
-    run = RunConfig(**{**config.run.model_dump(), "dir": str(base), "name": name})
+def phase_of(demo: RunConfig, phase: C, base: Path, name: str, model: Path) -> C:
+    """Return the settings of a phase.
+
+    Args:
+        demo: settings of the demo's run.
+        phase: settings of the phase.
+        base: folder of the demo.
+        name: name of the phase, and of its folder.
+        model: model that it starts from.
+    """
+    run = RunConfig(**{**demo.model_dump(), "dir": str(base), "name": name})
     settings = phase.model.model_copy(update={"path": str(model)})
     return phase.model_copy(update={"run": run, "model": settings})
 
@@ -99,18 +122,20 @@ NEXT = {
 """Commands to try after the demo, by its last phase."""
 
 
-def sum_up(base: Path, warm: Summary, last: str, result: Summary) -> Summary:
-    """Join the results of both phases for the report and return the summary.
+def sum_up(
+    base: Path, phases: Mapping[str, Summary], more: Mapping[str, object] = MappingProxyType({})
+) -> Summary:
+    """Join the results of all phases for the report and return the summary.
 
     The headline is the accuracy on the eval set after the warm-up and after the last phase.
 
     Args:
         base: folder of the demo.
-        warm: summary of the SFT phase.
-        last: name of the last phase.
-        result: summary of the last phase.
+        phases: summaries of the phases by name, in order.
+        more: further numbers of the summary. They replace numbers of the last phase.
     """
-    files = [base / name / "metrics.jsonl" for name in ("sft", last)]
+    last = list(phases)[-1]
+    files = [base / name / "metrics.jsonl" for name in phases]
     rows = [file.read_text(encoding="utf-8") for file in files if file.exists()]
     write_atomic(base / "metrics.jsonl", "".join(rows))
     for file in ("samples.json", "config.yaml"):
@@ -129,12 +154,12 @@ def sum_up(base: Path, warm: Summary, last: str, result: Summary) -> Summary:
     saved = json.loads((base / last / "summary.json").read_text(encoding="utf-8"))
     changed = saved.get("changed", {})
     summary = {
-        **result,
+        **phases[last],
         "verb": "demo",
-        "seconds": warm["seconds"] + result["seconds"],
-        "seconds_sft": warm["seconds"],
-        f"seconds_{last}": result["seconds"],
+        "seconds": sum(summary["seconds"] for summary in phases.values()),
+        **{f"seconds_{name}": summary["seconds"] for name, summary in phases.items()},
         "changed": changed,
+        **more,
         "next": [
             f"lightrft chat model={model}  # {given}ask {answers[0]['prompt']}; /clear between "
             "questions",

@@ -71,7 +71,9 @@ def finished_summary(path: Path) -> Summary | None:
     return summary if summary.get("finished") else None
 
 
-def samples(path: Path, threshold: float) -> tuple[list[EvalSample], list[EvalSample]]:
+def samples(
+    path: Path, threshold: float, term: str | None = None
+) -> tuple[list[EvalSample], list[EvalSample]]:
     """Return responses to the same eval prompts at the first and at the last evaluation.
 
     Responses that became correct come first. With a single evaluation, one of the two lists is
@@ -80,11 +82,12 @@ def samples(path: Path, threshold: float) -> tuple[list[EvalSample], list[EvalSa
     Args:
         path: run folder.
         threshold: reward from which on a response counts as correct.
+        term: name of the reward term that decides it. None is the whole reward.
     """
     files = sorted((path / "rollouts").glob("eval_*.jsonl"))
     if not files:
         return [], []
-    before, after = _first_answers(files[0], threshold), _first_answers(files[-1], threshold)
+    before, after = (_first_answers(files[i], threshold, term) for i in (0, -1))
     shared = [k for k in before if k in after]
     if any(before[k]["attachments"] for k in shared):
         count = min(GALLERY, len(shared))
@@ -118,12 +121,12 @@ def question(prompt: str, attached: bool = False) -> str:
     return re.sub(r"<\|\w+\|>", "", shown).strip() if attached else shown
 
 
-def _first_answers(file: Path, threshold: float) -> Answers:
+def _first_answers(file: Path, threshold: float, term: str | None) -> Answers:
     answers: Answers = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         prompt = row["prompt"]
-        reward = row["reward"]
+        reward = row["reward"] if term is None else row["terms"].get(term)
         correct = not row["failed"] and reward is not None and reward >= threshold
         answer: EvalSample = {
             "prompt": question(prompt["text"], bool(prompt["attachments"])),

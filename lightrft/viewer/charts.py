@@ -120,12 +120,12 @@ COMPARISONS = (
 
 def plots(run: RunData) -> list[Plot]:
     """Return a plot for each metric that the run has written."""
-    found = [_reward(run), _accuracy(run)]
+    found = [_reward(run), _accuracy(run), _gold_and_proxy(run), _reward_model(run)]
     found += [_comparison(row, run) for row in COMPARISONS]
     found += [_curve(curve, run.points(curve.metric)) for curve in CURVES]
     warm_up = Curve("loss", "Warm-up loss", "supervised steps, nats per token", color=1)
     # Supervised steps are counted from 1 as well, so they need an axis of their own.
-    warm_up_loss = _curve(warm_up, run.points("loss", warm_up=True), axis="supervised step")
+    warm_up_loss = _curve(warm_up, run.points("loss", run.warm_up), axis="supervised step")
     found += [_time(run), warm_up_loss]
     return [plot for plot in found if plot is not None]
 
@@ -166,6 +166,44 @@ def _accuracy(run: RunData) -> Plot | None:
         [line for line in series if line.points],
         form="percent",
         y_range=(0.0, 1.0),
+    )
+
+
+def _gold_and_proxy(run: RunData) -> Plot | None:
+    """Return the plot of held-out responses: the measured reward and the learned one."""
+    gold = run.summary.get("gold")
+    names = {f"eval/terms/{gold}": f"{gold} (gold)", "eval/terms/reward_model": "reward model"}
+    series = [
+        Series(label, run.points(metric), color, dots=True)
+        for color, (metric, label) in enumerate(names.items(), 2)
+        if run.points(metric)
+    ]
+    if gold is None or len(series) < 2:
+        return None
+    _, last = series[0].points[-1]
+    note = "held-out responses; training raises the reward model's score alone"
+    return Plot("Gold reward and learned reward", note, compact(last), series)
+
+
+def _reward_model(run: RunData) -> Plot | None:
+    """Return the plot of the reward model that the policy learned from."""
+    points = run.points("eval/pair_accuracy", run.reward_model)
+    if not points:
+        return None
+    ends = ("low", "high")
+    bounds = {end: run.points(f"eval/pair_accuracy_{end}", run.reward_model) for end in ends}
+    series = [Series("accuracy", points, 0, dots=True)]
+    for end, line in bounds.items():
+        if line:
+            series.append(Series(f"{end} end of the 95 % interval", line, 5, dashed=True))
+    return Plot(
+        "Reward model",
+        "share of held-out pairs in the right order",
+        percent(points[-1][1]),
+        series,
+        form="percent",
+        y_range=(0.0, 1.0),
+        axis="step of the reward model",
     )
 
 

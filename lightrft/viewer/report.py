@@ -159,6 +159,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         step = run.points("time/step")
         note = f"{compact(sum(y for _, y in step) / len(step))} s per step" if step else ""
         facts.append(("Wall clock", duration(seconds), note))
+    facts += _reward_model(run)
     written = run.points("rollout/tokens")
     tokens = run.number("tokens", run.total("rollout/tokens") if written else None)
     if tokens is not None:
@@ -172,6 +173,15 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
     ):
         facts += _first_and_last(label, run.points(name), form)
     return facts
+
+
+def _reward_model(run: RunData) -> list[tuple[str, str, str]]:
+    """Return the accuracy of the reward model that the policy learned from."""
+    points = run.points("eval/pair_accuracy", run.reward_model)
+    if not points:
+        return []
+    (_, first), (_, last) = points[0], points[-1]
+    return [("Reward model", f"{percent(last)} of pairs", f"{percent(first)} before training")]
 
 
 def _first_and_last(

@@ -50,12 +50,14 @@ class RunData:
     """The content of a run folder.
 
     ``rows`` are the metrics of the phase that the report is about. ``warm_up`` are the metrics of
-    the supervised steps before it. Attachments are in the folder ``media``.
+    the supervised steps before it, and ``reward_model`` those of the training of its reward model.
+    Attachments are in the folder ``media``.
     """
 
     name: str
     rows: Sequence[Row]
     warm_up: Sequence[Row]
+    reward_model: Sequence[Row] = ()
     summary: Row = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     before: list[Answer] = field(default_factory=list)
@@ -63,9 +65,14 @@ class RunData:
     steps: list[Step] = field(default_factory=list)
     media: Path = Path()
 
-    def points(self, name: str, warm_up: bool = False) -> Points:
-        """Return ``(step, value)`` for every row in which metric ``name`` is a finite number."""
-        rows = self.warm_up if warm_up else self.rows
+    def points(self, name: str, rows: Sequence[Row] | None = None) -> Points:
+        """Return ``(step, value)`` for every row in which metric ``name`` is a finite number.
+
+        Args:
+            name: name of the metric.
+            rows: rows of another phase. None takes the phase that the report is about.
+        """
+        rows = self.rows if rows is None else rows
         return [(row["step"], row[name]) for row in rows if is_finite(row.get(name))]
 
     def number(self, name: str, default: float | None = None) -> float | None:
@@ -96,15 +103,19 @@ def read_run(folder: Path) -> RunData:
         )
     rows = read_rows(folder / "metrics.jsonl")
     supervised: list[Row] = []
+    judged: list[Row] = []
     others: list[Row] = []
+    lists = {"sft": supervised, "rm": judged}
     for row in rows:
-        phase = supervised if row.get("phase") == "sft" else others
-        phase.append(row)
+        lists.get(str(row.get("phase")), others).append(row)
+    if not others:  # the run of a reward model alone
+        others, judged = judged, []
     before, after = _answers(folder)
     return RunData(
         name=folder.resolve().name,
         rows=others or supervised,
         warm_up=supervised if others else [],
+        reward_model=judged,
         summary=_object(folder / "summary.json"),
         config=dict(dotted(_object(folder / "config.yaml"))),
         before=before,

@@ -97,5 +97,6 @@ def test_a_key_that_repeats_a_default_is_seen(tmp_path: Path) -> None:
 def test_what_the_demos_run_parses(name: str) -> None:
     with resources.as_file(preset(name)) as file:
         demo = load_settings(verbs.DemoConfig, [file]).settings
-    last = demo.rl if demo.dpo is None else demo.dpo
-    assert last.reward.terms
+    policies = [part.rl for part in demo.learned_rewards.values()]
+    for last in policies or [demo.rl if demo.dpo is None else demo.dpo]:
+        assert last.reward.terms

@@ -326,7 +326,7 @@ def test_a_run_of_the_demos_model_asks_for_its_first_token_within_six_seconds_of
     What is only needed later is imported later.
     """
     settings = parse_yaml(preset("arithmetic").read_text(encoding="utf-8"))
-    make_start(build(DemoConfig, settings), tmp_path / "start")
+    make_start(build(DemoConfig, settings), tmp_path / "start", 0)
     words = [
         "rl",
         f"model={tmp_path / 'start'}",

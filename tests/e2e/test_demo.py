@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def test_a_demo_that_is_killed_goes_on_and_ends_with_its_report(tmp_path: Path) 
     assert len(samples["before"]) == len(samples["after"]) == 5
 
 
-def demo(kind: str, folder: Path, *settings: str) -> dict[str, Any]:
+def demo(kind: str, folder: Path, *settings: str, report: str = "report.html") -> dict[str, Any]:
     """The summary of a demo of pictures or clips, run by its command."""
     arguments = ["demo", kind, f"run.dir={folder}", "run.name=demo", *settings]
     done = subprocess.run(
@@ -83,7 +84,7 @@ def demo(kind: str, folder: Path, *settings: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert str(folder / "demo" / "report.html") in done.stdout
+    assert str(folder / "demo" / report) in done.stdout
     return json.loads((folder / "demo" / "summary.json").read_text())
 
 
@@ -121,3 +122,33 @@ def test_rewards_alone_teach_a_model_to_read_digits(tmp_path: Path) -> None:
     summary = demo("vision", tmp_path, "rl.train.steps=30", "rl.eval.every=0")
     assert summary["heldout_before"] < 0.2, "warm-up shows digits that are drawn at random"
     assert summary["heldout_after"] > 0.3
+
+
+@pytest.mark.slow
+def test_the_demo_of_rewards_ends_with_both_reward_models_and_policies_also_when_it_is_stopped(
+    tmp_path: Path,
+) -> None:
+    few = ["rl.train.steps=2", "rl.eval.limit=12", "sft.train.steps=2", "rm.train.steps=2"]
+    few += ["rl.rollout.prompts_per_step=4", "rl.rollout.group_size=4", "rm.batch_size=4"]
+    parts = [f"learned_rewards.{name}.{word}" for name in ("vision", "audio") for word in few]
+    summary = demo("reward", tmp_path, *parts, report="vision/report.html")
+    scores = (tmp_path / "demo" / "vision" / "rm" / "metrics.jsonl").read_text()
+    for name, element in (("vision", '<img src="data:image/png'), ("audio", "<audio controls")):
+        judged, policy = summary["reward_models"][name], summary["policies"][name]
+        assert {"heldout_before", "heldout_after"} <= judged.keys()
+        assert {"heldout_before", "heldout_after", "proxy_before", "proxy_after"} <= policy.keys()
+        folder = tmp_path / "demo" / name
+        for row in read_rows(folder / "rl" / "metrics.jsonl"):
+            if "reward/mean" in row:
+                # exact_match is measured and not learned from
+                assert row["reward/mean"] == pytest.approx(row["reward/reward_model"], rel=1e-6)
+                assert 0 <= row["reward/exact_match"] <= 1
+        report = (folder / "report.html").read_text()
+        assert report.count(element) == 12
+        assert "Gold reward and learned reward" in report and "Reward model" in report
+    # finished phases are kept, and the others run again
+    shutil.rmtree(tmp_path / "demo" / "audio" / "rl")
+    again = demo("reward", tmp_path, *parts, report="audio/report.html")
+    assert again["reward_models"] == summary["reward_models"]
+    assert again["policies"]["audio"]["proxy_after"] == summary["policies"]["audio"]["proxy_after"]
+    assert (tmp_path / "demo" / "vision" / "rm" / "metrics.jsonl").read_text() == scores

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import fsum
 
+from lightrft.rewards.ratios import RATIOS
 from lightrft.types import Rollout
 from lightrft.utils.statistics.intervals import Estimate, estimate
 from lightrft.utils.statistics.repeated_samples import pass_at_k, pass_hat_k, powers_of_two
@@ -72,3 +74,25 @@ def error_metrics(found: Mapping[str, Estimate]) -> dict[str, float]:
         values[f"{name}_low"] = result.low
         values[f"{name}_high"] = result.high
     return values
+
+
+def term_metrics(prefix: str, groups: Groups) -> dict[str, float]:
+    """Return the mean over scored responses of each term, where a reward has several terms.
+
+    A term that some of the responses do not have is left out: it is reported by data source. A
+    ratio of ``RATIOS`` is the ratio of two sums.
+    """
+    scored = [rollout.terms for group in groups for rollout in group if not rollout.failed]
+    values: dict[str, list[float]] = defaultdict(list)
+    for terms in scored:
+        for name, value in terms.items():
+            values[name].append(value)
+    values = {name: some for name, some in values.items() if len(some) == len(scored)}
+    if len(values) < 2:
+        return {}
+    found = {f"{prefix}/terms/{name}": fsum(some) / len(some) for name, some in values.items()}
+    for name, (part, whole) in RATIOS.items():
+        parts, wholes = values.get(part, []), values.get(whole, [])
+        if fsum(wholes):
+            found[f"{prefix}/terms/{name}"] = fsum(parts) / fsum(wholes)
+    return found

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import fsum
 
 from lightrft.config.reward import RewardConfig
-from lightrft.rewards.ratios import RATIOS
 from lightrft.rollout.eval_results.prompt_scores import (
     Groups,
     by_prefix,
@@ -71,27 +68,4 @@ def summarize(
         found = estimates(prefix, scores)
         intervals |= found
         every |= error_metrics(found)
-        every |= _term_metrics(prefix, members)
     return EvalSummary(every, intervals)
-
-
-def _term_metrics(prefix: str, groups: Groups) -> dict[str, float]:
-    """Return the mean over scored responses of each term, where a reward has several terms.
-
-    A term that some of the responses do not have is left out: it is reported by data source. A
-    ratio of ``RATIOS`` is the ratio of two sums.
-    """
-    scored = [rollout.terms for group in groups for rollout in group if not rollout.failed]
-    values: dict[str, list[float]] = defaultdict(list)
-    for terms in scored:
-        for name, value in terms.items():
-            values[name].append(value)
-    values = {name: some for name, some in values.items() if len(some) == len(scored)}
-    if len(values) < 2:
-        return {}
-    found = {f"{prefix}/terms/{name}": fsum(some) / len(some) for name, some in values.items()}
-    for name, (part, whole) in RATIOS.items():
-        parts, wholes = values.get(part, []), values.get(whole, [])
-        if fsum(wholes):
-            found[f"{prefix}/terms/{name}"] = fsum(parts) / fsum(wholes)
-    return found

@@ -1,6 +1,7 @@
 import pytest
 
 from lightrft.cli.demo import demo_of, preset
+from lightrft.config.base import build
 from lightrft.config.verbs import DemoConfig
 from lightrft.trainer.demo import make_start
 from lightrft.utils.errors import ConfigError
@@ -33,8 +34,21 @@ def test_a_demo_that_there_is_not_is_refused_with_those_that_there_are(given, sa
         demo_of(given)
 
 
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"family": "llama"}, "family changes nothing with learned_rewards"),
+        ({"learned_rewards": {"text": {"rl": {"reward": {"terms": []}}}}}, "one term of weight 0"),
+    ],
+)
+def test_settings_of_learned_rewards_that_make_no_sense_are_refused(tree, said):
+    gold = {"rl": {"reward": {"terms": [{"function": "math", "weight": 0}]}}}
+    with pytest.raises(ConfigError, match=said):
+        build(DemoConfig, {"learned_rewards": {"text": gold}, **tree})
+
+
 @pytest.mark.parametrize("setting", ["tower", "processor"])
 def test_settings_of_media_are_refused_for_a_family_that_reads_text_alone(tmp_path, setting):
     with pytest.raises(ConfigError, match="'llama' reads text alone"):
-        make_start(DemoConfig(family="llama", **{setting: {"depth": 1}}), tmp_path / "start")
+        make_start(DemoConfig(family="llama", **{setting: {"depth": 1}}), tmp_path / "start", 0)
     assert not (tmp_path / "start").exists()

@@ -3,7 +3,11 @@ import hashlib
 import pytest
 
 from lightrft.config.data import SourceConfig
-from lightrft.datasets.digits import handwritten, spoken
+from lightrft.datasets.digits import (
+    handwritten,
+    readings,
+    spoken,
+)
 from lightrft.datasets.open_source import open_source
 from lightrft.utils.errors import ConfigError
 
@@ -45,3 +49,34 @@ def test_a_source_of_digits_takes_its_split_from_the_source():
 def test_a_split_or_a_share_that_cannot_be_is_refused(options):
     with pytest.raises(ConfigError, match=str(next(iter(options.values())))):
         handwritten(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labelled", "column"),
+    [("handwritten", handwritten, "image"), ("spoken", spoken, "audio")],
+)
+def test_a_right_reading_is_better_than_wrong_ones_and_these_than_malformed_ones(
+    kind, labelled, column
+):
+    rows = readings(kind=kind, split="test", wrong=2, malformed=2)
+    assert rows == readings(kind=kind, split="test", wrong=2, malformed=2)
+    assert rows != readings(kind=kind, split="test", wrong=2, malformed=2, seed=1)
+    for row, known in zip(rows, labelled(split="test"), strict=True):
+        assert (row["id"], row[column]) == (known["id"], known[column])
+        assert "label" not in row and "response" not in row
+        texts = {rank: [] for rank in range(3)}
+        for completion in row["completions"]:
+            texts[completion["rank"]].append(completion["completion"])
+        assert texts[0] == [known["label"]]
+        assert len(set(texts[1])) == 2 and known["label"] not in texts[1]
+        assert all(len(text) == 1 and text.isdigit() for text in texts[1])
+        assert len(set(texts[2])) == 2
+        assert not any(len(text) == 1 and text.isdigit() for text in texts[2])
+
+
+@pytest.mark.parametrize(
+    "options", [{"wrong": 0}, {"wrong": 10}, {"malformed": 9}, {"kind": "seen"}]
+)
+def test_a_number_of_readings_that_cannot_be_is_refused(options):
+    with pytest.raises(ConfigError, match=str(next(iter(options.values())))):
+        readings(**{"kind": "spoken", **options})

@@ -16,6 +16,7 @@ from lightrft.rollout.eval_results.prompt_scores import (
     error_metrics,
     estimates,
     pass_scores,
+    term_metrics,
 )
 from lightrft.rollout.eval_results.summary import summarize
 from lightrft.rollout.eval_results.votes import vote_scores
@@ -115,16 +116,15 @@ def test_terms_are_means_and_ratios_are_ratios_of_sums() -> None:
             "ifeval/followed_loose": followed,
             "ifeval/instructions": asked,
         }
-    metrics = summarize({}, [rollouts], 1.0, MATH).metrics
+    metrics = term_metrics("eval", [rollouts])
     assert metrics["eval/terms/ifeval"] == 0.5
     assert metrics["eval/terms/ifeval/instruction_strict"] == 0.25
     other = group(prompt("b", "other"), "4")
     other[0].terms = {"math": 1.0, "math/ungraded": 0.0}
-    found = summarize({}, [rollouts, other], 1.0, MATH).metrics
-    assert found["eval/other/terms/math"] == 1.0 and "eval/terms/math" not in found
-    assert not any(
-        "terms" in name for name in summarize({}, [group(prompt("b"), "4")], 1.0, MATH).metrics
-    )
+    found = by_prefix([rollouts, other])
+    assert term_metrics("eval/other", found["eval/other"])["eval/other/terms/math"] == 1.0
+    assert "eval/terms/math" not in term_metrics("eval", found["eval"])
+    assert term_metrics("eval", [group(prompt("b"), "4")]) == {}
 
 
 def test_the_conditions_hold_the_generation_the_template_and_a_digest_of_the_prompts() -> None:
