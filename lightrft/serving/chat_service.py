@@ -116,7 +116,7 @@ class ChatService:
         answers = await asyncio.wrap_future(self.batcher.submit(work))
         return self._answer(prompt, answers)
 
-    def _asked(self, messages: Sequence[Mapping[str, object]]) -> Prompt:
+    def _asked(self, messages: list[dict[str, Any]]) -> Prompt:
         with self._lock:
             return self.encoder.ask(messages, "messages")
 

@@ -128,10 +128,9 @@ class HTTPServer:
 
     def _application(self, endpoints: Sequence[Endpoint]) -> Any:
         try:
+            import uvicorn  # noqa: F401  so that its absence is an error at start
             from starlette.applications import Starlette
             from starlette.routing import Route
-
-            import uvicorn  # noqa: F401  so that its absence is an error at start
         except ImportError as error:
             raise ConfigError(
                 f"a server needs starlette and uvicorn ({error}): pip install 'lightrft[serve]'"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,7 +19,7 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self._counts: dict[str, dict[str, float]] = {}
         self._times: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}
         self.gauges: dict[str, Callable[[], float]] = {"resident_bytes": resident_bytes}
@@ -28,8 +27,8 @@ class ServerMetrics:
     def count(self, name: str, amount: float = 1, labels: Mapping[str, str] | None = None) -> None:
         """Add ``amount`` to the counter ``name`` with ``labels``."""
         with self._lock:
-            # A counter may hold fractions, such as tokens of a mean.
-            self._counts[name][_labels(labels or {})] += amount  # ty: ignore[invalid-argument-type]
+            counts, key = self._counts.setdefault(name, {}), _labels(labels or {})
+            counts[key] = counts.get(key, 0) + amount
 
     def observe(self, name: str, seconds: float) -> None:
         """Add a time to the histogram ``name``."""

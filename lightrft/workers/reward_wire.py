@@ -70,7 +70,7 @@ def checked_ids(row: object, vocabulary: int, where: str) -> list[int]:
             f"{where} must be token ids, one or more, from 0 to {vocabulary - 1} (the vocabulary "
             "of the model)"
         )
-    return row  # ty: ignore[invalid-return-type]
+    return row  # ty: ignore[invalid-explicit-return]
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
