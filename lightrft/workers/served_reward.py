@@ -143,7 +143,9 @@ class ServedRewardModel:
             deadline = start
         wait, problem = FIRST_WAIT, "it does not answer other requests"
         while self.breaker.enter(deadline):
-            left = max(CONNECT_SECONDS, deadline - time.monotonic())
+            # the last trial too has some time
+            shortest = min(CONNECT_SECONDS, self.term.deadline)
+            left = max(shortest, deadline - time.monotonic())
             timeout = httpx.Timeout(left, connect=min(left, CONNECT_SECONDS))
             pause = wait
             try:
