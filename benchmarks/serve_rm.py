@@ -113,7 +113,7 @@ async def watch(url: str, until: float, seen: Seen) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=60) as session:
         while time.monotonic() < until:
             answer = await session.get("/metrics")
-            if found := re.search(r"lightrft_resident_bytes (\S+)", answer.text):
+            if found := re.search(r"lightrft_resident_bytes (\d\S*)", answer.text):
                 seen.memory.append((time.monotonic() - start, float(found[1]) / 2**20))
             await asyncio.sleep(2)
 

@@ -20,11 +20,15 @@ class CircuitBreaker:
     Args:
         after: Failures in a row after which requests are held back.
         pause: Seconds between two trials.
+
+    Attributes:
+        problem: Reason of the last failure.
     """
 
     def __init__(self, after: int = TRIPS_AFTER, pause: float = PAUSE) -> None:
         self.after = after
         self.pause = pause
+        self.problem = ""
         self._failures = 0
         self._first = 0.0
         self._next = 0.0
@@ -62,9 +66,10 @@ class CircuitBreaker:
             self._trying = False
             self._changed.notify_all()
 
-    def failed(self) -> None:
-        """Note a request without an answer."""
+    def failed(self, problem: str) -> None:
+        """Note a request without an answer, and its reason."""
         with self._changed:
+            self.problem = problem
             now = time.monotonic()
             self._first = self._first if self._failures else now
             self._failures += 1

@@ -141,7 +141,7 @@ class ServedRewardModel:
         if self.breaker.silent_for > self.term.deadline:
             # others have waited for it that long already: one trial only
             deadline = start
-        wait, problem = FIRST_WAIT, "it does not answer other requests"
+        wait, problem = FIRST_WAIT, ""
         while self.breaker.enter(deadline):
             # the last trial too has some time
             shortest = min(CONNECT_SECONDS, self.term.deadline)
@@ -157,15 +157,16 @@ class ServedRewardModel:
                     return answer.json()
                 pause = max(wait, _seconds(answer.headers.get("retry-after", "")))
             except (httpx.TransportError, ValueError) as error:
-                self.breaker.failed()
                 problem = f"{type(error).__name__}: {error}"
+                self.breaker.failed(problem)
             if time.monotonic() + pause >= deadline:
                 break
             self.counts["retries"] += 1
             time.sleep(pause)
             wait = min(2 * wait, LONGEST_WAIT)
         raise Unanswered(
-            f"{self.term.url} did not answer within deadline = {self.term.deadline:g} s: {problem}"
+            f"{self.term.url} did not answer within deadline = {self.term.deadline:g} s: "
+            f"{problem or self.breaker.problem}"
         )
 
     def _problem(self, answer: httpx.Response) -> str:
@@ -180,7 +181,7 @@ class ServedRewardModel:
             self.breaker.succeeded()
             return problem
         if answer.status_code >= 500:
-            self.breaker.failed()
+            self.breaker.failed(problem)
             return problem
         self.breaker.succeeded()
         raise Unanswered(f"{self.term.url} refused the request: {problem}")

@@ -197,15 +197,15 @@ def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_
 def test_a_breaker_holds_requests_back_until_a_trial_succeeds():
     breaker = CircuitBreaker(after=2, pause=0.1)
     far = time.monotonic() + 10
-    breaker.failed()
+    breaker.failed("silent")
     assert breaker.enter(far) and breaker.enter(far)
-    breaker.failed()
+    breaker.failed("silent")
     assert not breaker.enter(time.monotonic())  # open
     start = time.monotonic()
     assert breaker.enter(far) and time.monotonic() - start >= 0.05  # the trial
     assert not breaker.enter(time.monotonic() + 0.15)  # a second one has to wait for it
-    breaker.failed()
-    assert breaker.silent_for > 0
+    breaker.failed("silent")
+    assert breaker.silent_for > 0 and breaker.problem == "silent"
     assert breaker.enter(far)
     breaker.succeeded()
     assert breaker.silent_for == 0 and breaker.enter(time.monotonic()) and breaker.enter(far)
