@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 import lightrft.datasets.open_source  # noqa: F401  fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
-from lightrft.config import model, verbs
+from lightrft.config import model, serving, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.other_names import (
     OTHER_NAMES,
@@ -58,6 +58,7 @@ VERBS: dict[str, type[Settings]] = {
     "compare": verbs.CompareConfig,
     "generate": verbs.GenerateConfig,
     "chat": verbs.ChatConfig,
+    "serve-rm": serving.ServeRMConfig,
     "export": verbs.ExportConfig,
     "merge": model.MergeConfig,
     "convert": model.ConvertConfig,

@@ -30,6 +30,7 @@ VERBS = {
     "compare": "compare two evaluations of the same prompts, with an interval",
     "generate": "generate responses to a file of prompts, or training rows from them",
     "chat": "talk to a model",
+    "serve-rm": "answer requests for scores of a reward model",
     "export": "write a Hugging Face folder from a run or a checkpoint",
     "merge": "write one model folder from several models, or from adapters",
     "convert": "write a model folder with another type of weights, or size of files",
@@ -43,6 +44,7 @@ VERBS = {
 IN_TABLE = (
     *("rl", "sft", "dpo", "kto", "rm", "distill"),
     *("eval", "generate", "export", "merge", "convert"),
+    "serve-rm",
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
 
@@ -65,6 +67,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("raft", "rft", "rejection-sampling", "rejection_sampling"), "iterate"),
     **dict.fromkeys(("iterative-dpo", "iterative_dpo", "iter_dpo", "spin", "star"), "iterate"),
     **dict.fromkeys(("talk", "repl", "ask"), "chat"),
+    **dict.fromkeys(("serve_rm", "reward-server", "serve-reward", "get_reward"), "serve-rm"),
     **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
     **dict.fromkeys(("describe", "formula"), "explain"),
     **dict.fromkeys(("merge-lora", "merge_lora", "mergekit", "mergekit-yaml", "soup"), "merge"),

@@ -16,6 +16,7 @@ from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching
 from lightrft.config.base import Loaded
 from lightrft.config.model import ConvertConfig, MergeConfig
+from lightrft.config.serving import ServeRMConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
@@ -63,6 +64,20 @@ class OneProcessVerb:
     lines: Callable[[Any, Any], str]
     notes: Callable[[Any], str] | None = None
     several_paths: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServingVerb:
+    """A verb that answers requests until it is stopped.
+
+    ``function``, given as ``module:name``, takes the settings, and returns a server that listens.
+    ``path_setting`` is the setting for a folder that is given without a key.
+    """
+
+    settings: type[ServeRMConfig]
+    about: str
+    function: str
+    path_setting: str
 
 
 TRAINING = {
@@ -143,12 +158,22 @@ ONE_PROCESS = {
         lambda config, written: written.line(),
     ),
 }
+SERVING = {
+    "serve-rm": ServingVerb(
+        ServeRMConfig,
+        "Answer requests for scores of a reward model: lightrft serve-rm MODEL http.port=8000",
+        "lightrft.serving.reward_server:open_reward_server",
+        "model.path",
+    ),
+}
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
-    """Run a verb of ``TRAINING`` or ``ONE_PROCESS`` and return the exit status."""
+    """Run a verb of this module's tables and return the exit status."""
     if verb in TRAINING:
         return train(verb, TRAINING[verb], arguments)
+    if verb in SERVING:
+        return serve(verb, SERVING[verb], arguments)
     return run_here(verb, ONE_PROCESS[verb], arguments)
 
 
@@ -228,4 +253,23 @@ def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
     if row.notes is not None:
         sys.stderr.write(row.notes(result) + "\n")
     sys.stdout.write(row.lines(config, result) + "\n")
+    return 0
+
+
+def serve(verb: str, row: ServingVerb, arguments: Sequence[str]) -> int:
+    """Print the address of a server, answer until it is stopped, and return the exit status.
+
+    Args:
+        verb: name of the verb.
+        row: definition of the verb.
+        arguments: YAML files and ``key=value``.
+    """
+    config = settings_of(verb, row.settings, positional(arguments, row.path_setting), row.about)
+    if config is None:
+        return 0
+    with memory_errors():
+        server = import_function(row.function, config.threads)(config)
+        sys.stdout.write(server.ready_line() + "\n")
+        sys.stdout.flush()
+        server.run()
     return 0

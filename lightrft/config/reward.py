@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lightrft.config.base import Settings, bare_names
 
@@ -28,15 +28,29 @@ class RewardTerm(Settings):
 
 
 class ScoringModelConfig(Settings):
-    """A reward model whose score is a term of the reward of every row."""
+    """A reward model whose score is a term of the reward of every row, in ``path`` or behind
+    ``url``."""
 
-    paths: ClassVar[tuple[str, ...]] = ("path",)
+    paths: ClassVar[tuple[str, ...]] = ("path", "token_file")
     """The settings of this section that are paths."""
     shorthand: ClassVar[str | None] = "path"
     """The setting that a bare string or number stands for."""
 
-    path: str
+    path: str = ""
     """Folder that ``lightrft rm`` has written, or a reward model of another framework."""
+    url: str | None = None
+    """Address of ``lightrft serve-rm``, such as ``http://judge:8000``, in place of ``path``."""
+    digest: str | None = None
+    """Digest of the model that ``url`` must serve, as its start line shows it, or its first 12
+    digits or more. ``null`` takes any model, and holds on to it for the run."""
+    token_file: str | None = None
+    """File with the bearer token for ``url``. It is read for each request, so tokens can be
+    replaced. ``null`` sends none."""
+    deadline: float = Field(600.0, gt=0)
+    """Time in seconds after which a request to ``url`` and all its repetitions have failed. Its
+    samples then fail, and are counted."""
+    max_in_flight: int = Field(4, ge=1)
+    """Largest number of requests to ``url`` at once."""
     weight: float = 1.0
     """Factor of the score in the reward."""
     name: str | None = None
@@ -45,7 +59,26 @@ class ScoringModelConfig(Settings):
     """Head whose score it is; ``null`` takes the first one, or the mixture of all if the model has
     one."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
-    """Largest number of tokens that it scores at once."""
+    """Largest number of tokens that it scores at once, or that one request holds."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> ScoringModelConfig:
+        if self.path.startswith(("http://", "https://")):
+            raise ValueError(f"path = {self.path!r} is an address; set url to it, and not path")
+        if bool(self.path) == bool(self.url):
+            raise ValueError(
+                f"path = {self.path!r} and url = {self.url!r}; set one of them: the folder of a "
+                "reward model, or the address of a served one"
+            )
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url = {self.url!r} must begin with http:// or https://")
+        remote = self.model_fields_set & {"digest", "token_file", "deadline", "max_in_flight"}
+        if self.path and remote:
+            raise ValueError(
+                f"{', '.join(sorted(remote))}: settings of a served model, and path is set; leave "
+                "them out"
+            )
+        return self
 
 
 Terms = Annotated[tuple[RewardTerm, ...], bare_names("function")]
@@ -62,7 +95,8 @@ class RewardConfig(Settings):
     """Data source to the terms of its rows, in place of ``terms``."""
     models: Annotated[tuple[ScoringModelConfig, ...], bare_names("path")] = ()
     """Reward models whose scores are added to the reward of every row: a folder, or a list of
-    folders and tables; see ``ScoringModelConfig``. Each rank holds a copy."""
+    folders and tables; see ``ScoringModelConfig``. Each rank holds a copy, or asks the server of
+    ``url``."""
     workers: int = Field(1, ge=1)
     """Number of processes that call the functions."""
     timeout: float = Field(10.0, gt=0)

@@ -238,7 +238,8 @@ def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
         ((reason, times),) = reasons.most_common(1)
         raise RewardError(
             f"every response {which} failed to be scored ({len(rollouts)} in all), {times} of "
-            f"them with: {reason}. Mend what reward.terms names, or the rows that it reads"
+            f"them with: {reason}. Mend what reward.terms or reward.models names, or the rows that "
+            "it reads"
         )
 
 

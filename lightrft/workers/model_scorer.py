@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,29 @@ from lightrft.models.reward.reward_model import RewardModel
 from lightrft.rewards.base import RewardScorer
 from lightrft.types import Batch, Rollout, Segments
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.served_reward import ServedRewardModel
+
+
+class TermModel(Protocol):
+    """A reward model, in this process or served, whose score is a term of the reward."""
+
+    @property
+    def name(self) -> str:
+        """Name of the term."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """Factor of the score."""
+        ...
+
+    def scores(self, batch: Batch) -> Sequence[float | str]:
+        """Return the score of each response, or the reason why it has none."""
+        ...
+
+    def close(self) -> None:
+        """Release connections."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +71,9 @@ class ScoringModel:
             found[index] = part[self.head].scores.double().cpu()
         return found.tolist()
 
+    def close(self) -> None:
+        """See ``TermModel.close``: there are none."""
+
 
 class ModelScorer:
     """A scorer that adds the scores of reward models to the rewards of another scorer.
@@ -60,11 +87,11 @@ class ModelScorer:
         budget: Number of tokens that are collected before they are scored.
 
     Attributes:
-        counts: Number of responses ``scored`` and ``nonfinite``.
+        counts: Number of responses ``scored``, ``nonfinite`` and ``unanswered``.
     """
 
     def __init__(
-        self, inner: RewardScorer, models: Sequence[ScoringModel], budget: int = 2**17
+        self, inner: RewardScorer, models: Sequence[TermModel], budget: int = 2**17
     ) -> None:
         self.inner = inner
         self.models = models
@@ -98,6 +125,8 @@ class ModelScorer:
     def close(self) -> None:
         """See ``RewardScorer.close``."""
         self.inner.close()
+        for model in self.models:
+            model.close()
 
     def _score(self) -> Iterator[Rollout]:
         """Score all collected responses, and yield them."""
@@ -110,18 +139,23 @@ class ModelScorer:
                 self._add(rollout, model, score)
         yield from rollouts
 
-    def _add(self, rollout: Rollout, model: ScoringModel, score: float) -> None:
+    def _add(self, rollout: Rollout, model: TermModel, score: float | str) -> None:
         """Add a score to the reward of ``rollout``."""
         self.counts["scored"] += 1
-        if not math.isfinite(score):
+        problem = score if isinstance(score, str) else ""
+        if problem:
+            self.counts["unanswered"] += 1
+        elif not math.isfinite(float(score)):
             self.counts["nonfinite"] += 1
-            rollout.failed = f"reward model {model.name}: its score is {score}"
+            problem = f"its score is {score}"
+        if problem:
+            rollout.failed = f"reward model {model.name}: {problem}"
             rollout.reward = None
         if rollout.failed:
             return
-        rollout.terms[model.name] = score
+        rollout.terms[model.name] = float(score)
         rollout.weights[model.name] = model.weight
-        rollout.reward = (rollout.reward or 0.0) + model.weight * score
+        rollout.reward = (rollout.reward or 0.0) + model.weight * float(score)
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:
@@ -148,8 +182,8 @@ def scoring_models(
     policy: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-) -> list[ScoringModel]:
-    """Load the reward models of ``terms``.
+) -> list[TermModel]:
+    """Load the reward models of ``terms``, or connect to their servers.
 
     Args:
         terms: The setting ``reward.models``.
@@ -159,30 +193,56 @@ def scoring_models(
 
     Raises:
         ConfigError: A model has another vocabulary, no such head, or the name of another term.
+        ResourceError: A server does not answer.
     """
-    found: list[ScoringModel] = []
+    found: list[TermModel] = []
     for i, term in enumerate(terms):
         key = f"reward.models.{i}"
-        config = model_settings(policy, term)
-        check_vocabulary(config, tokenizer, key)
-        try:
-            model = RewardModel.load(config, device=device).requires_grad_(False).eval()
-        except ModelError as error:
-            # The message names ``model.path``, which is the policy's.
-            raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
-        head = term.head or model.reward_name
-        if head not in model.score_names:
-            known = ", ".join(model.score_names)
+        if term.url is None:
+            model: TermModel = loaded_model(term, key, policy, tokenizer, device)
+        else:
+            model = ServedRewardModel.of(term, key, tokenizer)
+        if model.name in [other.name for other in found]:
             raise ConfigError(
-                f"{key}.head = {term.head!r}: {term.path} has {known}; name one of them"
+                f"{key}: two reward models are called {model.name!r}; set {key}.name to tell them "
+                "apart"
             )
-        name = term.name or head
-        if name in [other.name for other in found]:
-            raise ConfigError(
-                f"{key}: two reward models are called {name!r}; set {key}.name to tell them apart"
-            )
-        found.append(ScoringModel(model, name, head, term.weight, term.max_tokens_per_micro_batch))
+        found.append(model)
     return found
+
+
+def loaded_model(
+    term: ScoringModelConfig,
+    key: str,
+    policy: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> ScoringModel:
+    """Load the reward model of ``term.path``.
+
+    Args:
+        term: Settings of the reward model.
+        key: Key of ``term``, for messages.
+        policy: Settings of the policy, for the attention and the layout of the reward model.
+        tokenizer: Tokenizer of the policy, whose tokens the model reads.
+        device: Device of the model.
+
+    Raises:
+        ConfigError: The model cannot be loaded, or has another vocabulary or no such head.
+    """
+    config = model_settings(policy, term)
+    check_vocabulary(config, tokenizer, key)
+    try:
+        model = RewardModel.load(config, device=device).requires_grad_(False).eval()
+    except ModelError as error:
+        # The message names ``model.path``, which is the policy's.
+        raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
+    head = term.head or model.reward_name
+    if head not in model.score_names:
+        known = ", ".join(model.score_names)
+        raise ConfigError(f"{key}.head = {term.head!r}: {term.path} has {known}; name one of them")
+    name = term.name or head
+    return ScoringModel(model, name, head, term.weight, term.max_tokens_per_micro_batch)
 
 
 def model_settings(policy: ModelConfig, term: ScoringModelConfig) -> ModelConfig:

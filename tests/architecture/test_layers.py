@@ -21,7 +21,7 @@ LEVELS = (
     ("learner", "rollout"),
     ("workers",),
     ("trainer",),
-    ("diagnostics", "viewer"),
+    ("diagnostics", "viewer", "serving"),
     ("cli",),
     ("__main__",),
 )
@@ -33,7 +33,7 @@ ALLOWED = {
 # Optional, or slow to import: inside the function that needs them only.
 HEAVY = {
     *("vllm", "sglang", "deepspeed", "ray", "flash_attn", "bitsandbytes", "wandb"),
-    *("peft", "datasets", "tensorboard", "math_verify", "fastapi", "uvicorn"),
+    *("peft", "datasets", "tensorboard", "math_verify", "starlette", "uvicorn"),
     *("soundfile", "av", "torchvision"),
 }
 KERNELS = {("models", "attention", "varlen_cuda"), ("models", "logprobs")}

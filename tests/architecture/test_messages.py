@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightrft.config import model
+from lightrft.config import model, serving
 from lightrft.config import verbs as configs
 from lightrft.config.base import Settings
 from lightrft.config.data import ProcessDataConfig
@@ -36,6 +36,7 @@ VERBS = (
         configs.DistillVerbConfig,
         configs.IterateConfig,
     ),
+    serving.ServeRMConfig,
     *(configs.DemoConfig, configs.DoctorConfig, model.MergeConfig, model.ConvertConfig),
 )
 DOTTED = re.compile(r"(?<![\w./{}-])[a-z_]+(?:\.[a-z_0-9]+)+(?![\w(/:])")

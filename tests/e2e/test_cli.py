@@ -45,6 +45,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
         "compare": "confidence",
         "merge": "merge_method",
         "convert": "max_shard_size",
+        "serve-rm": "max_body_mb",
     }
     assert shown.get(verb, "run.name") in outcome.out
 

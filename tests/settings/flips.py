@@ -28,6 +28,11 @@ ROWS, OTHER = "{root}/rows.jsonl", "{root}/other.jsonl"
 ADAPTERS: Tree = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
 READER: Tree = {"model": {"path": "{root}/reader", "lora": {"rank": 4, "alpha": 8.0}}}
 JUDGE: Tree = {"reward": {"models": [{"path": "{root}/judge"}]}}
+SERVED: Tree = {
+    "reward": {
+        "models": [{"url": "http://judge", "max_tokens_per_micro_batch": 1, "deadline": 60.0}]
+    }
+}
 CRITIC: Tree = {
     "algorithm": {"preset": "ppo"},
     "critic": {"optimizer": {"lr": 0.01}},
@@ -361,6 +366,16 @@ FLIPS: dict[str, Flip] = {
     "reward.per_source.name": Flip("sum", "run", WIDE),
     "reward.per_source.options": Flip({"modulus": 3}, "run", WIDE),
     "reward.models.path": Flip("{root}/strict", "judged", JUDGE),
+    "reward.models.url": Flip(
+        "http://127.0.0.1:9",
+        "served",
+        {"reward": {"models": [{"url": "http://judge", "deadline": 0.5}]}},
+        refused=True,
+    ),
+    "reward.models.digest": Flip("sha256:000000000000", "served", SERVED, refused=True),
+    "reward.models.token_file": Flip("{root}/reward.py", "served", SERVED),
+    "reward.models.deadline": Flip(0.2, "served", SERVED),
+    "reward.models.max_in_flight": Flip(1, "served", SERVED),
     "reward.models.weight": Flip(0.5, "judged", JUDGE),
     "reward.models.name": Flip("sum", "judged", JUDGE),
     "reward.models.head": Flip("short", "judged", JUDGE),

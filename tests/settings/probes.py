@@ -58,6 +58,7 @@ from lightrft.workers.build_remote import RemoteRoleBuilder
 from lightrft.workers.model_scorer import ModelScorer, scoring_models
 from tests import warm
 from tests.numbers.test_explained_numbers import batch
+from tests.serving_helpers import judge_at
 
 Tree = dict[str, Any]
 CLOCK = ("time/", "seconds", "tokens_per_second", "throughput", "memory")
@@ -390,6 +391,26 @@ def judged(tree: Tree, folder: Path) -> Any:
     return [(one.reward, one.terms) for one in scorer.results(wait=True)], calls
 
 
+def served(tree: Tree, folder: Path) -> Any:
+    """The rewards by a served model, the tokens that it got, and the most requests at once."""
+    (root,) = {Path(tree["model"]["path"]).parent}
+    with judge_at(root / "judge", seconds=0.3) as (url, seen):
+        # a free port is known only now
+        models = [
+            {**term, "url": url if term["url"] == "http://judge" else term["url"]}
+            for term in tree["reward"]["models"]
+        ]
+        config = config_in({**tree, "reward": {**tree["reward"], "models": models}}, folder)
+        tokenizer = load_tokenizer(config.model)
+        terms = scoring_models(config.reward.models, config.model, tokenizer, torch.device("cpu"))
+        scorer = ModelScorer(NullScorer(0.0), terms)
+        for prompt in (Prompt("0", [5, 6, 7]), Prompt("1", [8, 9])):
+            scorer.submit(Rollout(prompt, [4, 5], [True] * 2, [0.0] * 2, [0] * 2, "stop", seed=0))
+        rewards = [one.reward for one in scorer.results(wait=True)]
+        scorer.close()
+    return rewards, sorted(seen.tokens), seen.most
+
+
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
@@ -404,7 +425,7 @@ PROBES: dict[str, Callable[[Tree, Path], Any]] = {
             asked_of_the_hub,
             asked_of_datasets,
         ),
-        *(run, run_again, go_on, command, workers, judged, side_by_side, on_ray),
+        *(run, run_again, go_on, command, workers, judged, served, side_by_side, on_ray),
     )
 }
 

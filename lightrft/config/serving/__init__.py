@@ -1,0 +1,75 @@
+"""Settings of servers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from lightrft.config.base import Settings
+from lightrft.config.data import AllowConfig, MediaConfig
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+
+
+class HTTPConfig(Settings):
+    """The HTTP side of a server: its address, who may ask, and how much."""
+
+    paths: ClassVar[tuple[str, ...]] = ("token_file",)
+    """The settings of this section that are paths."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. ``0.0.0.0`` is every network of the machine; then set ``token_file``
+    too."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    token_file: str | None = None
+    """File of bearer tokens, one a line, each with an optional time of expiry such as
+    ``2027-01-31T12:00:00Z``. It is read again when it changes. ``null`` answers everybody."""
+    max_body_mb: float = Field(64.0, gt=0)
+    """Largest request body in MiB. A larger one is refused with status 413 before it is read."""
+    max_requests: int = Field(256, ge=1)
+    """Requests that are read, wait or are computed at one time. More are refused with status 429
+    and ``Retry-After``."""
+    timeout: float = Field(120.0, gt=0)
+    """Limit in seconds of reading a request, and of computing its answer. A slower one gets status
+    408 or 504."""
+    drain_seconds: float = Field(30.0, ge=0)
+    """Time in which accepted requests are finished after SIGTERM, in seconds."""
+    remembered: int = Field(4096, ge=0)
+    """Number of latest answers that are kept by request id. A repeated request gets the kept
+    answer, and is not computed twice."""
+
+
+class BatchingConfig(Settings):
+    """The batches that a server makes of waiting requests."""
+
+    max_tokens: int = Field(16384, ge=1)
+    """Largest number of tokens of one forward pass."""
+    wait_ms: float = Field(5.0, ge=0)
+    """Longest time in milliseconds that a request waits for others to share its batch."""
+
+
+class ServeRMConfig(Settings):
+    """The settings of ``lightrft serve-rm``: a reward model behind HTTP."""
+
+    model: ModelConfig = ModelConfig()
+    """Reward model with heads, or generative reward model."""
+    name: str | None = None
+    """Name of the model in answers; ``null`` takes ``model.path``."""
+    http: HTTPConfig = HTTPConfig()
+    """Address, tokens and limits."""
+    batching: BatchingConfig = BatchingConfig()
+    """Batches of waiting requests."""
+    media: MediaConfig = MediaConfig(allow=AllowConfig(roots=()))
+    """Images, video and audio of requests. Without ``allow.roots``, no request can name a file of
+    the server."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0, max_new_tokens=512)
+    """Generation by a generative reward model, where a request sets nothing else."""
+    engine: EngineConfig = EngineConfig()
+    """Engine of a generative reward model."""
+    device: str = "auto"
+    """Device of the model, such as ``cpu`` or ``cuda:1``; ``auto`` takes an accelerator where there
+    is one."""
+    threads: int = Field(0, ge=0)
+    """Number of CPU threads; 0 leaves it to torch."""

@@ -1,0 +1,291 @@
+"""The HTTP side of a server, on starlette and uvicorn.
+
+It checks tokens and limits, reads bodies, repeats remembered answers, and stops without losing
+accepted requests. It does not know the answers: an ``Endpoint`` computes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrft.config.serving import HTTPConfig
+from lightrft.serving.bearer_tokens import BearerTokens
+from lightrft.serving.problems import Call, HTTPProblem, bad
+from lightrft.serving.remembered_answers import RememberedAnswers
+from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.utils.errors import ConfigError, UserError, first_line
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+_log = logging.getLogger(__name__)
+LINGER = 2.0
+"""Seconds in which the rest of a refused body is read and dropped, so that the client reads the
+refusal before the connection ends."""
+KEEP_ALIVE = 75
+"""Seconds after which an idle connection is closed."""
+REQUEST_ID = "x-request-id"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One address of a server.
+
+    Attributes:
+        paths: Its paths.
+        answer: Returns JSON data, or a text. It raises ``HTTPProblem`` or ``UserError``.
+        method: ``GET`` or ``POST``.
+        is_open: It needs no token, and is answered also by a full server.
+    """
+
+    paths: tuple[str, ...]
+    answer: Callable[[Call], Awaitable[object]]
+    method: str = "POST"
+    is_open: bool = False
+
+
+class HTTPServer:
+    """A server of ``endpoints``.
+
+    Args:
+        endpoints: The addresses.
+        config: Address, tokens and limits.
+        metrics: Counts requests, by path and status.
+
+    Raises:
+        ConfigError: starlette and uvicorn are missing, or the token file cannot be used.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[Endpoint], config: HTTPConfig, metrics: ServerMetrics
+    ) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.tokens = None
+        if config.token_file is not None:
+            self.tokens = BearerTokens(Path(config.token_file).expanduser())
+        self.answers = RememberedAnswers(config.remembered)
+        self._open = 0
+        self._seconds = 0.0
+        self._server: Any = None
+        self._socket: socket.socket | None = None
+        self.app = self._application(endpoints)
+        metrics.gauges["open_requests"] = lambda: float(self._open)
+
+    def bind(self) -> str:
+        """Listen, and return the URL. Raises ``ConfigError`` if the address is in use."""
+        host, port = self.config.host, self.config.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        found = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind((host, port))
+            found.listen(1024)
+        except OSError as error:
+            found.close()
+            raise ConfigError(
+                f"http.host = {host!r}, http.port = {port}: {error}; choose another port, or 0 "
+                "for a free one"
+            ) from error
+        self._socket = found
+        name = f"[{host}]" if family == socket.AF_INET6 else host
+        return f"http://{name}:{found.getsockname()[1]}"
+
+    def run(self) -> None:
+        """Answer until SIGTERM or Ctrl-C, then finish the accepted requests."""
+        import uvicorn
+
+        assert self._socket is not None, "bind first"
+        settings = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=math.ceil(self.config.drain_seconds),
+        )
+        self._server = uvicorn.Server(settings)
+        # uvicorn raises the signal again once it has stopped: this end was asked for
+        with suppress(KeyboardInterrupt):
+            self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Make ``run`` finish the accepted requests and return. For other threads."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def _application(self, endpoints: Sequence[Endpoint]) -> Any:
+        try:
+            import uvicorn  # noqa: F401  so that its absence is an error at start
+            from starlette.applications import Starlette
+            from starlette.routing import Route
+        except ImportError as error:
+            raise ConfigError(
+                f"a server needs starlette and uvicorn ({error}): pip install 'lightrft[serve]'"
+            ) from error
+        routes = []
+        for endpoint in endpoints:
+            for path in endpoint.paths:
+                routes.append(Route(path, self._handler(endpoint, path), methods=[endpoint.method]))
+        return Starlette(routes=routes)
+
+    def _handler(self, endpoint: Endpoint, path: str) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            start = time.monotonic()
+            try:
+                response = await self._answer(endpoint, request)
+            except HTTPProblem as problem:
+                response = self._refusal(problem, request)
+            except UserError as error:
+                response = self._refusal(bad(str(error)), request)
+            except Exception as error:
+                # the traceback is for the log of the server, not for the client
+                _log.exception("a request to %s failed", path)
+                problem = HTTPProblem(500, f"the server failed: {first_line(error)}")
+                response = self._refusal(problem, request)
+            labels = {"path": path, "status": str(response.status_code)}
+            self.metrics.count("requests", labels=labels)
+            if not endpoint.is_open:
+                self._timed(time.monotonic() - start)
+            return response
+
+        return handle
+
+    def _timed(self, seconds: float) -> None:
+        self.metrics.observe("request_seconds", seconds)
+        self._seconds += 0.1 * (seconds - self._seconds)
+
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+        from starlette.responses import JSONResponse, PlainTextResponse
+
+        if endpoint.is_open:
+            answer = await endpoint.answer(Call({}, math.inf))
+            is_text = isinstance(answer, str)
+            return PlainTextResponse(answer) if is_text else JSONResponse(answer)
+        if self.tokens is not None:
+            self.tokens.check(request.headers.get("authorization", ""))
+        if self._open >= self.config.max_requests:
+            after = max(1, math.ceil(self._seconds))
+            raise HTTPProblem(
+                429,
+                f"{self._open} requests are open, the most of this server (http.max_requests); "
+                f"repeat the request in {after} s",
+                {"Retry-After": str(after)},
+            )
+        self._open += 1
+        try:
+            call = await self._read(request) if endpoint.method == "POST" else self._empty()
+            answer, is_repeated = await self._computed(call, endpoint)
+        finally:
+            self._open -= 1
+        if is_repeated:
+            self.metrics.count("repeated_requests")
+        if isinstance(answer, str):
+            return PlainTextResponse(answer)
+        headers = {REQUEST_ID: call.id} if call.id else {}
+        return JSONResponse(answer, headers=headers)
+
+    def _empty(self) -> Call:
+        return Call({}, time.monotonic() + self.config.timeout)
+
+    async def _computed(self, call: Call, endpoint: Endpoint) -> tuple[object, bool]:
+        try:
+            async with asyncio.timeout(max(0.0, call.deadline - time.monotonic())):
+                return await self.answers.get(call, endpoint.answer)
+        except TimeoutError as error:
+            raise HTTPProblem(
+                504, f"no answer within {self.config.timeout:g} s (http.timeout); send less at once"
+            ) from error
+
+    async def _read(self, request: Request) -> Call:
+        """Return the JSON body of ``request``, which must be an object."""
+        from starlette.requests import ClientDisconnect
+
+        self._check_size(request)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > self._largest:
+                        raise self._too_large(f"more than {len(data)}")
+        except TimeoutError as error:
+            raise HTTPProblem(
+                408, f"the body did not arrive within {self.config.timeout:g} s (http.timeout)"
+            ) from error
+        except ClientDisconnect as error:
+            self.metrics.count("truncated_uploads")
+            raise bad(f"the upload was truncated after {len(data)} bytes") from error
+        tree = await asyncio.to_thread(_parsed, bytes(data))
+        id = request.headers.get(REQUEST_ID, "")[:200]
+        query = hashlib.blake2b(request.url.path.encode() + b"\0" + data, digest_size=16)
+        deadline = time.monotonic() + self.config.timeout
+        return Call(tree, deadline, query.hexdigest(), id)
+
+    @property
+    def _largest(self) -> float:
+        """The largest body in bytes."""
+        return self.config.max_body_mb * 2**20
+
+    def _check_size(self, request: Request) -> None:
+        """Raise ``HTTPProblem`` if the header says that the body is too large."""
+        given = request.headers.get("content-length", "")
+        if given.isdigit() and int(given) > self._largest:
+            raise self._too_large(given)
+
+    def _too_large(self, size: str) -> HTTPProblem:
+        limit = self.config.max_body_mb
+        return HTTPProblem(
+            413,
+            f"the body has {size} bytes, and the limit is {limit:g} MiB (http.max_body_mb); send "
+            "fewer items at once, or media as URLs",
+            {"Connection": "close"},
+        )
+
+    def _refusal(self, problem: HTTPProblem, request: Request) -> Response:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        body = {"error": {"message": str(problem), "type": "refused", "code": problem.status}}
+        if problem.status != 413:
+            return JSONResponse(body, problem.status, headers=problem.headers)
+        text = json.dumps(body).encode()
+        headers = {**problem.headers, "Content-Length": str(len(text))}
+        return StreamingResponse(
+            _then_drop(text, request), 413, headers=headers, media_type="application/json"
+        )
+
+
+async def _then_drop(text: bytes, request: Request) -> AsyncIterator[bytes]:
+    """Yield ``text``, then drop what the client still sends for some seconds."""
+    from starlette.requests import ClientDisconnect
+
+    yield text
+    with suppress(TimeoutError, ClientDisconnect, RuntimeError):
+        async with asyncio.timeout(LINGER):
+            async for _ in request.stream():
+                pass
+
+
+def _parsed(data: bytes) -> Mapping[str, Any]:
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise bad(
+            f"the body of {len(data)} bytes is not JSON ({first_line(error)}): was the upload "
+            "truncated?"
+        ) from error
+    if not isinstance(tree, Mapping):
+        raise bad(f"the body must be a JSON object, not a {type(tree).__name__}")
+    return tree

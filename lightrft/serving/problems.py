@@ -1,0 +1,79 @@
+"""Refusals of requests, and the fields of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class HTTPProblem(Exception):
+    """A request is refused.
+
+    Args:
+        status: HTTP status of the answer.
+        message: The cause, and the way out.
+        headers: Headers of the answer.
+    """
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+
+
+def bad(message: str) -> HTTPProblem:
+    """Return the refusal of a malformed request."""
+    return HTTPProblem(400, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that was read.
+
+    Attributes:
+        body: The JSON object of the request; empty for GET.
+        deadline: Time of ``time.monotonic`` after which nobody waits for the answer.
+        query: Digest of the body.
+        id: Request id that the client made; empty if it made none.
+    """
+
+    body: Mapping[str, Any]
+    deadline: float
+    query: str = ""
+    id: str = field(default="")
+
+    def listed(self, *names: str) -> list[Any]:
+        """Return the first given field of ``names`` as a list. One value is a list of one.
+
+        Raises ``HTTPProblem`` if no field is given, or an empty one.
+        """
+        for name in names:
+            value = self.body.get(name)
+            if value is not None:
+                found = value if isinstance(value, list) else [value]
+                if not found:
+                    raise bad(f"{name!r} is empty; give at least one item")
+                return found
+        have = ", ".join(self.body) or "nothing"
+        raise bad(f"the request has no {' or '.join(map(repr, names))}; it has: {have}")
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        """Return the field ``name`` as a number.
+
+        Args:
+            name: Name of the field.
+            default: Number for a missing field.
+            low: Smallest number.
+            high: Largest number.
+
+        Raises:
+            HTTPProblem: It is no number in these bounds.
+        """
+        value = self.body.get(name)
+        if value is None:
+            return default
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
+            raise bad(f"{name} = {value!r} is no number from {low:g} to {high:g}")
+        return value

@@ -1,0 +1,319 @@
+"""Scores of a reward model with heads, for the endpoints of OpenRLHF, of vLLM and of lightrft."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.serving import ServeRMConfig
+from lightrft.learner.micro_batches import micro_batches
+from lightrft.learner.reward_model.outputs import joined, separated
+from lightrft.models.families import context_length
+from lightrft.models.processors import Processor
+from lightrft.models.reward.heads import HeadOutputs
+from lightrft.models.reward.reward_model import MIXTURE, RewardModel
+from lightrft.serving.batcher import Batcher, Work
+from lightrft.serving.http_server import Endpoint
+from lightrft.serving.problems import Call, bad
+from lightrft.serving.sample_encoder import Sample, SampleEncoder
+from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.types import Batch, Segments
+from lightrft.workers.reward_wire import (
+    PATH,
+    batch_from_json,
+    vocabulary_digest,
+    weights_digest,
+)
+
+ENCODERS = 4
+"""Threads that encode requests and read their media."""
+
+Outputs = dict[str, HeadOutputs]
+Payload = Sequence[Sample] | Batch
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server tells about its model.
+
+    Attributes:
+        name: Name of the model.
+        digest: Digest of its weights.
+        vocabulary: Digest of its vocabulary.
+        heads: Names of its scores; empty for a generative model.
+        reward: Name of the score that is the reward; empty for a generative model.
+        layout: Layout of its inputs.
+    """
+
+    name: str
+    digest: str
+    vocabulary: str
+    heads: tuple[str, ...] = ()
+    reward: str = ""
+    layout: str = ""
+
+    async def listed(self, call: Call) -> dict[str, object]:
+        """Return the answer of ``/v1/models``."""
+        entry = {
+            "id": self.name,
+            "object": "model",
+            "owned_by": "lightrft",
+            "digest": self.digest,
+            "vocabulary": self.vocabulary,
+            "heads": list(self.heads),
+            "reward": self.reward,
+            "layout": self.layout,
+        }
+        return {"object": "list", "data": [entry]}
+
+    def named(self, kind: str) -> dict[str, object]:
+        """Return the first fields of an answer, as in the API of OpenAI.
+
+        Args:
+            kind: Beginning of the id of the answer.
+        """
+        made = f"{kind}-{uuid.uuid4().hex}"
+        return {"id": made, "object": "list", "created": int(time.time()), "model": self.name}
+
+
+class RewardService:
+    """Answers requests with scores of ``model``.
+
+    Args:
+        model: The reward model, in evaluation mode.
+        tokenizer: Its tokenizer.
+        processor: Its media processor. ``None`` for a model that reads text alone.
+        config: Settings of the server.
+        metrics: Counts samples and scores that are not finite.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: Processor | None,
+        config: ServeRMConfig,
+        metrics: ServerMetrics,
+    ) -> None:
+        self.model = model
+        self.metrics = metrics
+        self.budget = config.batching.max_tokens
+        self.context = context_length(model.base.config)
+        embeddings: Any = model.base.get_input_embeddings()
+        self.vocabulary: int = embeddings.num_embeddings
+        self.encoder = SampleEncoder(tokenizer, processor, config.media, self.vocabulary)
+        self.served = ServedModel(
+            config.name or config.model.path,
+            weights_digest(model),
+            vocabulary_digest(tokenizer),
+            tuple(model.score_names),
+            model.reward_name,
+            model.layout,
+        )
+        self._threads = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
+        self.batcher: Batcher[Payload] = Batcher(self.compute, config.batching, metrics)
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return the addresses of this model."""
+        return [
+            Endpoint(("/get_reward",), self.get_reward),
+            Endpoint(("/score", "/v1/score"), self.score),
+            Endpoint(("/classify", "/v1/classify"), self.classify),
+            Endpoint(("/pooling", "/v1/pooling"), self.pooling),
+            Endpoint((PATH,), self.rewards),
+        ]
+
+    def close(self) -> None:
+        """Finish the requests that wait, and stop."""
+        self._threads.shutdown()
+        self.batcher.close()
+
+    @torch.inference_mode()
+    def compute(self, works: Sequence[Work[Payload]]) -> list[Outputs]:
+        """Return the outputs of each work, computed together. See ``Batcher``."""
+        first = works[0].payload
+        if isinstance(first, Batch):  # alone in its batch, see ``rewards``
+            batch, sizes = first, [len(first)]
+        else:
+            groups = [work.payload for work in works if not isinstance(work.payload, Batch)]
+            batch = batch_of_samples(list(itertools.chain.from_iterable(groups)))
+            sizes = [len(group) for group in groups]
+        parts = micro_batches(batch, self.budget, self.model.layout)
+        if len(parts) == 1:
+            # rows as they were sent: a local call with these rows has the same rounding
+            parts = [torch.arange(len(batch))]
+        matrix = torch.zeros(0)
+        found: Mapping[str, HeadOutputs] = {}
+        for index in parts:
+            found = self.model.score(batch.select(index))
+            rows = joined(found).double().cpu()
+            if not len(matrix):
+                matrix = torch.zeros(len(batch), rows.shape[1], dtype=torch.float64)
+            matrix[index] = rows
+        self.metrics.count("scored_samples", len(batch))
+        self.metrics.count("nonfinite_scores", int((~matrix.isfinite()).any(1).sum()))
+        return [dict(separated(part, found)) for part in matrix.split(sizes)]
+
+    async def get_reward(self, call: Call) -> dict[str, object]:
+        """Answer as the reward server of OpenRLHF."""
+        texts = call.listed("query")
+        prompts = call.body.get("prompts") or [None] * len(texts)
+        if len(prompts) != len(texts):
+            raise bad(f"query has {len(texts)} items and prompts {len(prompts)}; send as many")
+        if self.model.gate is not None and prompts[0] is None:
+            raise bad("this model weights its heads by the prompt; send prompts too")
+
+        def encode(k: int) -> Sample:
+            return self.encoder.query(texts[k], prompts[k], f"query.{k}")
+
+        outputs, _ = await self._outputs(call, encode, len(texts))
+        rewards = numbers(outputs[self.served.reward].scores)
+        logs = {name: numbers(head.scores) for name, head in outputs.items()}
+        return {"rewards": rewards, "scores": rewards, "extra_logs": logs}
+
+    async def score(self, call: Call) -> dict[str, object]:
+        """Answer as ``/score`` of vLLM: the score of each answer to a question."""
+        asked = call.listed("text_1", "queries")
+        answers = call.listed("text_2", "documents")
+        if len(asked) not in (1, len(answers)):
+            raise bad(
+                f"text_1 has {len(asked)} items and text_2 {len(answers)}; send one text_1, or as "
+                "many of both"
+            )
+        asked = asked * len(answers) if len(asked) == 1 else asked
+
+        def encode(k: int) -> Sample:
+            return self.encoder.pair(asked[k], answers[k], f"pair {k}")
+
+        outputs, tokens = await self._outputs(call, encode, len(answers))
+        rows = []
+        for k, value in enumerate(numbers(outputs[self._head(call)].scores)):
+            rows.append({"index": k, "object": "score", "score": value})
+        return {**self.served.named("score"), "data": rows, "usage": usage(tokens)}
+
+    async def classify(self, call: Call) -> dict[str, object]:
+        """Answer as ``/classify`` of vLLM: probabilities of the classes of a head."""
+        head = self._head(call)
+        outputs, tokens = await self._items(call)
+        values = outputs[head].outputs
+        is_raw = False in [call.body.get(n) for n in ("use_activation", "activation", "softmax")]
+        if head != MIXTURE and not is_raw:
+            kinds = {one.name: one.kind for one in self.model.settings.heads}
+            values = values.softmax(-1) if kinds[head] == "classes" else values.sigmoid()
+        rows = []
+        for k, row in enumerate(values):
+            label = f"LABEL_{int(row.argmax())}"
+            probs = numbers(row)
+            rows.append({"index": k, "label": label, "probs": probs, "num_classes": len(probs)})
+        return {**self.served.named("classify"), "data": rows, "usage": usage(tokens)}
+
+    async def pooling(self, call: Call) -> dict[str, object]:
+        """Answer as ``/pooling`` of vLLM: the score of each head, or the outputs of one head."""
+        form = call.body.get("encoding_format", "float")
+        if form not in ("float", "base64"):
+            raise bad(f"encoding_format = {form!r}; take float or base64")
+        chosen = call.body.get("head")
+        outputs, tokens = await self._items(call)
+        if chosen is not None:
+            values = outputs[self._head(call)].outputs
+        else:
+            values = torch.stack([head.scores for head in outputs.values()], 1)
+        rows = []
+        for k, row in enumerate(values):
+            data: object = numbers(row)
+            if form == "base64":
+                data = base64.b64encode(row.numpy().astype(np.float32).tobytes()).decode()
+            rows.append({"index": k, "object": "pooling", "data": data})
+        return {**self.served.named("pool"), "data": rows, "usage": usage(tokens)}
+
+    async def rewards(self, call: Call) -> dict[str, object]:
+        """Return the scores of token ids in the form of ``reward_wire``, by head.
+
+        The request is a batch of its own, so its scores do not depend on other requests.
+        """
+        batch = await asyncio.to_thread(batch_from_json, call.body, self.vocabulary)
+        lengths = batch.prompts.lengths[batch.prompt_of] + batch.lengths
+        self._check_length(int(lengths.max()))
+        # a key that equals no other
+        work = Work[Payload](batch, int(lengths.sum()), call.deadline, key=object())
+        outputs = await asyncio.wrap_future(self.batcher.submit(work))
+        scores = {name: numbers(head.scores) for name, head in outputs.items()}
+        return {"scores": scores, "model": self.served.name, "digest": self.served.digest}
+
+    async def _items(self, call: Call) -> tuple[Outputs, int]:
+        """Return the outputs of ``input`` or ``messages``, and the number of tokens."""
+        messages = call.body.get("messages")
+        items: list[Any] = [messages] if messages is not None else call.listed("input")
+        if messages is None and all(type(one) is int for one in items):
+            items = [items]  # token ids of one item
+
+        def encode(k: int) -> Sample:
+            return self.encoder.item(items[k], f"item {k}")
+
+        return await self._outputs(call, encode, len(items))
+
+    async def _outputs(
+        self, call: Call, encode: Callable[[int], Sample], count: int
+    ) -> tuple[Outputs, int]:
+        """Encode items in threads and return their outputs, and the number of their tokens."""
+        loop = asyncio.get_running_loop()
+        asked = [loop.run_in_executor(self._threads, encode, k) for k in range(count)]
+        samples = await asyncio.gather(*asked)
+        for sample in samples:
+            self._check_length(sample.tokens)
+        tokens = sum(sample.tokens for sample in samples)
+        work = Work[Payload](samples, tokens, call.deadline, key="samples")
+        return await asyncio.wrap_future(self.batcher.submit(work)), tokens
+
+    def _head(self, call: Call) -> str:
+        """Return the name of the head that a request asks for."""
+        name = call.body.get("head") or self.served.reward
+        if name not in self.served.heads:
+            raise bad(f"head = {name!r}: this model has {', '.join(self.served.heads)}")
+        return name
+
+    def _check_length(self, tokens: int) -> None:
+        if self.context is not None and tokens > self.context:
+            raise bad(f"{tokens} tokens of one item exceed the model's context of {self.context}")
+
+
+def batch_of_samples(samples: Sequence[Sample]) -> Batch:
+    """Collate ``samples``. Equal prompts without media become one prompt."""
+    known: dict[object, int] = {}
+    prompts, prompt_of = [], []
+    for sample in samples:
+        prompt = sample.prompt
+        key: object = id(prompt) if prompt.media else tuple(prompt.token_ids)
+        if key not in known:
+            known[key] = len(prompts)
+            prompts.append(prompt)
+        prompt_of.append(known[key])
+    responses = [Segments.of([sample.response], sample.media) for sample in samples]
+    return Batch(
+        Segments.of_prompts(prompts),
+        Segments.cat(responses),
+        torch.tensor(prompt_of, dtype=torch.long),
+    )
+
+
+def numbers(values: Tensor) -> list[float | None]:
+    """Return ``values`` as numbers of JSON, which has no infinity: ``None`` is not finite."""
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+def usage(tokens: int) -> dict[str, int]:
+    """Return the numbers of tokens of a request that generates none."""
+    return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}

@@ -1,0 +1,167 @@
+"""Servers of tiny models in a thread of the test, and in processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from lightrft.config.base import build
+from lightrft.config.model import ModelConfig
+from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.serving import HTTPConfig, ServeRMConfig
+from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.serving.http_server import Endpoint, HTTPServer
+from lightrft.serving.problems import Call
+from lightrft.serving.reward_server import RewardServer, open_reward_server
+from lightrft.serving.reward_service import RewardService
+from lightrft.serving.server_metrics import ServerMetrics
+from tests import warm
+from tests.e2e.command import ROOT
+
+
+def save_judge(folder: Path, **settings: Any) -> Path:
+    """Save a tiny reward model with the heads ``good`` and ``short``."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=len(tokenizer))
+    tree = {"heads": [{"name": "good"}, {"name": "short"}], **settings}
+    RewardModel(model, ModelConfig(), build(RewardModelConfig, tree), seed=3).save(
+        tokenizer, folder
+    )
+    return folder
+
+
+@contextmanager
+def running(server: HTTPServer) -> Generator[str]:
+    """Run ``server`` in a thread, and yield its address."""
+    url = server.bind()
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + 30
+    while server._server is None or not server._server.started:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    try:
+        yield url
+    finally:
+        server.stop()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def answering(*endpoints: Endpoint, **settings: Any) -> Generator[tuple[str, HTTPServer]]:
+    """Run a server of ``endpoints`` and yield its address and the server."""
+    config = HTTPConfig(port=0, **settings)
+    server = HTTPServer(endpoints, config, ServerMetrics())
+    with running(server) as url:
+        yield url, server
+
+
+@contextmanager
+def judge_server(folder: Path, **settings: Any) -> Generator[tuple[str, RewardServer]]:
+    """Serve the model of ``folder`` in a thread."""
+    tree = {"model": {"path": str(folder), "dtype": "float32"}, "device": "cpu", **settings}
+    tree["http"] = {"port": 0, **tree.get("http", {})}
+    server = open_reward_server(build(ServeRMConfig, tree))
+    try:
+        with running(server.http) as url:
+            yield url, server
+    finally:
+        server.service.close()
+
+
+@dataclass
+class Seen:
+    """What a server has seen: tokens, and the most requests at once."""
+
+    tokens: set[str] = field(default_factory=set)
+    open: int = 0
+    most: int = 0
+
+
+@contextmanager
+def judge_at(folder: Path, seconds: float = 0.0) -> Generator[tuple[str, Seen]]:
+    """Serve ``folder``, each request for at least ``seconds``, and yield what the server sees."""
+    seen = Seen()
+    with judge_server(folder) as (url, server):
+        service = server.service
+        assert isinstance(service, RewardService)
+        compute = service.batcher.compute
+        enter = server.http._answer
+
+        async def answer(endpoint: Endpoint, request: Any) -> Any:
+            seen.tokens.add(request.headers.get("authorization", ""))
+            if endpoint.paths != ("/v1/rewards",):
+                return await enter(endpoint, request)
+            seen.open += 1
+            seen.most = max(seen.most, seen.open)
+            await asyncio.sleep(seconds)
+            seen.open -= 1
+            return await enter(endpoint, request)
+
+        server.http._answer = answer  # ty: ignore[invalid-assignment]
+        assert compute is not None
+        yield url, seen
+
+
+def echo(call: Call) -> Any:
+    """Answer with the body of a request."""
+
+    async def answered() -> Any:
+        return dict(call.body)
+
+    return answered()
+
+
+def serve_process(folder: Path, port: int, *words: str) -> warm.Process:
+    """Start ``lightrft serve-rm`` in a process of its own."""
+    import os
+
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    given = ["-m", "lightrft", "serve-rm", folder, f"http.port={port}", "device=cpu", *words]
+    return warm.Process(given, env, folder)
+
+
+def wait_for(url: str, seconds: float = 60.0) -> None:
+    """Wait until the server at ``url`` is healthy."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < until, f"{url} does not answer"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def local_scores(folder: Path, pairs: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """Return the score ``good`` of prompts and responses, each computed alone."""
+    from tests.model_helpers import Batch, Segments
+
+    model = RewardModel.open(folder, dtype=torch.float32)
+    found = []
+    for prompt, response in pairs:
+        batch = Batch(Segments.of([prompt]), Segments.of([response]), torch.zeros(1).long())
+        with torch.no_grad():
+            found.append(model.score(batch)["good"].scores[0])
+    return torch.stack(found)

@@ -1,0 +1,230 @@
+"""Limits, tokens and repeated requests of the HTTP side, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lightrft.config.serving import HTTPConfig
+from lightrft.serving.http_server import Endpoint, HTTPServer
+from lightrft.serving.problems import Call
+from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.utils.errors import ConfigError
+from tests.serving_helpers import answering, echo
+
+ECHO = Endpoint(("/echo",), echo)
+
+
+class Slow:
+    """Answers after ``seconds``, and counts the calls."""
+
+    def __init__(self, seconds: float, fails: int = 0) -> None:
+        self.seconds, self.fails, self.calls = seconds, fails, 0
+
+    async def answer(self, call: Call) -> Any:
+        self.calls += 1
+        number = self.calls
+        await asyncio.sleep(self.seconds)
+        if number <= self.fails:
+            raise RuntimeError("no answer today")
+        return {"call": number}
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(("/slow",), self.answer)
+
+
+def message(answer: httpx.Response) -> str:
+    return answer.json()["error"]["message"]
+
+
+def raw(url: str, head: str, body: bytes = b"", *, close: bool = False) -> bytes:
+    """Send bytes over a socket and return what comes back."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(f"POST /echo HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body)
+        if close:
+            return b""
+        said = b""
+        while not said.endswith(b"}"):  # the head and the body may come one after the other
+            said += sock.recv(65536)
+        return said
+
+
+def test_a_body_of_one_gigabyte_is_refused_before_it_is_read():
+    with answering(ECHO, max_body_mb=1) as (url, server):
+        start = time.monotonic()
+        said = raw(url, f"Content-Length: {2**30}", b"{")
+        assert b" 413 " in said.splitlines()[0] and b"http.max_body_mb" in said
+        assert time.monotonic() - start < 1.5
+        sent = 0
+
+        def pieces() -> Iterator[bytes]:  # without a length, so the server must count
+            nonlocal sent
+            for _ in range(1024):
+                sent += 2**20
+                yield b" " * 2**20
+
+        before = server.metrics.gauges["resident_bytes"]()
+        answer = httpx.post(f"{url}/echo", content=pieces(), timeout=20)
+        assert answer.status_code == 413 and "more than" in message(answer)
+        assert server.metrics.gauges["resident_bytes"]() - before < 200 * 2**20
+        assert httpx.post(f"{url}/echo", json={"a": 1}).json() == {"a": 1}
+
+
+def test_a_truncated_upload_is_refused_or_counted_and_the_server_answers_the_next_one():
+    with answering(ECHO) as (url, server):
+        answer = httpx.post(f"{url}/echo", content=b'{"input": ["abc"')
+        assert answer.status_code == 400 and "truncated" in message(answer)
+        raw(url, "Content-Length: 1000", b'{"input"', close=True)
+        until = time.monotonic() + 5
+        while "truncated_uploads_total 1" not in server.metrics.text():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert httpx.post(f"{url}/echo", json={"a": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"[1, 2]", "a JSON object, not a list"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b'{"a": ' + b"[" * 100_000, "not JSON"),
+        (b"", "not JSON"),
+    ],
+    ids=["list", "binary", "deep", "empty"],
+)
+def test_a_body_that_is_no_object_is_refused(body, said):
+    with answering(ECHO) as (url, _):
+        answer = httpx.post(f"{url}/echo", content=body)
+        assert answer.status_code == 400 and said in message(answer)
+
+
+def test_a_body_that_does_not_arrive_and_an_answer_that_takes_too_long_are_given_up():
+    slow = Slow(3)
+    with answering(ECHO, slow.endpoint, timeout=0.3) as (url, _):
+        assert b" 408 " in raw(url, "Content-Length: 10", b"{").splitlines()[0]
+        answer = httpx.post(f"{url}/slow", json={})
+        assert answer.status_code == 504 and "http.timeout" in message(answer)
+
+
+def test_a_full_server_refuses_with_the_time_to_wait_and_still_tells_its_health():
+    slow = Slow(0.5)
+
+    async def health(call: Call) -> Any:
+        return {"status": "ok"}
+
+    healthy = Endpoint(("/health",), health, "GET", is_open=True)
+    with answering(slow.endpoint, healthy, max_requests=2) as (url, _):
+        statuses: list[int] = []
+        threads = [
+            threading.Thread(
+                target=lambda: statuses.append(httpx.post(f"{url}/slow", json={}).status_code)
+            )
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        answer = httpx.post(f"{url}/slow", json={})
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        assert "http.max_requests" in message(answer)
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        for thread in threads:
+            thread.join()
+        assert statuses == [200, 200]
+        assert httpx.post(f"{url}/slow", json={}).status_code == 200
+
+
+def test_a_repeated_request_is_computed_once_also_while_the_first_one_runs():
+    slow = Slow(0.3)
+    with answering(slow.endpoint, remembered=2) as (url, server):
+        headers = {"X-Request-Id": "a"}
+        with pytest.raises(httpx.ReadTimeout):  # the client is gone, its request is not
+            httpx.post(f"{url}/slow", json={"q": 1}, headers=headers, timeout=0.1)
+        again = httpx.post(f"{url}/slow", json={"q": 1}, headers=headers)
+        assert again.json() == {"call": 1} and again.headers["x-request-id"] == "a"
+        other = httpx.post(f"{url}/slow", json={"q": 2}, headers=headers)
+        assert other.status_code == 409 and "'a'" in message(other)
+        for name in "bc":
+            httpx.post(f"{url}/slow", json={}, headers={"X-Request-Id": name})
+        assert slow.calls == 3
+        # only the latest answers are kept
+        assert httpx.post(f"{url}/slow", json={"q": 1}, headers=headers).json() == {"call": 4}
+        assert "repeated_requests_total 1" in server.metrics.text()
+        assert len(server.answers._tasks) <= 3
+
+
+def test_a_request_that_failed_is_computed_again():
+    slow = Slow(0.0, fails=1)
+    with answering(slow.endpoint) as (url, _):
+        headers = {"X-Request-Id": "a"}
+        answer = httpx.post(f"{url}/slow", json={}, headers=headers)
+        assert answer.status_code == 500 and "no answer today" in message(answer)
+        assert httpx.post(f"{url}/slow", json={}, headers=headers).json() == {"call": 2}
+
+
+def test_tokens_are_needed_expire_and_are_replaced_while_the_server_runs(tmp_path: Path):
+    file = tmp_path / "tokens"
+    now = datetime.now(UTC)
+    past, future = (now - timedelta(hours=1)).isoformat(), (now + timedelta(hours=1)).isoformat()
+    file.write_text(f"# of two teams\nfirst\nold {past}\nsoon {future}\n")
+
+    def ask(token: str | None) -> httpx.Response:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        return httpx.post(f"{url}/echo", json={}, headers=headers)
+
+    with answering(ECHO, token_file=str(file)) as (url, _):
+        assert ask("first").status_code == ask("soon").status_code == 200
+        for token, said in ((None, "no token"), ("wrong", "not one of"), ("old", "expired at")):
+            answer = ask(token)
+            assert answer.status_code == 401 and said in message(answer)
+            assert "Bearer" in answer.headers["www-authenticate"]
+        # a body without a token is not read
+        assert b" 401 " in raw(url, f"Content-Length: {2**30}").splitlines()[0]
+        file.write_text("second\n")
+        os.utime(file, ns=(1, 1))
+        assert ask("first").status_code == 401 and ask("second").status_code == 200
+        file.unlink()
+        answer = ask("second")
+        assert answer.status_code == 503 and str(file) not in message(answer)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "token tomorrow\n", None])
+def test_a_token_file_that_cannot_be_used_is_refused_at_start(tmp_path: Path, text):
+    file = tmp_path / "tokens"
+    if text is not None:
+        file.write_text(text)
+    config = HTTPConfig(port=0, token_file=str(file))
+    with pytest.raises(ConfigError, match=r"http\.token_file"):
+        HTTPServer([ECHO], config, ServerMetrics())
+
+
+def test_an_address_in_use_is_refused_with_the_setting():
+    with answering(ECHO) as (url, _):
+        config = HTTPConfig(port=int(url.rpartition(":")[2]))
+        with pytest.raises(ConfigError, match=r"http\.port"):
+            HTTPServer([ECHO], config, ServerMetrics()).bind()
+
+
+def test_requests_are_counted_by_path_and_status():
+    with answering(ECHO) as (url, server):
+        httpx.post(f"{url}/echo", json={})
+        httpx.post(f"{url}/echo", content=b"x")
+        assert httpx.post(f"{url}/elsewhere", json={}).status_code == 404
+        text = server.metrics.text()
+        for status in (200, 400):
+            assert f'requests_total{{path="/echo",status="{status}"}} 1' in text
+        assert 'request_seconds_bucket{le="+Inf"} 2' in text
+        assert json.loads(httpx.post(f"{url}/echo", json={"é": 1}).text) == {"é": 1}

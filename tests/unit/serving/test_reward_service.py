@@ -1,0 +1,184 @@
+"""Endpoints of a served reward model: their answers equal a local forward pass."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from lightrft.config.model import ModelConfig
+from lightrft.config.reward_model import RewardModelConfig
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.processors import load_processor
+from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.tiny import save_tiny_media
+from lightrft.serving.reward_service import RewardService, batch_of_samples
+from tests.serving_helpers import judge_server, local_scores, save_judge
+from tests.unit.datasets.media_files import picture
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_judge(tmp_path_factory.mktemp("judge"))
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with judge_server(folder, batching={"wait_ms": 0}) as (url, _):
+        yield url
+
+
+def ids(folder: Path, text: str) -> list[int]:
+    return load_tokenizer(ModelConfig(path=str(folder)))(text, add_special_tokens=False)[
+        "input_ids"
+    ]
+
+
+def post(url: str, path: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}{path}", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(url: str, path: str, **body: Any) -> str:
+    answer = httpx.post(f"{url}{path}", json=body, timeout=30)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["message"]
+
+
+def test_get_reward_scores_rendered_texts_as_openrlhf_asks(folder, url):
+    eos = load_tokenizer(ModelConfig(path=str(folder))).eos_token
+    answer = post(
+        url,
+        "/get_reward",
+        query=["1+1=2", f"3+1=4{eos}"],
+        prompts=["1+1=", "3+1="],
+        labels=["2", "4"],
+    )
+    pairs = [(ids(folder, a), ids(folder, b + eos)) for a, b in (("1+1=", "2"), ("3+1=", "4"))]
+    expected = local_scores(folder, pairs).tolist()
+    assert answer["rewards"] == pytest.approx(expected, abs=1e-6)
+    assert answer["scores"] == answer["rewards"] == answer["extra_logs"]["good"]
+    assert set(answer["extra_logs"]) == {"good", "short"}
+    whole = post(url, "/get_reward", query="1+1=2")  # one text, without its prompt
+    assert whole["rewards"] == pytest.approx(expected[:1], abs=1e-6)
+
+
+def test_score_classify_and_pooling_answer_in_the_form_of_vllm(folder, url):
+    scored = post(url, "/v1/score", text_1="1+1=", text_2=["2", "3"])
+    assert scored["object"] == "list" and scored["id"].startswith("score-")
+    assert [row["index"] for row in scored["data"]] == [0, 1]
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    pooled = post(url, "/pooling", messages=messages)["data"][0]
+    assert pooled["object"] == "pooling"
+    assert pooled["data"][0] == pytest.approx(scored["data"][0]["score"], abs=1e-6)
+    coded = post(url, "/v1/pooling", messages=messages, encoding_format="base64")["data"][0]
+    values = np.frombuffer(base64.b64decode(coded["data"]), np.float32)
+    assert values.tolist() == pytest.approx(pooled["data"], abs=1e-6)
+    given = [5, 6, 7]
+    expected = float(local_scores(folder, [(given[:-1], given[-1:])])[0])
+    row = post(url, "/classify", input=given)["data"][0]
+    assert row["probs"] == pytest.approx([1 / (1 + math.exp(-expected))], abs=1e-6)
+    assert (row["label"], row["num_classes"]) == ("LABEL_0", 1)
+    plain = post(url, "/v1/classify", input=[given, "abc"], use_activation=False)
+    assert plain["data"][0]["probs"] == pytest.approx([expected], abs=1e-6)
+    assert plain["usage"]["prompt_tokens"] == 3 + len(ids(folder, "abc"))
+    short = post(url, "/score", text_1="1+1=", text_2="2", head="short")["data"][0]["score"]
+    assert short == pytest.approx(pooled["data"][1], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "as many"),
+        ("/score", {"text_1": "a"}, "no 'text_2' or 'documents'"),
+        ("/score", {"text_1": "a", "text_2": "b", "head": "truth"}, "good, short"),
+        ("/classify", {"input": [[5, 10**6]]}, "the vocabulary"),
+        ("/classify", {"input": []}, "is empty"),
+        ("/classify", {"input": [3, "a"]}, "token ids"),
+        ("/pooling", {"input": "abc", "encoding_format": "hex"}, "float or base64"),
+        ("/pooling", {"input": [[5] * 5000]}, "context"),
+        ("/pooling", {"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
+        ("/get_reward", {"query": ["a"], "prompts": ["b"]}, "does not begin"),
+        ("/get_reward", {"query": [7]}, "must be a text"),
+        ("/v1/rewards", {"prompts": {"input_ids": [[5]]}}, "responses"),
+        (
+            "/v1/rewards",
+            {
+                "prompts": {"input_ids": [[5]]},
+                "responses": {"input_ids": [[6]]},
+                "prompt_of": [1],
+            },
+            "prompt_of",
+        ),
+    ],
+)
+def test_a_wrong_request_is_refused_with_the_reason(url, path, body, said):
+    assert said in refused(url, path, **body)
+
+
+def test_scores_that_are_not_finite_are_null_and_counted(folder):
+    with judge_server(folder) as (url, server):
+        service = server.service
+        assert isinstance(service, RewardService)
+        with torch.no_grad():
+            service.model.heads["good"].layers.weight.fill_(math.nan)  # ty: ignore[unresolved-attribute]
+        answer = post(url, "/get_reward", query=["abc"])
+        assert answer["rewards"] == [None] and answer["extra_logs"]["short"][0] is not None
+        assert "nonfinite_scores_total 1" in httpx.get(f"{url}/metrics").text
+
+
+def test_a_gate_needs_the_prompt(tmp_path):
+    with judge_server(save_judge(tmp_path, gate=True)) as (url, _):
+        assert "send prompts too" in refused(url, "/get_reward", query=["abc"])
+        answer = post(url, "/get_reward", query=["abc"], prompts=["a"])
+        assert set(answer["extra_logs"]) == {"good", "short", "mixture"}
+        assert answer["rewards"] == answer["extra_logs"]["mixture"]
+
+
+def test_pictures_of_a_request_are_read_by_the_rules_of_data(tmp_path):
+    path, file = tmp_path / "vl", tmp_path / "a.png"
+    save_tiny_media("qwen2_5_vl", path)
+    config = ModelConfig(path=str(path), dtype="float32")
+    tokenizer = load_tokenizer(config)
+    heads = RewardModelConfig(heads=[{"name": "good"}])  # type: ignore[arg-type]
+    model = RewardModel.load(config, heads, seed=3)
+    model.save(tokenizer, tmp_path / "rm", load_processor(config, tokenizer))
+    picture(file, 32, 40)
+    data = base64.b64encode(file.read_bytes()).decode()
+
+    def asked(image: str) -> list[dict[str, Any]]:
+        part = {"type": "image_url", "image_url": {"url": image}}
+        content = [part, {"type": "text", "text": "what?"}]
+        return [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": "this"},
+        ]
+
+    address = f"data:image/png;base64,{data}"
+    with judge_server(tmp_path / "rm") as (url, server):
+        score = post(url, "/pooling", messages=asked(address))["data"][0]["data"][0]
+        picture(file, 32, 40, seed=5)
+        other = base64.b64encode(file.read_bytes()).decode()
+        address = f"data:image/png;base64,{other}"
+        assert post(url, "/pooling", messages=asked(address))["data"][0]["data"][0] != score
+        assert "allow.roots" in refused(url, "/pooling", messages=asked(str(file)))
+        assert "private address" in refused(
+            url, "/pooling", messages=asked("http://127.0.0.1:1/a.png")
+        )
+        cut = f"data:image/png;base64,{data[: len(data) // 2]}"
+        assert "item 0" in refused(url, "/pooling", messages=asked(cut))
+        service = server.service
+        assert isinstance(service, RewardService)
+        # the same pictures in one batch with others
+        sample = service.encoder.conversation(asked(f"data:image/png;base64,{data}"), "x")
+        with torch.no_grad():
+            local = service.model.score(batch_of_samples([sample]))["good"].scores[0]
+        assert float(local) == pytest.approx(score, abs=1e-6)

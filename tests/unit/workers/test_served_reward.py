@@ -1,0 +1,247 @@
+"""A served reward model as a term of the reward: repetitions, deadlines and checks at start."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrft.config.base import build
+from lightrft.config.model import ModelConfig
+from lightrft.config.reward import ScoringModelConfig
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.tiny.text import tiny_tokenizer
+from lightrft.rewards.base import NullScorer
+from lightrft.serving.http_server import Endpoint
+from lightrft.serving.problems import Call, HTTPProblem
+from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
+from lightrft.utils.errors import ConfigError, DataError, ResourceError
+from lightrft.workers import served_reward
+from lightrft.workers.circuit_breaker import CircuitBreaker
+from lightrft.workers.model_scorer import ModelScorer, scoring_models
+from lightrft.workers.reward_wire import batch_from_json, batch_to_json, vocabulary_digest
+from tests.serving_helpers import answering, free_port, judge_at, judge_server, save_judge
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_judge(tmp_path_factory.mktemp("judge"))
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with judge_server(folder) as (url, _):
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_reward, "FIRST_WAIT", 0.01)
+
+
+def term_of(folder: Path, **tree: Any) -> Any:
+    config = ModelConfig(path=str(folder), dtype="float32")
+    term = build(ScoringModelConfig, {"deadline": 5.0, **tree} if "url" in tree else tree)
+    return scoring_models([term], config, load_tokenizer(config), torch.device("cpu"))[0]
+
+
+def batch(rows: int = 6) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    responses = [torch.randint(4, 40, (3 + k,), generator=generator).tolist() for k in range(rows)]
+    return Batch(
+        Segments.of([[5, 6, 7], [8, 9]]), Segments.of(responses), torch.arange(rows).remainder(2)
+    )
+
+
+@pytest.mark.parametrize("budget", [16384, 14, 1])
+def test_served_scores_equal_local_ones_bit_for_bit(folder, url, budget):
+    local = term_of(folder, path=str(folder), max_tokens_per_micro_batch=budget)
+    served = term_of(folder, url=url, max_tokens_per_micro_batch=budget)
+    assert served.scores(batch()) == local.scores(batch())
+    assert (served.name, served.counts["unanswered"]) == ("good", 0)
+
+
+def test_another_digest_vocabulary_head_or_no_server_is_refused_at_start(folder, url):
+    digest = term_of(folder, url=url).digest
+    assert term_of(folder, url=url, digest=digest[:19]).digest == digest
+    for wrong in (digest[:18], "sha256:" + "0" * 64):
+        with pytest.raises(ConfigError, match=rf"serves the model.*{digest}.*\.digest"):
+            term_of(folder, url=url, digest=wrong)
+    with pytest.raises(ConfigError, match=r"reward\.models\.0\.head = 'truth'.*good, short"):
+        term_of(folder, url=url, head="truth")
+    term = ScoringModelConfig(url=url)
+    with pytest.raises(ConfigError, match="another vocabulary than the policy's"):
+        scoring_models([term], ModelConfig(), tiny_tokenizer(chars="ab"), torch.device("cpu"))
+    with pytest.raises(ResourceError, match=r"deadline = 0\.2 s.*lightrft serve-rm"):
+        term_of(folder, url=f"http://127.0.0.1:{free_port()}", deadline=0.2)
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({}, "set one of them"),
+        ({"path": "a", "url": "http://b"}, "set one of them"),
+        ({"path": "http://b"}, "set url to it"),
+        ({"url": "judge:8000"}, "must begin with http"),
+        ({"path": "a", "deadline": 3}, "leave them out"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tree, said):
+    with pytest.raises(ConfigError, match=said):
+        build(ScoringModelConfig, tree)
+
+
+class Judge:
+    """A server that answers each trial of a request by the next of ``statuses``, then by scores."""
+
+    def __init__(self, vocabulary: str, *statuses: int | str) -> None:
+        self.vocabulary = vocabulary
+        self.statuses = list(statuses)
+        self.scores: list[float | None] | None = None
+        self.digest = "sha256:1"
+        self.ids: list[str] = []
+
+    async def models(self, call: Call) -> Any:
+        about = {"id": "m", "digest": "sha256:1", "vocabulary": self.vocabulary, "heads": ["good"]}
+        return {"data": [{**about, "reward": "good", "layout": "packed"}]}
+
+    async def rewards(self, call: Call) -> Any:
+        self.ids.append(call.id)
+        if self.statuses:
+            status = self.statuses.pop(0)
+            if status == "replaced":
+                self.digest = "sha256:2"
+            else:
+                raise HTTPProblem(int(status), "not now", {"Retry-After": "0"})
+        count = len(call.body["prompt_of"])
+        scores = {"good": self.scores or [0.5] * count}
+        return {"scores": scores, "digest": self.digest}
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint(("/v1/models",), self.models, "GET"),
+            Endpoint(("/v1/rewards",), self.rewards),
+        ]
+
+
+def judged(folder: Path, *statuses: int | str) -> Judge:
+    return Judge(vocabulary_digest(load_tokenizer(ModelConfig(path=str(folder)))), *statuses)
+
+
+def test_a_request_that_fails_is_repeated_with_the_same_id(folder):
+    judge = judged(folder, 500, 429, 503, 401)
+    with answering(*judge.endpoints()) as (url, _):
+        served = term_of(folder, url=url)
+        assert served.scores(batch(2)) == [0.5, 0.5]
+        assert len(judge.ids) == 5 and len(set(judge.ids)) == 1 and judge.ids[0]
+        served.scores(batch(2))
+        assert len(set(judge.ids)) == 2 and served.counts == {"requests": 2, "retries": 4}
+
+
+def test_after_the_deadline_the_samples_fail_and_are_counted_and_never_get_0(folder):
+    judge = judged(folder, *[503] * 1000)
+    with answering(*judge.endpoints()) as (url, _):
+        scorer = ModelScorer(NullScorer(0.0), [term_of(folder, url=url, deadline=0.3)])
+        start = time.monotonic()
+        prompt = Prompt("0", [5, 6])
+        for _ in range(3):
+            scorer.submit(Rollout(prompt, [4], [True], [0.0], [0], "stop", seed=0))
+        found = list(scorer.results(wait=True))
+        assert 0.1 < time.monotonic() - start < 5
+        assert [one.reward for one in found] == [None] * 3
+        assert all("deadline = 0.3 s: status 503" in one.failed for one in found)
+        assert scorer.counts == {"scored": 3, "unanswered": 3}
+
+
+def test_a_refusal_fails_its_samples_at_once_and_a_replaced_model_stops_the_run(folder):
+    judge = judged(folder, 400, "replaced")
+    with answering(*judge.endpoints()) as (url, _):
+        served = term_of(folder, url=url)
+        assert "refused the request: status 400" in str(served.scores(batch(2))[0])
+        assert len(judge.ids) == 1
+        with pytest.raises(ConfigError, match="replaced its model"):
+            served.scores(batch(2))
+
+
+def test_scores_that_are_no_numbers_or_too_few_fail_their_samples(folder):
+    judge = judged(folder)
+    with answering(*judge.endpoints()) as (url, _):
+        served = term_of(folder, url=url)
+        judge.scores = [None, 2.0]
+        first, second = served.scores(batch(2))
+        assert math.isnan(first) and second == 2.0
+        judge.scores = [1.0]
+        assert "no score of 'good'" in str(served.scores(batch(2))[1])
+
+
+def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_deadline(folder):
+    judge = judged(folder)
+    with answering(*judge.endpoints()) as (url, _):
+        served = term_of(folder, url=url, deadline=1.0, max_in_flight=4)
+    served.term = served.term.model_copy(update={"max_tokens_per_micro_batch": 1})
+    served.breaker.pause = 0.2
+    start = time.monotonic()
+    assert all(isinstance(score, str) for score in served.scores(batch(8)))
+    assert time.monotonic() - start < 4  # eight requests, four at once
+    start = time.monotonic()
+    assert all(isinstance(score, str) for score in served.scores(batch(8)))
+    assert time.monotonic() - start < 4
+    assert served.counts["unanswered"] == 16
+
+
+def test_a_breaker_holds_requests_back_until_a_trial_succeeds():
+    breaker = CircuitBreaker(after=2, pause=0.1)
+    far = time.monotonic() + 10
+    breaker.failed("silent")
+    assert breaker.enter(far) and breaker.enter(far)
+    breaker.failed("silent")
+    assert not breaker.enter(time.monotonic())  # open
+    start = time.monotonic()
+    assert breaker.enter(far) and time.monotonic() - start >= 0.05  # the trial
+    assert not breaker.enter(time.monotonic() + 0.15)  # a second one has to wait for it
+    breaker.failed("silent")
+    assert breaker.silent_for > 0 and breaker.problem == "silent"
+    assert breaker.enter(far)
+    breaker.succeeded()
+    assert breaker.silent_for == 0 and breaker.enter(time.monotonic()) and breaker.enter(far)
+
+
+def test_a_token_is_read_for_each_request_and_requests_at_once_are_limited(folder, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("one\n")
+    with judge_at(folder, seconds=0.1) as (url, seen):
+        served = term_of(
+            folder, url=url, token_file=str(file), max_in_flight=2, max_tokens_per_micro_batch=1
+        )
+        file.write_text("two\n")
+        served.scores(batch(6))
+        assert seen.tokens == {"Bearer one", "Bearer two"} and seen.most == 2
+        file.write_text("")
+        with pytest.raises(ConfigError, match=r"token_file.*is empty"):
+            served.scores(batch(1))
+
+
+def test_a_batch_with_media_survives_the_wire_and_a_damaged_one_is_refused():
+    values = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+    media = {"pixel_values": Ragged(values, torch.tensor([3, 1]))}
+    sent = Batch(
+        Segments.of([[1, 2], [3]], media), Segments.of([[4], [5, 6]]), torch.tensor([1, 0])
+    )
+    tree = batch_to_json(sent)
+    got = batch_from_json(tree, 10)
+    assert torch.equal(got.prompts.media["pixel_values"].values, values)
+    assert got.prompts.sizes == [2, 1] and got.responses.tokens.tolist() == [4, 5, 6]
+    assert got.prompt_of.tolist() == [1, 0]
+    part = tree["prompts"]
+    for damaged in (part["media"][:-8], "%%%", part["media"][:40]):
+        with pytest.raises(DataError, match="truncated"):
+            batch_from_json({**tree, "prompts": {**part, "media": damaged}}, 10)
+    with pytest.raises(DataError, match="lengths of 'pixel_values'"):
+        batch_from_json({**tree, "prompts": {**part, "input_ids": [[1], [2], [3]]}}, 10)
+    with pytest.raises(DataError, match="from 0 to 3"):
+        batch_from_json(tree, 4)
