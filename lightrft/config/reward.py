@@ -26,6 +26,11 @@ class RewardTerm(Settings):
     options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
+    @property
+    def label(self) -> str:
+        """Name of this term in metrics and in ``algorithm.lagrangian.costs``."""
+        return self.name or self.function.rpartition(":")[2]
+
 
 class ScoringModelConfig(Settings):
     """A reward model whose score is a term of the reward of every row."""
