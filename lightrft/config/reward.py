@@ -52,6 +52,11 @@ class ScoringModelConfig(Settings):
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Largest number of tokens that it scores at once."""
 
+    @property
+    def label(self) -> str | None:
+        """Name of the term, if it is known before the model is loaded."""
+        return self.name or self.head
+
 
 Terms = Annotated[tuple[RewardTerm, ...], bare_names("function")]
 """Terms of one reward."""

@@ -14,11 +14,11 @@ from lightrft.utils.lazy_imports import Tensor
 from lightrft.utils.registry import About
 
 PAPER = "Safe RLHF, arXiv 2310.12773, section 3.3 and appendix B"
-TOKEN_COSTS = About(
-    "c_k,t = 1[t is the last sampled token] C_k;  A_C,k = the advantage of c_k, as of r",
-    r"c_{k,t}=\mathbb 1[t=T]\,C_k,\quad \hat A_{C,k}=\hat A(c_k)",
-    PAPER,
-)
+UNEVEN_ADVANTAGES = frozenset({"pass_at_k", "maxrl", "raft", "rft"})
+"""Advantages whose sign does not change with the sign of the reward.
+
+They raise the best responses, and would not lower the costly ones as much.
+"""
 CONSTRAINED = About(
     "A <- (A - sum_k lambda_k A_C,k) / (1 + sum_k lambda_k)",
     r"\hat A\leftarrow\frac{\hat A-\sum_k\lambda_k\hat A_{C,k}}{1+\sum_k\lambda_k}",
