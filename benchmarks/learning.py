@@ -79,6 +79,16 @@ OWN: dict[str, Own] = {
     ),
 }
 
+LIMITED: Tree = {
+    "reward": {"terms": ["math", {"function": "length", "name": "cost", "weight": 0}]},
+}
+OWN.update(
+    {
+        name: Own(LIMITED, "its cost is the built-in term length, which must fall to 0")
+        for name in ("ppo_lag", "grpo_lag")
+    }
+)
+
 ON_POLICY = ("reinforce", "rloo", "remax", "opo", "pass_at_k", "maxrl", "gpg", "raft", "rft")
 OWN.update(
     {

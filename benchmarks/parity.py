@@ -143,6 +143,17 @@ CASES: dict[str, Tree] = {
         "algorithm": {"preset": "ppo", "kl": {"coef": 0.01}},
         "train": {"ppo_epochs": 2, "num_mini_batches": 2},
     },
+    # The cost of a response is its reward, which a mean of 0.2 limits; two critics.
+    "ppo_lag": {
+        "algorithm": {
+            "preset": "ppo_lag",
+            "lagrangian": {"costs": [{"name": "c", "threshold": 0.2}]},
+        },
+        "reward": {
+            "terms": [{"function": "length"}, {"function": "format", "name": "c", "weight": 0}]
+        },
+        "train": {"num_mini_batches": 2},
+    },
     "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
     # Rows with pictures are few: of the ranks that draw, and of those that train, some have none.
     "pictures": {"algorithm": {"preset": "grpo"}, "train": {"steps": 2}},

@@ -72,7 +72,7 @@ def cost_view(batch: Batch, index: int) -> Batch:
         batch: Has ``costs [B, K]``.
         index: Number of the cost.
     """
-    costs = require_column(batch.costs)[:, index]
+    costs = require_column(batch.costs)[:, index].double()
     return batch.replace(
         rewards=costs,
         outcomes=costs,
