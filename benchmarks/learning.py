@@ -79,12 +79,15 @@ OWN: dict[str, Own] = {
     ),
 }
 
-LIMITED: Tree = {
-    "reward": {"terms": ["math", {"function": "length", "name": "cost", "weight": 0}]},
+LIMITED: dict[str, Any] = {
+    "reward": {"terms": ["math", {"function": "format", "name": "cost", "weight": 0}]},
 }
 OWN.update(
     {
-        name: Own(LIMITED, "its cost is the built-in term length, which must fall to 0")
+        name: Own(
+            LIMITED,
+            "its cost is the built-in term format, which no answer meets: the limit is never passed",
+        )
         for name in ("ppo_lag", "grpo_lag")
     }
 )

@@ -143,15 +143,9 @@ CASES: dict[str, Tree] = {
         "algorithm": {"preset": "ppo", "kl": {"coef": 0.01}},
         "train": {"ppo_epochs": 2, "num_mini_batches": 2},
     },
-    # The cost of a response is its reward, which a mean of 0.2 limits; two critics.
+    # Two critics, and a multiplier that moves by the costs of all ranks.
     "ppo_lag": {
-        "algorithm": {
-            "preset": "ppo_lag",
-            "lagrangian": {"costs": [{"name": "c", "threshold": 0.2}]},
-        },
-        "reward": {
-            "terms": [{"function": "length"}, {"function": "format", "name": "c", "weight": 0}]
-        },
+        "algorithm": {"preset": "ppo_lag", "lagrangian": {"window": 20}},
         "train": {"num_mini_batches": 2},
     },
     "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
@@ -340,6 +334,9 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
         "eval": {"data": prompts, "every": 2, "sampling": {"max_new_tokens": 4}},
         "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},
     }
+    if case == "ppo_lag":
+        cost = {"function": f"{folder / 'reward.py'}:costly", "name": "cost", "weight": 0}
+        own["reward"]["terms"].append(cost)
     if case == "distill":
         own["teacher"] = {"path": str(folder / "teacher")}
     if verb == "rl":

@@ -27,10 +27,14 @@ from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch, Segments
 from lightrft.utils.state_io import load_state, save_state
 from tests.numbers import oracles_constrained as oracle
+from tests.numbers import test_explained_numbers
 from tests.numbers.compare import tensor
-from tests.numbers.test_explained_numbers import batch
 
 FINITE = st.floats(-5, 5)
+
+
+def batch() -> Batch:
+    return test_explained_numbers.batch().replace(teacher_logprobs=None)
 
 
 def config_of(**algorithm: Any) -> RLConfig:
@@ -44,7 +48,7 @@ def advantages_of(config: RLConfig, given: Batch) -> Batch:
 
 def test_ppo_lag_is_safe_rlhf_by_hand() -> None:
     config = config_of(preset="ppo_lag", lagrangian={"init": 0.7, "lr": 0.3})
-    given = batch()
+    given = batch().replace(cost_final_values=tensor([0.1, 0.2, 0.3, 0.4, 0.5]))
     found = advantages_of(config, given)
     (multiplier,) = oracle.multipliers([given.costs[:, 0].tolist()], 0.0, 0.7, 0.3, 5.0, 0, 128)  # type: ignore[index]
     rows = given.lengths.tolist()
@@ -53,16 +57,15 @@ def test_ppo_lag_is_safe_rlhf_by_hand() -> None:
     for i, length in enumerate(rows):
         place = [t for t in range(start, start + length) if given.mask[t]]
         sides = []
-        for sign, outcome, values in (
-            (-1, given.rewards, given.values),
-            (1, given.costs[:, 0], given.cost_values),  # type: ignore[index]
+        for sign, outcome, values, after in (
+            (-1, given.rewards, given.values, given.final_values),
+            (1, given.costs[:, 0], given.cost_values, given.cost_final_values),  # type: ignore[index]
         ):
             tokens = [sign * 0.01 * kl[t] for t in place]
             tokens[-1] += float(outcome[i])  # type: ignore[index]
             own = [float(values[t]) for t in place]  # type: ignore[index]
-            cut = given.truncated is not None and bool(given.truncated[i])
-            assert not cut
-            sides.append(oracle.gae(tokens, own, 0.0, 1.0, 0.95))
+            final = float(after[i]) if given.truncated[i] else 0.0  # type: ignore[index]
+            sides.append(oracle.gae(tokens, own, final, 1.0, 0.95))
         expected = oracle.combined(sides[0][0], [sides[1][0]], [multiplier])
         assert found.advantages[place].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)  # type: ignore[index]
         assert found.returns[place].tolist() == pytest.approx(sides[0][1], rel=1e-6, abs=1e-6)  # type: ignore[index]
@@ -164,7 +167,7 @@ def test_a_multiplier_that_is_saved_goes_on_bit_for_bit(tmp_path: Any) -> None:
         whole.lagrangian.update(column)
     for column in costs[:3]:
         first.lagrangian.update(column)
-    save_state({"controls": first.state_dict()}, tmp_path / "state")
+    save_state(tmp_path / "state", {"controls": first.state_dict()})
     second.load_state_dict(load_state(tmp_path / "state")["controls"])
     for column in costs[3:]:
         second.lagrangian.update(column)
@@ -190,7 +193,7 @@ PLAIN = [
 @pytest.mark.parametrize("name", PLAIN)
 def test_an_advantage_is_for_costs_if_it_turns_with_the_sign_of_the_reward(name: str) -> None:
     config = build(RLConfig, {"algorithm": {"preset": None, "advantage": {"name": name}}})
-    given = batch().replace(values=torch.zeros(batch().tokens).double())
+    given = batch().replace(values=torch.zeros(batch().tokens).double(), final_values=None)
     sides = []
     for sign in (1, -1):
         own = given.replace(rewards=sign * given.rewards, outcomes=sign * given.rewards)  # type: ignore[operator]
