@@ -39,7 +39,7 @@ COSTS: list[Any] = [
     {"function": "{root}/reward.py:half", "name": "other", "weight": 0},
 ]
 LIMITED: Tree = {
-    "algorithm": {"preset": "grpo_lag"},
+    "algorithm": {"preset": "grpo_lag", "lagrangian": {"costs": [{"name": "cost"}]}},
     "reward": {"terms": COSTS, "per_source": {"sums": COSTS}},
     "train": {"steps": 2},
 }
