@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+SAFE_RLHF_MULTIPLIER: dict[str, object] = {
+    "costs": [{"name": "cost", "threshold": 0.0}],
+    "init": 1.0,
+    "lr": 0.1,
+    "max": 5.0,
+    "delay_steps": 0,
+    "window": 128,
+}
+"""Section ``lagrangian`` of the rows with a cost."""
+
 PRESETS: dict[str, dict[str, object]] = {
     "grpo": {
         "advantage": {"name": "grpo"},
@@ -107,28 +117,14 @@ PRESETS: dict[str, dict[str, object]] = {
         "aggregation": "sequence",
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.01},
         "value": {"clip": 5.0},
-        "lagrangian": {
-            "costs": [{"name": "cost", "threshold": 0.0}],
-            "init": 1.0,
-            "lr": 0.1,
-            "max": 5.0,
-            "delay_steps": 0,
-            "window": 128,
-        },
+        "lagrangian": SAFE_RLHF_MULTIPLIER,
     },
     "grpo_lag": {
         "advantage": {"name": "grpo"},
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "sequence",
         "kl": {"where": "loss", "estimator": "k3", "coef": 0.04},
-        "lagrangian": {
-            "costs": [{"name": "cost", "threshold": 0.0}],
-            "init": 1.0,
-            "lr": 0.1,
-            "max": 5.0,
-            "delay_steps": 0,
-            "window": 128,
-        },
+        "lagrangian": SAFE_RLHF_MULTIPLIER,
     },
     "reinforce": {
         "advantage": {"name": "reinforce", "gamma": 1.0},
