@@ -79,6 +79,19 @@ OWN: dict[str, Own] = {
     ),
 }
 
+LIMITED: dict[str, Any] = {
+    "reward": {"terms": ["math", {"function": "format", "name": "cost", "weight": 0}]},
+}
+OWN.update(
+    {
+        name: Own(
+            LIMITED,
+            "its cost is the built-in term format, which no answer meets: the limit is never passed",
+        )
+        for name in ("ppo_lag", "grpo_lag")
+    }
+)
+
 ON_POLICY = ("reinforce", "rloo", "remax", "opo", "pass_at_k", "maxrl", "gpg", "raft", "rft")
 OWN.update(
     {

@@ -145,6 +145,11 @@ CASES: dict[str, Tree] = {
         "algorithm": {"preset": "ppo", "kl": {"coef": 0.01}},
         "train": {"ppo_epochs": 2, "num_mini_batches": 2},
     },
+    # Two critics, and a multiplier that moves by the costs of all ranks.
+    "ppo_lag": {
+        "algorithm": {"preset": "ppo_lag", "lagrangian": {"window": 20}},
+        "train": {"num_mini_batches": 2},
+    },
     "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
     # Rows with pictures are few: of the ranks that draw, and of those that train, some have none.
     "pictures": {"algorithm": {"preset": "grpo"}, "train": {"steps": 2}},
@@ -340,6 +345,9 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
         "eval": {"data": prompts, "every": 2, "sampling": {"max_new_tokens": 4}},
         "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},
     }
+    if case == "ppo_lag":
+        cost = {"function": f"{folder / 'reward.py'}:costly", "name": "cost", "weight": 0}
+        own["reward"]["terms"].append(cost)
     if verb == "distill":
         own["teacher"] = {"path": str(folder / ("stranger" if case == "uld" else "teacher"))}
     if verb == "rl":

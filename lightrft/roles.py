@@ -154,6 +154,7 @@ class Roles:
         teacher: The model that distillation trains towards.
         teachers: Such models for the rows of one data source each, by its name.
         critic: Estimates values.
+        cost_critic: Estimates values of a cost.
         prm: The process reward model.
         ptx: Supervised data mixed into the policy's optimizer steps.
         async_engine: An engine with separate weights, for generation during training.
@@ -173,6 +174,7 @@ class Roles:
     teacher: Reference | None = None
     teachers: dict[str, Reference] = field(default_factory=dict)
     critic: TrainableModel[Critic] | None = None
+    cost_critic: TrainableModel[Critic] | None = None
     prm: TrainableModel[Actor] | None = None
     ptx: AuxiliaryLoss | None = None
     async_engine: Engine | None = None
@@ -194,7 +196,12 @@ class Roles:
     @property
     def trained(self) -> dict[str, TrainableModel]:
         """Return the roles that a checkpoint saves, by name."""
-        roles = {"policy": self.policy, "critic": self.critic, "prm": self.prm}
+        roles = {
+            "policy": self.policy,
+            "critic": self.critic,
+            "cost_critic": self.cost_critic,
+            "prm": self.prm,
+        }
         return {name: role for name, role in roles.items() if role is not None}
 
     @property

@@ -376,6 +376,8 @@ class Batch:
     values: Tensor | None = token_column()  # [N] V(state before the token)
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
+    cost_values: Tensor | None = token_column()  # [N] as ``values``, of the cost
+    cost_returns: Tensor | None = token_column()  # [N] as ``returns``, of the cost
     # [N] weight of each token's loss in the loss of the global batch
     loss_weights: Tensor | None = token_column()
     # [N] weight of each token's log-likelihood among positive responses
@@ -402,6 +404,7 @@ class Batch:
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
     # [B] reward as scored, before normalization and shaping
     outcomes: Tensor | None = sample_column()
+    costs: Tensor | None = sample_column()  # [B, K] costs that the algorithm limits
     # [B, K] terms of the reward; NaN where a row has no such term
     terms: Tensor | None = sample_column()
     # [B, K] weight of each term in the row's reward; 0 where it has none
@@ -409,6 +412,8 @@ class Batch:
     # [B] reward of the greedy response to the same prompt
     baselines: Tensor | None = sample_column()
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
+    # [B] as ``final_values``, of the cost
+    cost_final_values: Tensor | None = sample_column()
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
     # [B] long: row of the data that the response belongs to

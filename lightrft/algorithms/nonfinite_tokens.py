@@ -55,9 +55,9 @@ def readable(batch: Batch, requirements: Requirements) -> Batch:
 
 
 def rewarded(batch: Batch) -> Tensor:
-    """Return the indices ``[K]`` of responses whose reward and baseline are finite.
+    """Return the indices ``[K]`` of responses whose reward, baseline and costs are finite.
 
-    A missing ``batch.baselines`` is not checked.
+    Missing ``batch.baselines`` and ``batch.costs`` are not checked.
 
     Raises:
         ValueError: If ``batch.rewards`` is missing.
@@ -67,4 +67,6 @@ def rewarded(batch: Batch) -> Tensor:
     finite = torch.isfinite(batch.rewards)
     if batch.baselines is not None:
         finite = finite & torch.isfinite(batch.baselines)
+    if batch.costs is not None:
+        finite = finite & torch.isfinite(batch.costs).all(1)
     return finite.nonzero()[:, 0]

@@ -23,6 +23,7 @@ class Requirements:
         greedy: The advantage reads the reward of a greedy response.
         steps: The advantage compares steps by the states that they were taken in.
         critic: The advantage reads values.
+        cost_critic: The advantage of a cost reads values of that cost.
         prm: The advantage reads process rewards.
         teacher: The advantage learns from a teacher.
         reference: A KL term or a process reward reads the reference model.
@@ -42,6 +43,7 @@ class Requirements:
     greedy: bool
     steps: bool
     critic: bool
+    cost_critic: bool
     prm: bool
     teacher: bool
     reference: bool
@@ -70,6 +72,7 @@ class Requirements:
             greedy="greedy" in needs,
             steps="steps" in needs,
             critic="critic" in needs,
+            cost_critic="critic" in needs and bool(algorithm.lagrangian.costs),
             prm="prm" in needs,
             teacher="teacher" in needs,
             # process rewards are log-ratios to the reference

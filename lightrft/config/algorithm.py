@@ -1,8 +1,8 @@
-"""Settings of the algorithm: advantage, loss, KL, distillation, entropy."""
+"""Settings of the algorithm: advantage, loss, KL, distillation, entropy, constraints."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,7 @@ from lightrft.config.base import (
     Components,
     NamedFunction,
     Settings,
+    bare_names,
     changed_fields,
     deep_merge,
     is_branch,
@@ -265,6 +266,57 @@ class ValueConfig(Settings):
     ``null`` clips nothing."""
 
 
+class CostConfig(Settings):
+    """One cost, and the limit of its mean."""
+
+    shorthand: ClassVar[str | None] = "name"
+    """The setting that a bare string or number stands for."""
+
+    name: str
+    """Name of a term of ``reward.terms`` or of a model of ``reward.models``, whose ``weight`` must
+    be 0. Lower costs are better."""
+    threshold: float = 0.0
+    """Limit of the mean cost of responses. For a cost model with sign terms, 0 divides safe from
+    unsafe responses."""
+
+
+class LagrangianConfig(Settings):
+    """Limits of the mean costs of responses, each enforced by a multiplier (Safe RLHF, arXiv
+    2310.12773). A multiplier rises while the mean cost is above its threshold, and falls below
+    it."""
+
+    shorthand: ClassVar[str | None] = "costs"
+    """The setting that a bare string or number stands for."""
+
+    costs: Annotated[tuple[CostConfig, ...], bare_names("name")] = ()
+    """Costs to limit: names, or tables; see ``CostConfig``. Without costs nothing is limited."""
+    init: float = Field(1.0, gt=0)
+    """Multiplier of each cost at the start. Positive."""
+    lr: float = Field(0.1, ge=0)
+    """Learning rate of the logarithm of a multiplier. 0 keeps the multipliers fixed."""
+    max: float | None = Field(5.0, gt=0)
+    """Upper bound of a multiplier; ``null`` sets none."""
+    delay_steps: int = Field(0, ge=0)
+    """Steps of the policy before multipliers begin to move."""
+    window: int = Field(128, ge=1)
+    """Number of latest responses over which the mean cost is taken. A larger batch counts as a
+    whole."""
+
+    @model_validator(mode="after")
+    def _means_something(self) -> LagrangianConfig:
+        names = [cost.name for cost in self.costs]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"lagrangian.costs has a name twice: {', '.join(names)}; give each cost once"
+            )
+        if self.max is not None and self.init > self.max:
+            raise ValueError(
+                f"lagrangian.init = {self.init} is above lagrangian.max = {self.max}; lower init, "
+                "or raise max"
+            )
+        return self
+
+
 PARTS = ("shaping", "filters", "importance_sampling", "token_masks")
 """Fields of ``AlgorithmConfig`` that are lists of functions."""
 
@@ -312,6 +364,8 @@ class AlgorithmConfig(Settings):
     """Likelihood of good responses as a further loss."""
     value: ValueConfig = ValueConfig()
     """Critic loss."""
+    lagrangian: LagrangianConfig = LagrangianConfig()
+    """Limits of costs."""
     normalize: NormalizeConfig = NormalizeConfig()
     """Scales of rewards and values."""
     shaping: Components = ()

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+SAFE_RLHF_MULTIPLIER: dict[str, object] = {
+    "costs": [{"name": "cost", "threshold": 0.0}],
+    "init": 1.0,
+    "lr": 0.1,
+    "max": 5.0,
+    "delay_steps": 0,
+    "window": 128,
+}
+"""Section ``lagrangian`` of the rows with a cost."""
+
 PRESETS: dict[str, dict[str, object]] = {
     "grpo": {
         "advantage": {"name": "grpo"},
@@ -100,6 +110,21 @@ PRESETS: dict[str, dict[str, object]] = {
         "aggregation": "token",
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.02},
         "value": {"clip": 0.2},
+    },
+    "ppo_lag": {
+        "advantage": {"name": "gae", "gamma": 1.0, "gae_lambda": 0.95},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "sequence",
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.01},
+        "value": {"clip": 5.0},
+        "lagrangian": SAFE_RLHF_MULTIPLIER,
+    },
+    "grpo_lag": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "sequence",
+        "kl": {"where": "loss", "estimator": "k3", "coef": 0.04},
+        "lagrangian": SAFE_RLHF_MULTIPLIER,
     },
     "reinforce": {
         "advantage": {"name": "reinforce", "gamma": 1.0},
@@ -307,6 +332,10 @@ PAPERS: dict[str, str] = {
     "vapo": "VAPO, arXiv 2504.05118, section 5.1; there the critic learns alone for the first 50 "
     "steps: critic.warmup_steps",
     "ppo": "PPO, arXiv 1707.06347; per-token KL in the reward as in arXiv 2203.02155",
+    "ppo_lag": "Safe RLHF, arXiv 2310.12773, section 3.3: PPO with a cost model, a second critic and "
+    "a multiplier; numbers of the authors' script",
+    "grpo_lag": "GRPO with the multiplier of Safe RLHF, arXiv 2310.12773: costs are standardised in "
+    "their group as rewards are",
     "reinforce": "Williams 1992: the policy gradient of whole responses, no baseline",
     "dapo": "DAPO, arXiv 2503.14476, section 4.1; the buffer is 4096 of 20480 tokens there",
     "gspo": "GSPO, arXiv 2507.18071, section 5.1",
@@ -379,6 +408,7 @@ CPGD_SCRIPT = (
 )
 REMAX_SCRIPT = "liziniu/ReMax, step3_rlhf_finetuning/training_scripts/llama2/run_llama2_7b.sh"
 OPENRLHF = "OpenRLHF's default"
+SAFE_RLHF_SCRIPT = "PKU-Alignment/safe-rlhf, scripts/ppo-lag.sh"
 
 SOURCES: dict[str, dict[str, str]] = {
     "grpo": {"loss": PPO_CLIP, "kl.coef": "DeepSeekMath, arXiv 2402.03300, section 4.2"},
@@ -404,6 +434,18 @@ SOURCES: dict[str, dict[str, str]] = {
         "positive_nll": "VAPO, arXiv 2504.05118, section 5.1",
     },
     "ppo": {"advantage": INSTRUCT, "loss": INSTRUCT, "kl.coef": INSTRUCT, "value.clip": INSTRUCT},
+    "ppo_lag": {
+        "advantage": f"{SAFE_RLHF_SCRIPT}: the defaults of gamma and gae_lambda",
+        "loss": SAFE_RLHF_SCRIPT,
+        "kl.coef": SAFE_RLHF_SCRIPT,
+        "value.clip": SAFE_RLHF_SCRIPT,
+        "lagrangian": SAFE_RLHF_SCRIPT,
+    },
+    "grpo_lag": {
+        "loss": PPO_CLIP,
+        "kl.coef": "DeepSeekMath, arXiv 2402.03300, section 4.2",
+        "lagrangian": SAFE_RLHF_SCRIPT,
+    },
     "reinforce": {"advantage.gamma": UNDISCOUNTED},
     "dapo": {"loss": DAPO, "shaping": f"{DAPO}: 4096 of 20480 tokens"},
     "gspo": {"loss": "GSPO, arXiv 2507.18071, section 5.1"},

@@ -26,6 +26,11 @@ class RewardTerm(Settings):
     options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
+    @property
+    def label(self) -> str:
+        """Name of this term in metrics and in ``algorithm.lagrangian.costs``."""
+        return self.name or self.function.rpartition(":")[2]
+
 
 class ScoringModelConfig(Settings):
     """A reward model whose score is a term of the reward of every row, in ``path`` or behind
@@ -79,6 +84,11 @@ class ScoringModelConfig(Settings):
                 "them out"
             )
         return self
+
+    @property
+    def label(self) -> str | None:
+        """Name of the term, if it is known before the model is loaded."""
+        return self.name or self.head
 
 
 Terms = Annotated[tuple[RewardTerm, ...], bare_names("function")]

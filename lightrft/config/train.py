@@ -124,8 +124,8 @@ class DistillationConfig(Settings):
         return self
 
 
-class CriticConfig(Settings):
-    """The value model of advantages such as ``gae``."""
+class ValueModelConfig(Settings):
+    """A model that estimates values, and its optimizer."""
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
     """The settings of this section that are paths."""
@@ -135,8 +135,14 @@ class CriticConfig(Settings):
     # policy.
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
     """Optimizer of the critic."""
+
+
+class CriticConfig(ValueModelConfig):
+    """The value model of advantages such as ``gae``."""
+
     warmup_steps: int = Field(0, ge=0)
-    """Rollout steps at the start that train the critic alone, on responses of the frozen policy."""
+    """Rollout steps at the start that train the critics alone, on responses of the frozen
+    policy."""
 
 
 class PRMConfig(Settings):

@@ -33,6 +33,7 @@ from lightrft.config.train import (
     RLTrainConfig,
     TeacherConfig,
     TrainConfig,
+    ValueModelConfig,
 )
 
 
@@ -52,6 +53,8 @@ class RLConfig(Settings):
     """Teacher of ``algorithm.distill``."""
     critic: CriticConfig = CriticConfig()
     """Critic of advantages that need one."""
+    cost_critic: ValueModelConfig = ValueModelConfig()
+    """Second critic, which estimates the cost of ``algorithm.lagrangian`` for such advantages."""
     prm: PRMConfig = PRMConfig()
     """Process reward model of ``prime``."""
     ptx: PtxConfig = PtxConfig()

@@ -143,12 +143,21 @@ def _idle_distill(leaf: str, algorithm: AlgorithmConfig) -> bool:
     return kind == "none" or (leaf == "beta" and kind != "jsd")
 
 
+def _idle_lagrangian(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    settings = algorithm.lagrangian
+    if not settings.costs:
+        return True
+    read_by_fixed = leaf in ("init", "lr") or leaf.endswith(".name")
+    return not settings.lr and not read_by_fixed
+
+
 IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
     "advantage": _idle_advantage,
     "loss": _idle_loss,
     "kl": _idle_kl,
     "distill": _idle_distill,
     "entropy": lambda leaf, algorithm: leaf != "coef" and algorithm.entropy.target is None,
+    "lagrangian": _idle_lagrangian,
     "normalize": _idle_normalize,
     "policy_drift": lambda leaf, algorithm: algorithm.policy_drift.coef == 0,
     "positive_nll": lambda leaf, algorithm: algorithm.positive_nll.coef == 0,
@@ -236,6 +245,8 @@ def _beside(config: RLConfig) -> Iterator[tuple[str, object]]:
     if requirements.critic:
         yield "critic.warmup_steps", config.critic.warmup_steps
         yield "critic.optimizer.lr", config.critic.optimizer.lr
+    if requirements.cost_critic:
+        yield "cost_critic.optimizer.lr", config.cost_critic.optimizer.lr
     if requirements.prm:
         yield "prm.beta", config.prm.beta
         yield "prm.threshold", config.prm.threshold

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lightrft.algorithms.constrained.lagrangian import CONSTRAINED, MULTIPLIER
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
-from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig
+from lightrft.config.algorithm import AlgorithmConfig, LossConfig, NormalizeConfig
 from lightrft.config.presets import PAPERS
 from lightrft.config.verbs import RLConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting, numbers
@@ -129,7 +130,7 @@ def _lines(config: RLConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Li
     yield from _scales(algorithm.normalize, _below("algorithm.normalize", found))
     yield from _listed("shaping", "shaping", algorithm, found)
     yield from _token_rewards(algorithm, found)
-    yield from _advantage(algorithm.advantage, found)
+    yield from _advantage(algorithm, found)
     by_teacher = _below("algorithm.distill", found)
     if algorithm.distill.kind == "sampled":
         yield Line("teacher", "sampled", SAMPLED, by_teacher)
@@ -182,14 +183,36 @@ def _token_rewards(
         yield Line("loss of the process model", "outcome", OUTCOME_LOSS, threshold)
 
 
-def _advantage(settings: AdvantageConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
-    """Yield the advantage and its whitening. ``eps`` is a setting of both."""
+def _constraints(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
+    """Yield the advantages of costs, their combination with the reward's, and the multipliers."""
+    settings, kl = algorithm.lagrangian, algorithm.kl
+    if not settings.costs:
+        return
+    formula = "c_k,t = 1[t is the last sampled token] C_k"
+    latex = r"c_{k,t}=\mathbb 1[t=T]\,C_k"
+    if kl.used and kl.where == "reward":
+        formula += f" + {kl.coef:g} kl_t"
+        latex += rf"+{kl.coef:g}\,k_{{i,t}}"
+    formula += ";  A_C,k as A, from c_k"
+    latex += r",\quad \hat A_{C,k}=\hat A(c_k)"
+    names = ", ".join(cost.name for cost in settings.costs)
+    own = _below("algorithm.lagrangian", found)
+    yield Line("costs", names, About(formula, latex, CONSTRAINED.paper))
+    yield Line("advantage", "constrained", CONSTRAINED)
+    fixed = About("lambda_k = init in every step", r"\lambda_k=\lambda_0")
+    yield Line("multiplier", "lambda", MULTIPLIER if settings.lr else fixed, own)
+
+
+def _advantage(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
+    """Yield the advantage, its costs and its whitening. ``eps`` is a setting of both."""
+    settings = algorithm.advantage
     about = COMPONENT_KINDS["advantage"].registry.about(settings.name)
     own = _below("algorithm.advantage", found)
     # Then only the whitening below divides by it.
     if "eps" not in about.reads:
         own = tuple(number for number in own if symbol_of(number) != "eps")
     yield Line("advantage", settings.name, about, own)
+    yield from _constraints(algorithm, found)
     if settings.normalize != "none":
         over = f"over all trained tokens of the {settings.normalize}"
         eps = tuple(number for number in found if number.key == "algorithm.advantage.eps")

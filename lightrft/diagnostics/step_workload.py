@@ -44,6 +44,7 @@ def roles(config: RLConfig) -> list[Role]:
         (True, Role("policy", f"{adapters}, and sampled from")),
         (needs.reference, Role("reference", _reference(config))),
         (needs.critic, Role("critic", "trained on the returns; a value for each token")),
+        (needs.cost_critic, Role("cost critic", "trained on the returns of the cost")),
         (distills, Role("teacher", "frozen; scores the responses of the policy")),
         (needs.prm, Role("process model", "trained on outcomes; a reward for each token")),
     )
@@ -70,12 +71,14 @@ def forward_passes(config: RLConfig) -> list[Forward]:
         (needs.reference, Forward("reference", 1, False, "log-probs")),
         (sampled, Forward("teacher", 1, False, "log-probs of the sampled tokens")),
         (needs.critic, Forward("critic", 1, False, "values before the update")),
+        (needs.cost_critic, Forward("cost critic", 1, False, "values of the cost")),
         (needs.prm, Forward("process model", 1, True, outcome)),
         (separate, Forward("process model", 1, False, "log-probs after that")),
         (needs.current, Forward("policy", updates, False, before)),
         (algorithm.distill.whole, Forward("teacher", updates, False, whole)),
         (True, Forward("policy", updates, True, "the loss, forward and backward")),
         (needs.critic, Forward("critic", updates, True, "the value loss, forward and backward")),
+        (needs.cost_critic, Forward("cost critic", updates, True, "the value loss of the cost")),
     )
     return _applying(rows)
 
@@ -136,6 +139,8 @@ def _other_models(config: RLConfig) -> Iterator[str]:
                 f"In the first {config.critic.warmup_steps} steps it is trained alone: the "
                 "policy does not change."
             )
+    if requirements.cost_critic:
+        yield "The cost critic is trained on the returns of the cost in the same way."
     if requirements.prm:
         yield (
             "The process model is trained on the outcomes of each batch before the advantages "

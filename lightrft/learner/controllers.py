@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lightrft.algorithms.constrained.lagrangian import LagrangianController
 from lightrft.algorithms.kl import EntropyController, KLController
 from lightrft.algorithms.running_stats import RunningStats
-from lightrft.algorithms.token_ops import TokenRows
-from lightrft.config.algorithm import AlgorithmConfig, NormalizeConfig
+from lightrft.algorithms.token_ops import TokenRows, require_column
+from lightrft.config.algorithm import AlgorithmConfig, LagrangianConfig, NormalizeConfig
 from lightrft.observability.metrics import Last, Mean, Metrics
 from lightrft.types import Batch
 
@@ -27,6 +28,7 @@ class Controllers:
         normalize: The settings ``algorithm.normalize``.
         rewards: Statistics of the outcomes of earlier steps.
         returns: Statistics of the returns of earlier steps.
+        lagrangian: Multipliers of costs.
     """
 
     kl: KLController
@@ -34,6 +36,9 @@ class Controllers:
     normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
     rewards: RunningStats = field(default_factory=RunningStats)
     returns: RunningStats = field(default_factory=RunningStats)
+    lagrangian: LagrangianController = field(
+        default_factory=lambda: LagrangianController.of(LagrangianConfig())
+    )
 
     @staticmethod
     def of(algorithm: AlgorithmConfig) -> Controllers:
@@ -42,6 +47,7 @@ class Controllers:
             KLController.of(algorithm.kl),
             EntropyController.of(algorithm.entropy),
             algorithm.normalize,
+            lagrangian=LagrangianController.of(algorithm.lagrangian),
         )
 
     def values(self, spoken: Tensor) -> Tensor:
@@ -101,6 +107,23 @@ class Controllers:
             # Only now: the values of this step were converted with the earlier statistics.
             self.returns = self._returns_with(batch)
             metrics.merge(_of("critic/seen", self.returns))
+        metrics.merge(self._update_multipliers(batch, frozen))
+        return metrics
+
+    def _update_multipliers(self, batch: Batch, frozen: bool) -> Metrics:
+        """Report the multipliers that this step has used and, unless frozen, keep them."""
+        metrics, costs = Metrics(), self.lagrangian.config.costs
+        if not costs:
+            return metrics
+        columns = require_column(batch.costs)
+        for i, (cost, used) in enumerate(zip(costs, self.lagrangian.moved(columns), strict=True)):
+            # One cost needs no name; several have theirs.
+            name = "" if len(costs) == 1 else f"/{cost.name}"
+            metrics.add(f"lagrangian/lambda{name}", Last(used.value))
+            metrics.add(f"lagrangian/cost{name}", Mean(columns[:, i].mean()))
+            metrics.add(f"lagrangian/cost_window{name}", Last(used.mean_cost))
+        if not frozen:
+            self.lagrangian.update(columns)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +133,10 @@ class Controllers:
             "kl_step": self.kl.step,
             "entropy_coef": self.entropy.coef,
         }
-        return {**coefficients, "rewards": asdict(self.rewards), "returns": asdict(self.returns)}
+        state = {**coefficients, "rewards": asdict(self.rewards), "returns": asdict(self.returns)}
+        if self.lagrangian.config.costs:
+            state["lagrangian"] = self.lagrangian.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that ``state_dict`` returned."""
@@ -118,6 +144,8 @@ class Controllers:
         self.entropy.coef = state["entropy_coef"]
         self.rewards = RunningStats(**state["rewards"])
         self.returns = RunningStats(**state["returns"])
+        if self.lagrangian.config.costs:
+            self.lagrangian.load_state_dict(state["lagrangian"])
 
 
 def _of(name: str, seen: RunningStats) -> Metrics:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.constrained.lagrangian import cost_view
 from lightrft.algorithms.importance_sampling import (
     compares_whole_batch,
     correction_weights,
@@ -335,9 +336,15 @@ def update(
             mini = with_importance_weights(mini, algorithm)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, settings))
+            clip, max_tokens = algorithm.value.clip, train.max_tokens_per_micro_batch
             if roles.critic is not None:
-                clip, max_tokens = algorithm.value.clip, train.max_tokens_per_micro_batch
                 metrics.merge(critic_step(roles.strategy, roles.critic, mini, clip, max_tokens))
+            if roles.cost_critic is not None:
+                seen = cost_view(mini, 0)
+                found = critic_step(
+                    roles.strategy, roles.cost_critic, seen, clip, max_tokens, "cost_critic"
+                )
+                metrics.merge(found)
     return metrics
 
 
@@ -442,7 +449,12 @@ def policy_step(
 
 
 def critic_step(
-    strategy: Strategy, critic: TrainableModel, mini: Batch, clip: float | None, max_tokens: int
+    strategy: Strategy,
+    critic: TrainableModel,
+    mini: Batch,
+    clip: float | None,
+    max_tokens: int,
+    who: str = "critic",
 ) -> Metrics:
     """Take one optimizer step of the critic.
 
@@ -452,6 +464,7 @@ def critic_step(
         mini: A whole mini-batch, with returns and old values on the critic's scale.
         clip: The setting ``algorithm.value.clip``.
         max_tokens: Largest number of tokens of a micro-batch.
+        who: Name of the critic, used as the prefix of its metrics.
     """
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
@@ -459,14 +472,14 @@ def critic_step(
         losses = value_loss(values, require_column(part.values), require_column(part.returns), clip)
         metrics = Metrics(
             {
-                "critic/values": Mean.of(values, part.mask),
-                "critic/returns": Mean.of(require_column(part.returns), part.mask),
+                f"{who}/values": Mean.of(values, part.mask),
+                f"{who}/returns": Mean.of(require_column(part.returns), part.mask),
             }
         )
         return weighted_sum(losses, part), metrics
 
-    loss, metrics = optimizer_step("critic", strategy, critic, mini, max_tokens, loss_of)
-    metrics.add("critic/loss", Mean(loss))
+    loss, metrics = optimizer_step(who, strategy, critic, mini, max_tokens, loss_of)
+    metrics.add(f"{who}/loss", Mean(loss))
     return metrics
 
 

@@ -246,7 +246,7 @@ class Scorer:
         names: set[str] = set()
         for term in terms:
             reward = load_reward(term.function, term.options)
-            name = term.name or term.function.rpartition(":")[2]
+            name = term.label
             if name in names:
                 raise RewardError(
                     f"{where}: two terms are called {name!r}; give one of them another name"

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from lightrft.types import Attachment, Batch, Rollout, Segments
+from lightrft.utils.errors import RewardError
 
 
-def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.float32) -> Batch:
+def collate(
+    groups: Sequence[Sequence[Rollout]],
+    dtype: torch.dtype = torch.float32,
+    costs: Sequence[str] = (),
+) -> Batch:
     """Build one ``Batch`` of all responses, group after group.
 
     Every response must be scored. Either all responses have a baseline or none has. Reward terms
@@ -21,6 +26,7 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
     Args:
         groups: The responses of each prompt.
         dtype: Type of the log-probs.
+        costs: Names of the terms that become the columns of ``Batch.costs``.
     """
     rollouts = list(chain.from_iterable(groups))
     prompts = [group[0].prompt for group in groups]
@@ -44,6 +50,7 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         baselines=_baselines(rollouts),
         terms=terms,
         term_weights=weights,
+        costs=_costs(rollouts, costs),
         version=torch.tensor(oldest, dtype=torch.long),
         truncated=torch.tensor(truncated, dtype=torch.bool),
     )
@@ -67,6 +74,24 @@ def _baselines(rollouts: Sequence[Rollout]) -> Tensor | None:
     if values.count(None) == len(values):
         return None
     # A missing value among others makes torch raise: the batch would be wrong.
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _costs(rollouts: Sequence[Rollout], names: Sequence[str]) -> Tensor | None:
+    """Return the terms ``names`` of each response, ``[rows, names]``; ``None`` without names.
+
+    Raises ``RewardError`` if a response lacks one.
+    """
+    if not names:
+        return None
+    for rollout in rollouts:
+        if missing := [name for name in names if name not in rollout.terms]:
+            raise RewardError(
+                f"the cost {missing[0]!r} of algorithm.lagrangian.costs is missing for prompt "
+                f"{rollout.prompt.id}, whose terms are {', '.join(rollout.terms) or 'none'}; "
+                "name one of them"
+            )
+    values = [[rollout.terms[name] for name in names] for rollout in rollouts]
     return torch.tensor(values, dtype=torch.float64)
 
 

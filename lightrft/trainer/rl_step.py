@@ -13,10 +13,11 @@ from functools import partial
 from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES, WHITENINGS
+from lightrft.algorithms.constrained.lagrangian import constrained_advantages, cost_view
 from lightrft.algorithms.nonfinite_tokens import readable, rewarded
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.reward_shaping import token_rewards, with_rewards
-from lightrft.algorithms.token_ops import TokenRows
+from lightrft.algorithms.token_ops import TokenRows, require_column
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.base import never_stop
 from lightrft.learner.controllers import Controllers
@@ -31,6 +32,7 @@ from lightrft.learner.forward_passes import (
 from lightrft.learner.policy_update import UpdateSettings, actor_frozen, update
 from lightrft.learner.process_reward import with_process_rewards
 from lightrft.learner.reference_update import update_reference
+from lightrft.models.critic import Critic
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
@@ -140,7 +142,8 @@ def learn(
         if probe is not None and roles.policy.layout_verified:
             probe.expect(roles)
         return _nothing_learned(roles, step, collected, timers)
-    batch = collate(collected.groups)
+    costs = [cost.name for cost in config.algorithm.lagrangian.costs]
+    batch = collate(collected.groups, costs=costs)
     with timers("layout"):
         verify_layouts(roles, batch)
         check_batch(roles, batch, config.sampling, config.engine, step)
@@ -285,9 +288,9 @@ def with_reference(
 
 
 def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controllers) -> Batch:
-    """Add the critic's values before each token and after the last one, in units of the reward.
+    """Add the critics' values before each token and after the last one, in units of the reward.
 
-    Without a critic, ``batch`` is returned unchanged.
+    Without a critic, ``batch`` is returned unchanged. A second critic gives the values of a cost.
 
     Args:
         batch: the batch of the step.
@@ -295,18 +298,42 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controll
         config: settings of the run.
         controls: scale of the values.
     """
-    if roles.critic is None:
-        return batch
-    critic, final = roles.critic.model, MicroBatches()
+    max_tokens = config.train.max_tokens_per_micro_batch
+    if roles.critic is not None:
+        values, after = critic_values(roles.critic.model, batch, roles, max_tokens, controls.values)
+        batch = batch.replace(values=values, final_values=after)
+    if roles.cost_critic is not None:
+        # Returns are never normalised next to costs, so its outputs have the unit of the cost.
+        values, after = critic_values(roles.cost_critic.model, batch, roles, max_tokens)
+        batch = batch.replace(cost_values=values, cost_final_values=after)
+    return batch
+
+
+def critic_values(
+    critic: Critic,
+    batch: Batch,
+    roles: Roles,
+    max_tokens: int,
+    unit: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> tuple[Tensor, Tensor]:
+    """Return a critic's values before each token ``[N]`` and after the last ones ``[B]``.
+
+    Args:
+        critic: the critic.
+        batch: the batch of the step.
+        roles: gives the strategy.
+        max_tokens: largest number of tokens of a micro-batch.
+        unit: converts the outputs to the unit of rewards.
+    """
+    final = MicroBatches()
 
     def score(part: Batch, index: Tensor) -> Tensor:
         values, after = critic.values(part, final=True)
-        final.put(index, controls.values(after))
-        return controls.values(values)
+        final.put(index, unit(after))
+        return unit(values)
 
-    values = map_micro_batches(batch, score, roles, config.train.max_tokens_per_micro_batch)
-    final_values = roles.strategy.data_parallel_group.sum(final.column(len(batch)))
-    return batch.replace(values=values, final_values=final_values)
+    values = map_micro_batches(batch, score, roles, max_tokens)
+    return values, roles.strategy.data_parallel_group.sum(final.column(len(batch)))
 
 
 def with_advantages(
@@ -361,13 +388,25 @@ def advantages_from(batch: Batch, config: RLConfig, controls: Controllers) -> Ba
     Args:
         batch: the batch with shaped rewards.
         config: settings of the run.
-        controls: KL coefficient.
+        controls: KL coefficient and multipliers.
     """
-    algorithm = config.algorithm
+    algorithm, settings = config.algorithm, config.algorithm.advantage
     in_reward = controls.kl.coef if algorithm.kl.where == "reward" else 0.0
-    rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
-    settings = algorithm.advantage
-    advantages, returns = ADVANTAGES[settings.name](batch, rewards, settings, **settings.options)
+
+    def estimate(given: Batch, kl_coef: float) -> tuple[Tensor, Tensor]:
+        rewards = token_rewards(given, algorithm.kl.estimator, kl_coef)
+        return ADVANTAGES[settings.name](given, rewards, settings, **settings.options)
+
+    advantages, returns = estimate(batch, in_reward)
+    if algorithm.lagrangian.costs:
+        multipliers = controls.lagrangian.moved(require_column(batch.costs))
+        views = [cost_view(batch, i) for i in range(len(multipliers))]
+        # A KL added to costs and taken off rewards keeps its coefficient in their combination.
+        by_cost = [estimate(view, -in_reward) for view in views]
+        advantages = constrained_advantages(
+            advantages, [cost for cost, _ in by_cost], [m.value for m in multipliers]
+        )
+        batch = batch.replace(cost_returns=by_cost[0][1].float())
     # After whitening, which would change the weight of the teacher against the reward.
     whitened = WHITENINGS[settings.normalize](advantages, batch, settings.eps)
     advantages = add_distillation_reward(whitened, batch, algorithm.distill)

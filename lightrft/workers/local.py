@@ -16,7 +16,7 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
-from lightrft.config.train import TeacherConfig
+from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
 from lightrft.engines.base import Engine
@@ -206,8 +206,13 @@ def local_roles(
             else local_async_engine(config, actor, tokenizer, strategy),
             async_process_group=ranks.duplicate() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
-            critic=local_critic(config, strategy, max(1, steps * per_step))
+            critic=local_critic(config.model, config.critic, strategy, max(1, steps * per_step))
             if requirements.critic
+            else None,
+            cost_critic=local_critic(
+                config.model, config.cost_critic, strategy, max(1, steps * per_step)
+            )
+            if requirements.cost_critic
             else None,
             prm=local_process(config, strategy, steps) if requirements.prm else None,
             ptx=PretrainingLoss.of(config.ptx, tokenizer, config.run.seed, processor),
@@ -405,22 +410,21 @@ def teacher_model(
     return model
 
 
-def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> TrainableModel:
-    """Build the critic with its optimizer.
+def local_critic(
+    policy: ModelConfig, settings: ValueModelConfig, strategy: Strategy, optimizer_steps: int
+) -> TrainableModel:
+    """Build a critic with its optimizer.
 
     Args:
-        config: settings of the run.
+        policy: settings of the policy.
+        settings: settings of the critic.
         strategy: strategy that places and trains it.
         optimizer_steps: number of optimizer steps of the run, for the learning-rate schedule.
     """
-    model = config.model.model_copy(
-        update={"path": config.critic.path or config.model.path, "lora": None}
-    )
+    model = policy.model_copy(update={"path": settings.path or policy.path, "lora": None})
     with strategy.loading() as device:
         critic = Critic.load(model, device=device)
-    return TrainableModel(
-        critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps)
-    )
+    return TrainableModel(critic, strategy.prepare(critic, settings.optimizer, optimizer_steps))
 
 
 def local_process(config: RLConfig, strategy: Strategy, steps: int) -> TrainableModel:

@@ -86,8 +86,10 @@ def mse(r, y):
     return (r - y) ** 2
 
 
-def cost_sign(r, y):
+def cost_sign(r, y, unsafe_from=None):
     """Safe RLHF: -log s(sign r), with the sign 1 of unsafe and -1 of safe, weighted by y."""
+    if unsafe_from is not None:
+        y = 1 if y >= unsafe_from else 0
     return y * -log(sigmoid(r)) + (1 - y) * -log(sigmoid(-r))
 
 

@@ -173,6 +173,9 @@ def batch_for(rng: random.Random) -> tuple[Batch, Tensor]:
         terms=torch.stack([binary, numbers(answers, 1)], 1),
         term_weights=torch.ones(answers, 2, dtype=torch.float64),
         truncated=binary == 0,
+        costs=numbers(answers, 1)[:, None],
+        cost_values=numbers(n, 1),
+        cost_final_values=numbers(answers, 1),
     ), logprobs
 
 

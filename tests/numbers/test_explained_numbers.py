@@ -37,6 +37,8 @@ def batch() -> Batch:
         entropy=(n * 7 % 5).double() / 4,
         teacher_logprobs=-(n % 3).double() - 0.1,
         process_rewards=(n % 4).double() / 8,
+        costs=torch.tensor([[0.5], [3.0], [1.0], [2.0], [0.0]], dtype=torch.float64),
+        cost_values=(n % 5).double() / 8,
         baselines=torch.full((5,), 0.3, dtype=torch.float64),
         terms=rewards,
         term_weights=torch.ones_like(rewards),

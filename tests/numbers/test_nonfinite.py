@@ -165,6 +165,8 @@ def small_batches() -> Iterator[tuple[str, Batch]]:
                 terms=torch.ones(count, 1, dtype=torch.float64),
                 term_weights=torch.ones(count, 1, dtype=torch.float64),
                 teacher_logprobs=torch.full((n,), -1.0, dtype=torch.float64),
+                costs=torch.linspace(0, 1, count, dtype=torch.float64)[:, None],
+                cost_values=torch.linspace(-1, 1, n, dtype=torch.float64),
             ),
         )
 

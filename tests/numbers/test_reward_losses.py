@@ -34,6 +34,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "hps": [{"label_smoothing": 0.2}],
     "rao_kupper": [{"theta": 1.01}, {"theta": 5.0}],
+    "cost_sign": [{"unsafe_from": 1.0}, {"unsafe_from": 0.5}],
     "davidson": [{"nu": 0.01}, {"nu": 3.0}],
 }
 """Options of each loss, next to its defaults."""

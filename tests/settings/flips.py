@@ -38,6 +38,18 @@ CRITIC: Tree = {
     "critic": {"optimizer": {"lr": 0.01}},
     "train": {"steps": 3},
 }
+COSTS: list[Any] = [
+    "{root}/reward.py:digits",
+    {"function": "{root}/reward.py:length", "name": "cost", "weight": 0},
+    {"function": "{root}/reward.py:half", "name": "other", "weight": 0},
+]
+LIMITED: Tree = {
+    "algorithm": {"preset": "grpo_lag", "lagrangian": {"costs": [{"name": "cost"}]}},
+    "reward": {"terms": COSTS, "per_source": {"sums": COSTS}},
+    "train": {"steps": 2},
+}
+SAFE: Tree = {**LIMITED, "algorithm": {"preset": "ppo_lag"}}
+COST_CRITIC: Tree = {**SAFE, "cost_critic": {"optimizer": {"lr": 0.01}}, "train": {"steps": 3}}
 TEACHER: Tree = {"algorithm": {"preset": "opd"}, "teacher": {"path": "{root}/second"}}
 WHOLE: Tree = {**TEACHER, "algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}}
 LONG: Tree = {"train": {"steps": 3}}
@@ -270,6 +282,11 @@ FLIPS: dict[str, Flip] = {
     "critic.warmup_steps": Flip(1, "run", CRITIC),
     **{
         f"critic.optimizer.{k}": Flip(v, "run", under("critic.optimizer", c, CRITIC))
+        for k, (v, c) in OPTIMIZER.items()
+    },
+    "cost_critic.path": Flip("{root}/second", "run", COST_CRITIC),
+    **{
+        f"cost_critic.optimizer.{k}": Flip(v, "run", under("cost_critic.optimizer", c, COST_CRITIC))
         for k, (v, c) in OPTIMIZER.items()
     },
     **{
@@ -510,6 +527,18 @@ FLIPS: dict[str, Flip] = {
         0.0, "objective", {"algorithm": {"positive_nll": {"coef": 0.1}}}
     ),
     "algorithm.value.clip": Flip(0.001, "run", {**CRITIC, "train": {"steps": 1, "ppo_epochs": 2}}),
+    "algorithm.lagrangian.costs.name": Flip("other", "run", LIMITED),
+    **{
+        f"algorithm.lagrangian.{k}": Flip(v, "objective", LIMITED)
+        for k, v in {
+            "costs.threshold": 0.9,
+            "init": 2.0,
+            "lr": 0.5,
+            "max": 1.0,
+            "delay_steps": 2,
+            "window": 7,
+        }.items()
+    },
     "algorithm.normalize.terms": Flip("batch", "objective"),
     "algorithm.normalize.rewards": Flip(
         "standard", "objective", {"algorithm": {"preset": "dr_grpo"}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from lightrft.algorithms.preference.registry import log_sigmoid
 from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.registry import REWARD_LOSSES, SIGNED, ratings_of
-from lightrft.algorithms.token_ops import clamp_log_ratio
+from lightrft.algorithms.token_ops import clamp_log_ratio, require_column
 from lightrft.utils.lazy_imports import Tensor, torch
 
 
@@ -96,15 +96,33 @@ def gaussian_nll(data: ScoredResponses) -> Tensor:
     kind="rating",
     heads=SIGNED,
 )
-def cost_sign(data: ScoredResponses) -> Tensor:
+def cost_sign(data: ScoredResponses, *, unsafe_from: float | None = None) -> Tensor:
     """Make the score of unsafe responses positive, and that of safe ones negative.
 
     Together with ``bradley_terry``, where the better response of a pair is the more harmful one,
     it is the loss of a cost model. The paper adds the terms of both responses of a pair, which is
-    ``weight: 2``. A rating between 0 and 1 is the probability of unsafe.
+    ``weight: 2``.
+
+    Args:
+        unsafe_from: Smallest rating of an unsafe response. ``None`` takes a rating between 0 and 1
+            for the probability of unsafe.
     """
-    index, rating = ratings_of(data, "cost_sign", 1)
-    return _binary_cross_entropy(data.scores[index], rating)
+    index, unsafe = unsafe_ratings(data, unsafe_from)
+    return _binary_cross_entropy(data.scores[index], unsafe)
+
+
+def unsafe_ratings(data: ScoredResponses, unsafe_from: float | None) -> tuple[Tensor, Tensor]:
+    """Return the indices ``[R]`` of rated responses, and the probability ``[R]`` of unsafe.
+
+    Args:
+        data: The responses.
+        unsafe_from: As in ``cost_sign``.
+    """
+    if unsafe_from is None:
+        return ratings_of(data, "cost_sign", 1)
+    index = data.rated()
+    rating = require_column(data.rating)[index]
+    return index, (rating >= unsafe_from).to(rating.dtype)
 
 
 def _binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

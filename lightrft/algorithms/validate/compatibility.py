@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.constrained.lagrangian import UNEVEN_ADVANTAGES
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import SCHEDULES
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
@@ -24,6 +25,7 @@ def incompatible_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from _kl(algorithm)
     yield from _rewards(algorithm)
     yield from _other_terms(algorithm)
+    yield from _lagrangian(algorithm)
     if algorithm.constant_length is not None and algorithm.aggregation != "constant":
         yield (
             f"algorithm.constant_length = {algorithm.constant_length} changes nothing: "
@@ -226,6 +228,43 @@ def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
     if not positive.coef:
         why = "positive_nll.coef is 0"
         yield from _changes_nothing("algorithm.positive_nll", positive, {"threshold"}, why)
+
+
+def _lagrangian(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield constraints without effect, and parts that leave no meaning to a cost."""
+    settings, advantage = algorithm.lagrangian, algorithm.advantage.name
+    key = "algorithm.lagrangian"
+    if not settings.costs:
+        unread = {"init", "lr", "max", "delay_steps", "window"}
+        why = "lagrangian.costs is empty; name a term of the reward, e.g. [cost]"
+        yield from _changes_nothing(key, settings, unread, why)
+        return
+    if not settings.lr:
+        why = "lagrangian.lr is 0, so that multipliers stay at lagrangian.init"
+        yield from _changes_nothing(key, settings, {"max", "delay_steps", "window"}, why)
+        for i, cost in enumerate(settings.costs):
+            yield from _changes_nothing(f"{key}.costs.{i}", cost, {"threshold"}, why)
+    needs = ADVANTAGES.about(advantage).needs if advantage in ADVANTAGES else frozenset()
+    if advantage in UNEVEN_ADVANTAGES or needs & {"greedy", "prm", "teacher"}:
+        yield (
+            f"{key}.costs: advantage {advantage!r} is for rewards alone, and a cost would get no "
+            "meaningful advantage; take grpo, rloo, reinforce or gae"
+        )
+    if "critic" in needs and len(settings.costs) > 1:
+        yield (
+            f"{key}.costs names {len(settings.costs)} costs, and advantage {advantage!r} has one "
+            "cost critic; name one cost, or take an advantage without critic, e.g. grpo"
+        )
+    if algorithm.normalize.values:
+        yield (
+            f"algorithm.normalize.values = True with {key}.costs: the critics of reward and cost "
+            "must keep the units that the multiplier compares; leave normalize.values out"
+        )
+    if any(part.name == "zero_variance" for part in algorithm.filters):
+        yield (
+            "algorithm.filters: 'zero_variance' drops groups of equal rewards, whose costs may "
+            f"differ and which {key} then never limits; leave the filter out"
+        )
 
 
 def _changes_nothing(key: str, settings: Settings, names: set[str], why: str) -> Iterator[str]:

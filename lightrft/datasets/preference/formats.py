@@ -123,6 +123,14 @@ SCORED = PreferenceFormat(
 )
 """Layout of responses with ratings, which only reward models read."""
 
+COST = PreferenceFormat(
+    "pku_cost",
+    "response_0, response_1, safer_response_id, is_response_0_safe, is_response_1_safe",
+    ranked_formats.is_pku_cost,
+    ranked_formats.read_pku_cost,
+)
+"""Layout of harm ratings for a cost model, which only ``data.columns.layout`` selects."""
+
 
 def format_of(
     row: Row, columns: PreferenceColumns, where: str, *, scored: bool = False
@@ -144,11 +152,13 @@ def format_of(
     fitting = [known for known in FORMATS.values() if known.matches(row, columns)]
     if scored and (not fitting or asked == SCORED.name) and SCORED.matches(row, columns):
         return SCORED
+    if scored and asked == COST.name and COST.matches(row, columns):
+        return COST
     chosen = [known for known in fitting if known.name == asked]
     if len(chosen or fitting) == 1:
         return (chosen or fitting)[0]
     if not fitting:
-        layouts = [*FORMATS.values(), SCORED] if scored else FORMATS.values()
+        layouts = [*FORMATS.values(), SCORED, COST] if scored else FORMATS.values()
         known = "; ".join(f"{one.name}: {one.columns}" for one in layouts)
         have = ", ".join(row) or "nothing"
         raise MalformedRow(f"{where}: no preference in the row, which has: {have}. Known: {known}")
@@ -165,7 +175,7 @@ def check_format(columns: PreferenceColumns, *, scored: bool = False) -> None:
         scored: if True, rows may have responses with ratings.
     """
     name = columns.layout
-    names = [*FORMATS, SCORED.name] if scored else list(FORMATS)
+    names = [*FORMATS, SCORED.name, COST.name] if scored else list(FORMATS)
     if name and name not in names:
         hint = did_you_mean(name, names)
         known = f"Known: {', '.join(names)}"

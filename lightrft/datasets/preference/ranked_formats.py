@@ -139,6 +139,31 @@ def read_pku_safe(given: GivenRow) -> RawPreference:
     return RawPreference(_asked(given), responses, list(PKU), desirable=labels)
 
 
+def read_pku_cost(given: GivenRow) -> RawPreference:
+    """Read PKU-SafeRLHF as harm ratings: 2 for an unsafe response, and 1 for the less safe one.
+
+    Ratings of 2 and 3 are then unsafe, and the more harmful response has the higher rating.
+
+    Raises:
+        MalformedRow: the row calls an unsafe response safer than a safe one.
+    """
+    order, safe = _pku(given, "safer_response_id"), read_pku_safe(given).desirable
+    if safe[0] != safe[1] and safe[0] == (order.ranks[0] > order.ranks[1]):
+        raise MalformedRow(
+            f"{given.where}: safer_response_id is {given.row['safer_response_id']}, and only the "
+            "other response is safe"
+        )
+    ratings = [
+        2.0 * (not good) + float(rank > 0) for good, rank in zip(safe, order.ranks, strict=True)
+    ]
+    return RawPreference(order.prompt, order.responses, order.names, ratings=ratings)
+
+
+def is_pku_cost(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for PKU-SafeRLHF's rows with ``safer_response_id`` and ``is_response_0_safe``."""
+    return is_pku_safer(row, columns) and is_pku_safe(row, columns)
+
+
 def _pku(given: GivenRow, column: str) -> RawPreference:
     row, where = given.row, given.where
     best = number(row[column], column, where)

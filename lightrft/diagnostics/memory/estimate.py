@@ -165,6 +165,8 @@ def _models(config: PolicyConfig) -> Iterator[Model]:
         yield _teacher("teacher", model, config.teacher)
     if requirements.critic:
         yield _of("critic", at(config.critic.path), trained=True, kind=Critic)
+    if requirements.cost_critic:
+        yield _of("cost critic", at(config.cost_critic.path), trained=True, kind=Critic)
     if requirements.prm:
         yield _of("process model", at(config.prm.path), trained=True)
 

@@ -14,6 +14,7 @@ from lightrft.algorithms.reward_model.quality import (
     length_bias,
     pair_accuracy,
 )
+from lightrft.algorithms.reward_model.rating_losses import unsafe_ratings
 from lightrft.algorithms.token_ops import require_column
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.sampler import in_order
@@ -45,6 +46,9 @@ def evaluate_reward_model(
 ) -> Metrics:
     """Return the loss of ``dataset`` and how well the scores order it. All ranks must call it.
 
+    With the loss ``cost_sign``, ``eval/sign_accuracy`` is the fraction of responses whose score is
+    above 0 if they are unsafe, and at most 0 if they are safe.
+
     The first head that compares responses has ``eval/pair_accuracy`` with its interval,
     ``eval/margin``, ``eval/calibration_error`` and ``eval/length_bias``. Every head and every data
     source has the accuracy under ``eval/<name>/``.
@@ -56,7 +60,7 @@ def evaluate_reward_model(
         settings: The settings of the run.
         batch_size: Number of examples that are computed together.
     """
-    losses, judged = Metrics(), Judged()
+    losses, judged, signs = Metrics(), Judged(), Metrics()
     seen = 0
     for batch, outputs in scored(strategy, trained, dataset, settings, batch_size):
         data_of_head = responses_of(batch, outputs, settings.heads)
@@ -64,16 +68,38 @@ def evaluate_reward_model(
             losses.add(f"{i}", Mean(term.weight * term.losses.sum(), term.units.sum()))
         for name, pairs in pairs_of(batch, data_of_head, settings, seen).items():
             judged.setdefault(name, []).extend(pairs)
+        signs.merge(sign_metrics(batch, outputs, settings))
         seen += len(batch.prompts)
     metrics = Metrics()
     means = losses.compute()
     if means:
         metrics.add("eval/loss", Mean(sum(means.values())))
+    metrics.merge(signs)
     compared = {name: pairs for name, pairs in judged.items() if pairs}
     for i, (name, pairs) in enumerate(compared.items()):
         metrics.merge(order_metrics(pairs, "eval" if i == 0 else f"eval/{name}"))
         if i == 0:
             metrics.merge(source_metrics(pairs))
+    return metrics
+
+
+def sign_metrics(batch: Batch, outputs: Outputs, settings: RewardModelSettings) -> Metrics:
+    """Return the accuracy of the signs of scores that the first ``cost_sign`` loss trains.
+
+    Args:
+        batch: A batch.
+        outputs: The outputs of each head for ``batch``.
+        settings: The settings of the run.
+    """
+    metrics = Metrics()
+    chosen = [loss for loss in settings.reward_model.losses if loss.name == "cost_sign"]
+    if chosen:
+        head = chosen[0].head or settings.heads[0]
+        data = responses_of(batch, outputs, settings.heads)[head]
+        index, unsafe = unsafe_ratings(data, chosen[0].options.get("unsafe_from"))
+        right = (data.scores[index] > 0) == (unsafe > 0.5)
+        if len(index):
+            metrics.add("eval/sign_accuracy", Mean(int(right.sum()), len(index)))
     return metrics
 
 

@@ -7,6 +7,7 @@ import logging
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.base import changed_fields
+from lightrft.config.reward import RewardTerm, ScoringModelConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.trainer.checks.check_rollout import check_rollout
 from lightrft.trainer.checks.preflight import check_learning, check_trained_weights
@@ -42,6 +43,7 @@ def check(config: RLConfig) -> Requirements:
     check_learning(config, requirements)
     check_rollout(config, requirements)
     check_roles(config, requirements)
+    check_costs(config)
     check_workers(config, requirements)
     warn_of_staleness(config, requirements)
     if requirements.groups and config.rollout.group_size < 2:
@@ -93,6 +95,11 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
         raise ConfigError(
             f"critic changes nothing: advantage {advantage!r} has no critic; take gae or vapo"
         )
+    if not requirements.cost_critic and changed_fields(config.cost_critic):
+        raise ConfigError(
+            "cost_critic changes nothing: it estimates the cost of algorithm.lagrangian for an "
+            "advantage with a critic; take algorithm=ppo_lag, or leave it out"
+        )
     if config.reference is not None and not requirements.reference:
         raise ConfigError(
             f"reference = {config.reference!r} changes nothing: no part in force reads it; set "
@@ -122,6 +129,36 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
             "the model without its adapters, which cannot move; set "
             "algorithm.kl.refresh_every=0, or train all weights (model.lora=null)"
         )
+
+
+def check_costs(config: RLConfig) -> None:
+    """Raise ``ConfigError`` if a cost of ``algorithm.lagrangian`` is not scored, or is a reward."""
+    reward = config.reward
+    models = {f"reward.models.{i}": model for i, model in enumerate(reward.models)}
+    lists = {f"reward.per_source.{name}": terms for name, terms in reward.per_source.items()}
+    if reward.terms or not lists:
+        lists["reward.terms"] = reward.terms
+    for i, cost in enumerate(config.algorithm.lagrangian.costs):
+        named = f"algorithm.lagrangian.costs.{i}.name = {cost.name!r}"
+        found: dict[str, RewardTerm | ScoringModelConfig] = {
+            key: model for key, model in models.items() if model.label == cost.name
+        }
+        if not found:
+            for key, terms in lists.items():
+                own = {f"{key}.{j}": term for j, term in enumerate(terms)}
+                own = {place: term for place, term in own.items() if term.label == cost.name}
+                if not own:
+                    raise ConfigError(
+                        f"{named}: {key} has no term of that name, nor has reward.models; add "
+                        f"one with name: {cost.name} and weight: 0"
+                    )
+                found |= own
+        for key, scored in found.items():
+            if scored.weight:
+                raise ConfigError(
+                    f"{key}.weight = {scored.weight}: {cost.name!r} is a cost of "
+                    f"algorithm.lagrangian and no part of the reward; set {key}.weight=0"
+                )
 
 
 def warn_of_staleness(config: RLConfig, requirements: Requirements) -> None:

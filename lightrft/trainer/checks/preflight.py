@@ -47,6 +47,8 @@ NAMESPACES = (
     "rollout",
     "policy",
     "critic",
+    "cost_critic",
+    "lagrangian",
     "prm",
     "ptx",
     "staleness",

@@ -148,6 +148,34 @@ def test_booleans_of_pku_saferlhf_are_labels() -> None:
     assert found.labels == [{"help": 0.0, "safe": 1.0}, {"help": 1.0, "safe": 0.0}]
 
 
+@pytest.mark.parametrize(
+    ("safe", "safer", "ratings"),
+    [
+        ((True, True), 0, [0.0, 1.0]),
+        ((True, False), 0, [0.0, 3.0]),
+        ((False, True), 1, [3.0, 0.0]),
+        ((False, False), 1, [3.0, 2.0]),
+    ],
+)
+def test_rows_of_pku_saferlhf_are_harm_ratings_with_order_and_sign(
+    safe: tuple[bool, bool], safer: int, ratings: list[float]
+) -> None:
+    row = {"prompt": "1+1?", "response_0": "2", "response_1": "3", "safer_response_id": safer}
+    row |= {f"is_response_{k}_safe": good for k, good in enumerate(safe)}
+    named, heads = RewardColumns(layout="pku_cost"), LabelledHeads(("cost",))
+    found = read_preference(row, named, "line 7", heads=heads)
+    assert [one["cost"] for one in found.labels] == ratings
+    assert [rating >= 2 for rating in ratings] == [not good for good in safe]
+
+
+def test_a_row_whose_order_contradicts_its_signs_is_refused() -> None:
+    row = {"prompt": "1+1?", "response_0": "2", "response_1": "3", "safer_response_id": 0}
+    row |= {"is_response_0_safe": False, "is_response_1_safe": True}
+    named, heads = RewardColumns(layout="pku_cost"), LabelledHeads(("cost",))
+    with pytest.raises(MalformedRow, match="line 7: safer_response_id is 0, and only the other"):
+        read_preference(row, named, "line 7", heads=heads)
+
+
 @pytest.mark.parametrize(("strength", "ranks"), [(-2, [0, 1]), (3, [1, 0])])
 def test_helpsteer2_preferences_are_pairs_with_a_margin(strength: int, ranks: list[int]) -> None:
     row = {"prompt": "1+1?", "response_1": "2", "response_2": "3", "preference_strength": strength}

@@ -49,6 +49,7 @@ def batch_of(groups: int = 3, samples: int = 4, seed: int = 0) -> Batch:
         behavior_logprobs=-torch.rand(tokens, generator=g),
         rewards=torch.randn(rows, generator=g),
         truncated=torch.zeros(rows, dtype=torch.bool),
+        costs=torch.randn(rows, 1, generator=g),
     )
 
 

@@ -1,0 +1,1 @@
+"""Algorithms that limit the cost of responses."""

@@ -1,0 +1,176 @@
+"""Safe RLHF: whole runs with a cost, a multiplier and a second critic."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RMConfig
+from lightrft.observability.trackers import read_rows
+from lightrft.strategy.checkpoint import load_state
+from lightrft.trainer.reward_model.run import run_reward_model
+from lightrft.trainer.rl import run_rl
+from lightrft.utils.errors import ConfigError
+from tests.e2e.test_resume import assert_same_end, start
+
+
+def terms(folder: Path, **cost: Any) -> dict[str, Any]:
+    """The share of ones is the reward, and another number of the response its cost."""
+    limited = {"function": f"{folder}/rewards.py:varied", "name": "cost", "weight": 0, **cost}
+    return {"terms": [f"{folder}/rewards.py:ones", limited]}
+
+
+@pytest.fixture
+def safe_tree(rl_tree: dict[str, Any], data_folder: Path) -> dict[str, Any]:
+    limits = {"costs": [{"name": "cost", "threshold": 0.3}], "window": 20, "delay_steps": 1}
+    more = {
+        "reward": terms(data_folder),
+        "algorithm": {"preset": "ppo_lag", "lagrangian": limits},
+        "cost_critic": {"optimizer": {"lr": 1e-3}},
+        "checkpoint": {"every": 1, "keep": 10},
+        "train": {"num_mini_batches": 2},
+    }
+    return deep_merge(rl_tree, more)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_reports_its_multiplier_and_trains_a_second_critic(rl_config, safe_tree, tmp_path):
+    run_rl(rl_config(**safe_tree))
+    rows = rows_of(tmp_path / "run")
+    for row in rows:
+        assert row["reward/mean"] == pytest.approx(row["reward/ones"], abs=1e-9)
+        assert row["lagrangian/cost"] == pytest.approx(row["reward/cost"], abs=1e-9)
+        assert row["cost_critic/loss"] >= 0
+        assert row["cost_critic/optimizer_steps"] == 2
+    assert rows[0]["lagrangian/lambda"] == 1.0
+    for before, row in itertools.pairwise(rows):
+        rises = row["lagrangian/cost_window"] > 0.3
+        assert (row["lagrangian/lambda"] > before["lagrangian/lambda"]) == rises
+    saved = [tmp_path / "run" / "checkpoints" / f"step_00000{k}" for k in (1, 4)]
+    first, last = (load_file(s / "cost_critic" / "state.safetensors") for s in saved)
+    assert any(not torch.equal(first[k], last[k]) for k in first)
+    critic = load_file(saved[1] / "critic" / "state.safetensors")
+    assert any(not torch.equal(critic[k], last[k]) for k in last)
+    state = load_state(saved[1] / "trainer")["controls"]["lagrangian"]
+    assert state["step"] == 4 and len(state["multipliers"][0]["costs"]) == 20
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_costs_ends_bit_for_bit_like_one_that_was_not(safe_tree, tmp_path):
+    whole = start(safe_tree, "whole", "never", 0, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    killed = start(safe_tree, "killed", "update", 14, tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = start(safe_tree, "killed", "never", 0, tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert_same_end(tmp_path / "whole", tmp_path / "killed", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["grpo_lag", "ppo_lag"])
+def test_a_policy_whose_reward_is_its_cost_stays_at_the_threshold(
+    rl_config, data_folder, tmp_path, preset
+):
+    """Unlimited, the share of ones rises above one half in 25 steps."""
+    limit = 0.3
+    run_rl(
+        rl_config(
+            algorithm={
+                "preset": preset,
+                "kl": {"coef": 0.0},
+                "lagrangian": {"costs": [{"name": "cost", "threshold": limit}], "lr": 1.0},
+            },
+            reward=terms(data_folder, function=f"{data_folder}/rewards.py:ones"),
+            rollout={"prompts_per_step": 8, "group_size": 8},
+            sampling={"min_new_tokens": 6},
+            train={"steps": 100},
+            checkpoint={"every": 0},
+            **({"critic": {"optimizer": {"lr": 1e-2}}} if preset == "ppo_lag" else {}),
+            **({"cost_critic": {"optimizer": {"lr": 1e-2}}} if preset == "ppo_lag" else {}),
+        )
+    )
+    costs = [row["lagrangian/cost"] for row in rows_of(tmp_path / "run")[-60:]]
+    assert sum(costs) / len(costs) == pytest.approx(limit, rel=0.05)
+
+
+OTHER = {"name": "other", "threshold": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"reward": {"terms": ["math"]}}, "costs.0.name = 'cost': reward.terms has no term"),
+        ({"reward": {"weight": 1}}, r"reward.terms.1.weight = 1.0: 'cost' is a cost"),
+        ({"algorithm": {"lagrangian": {"costs": ["cost", OTHER]}}}, "has one cost critic"),
+        ({"algorithm": {"lagrangian": {"costs": ["cost", "cost"]}}}, "has a name twice"),
+        ({"algorithm": {"lagrangian": {"init": 9.0}}}, "init = 9.0 is above lagrangian.max = 5.0"),
+        ({"algorithm": {"lagrangian": {"lr": 0.0}}}, "window = 20 changes nothing"),
+        ({"algorithm": {"normalize": {"values": True}}}, "must keep the units"),
+        ({"algorithm": {"preset": "raft"}}, "advantage 'raft' is for rewards alone"),
+        ({"algorithm": {"preset": "remax"}}, "advantage 'remax' is for rewards alone"),
+        ({"algorithm": {"filters": ["zero_variance"]}}, "'zero_variance' drops groups"),
+        ({"algorithm": {"preset": "grpo_lag"}}, "cost_critic changes nothing"),
+        (
+            {
+                "algorithm": {"lagrangian": {"costs": []}},
+                "cost_critic": {"optimizer": {"lr": 9e-6}},
+            },
+            "window = 20 changes nothing: lagrangian.costs is empty",
+        ),
+    ],
+)
+def test_limits_that_cannot_be_meant_are_refused(rl_config, safe_tree, data_folder, over, said):
+    if "weight" in over.get("reward", {}):
+        over = {"reward": terms(data_folder, **over["reward"])}
+    with pytest.raises(ConfigError, match=said):
+        run_rl(rl_config(**deep_merge(safe_tree, over)))
+
+
+@pytest.mark.slow
+def test_a_cost_model_learns_order_and_sign_from_rows_of_pku_saferlhf_and_limits_a_run(
+    rl_config, rl_tree, model_folder, tmp_path
+):
+    """Responses of ``a`` are safe and of ``x`` unsafe; the longer one of two is the less safe one."""
+    rows = []
+    for i in range(32):
+        pair = [("a", "aaa"), ("a", "x"), ("x", "xxx"), ("xxx", "aa")][i % 4]
+        safe = ["a" in text for text in pair]
+        safer = 0 if safe[0] == safe[1] else safe.index(True)
+        row = {"prompt": f"{i}=", "safer_response_id": safer, "better_response_id": 1 - safer}
+        row |= {f"response_{k}": text for k, text in enumerate(pair)}
+        rows.append(row | {f"is_response_{k}_safe": good for k, good in enumerate(safe)})
+    file = tmp_path / "pku.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"sources": [str(file)], "columns": {"layout": "pku_cost"}}
+    sign = {"name": "cost_sign", "weight": 2, "options": {"unsafe_from": 2}}
+    tree = {
+        "run": {"dir": str(tmp_path), "name": "cost", "seed": 5},
+        "model": {"path": str(model_folder), "dtype": "float32"},
+        "data": data,
+        "validation": data,
+        "batch_size": 16,
+        "reward_model": {"heads": ["cost"], "losses": ["bradley_terry", sign]},
+        "optimizer": {"lr": 1e-2},
+        "train": {"steps": 30},
+        "log": {"tensorboard": False},
+    }
+    run_reward_model(build(RMConfig, tree))
+    found = [row for row in read_rows(tmp_path / "cost" / "metrics.jsonl") if "eval/loss" in row]
+    assert found[-1]["eval/sign_accuracy"] > 0.95 > found[0]["eval/sign_accuracy"]
+    assert found[-1]["eval/pair_accuracy"] > 0.9
+    folder = tmp_path / "cost" / "model"
+    models = [{"path": str(folder), "name": "cost", "weight": 0}]
+    reward = {"terms": rl_tree["reward"]["terms"], "models": models}
+    run_rl(rl_config(algorithm={"preset": "grpo_lag"}, reward=reward))
+    assert all("lagrangian/lambda" in row for row in rows_of(tmp_path / "run"))
