@@ -314,6 +314,11 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
                 found.update(np.asarray(self._kept[name]).tobytes())
         return found.hexdigest()
 
+    def record(self, i: int) -> PreferenceRow:
+        """Return the row of example ``i``. Raises ``MalformedRow`` if it cannot be read any more."""
+        k, _ = self._stored(i, "example")
+        return self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+
     def require(self, column: Literal["rating", "margin"]) -> None:
         """Check that every response has a ``rating`` or ``margin``.
 
@@ -381,7 +386,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
     def _attach(self, k: int, example: PreferenceExample) -> None:
         """Load the media of stored example ``k``. Raises ``MalformedRow``."""
         assert self.encoder.media is not None
-        row = self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+        row = self.record(example.index)
         for response, record, numbers in zip(example.responses, row.responses, self._media[k]):
             items = [record.media[n] for n in numbers]
             parts = (example.prompt_ids, response.token_ids)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.algorithms.reward_model.quality import ScoredPrompt
 from lightrft.algorithms.reward_model.requirements import RewardRequirements
 from lightrft.config.data import RewardDataConfig
 from lightrft.config.reward_model import ValidationTimesConfig
@@ -52,6 +53,7 @@ class RewardModelRun(TrainingRun):
         dataset: The examples.
         validation: The held-out examples, if there are any.
         sampler: Gives the order of the examples.
+        scores: Scores of the held-out examples at the last evaluation.
     """
 
     config: RMConfig
@@ -62,6 +64,7 @@ class RewardModelRun(TrainingRun):
     dataset: PreferenceDataset
     validation: PreferenceDataset | None
     sampler: PromptSampler
+    scores: list[ScoredPrompt] = field(default_factory=list)
 
     @property
     def strategy(self) -> Strategy:
@@ -102,9 +105,11 @@ class RewardModelRun(TrainingRun):
         """Return the loss of the held-out examples and the accuracy of their order."""
         if self.validation is None:
             return Metrics()
-        return evaluate_reward_model(
+        found = evaluate_reward_model(
             self.placed, self.model, self.validation, self.settings, self.config.batch_size
         )
+        self.scores = found.prompts
+        return found.metrics
 
     def state(self) -> State:
         """Return the state of the sampler."""
