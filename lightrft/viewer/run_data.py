@@ -50,7 +50,8 @@ class RunData:
     """The content of a run folder.
 
     ``rows`` are the metrics of the phase that the report is about. ``warm_up`` are the metrics of
-    the supervised steps before it. Attachments are in the folder ``media``.
+    the supervised steps before it. Attachments are in the folder ``media``. ``judged`` is the
+    content of ``reward_model.json``: how well a reward model orders responses.
     """
 
     name: str
@@ -62,6 +63,7 @@ class RunData:
     after: list[Answer] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     media: Path = Path()
+    judged: Row = field(default_factory=dict)
 
     def points(self, name: str, warm_up: bool = False) -> Points:
         """Return ``(step, value)`` for every row in which metric ``name`` is a finite number."""
@@ -111,6 +113,7 @@ def read_run(folder: Path) -> RunData:
         after=after,
         steps=read_steps(folder),
         media=folder / "media",
+        judged=_object(folder / "reward_model.json"),
     )
 
 

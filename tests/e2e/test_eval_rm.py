@@ -13,7 +13,7 @@ from lightrft.config.verbs import RMConfig
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.trainer.reward_model.run import run_reward_model
-from tests.e2e.command import Outcome, assert_refused, command
+from tests.e2e.command import Outcome, command
 
 Row = dict[str, Any]
 

@@ -131,6 +131,8 @@ def write_report_data(
 ) -> None:
     """Write the content of the report of an evaluation to a run folder, with media of bad pairs.
 
+    Nothing is written for a head that compares no responses.
+
     Args:
         folder: The run folder.
         dataset: The data set of the prompts.
@@ -140,6 +142,8 @@ def write_report_data(
         best_of: See ``best_of_n_curve``.
     """
     pairs = judged_pairs(prompts, head)
+    if not pairs:
+        return
     curve = best_of_n_curve(prompts, head, best_of)
     shown: list[Shown] = []
     for prompt, better, worse in worst_pairs(prompts, head, worst):
