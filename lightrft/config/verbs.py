@@ -475,7 +475,7 @@ class DoctorConfig(Settings):
     """The settings of ``lightrft doctor`` itself, written as ``doctor.rows=20``. All others are of
     the config that it examines."""
 
-    verb: Literal["auto", "rl", "sft", "dpo", "kto", "distill"] = "auto"
+    verb: Literal["auto", "rl", "sft", "dpo", "kto", "rm", "distill"] = "auto"
     """Verb whose config this is. ``auto`` takes the verb whose settings fit: ``rl`` where rewards
     or a teacher are named, else ``sft`` where it is possible."""
     device_memory: str = "auto"

@@ -278,6 +278,11 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         return int(whole.max())
 
     @property
+    def most_responses(self) -> int:
+        """Return the largest number of responses of an example."""
+        return int(np.diff(np.asarray(self._kept["groups"], dtype=np.int64), prepend=0).max()) - 1
+
+    @property
     def is_weighted(self) -> bool:
         """Return True if any example has a weight other than 1."""
         return bool((np.asarray(self._kept["weight"]) != 1.0).any())
