@@ -281,7 +281,7 @@ class EvalRMConfig(Settings):
     longer ones."""
     batch_size: int = Field(64, ge=1)
     """Number of rows that are read and scored together. A stopped evaluation resumes after the
-    last ones."""
+    last batch."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Most tokens of one forward pass. Lower it if the device runs out of memory."""
     best_of: int | None = Field(None, ge=2)

@@ -25,6 +25,15 @@ from lightrft.viewer.reward_scores import reward_plots, reward_section
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
 from lightrft.viewer.samples import answers
 
+JUDGED = {
+    "Prompts": "eval/prompts",
+    "Without a score": "eval/unscored",
+    "Calibration error": "eval/calibration_error",
+    "Length bias": "eval/length_bias",
+    "Mean margin": "eval/margin",
+}
+"""Entries of the summary of an evaluation of a reward model, by their labels."""
+
 
 def write_report(folder: Path) -> Path:
     """Write ``report.html`` into a run folder, from the files written so far.
@@ -168,6 +177,10 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         count = compact(tokens) if tokens >= 1e6 else f"{tokens:,.0f}"
         note = "prompts and responses" if written else ""
         facts.append(("Tokens", count, note))
+    for label, name in JUDGED.items():
+        value = run.number(name)
+        if value is not None:
+            facts.append((label, compact(value), ""))
     for label, name, form in (
         ("Tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
         ("Reward", "reward/mean", compact),

@@ -316,7 +316,7 @@ def test_a_reward_model_is_examined_without_logits_and_without_rewards(
     assert found.status == 0, found
     assert "12 examples of 12 rows" in line(found, "rows")
     said = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["memory"]
-    assert list(said["models"])[0] == "reward model"
+    assert next(iter(said["models"])) == "reward model"
     names = [phase["name"] for phase in said["phases"]]
     assert names == ["reward model: forward", "reward model: update"]
     assert not said["problems"]

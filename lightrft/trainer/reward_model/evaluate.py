@@ -180,8 +180,8 @@ def _score(config: EvalRMConfig, found: _Prepared, path: Path) -> list[ScoredPro
         found.model.settings, config.max_tokens_per_micro_batch, heads, dataset.data_sources
     )
     identity = {"data": dataset.digest(), "model": fingerprint(config.model)}
-    with closing(ResultsFile(path, identity)) as results:
-        done = results.prompts[-1].index + 1 if results.prompts else 0
+    with closing(ResultsFile(path, identity, config.batch_size, len(dataset))) as results:
+        done = results.done
         if done:
             log.warning("%d of %d rows were scored before", done, len(dataset))
         parts = scored(

@@ -37,31 +37,39 @@ Shown = dict[str, Any]
 
 
 class ResultsFile:
-    """Scores of prompts on disk, so that a stopped evaluation resumes after the last prompt.
+    """Scores of prompts on disk, so that a stopped evaluation resumes after the last batch.
 
     The first line identifies data and model. If they have changed, the file begins again. An
-    incomplete last line is removed.
+    incomplete last batch is removed, since rounding depends on the rows of a batch.
 
     Args:
         path: The file.
         identity: What identifies data and model.
+        batch_size: Number of rows of a batch.
+        total: Number of rows of the data set.
 
     Attributes:
         prompts: The scored prompts, in the order of the data set.
+        done: Number of rows that are scored.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
-        self.prompts: list[ScoredPrompt] = []
+    def __init__(
+        self, path: Path, identity: Mapping[str, str], batch_size: int, total: int
+    ) -> None:
         self._file = path.open("a+b")
-        head = json_line({"of": dict(identity)}).encode() + b"\n"
+        head = json_line({"of": {**identity, "batch_size": batch_size}}).encode() + b"\n"
         self._file.seek(0)
         end = len(head) if self._file.readline() == head else 0
+        found: list[tuple[int, ScoredPrompt]] = []
         for raw in self._file if end else ():
             if not raw.endswith(b"\n"):
                 break
-            self.prompts.append(_read(raw, path))
-            end += len(raw)
-        self._file.truncate(end)
+            found.append((len(raw), scores_of(raw, path)[0]))
+        seen = found[-1][1].index + 1 if found else 0
+        self.done = seen if seen == total else seen - seen % batch_size
+        kept = [(size, prompt) for size, prompt in found if prompt.index < self.done]
+        self.prompts = [prompt for _, prompt in kept]
+        self._file.truncate(end + sum(size for size, _ in kept))
         if not end:
             self._file.write(head)
 
@@ -79,12 +87,16 @@ class ResultsFile:
         self._file.close()
 
 
-def _read(raw: bytes, path: Path) -> ScoredPrompt:
+def scores_of(raw: bytes, path: Path) -> tuple[ScoredPrompt, Shown]:
+    """Return the scores of one line of the file ``path``, and the whole line.
+
+    Raises ``DataError`` if the line is damaged.
+    """
     try:
         line = json.loads(raw)
         fields = {name: line[name] for name in ("index", "id", "source", "lengths")}
         numbers = {name: _with_nan(line[name]) for name in ("scores", "labels")}
-        return ScoredPrompt(**fields, **numbers)
+        return ScoredPrompt(**fields, **numbers), line
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(
             f"{path} is damaged: {raw[:80]!r}; set run.overwrite=true to start over"
