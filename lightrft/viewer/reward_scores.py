@@ -20,7 +20,7 @@ WIDTH = 1000
 
 
 def reward_plots(run: RunData) -> list[Plot]:
-    """Return the plots of ``reward_model.json``, in the order of their cards."""
+    """Return the plots of ``reward_scores.json``, in the order of their cards."""
     judged = run.judged
     found = [_distribution(judged), _calibration(judged), _best_of_n(judged)]
     return [plot for plot in found if plot is not None]
@@ -167,7 +167,7 @@ def _pair(one: Mapping[str, Any], media: Path) -> str:
     """Return a pair with its prompt and media.
 
     Args:
-        one: The pair, as in ``reward_model.json``.
+        one: The pair, as in ``reward_scores.json``.
         media: Folder of the attachments.
     """
     name = escape(" ".join(filter(None, (one.get("source"), one.get("id")))))

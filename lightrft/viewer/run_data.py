@@ -51,7 +51,7 @@ class RunData:
 
     ``rows`` are the metrics of the phase that the report is about. ``warm_up`` are the metrics of
     the supervised steps before it. Attachments are in the folder ``media``. ``judged`` is the
-    content of ``reward_model.json``: how well a reward model orders responses.
+    content of ``reward_scores.json``: how well a reward model orders responses.
     """
 
     name: str
@@ -113,7 +113,7 @@ def read_run(folder: Path) -> RunData:
         after=after,
         steps=read_steps(folder),
         media=folder / "media",
-        judged=_object(folder / "reward_model.json"),
+        judged=_object(folder / "reward_scores.json"),
     )
 
 

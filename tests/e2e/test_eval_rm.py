@@ -229,7 +229,7 @@ def test_bad_rows_and_settings_are_refused_or_counted(world, evaluate, tmp_path)
 
 
 def test_a_run_of_rm_shows_the_scores_of_its_held_out_rows(world):
-    shown = json.loads((world / "rm" / "reward_model.json").read_text(encoding="utf-8"))
+    shown = json.loads((world / "rm" / "reward_scores.json").read_text(encoding="utf-8"))
     assert shown["head"] == "preference"
     assert shown["pairs"] == 8
     assert "Distribution of scores" in write_report(world / "rm").read_text(encoding="utf-8")
@@ -273,7 +273,7 @@ def test_bad_pairs_show_their_media(tmp_path, capsys, family, kind, make, elemen
     words = (f"data.sources={write(tmp_path / 'rows.jsonl', rows)}", f"run.dir={tmp_path}")
     found = command(capsys, "eval-rm", str(tmp_path / "model"), *words, "run.progress=false")
     assert found.status == 0, found
-    shown = json.loads((tmp_path / "eval-rm" / "reward_model.json").read_text(encoding="utf-8"))
+    shown = json.loads((tmp_path / "eval-rm" / "reward_scores.json").read_text(encoding="utf-8"))
     assert shown["worst"]
     page = (tmp_path / "eval-rm" / "report.html").read_text(encoding="utf-8")
     assert page.count(element) == len(shown["worst"])

@@ -59,7 +59,7 @@ MAY_DIFFER = (
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What an evaluation reads.
+    """Model, device and rows of an evaluation.
 
     Attributes:
         model: The reward model.

@@ -25,7 +25,7 @@ from lightrft.types import Attachment
 from lightrft.utils.atomic_files import json_line, write_atomic, write_json
 from lightrft.utils.errors import DataError
 
-REPORT = "reward_model.json"
+REPORT = "reward_scores.json"
 """File of a run folder with the content of the report."""
 RESULTS = "results.jsonl"
 """File of a run folder with the scores of each response."""
