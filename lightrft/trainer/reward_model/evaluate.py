@@ -34,6 +34,7 @@ from lightrft.learner.reward_model.evaluation import (
 from lightrft.learner.reward_model.step import RewardModelSettings
 from lightrft.models.processors import load_processor
 from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.reward.saved_form import SETTINGS_FILE
 from lightrft.observability.progress_bar import Progress
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.rollout.eval_results.summary import EvalSummary
@@ -148,7 +149,7 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
 def model_folder(path: str) -> str:
     """Return the folder of the reward model of ``path``, which may be a run of ``lightrft rm``."""
     inner = Path(path).expanduser() / "model"
-    return str(inner) if (inner / "reward_model.json").is_file() else path
+    return str(inner) if (inner / SETTINGS_FILE).is_file() else path
 
 
 def compared_heads(config: EvalRMConfig, model: RewardModel) -> list[str]:
