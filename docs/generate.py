@@ -55,6 +55,7 @@ VERBS: dict[str, type[Settings]] = {
     "distill": verbs.DistillVerbConfig,
     "iterate": verbs.IterateConfig,
     "eval": verbs.EvaluateConfig,
+    "eval-rm": verbs.EvalRMConfig,
     "compare": verbs.CompareConfig,
     "generate": verbs.GenerateConfig,
     "chat": verbs.ChatConfig,

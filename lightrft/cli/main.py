@@ -27,6 +27,7 @@ VERBS = {
     "distill": "train towards the distributions of a teacher",
     "iterate": "repeat: generate, select by reward, train; e.g. rejection sampling, iterative DPO",
     "eval": "measure the accuracy of a model on an eval set",
+    "eval-rm": "measure how well a reward model orders given responses",
     "compare": "compare two evaluations of the same prompts, with an interval",
     "generate": "generate responses to a file of prompts, or training rows from them",
     "chat": "talk to a model",
@@ -43,7 +44,7 @@ VERBS = {
 
 IN_TABLE = (
     *("rl", "sft", "dpo", "kto", "rm", "distill"),
-    *("eval", "generate", "export", "merge", "convert"),
+    *("eval", "eval-rm", "generate", "export", "merge", "convert"),
     "serve-rm",
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
@@ -61,6 +62,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("reward", "reward-model", "reward_model", "train_rm", "train-rm"), "rm"),
     **dict.fromkeys(("gkd", "kd", "distillation", "knowledge-distillation"), "distill"),
     **dict.fromkeys(("evaluate", "test", "validate", "benchmark"), "eval"),
+    **dict.fromkeys(("eval_rm", "evaluate-rm", "rewardbench", "reward-bench"), "eval-rm"),
     **dict.fromkeys(("diff", "compare-runs", "significance"), "compare"),
     **dict.fromkeys(("infer", "inference", "predict", "sample", "rollout"), "generate"),
     **dict.fromkeys(("best_of_n", "best-of-n", "batch_inference", "batch-inference"), "generate"),

@@ -13,13 +13,14 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.cli.arguments import memory_errors, parse, positional, settings_of
 from lightrft.cli.dispatch import import_function, program, started
-from lightrft.cli.progress import finish, watching
+from lightrft.cli.progress import finish, watching, with_report
 from lightrft.config.base import Loaded
 from lightrft.config.model import ConvertConfig, MergeConfig
 from lightrft.config.serving import ServeRMConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
+    EvalRMConfig,
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
@@ -54,16 +55,18 @@ class OneProcessVerb:
 
     ``function``, given as ``module:name``, takes the settings. ``lines`` formats its result for
     standard output, and ``notes`` for standard error. ``path_setting`` is the setting for a folder
-    that is given without a key, or for several with ``several_paths``.
+    that is given without a key, or for several with ``several_paths``. With ``has_report``, the
+    report of the run folder is written.
     """
 
-    settings: type[EvaluateConfig | GenerateConfig | FolderConfig]
+    settings: type[EvaluateConfig | EvalRMConfig | GenerateConfig | FolderConfig]
     about: str
     function: str
     path_setting: str
     lines: Callable[[Any, Any], str]
     notes: Callable[[Any], str] | None = None
     several_paths: bool = False
+    has_report: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,16 @@ ONE_PROCESS = {
         lambda config, result: json.dumps(result.metrics, indent=1),
         # Not on standard output, which is JSON for other programs.
         lambda result: result.table(),
+    ),
+    "eval-rm": OneProcessVerb(
+        EvalRMConfig,
+        "Score given responses with a reward model, and measure how well it orders them: lightrft "
+        "eval-rm MODEL data.sources=rows.jsonl",
+        "lightrft.trainer.reward_model.evaluate:run_eval_rm",
+        "model.path",
+        lambda config, result: json.dumps(result.metrics, indent=1),
+        lambda result: result.table(),
+        has_report=True,
     ),
     "generate": OneProcessVerb(
         GenerateConfig,
@@ -252,6 +265,8 @@ def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
         result = function(config)
     if row.notes is not None:
         sys.stderr.write(row.notes(result) + "\n")
+    if row.has_report and not isinstance(config, FolderConfig):
+        sys.stderr.write("\n".join(with_report(config.run, [])) + "\n")
     sys.stdout.write(row.lines(config, result) + "\n")
     return 0
 

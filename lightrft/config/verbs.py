@@ -266,6 +266,36 @@ class EvaluateConfig(Settings):
     """Devices, sharding and parallelism."""
 
 
+class EvalRMConfig(Settings):
+    """The settings of ``lightrft eval-rm``: the scores of a reward model for given responses, and
+    how well they order them."""
+
+    run: RunConfig = RunConfig(name="eval-rm")
+    """Run folder and start."""
+    model: ModelConfig = ModelConfig()
+    """Reward model to evaluate: its folder, or the run folder of ``lightrft rm``."""
+    head: str | None = None
+    """Head whose scores are compared with the labels of rows; ``null`` takes the reward of the
+    model. Other heads are compared with the columns that ``data.columns.labels`` gives them."""
+    data: RewardDataConfig = RewardDataConfig(shuffle=False)
+    """Prompts with their responses."""
+    max_tokens: int = Field(4096, ge=2)
+    """Longest prompt with one response, in tokens. ``data.overlong_prompts`` says what happens to
+    longer ones."""
+    batch_size: int = Field(64, ge=1)
+    """Number of rows that are read and scored together. A stopped evaluation resumes after the
+    last batch."""
+    max_tokens_per_micro_batch: int = Field(16384, ge=1)
+    """Most tokens of one forward pass. Lower it if the device runs out of memory."""
+    best_of: int | None = Field(None, ge=2)
+    """Largest n of the best-of-n curve. Prompts with fewer rated responses are left out of it.
+    ``null`` takes the smallest number of responses to a prompt."""
+    worst: int = Field(20, ge=0)
+    """Number of pairs in the report whose order is most wrong."""
+    strategy: StrategyConfig = StrategyConfig()
+    """Devices, sharding and parallelism."""
+
+
 class GenerateConfig(Settings):
     """The settings of ``lightrft generate``: responses to every prompt, in the file
     ``output``."""
@@ -448,7 +478,7 @@ class DoctorConfig(Settings):
     """The settings of ``lightrft doctor`` itself, written as ``doctor.rows=20``. All others are of
     the config that it examines."""
 
-    verb: Literal["auto", "rl", "sft", "dpo", "kto", "distill"] = "auto"
+    verb: Literal["auto", "rl", "sft", "dpo", "kto", "rm", "distill"] = "auto"
     """Verb whose config this is. ``auto`` takes the verb whose settings fit: ``rl`` where rewards
     or a teacher are named, else ``sft`` where it is possible."""
     device_memory: str = "auto"

@@ -250,7 +250,9 @@ def readable(dataset: Drawable[T], fetched: Sequence[T | MalformedRow]) -> list[
     return kept
 
 
-def in_order(dataset: Drawable[T], count: int, ranks: ProcessGroup) -> Iterator[list[T]]:
+def in_order(
+    dataset: Drawable[T], count: int, ranks: ProcessGroup, begin: int = 0
+) -> Iterator[list[T]]:
     """Yield the readable entries of each ``count`` entries of ``dataset``, equal on all ranks.
 
     A part may be empty. The next part is read while the caller works.
@@ -259,8 +261,9 @@ def in_order(dataset: Drawable[T], count: int, ranks: ProcessGroup) -> Iterator[
         dataset: the dataset to read from.
         count: number of entries of a part, readable or not.
         ranks: the process group.
+        begin: number of entries to leave out, from the first.
     """
-    for start in range(0, len(dataset), count):
+    for start in range(begin, len(dataset), count):
         stop = min(start + count, len(dataset))
         fetched = agreed(dataset.fetch(range(start, stop)), ranks)
         dataset.prefetch(range(stop, min(stop + count, len(dataset))))

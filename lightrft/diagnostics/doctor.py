@@ -15,14 +15,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.preference.requirements import preference_requirements
+from lightrft.algorithms.reward_model.requirements import reward_requirements
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DoctorConfig,
     DPOConfig,
-    PolicyConfig,
     RLConfig,
+    RMConfig,
     SFTConfig,
     SupervisedConfig,
+    TrainingConfig,
 )
 from lightrft.datasets.chat_encoder import ChatEncoder, check_template
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
@@ -48,6 +50,8 @@ from lightrft.trainer.checks.check_config import check
 from lightrft.trainer.checks.context_limits import check_bound
 from lightrft.trainer.distill.checks import check_distill
 from lightrft.trainer.preference.checks import check as check_preference_run
+from lightrft.trainer.reward_model.checks import check as check_reward_run
+from lightrft.trainer.reward_model.run import load_examples
 from lightrft.trainer.supervised import check_supervised
 from lightrft.types import Rollout
 from lightrft.utils.errors import ConfigError, UserError
@@ -58,7 +62,7 @@ SamplingVerb: TypeAlias = RLConfig | DistillVerbConfig | DPOConfig
 """The settings of a verb whose training steps may sample responses."""
 MANY_OVERLONG = 0.05
 RESPONSES = 2
-"""Responses to a prompt in preference data. Rankings of more take more memory than said."""
+"""Responses to a prompt in preference data that was not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Report:
         return sum(f.verdict == "bad" for f in self.findings)
 
 
-def run_doctor(config: PolicyConfig, options: DoctorConfig) -> Report:
+def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
     """Run all checks. A failed check becomes a finding and does not stop the others."""
     found: list[Finding] = []
     device = device_of(config, options)
@@ -93,7 +97,8 @@ def run_doctor(config: PolicyConfig, options: DoctorConfig) -> Report:
     # Rewards and the probe need prompts.
     if data is None:
         return Report(tuple(found), memory, apart)
-    if options.rows and config.reward.calls_functions:
+    scores = not isinstance(config, RMConfig) and config.reward.calls_functions
+    if options.rows and scores:
         score = partial(_rewards, config, data, options.rows)
         _attempt(found, "reward", "terms", lambda: found.extend(score()))
     if options.probe:
@@ -102,7 +107,7 @@ def run_doctor(config: PolicyConfig, options: DoctorConfig) -> Report:
     return Report(tuple(found), memory, apart)
 
 
-def device_of(config: PolicyConfig, options: DoctorConfig) -> Device:
+def device_of(config: TrainingConfig, options: DoctorConfig) -> Device:
     """Return the device of each process, as given or as found on this machine.
 
     Raises ``ConfigError`` for an invalid memory size.
@@ -175,12 +180,14 @@ def _attempt(
         return None
 
 
-def _settings(config: PolicyConfig, device: Device) -> Iterator[Finding]:
+def _settings(config: TrainingConfig, device: Device) -> Iterator[Finding]:
     found: list[Finding] = []
     if isinstance(config, RLConfig):
         _attempt(found, "settings", "algorithm, roles", lambda: check(config))
     elif isinstance(config, DPOConfig):
         _attempt(found, "settings", "preference", lambda: check_preference_run(config))
+    elif isinstance(config, RMConfig):
+        _attempt(found, "settings", "reward model", lambda: check_reward_run(config))
     elif isinstance(config, DistillVerbConfig):
         _attempt(found, "settings", "distill, teacher", lambda: check_distill(config))
     else:
@@ -194,7 +201,7 @@ def _settings(config: PolicyConfig, device: Device) -> Iterator[Finding]:
     yield _dtype(dtype, device)
 
 
-def _strategy(config: PolicyConfig, device: Device) -> Iterator[Finding]:
+def _strategy(config: TrainingConfig, device: Device) -> Iterator[Finding]:
     """Check the number of processes against the sharding settings."""
     strategy = config.strategy
     processes = device.processes
@@ -228,7 +235,7 @@ def _strategy(config: PolicyConfig, device: Device) -> Iterator[Finding]:
 
 
 def _devices(
-    config: PolicyConfig,
+    config: TrainingConfig,
     options: DoctorConfig,
     device: Device,
 ) -> Iterator[Finding]:
@@ -281,7 +288,7 @@ class _Data:
     prompts: PromptDataset | None
 
 
-def _data(config: PolicyConfig, found: list[Finding]) -> _Data:
+def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
     """Check tokenizer, template and rows, and return them. Raises their errors."""
     tokenizer = local_tokenizer(config.model)
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
@@ -311,10 +318,12 @@ def _data(config: PolicyConfig, found: list[Finding]) -> _Data:
         found.append(_context(config, examples.longest_prompt))
         longest = max(longest, examples.longest_prompt + config.sampling.max_new_tokens)
     lengths = replace(_bounds(config), answer=max(1, longest - 1))
+    if isinstance(examples, PreferenceDataset):
+        lengths = replace(lengths, samples=examples.most_responses)
     return _Data(tokenizer, lengths, None)
 
 
-def samples_preferences(config: PolicyConfig) -> TypeGuard[DPOConfig]:
+def samples_preferences(config: TrainingConfig) -> TypeGuard[DPOConfig]:
     """Return True if the run compares responses that it samples."""
     return isinstance(config, DPOConfig) and config.online.group_size > 0
 
@@ -357,10 +366,15 @@ def _prompts(
 
 
 def _examples(
-    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, processor: Processor | None
+    config: SupervisedConfig | RMConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Processor | None,
 ) -> SFTDataset | PreferenceDataset:
     """Encode the rows that the run trains on."""
     max_tokens, seed = config.max_tokens, config.run.seed
+    if isinstance(config, RMConfig):
+        needs = reward_requirements(config.reward_model)
+        return load_examples(config, needs, tokenizer, processor, config.data, "data")
     if isinstance(config, DPOConfig):
         requirements = preference_requirements(config.preference)
         return PreferenceDataset(
@@ -377,7 +391,7 @@ def _examples(
     return SFTDataset(config.data, tokenizer, max_tokens=max_tokens, seed=seed, processor=processor)
 
 
-def _tokens(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def _tokens(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Check that a custom tokenizer agrees with the model's, and that a response can end."""
     if config.model.tokenizer is not None:
         own_model = config.model.model_copy(update={"tokenizer": None})
@@ -416,7 +430,7 @@ def _unknown(prompts: PromptDataset) -> Iterator[Finding]:
     yield Finding("data", verdict, "tokenizer", says)
 
 
-def _bounds(config: PolicyConfig) -> Lengths:
+def _bounds(config: TrainingConfig) -> Lengths:
     """Return the lengths that settings allow, for when no data was loaded."""
     if isinstance(config, DistillVerbConfig) and config.distill.on_policy == 1:
         longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
@@ -424,9 +438,9 @@ def _bounds(config: PolicyConfig) -> Lengths:
     if samples_preferences(config):
         longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
         return Lengths(longest, limit, config.batch_size, config.online.group_size)
-    if isinstance(config, SupervisedConfig):
+    if isinstance(config, SupervisedConfig | RMConfig):
         # An example counts as one prompt token and a response, since all of its row is trained on.
-        responses = RESPONSES if isinstance(config, DPOConfig) else 1
+        responses = RESPONSES if isinstance(config, DPOConfig | RMConfig) else 1
         return Lengths(1, config.max_tokens - 1, config.batch_size, responses)
     return Lengths(
         config.data.max_prompt_tokens,
@@ -436,7 +450,7 @@ def _bounds(config: PolicyConfig) -> Lengths:
     )
 
 
-def _template(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
+def _template(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
     chat = config.data.apply_chat_template
     if chat == "auto":
         chat = config.data.template is None
@@ -512,7 +526,7 @@ def _context(config: SamplingVerb, longest: int) -> Finding:
     return Finding("data", "ok", "lengths", says)
 
 
-def _batch(config: PolicyConfig, lengths: Lengths) -> Iterator[Finding]:
+def _batch(config: TrainingConfig, lengths: Lengths) -> Iterator[Finding]:
     budget = config.train.max_tokens_per_micro_batch
     if budget < lengths.longest:
         says = (
@@ -520,11 +534,10 @@ def _batch(config: PolicyConfig, lengths: Lengths) -> Iterator[Finding]:
             "alone, and takes more than said; raise it, or bound the lengths"
         )
         yield Finding("settings", "warn", "train.max_tokens_per_micro_batch", says)
-    engine_budget = config.engine.max_cache_tokens
     samples = isinstance(config, RLConfig) or samples_preferences(config)
-    if samples and engine_budget < lengths.longest:
+    if samples and config.engine.max_cache_tokens < lengths.longest:
         says = (
-            f"= {engine_budget} cannot hold one prompt and response of {lengths.longest} tokens, "
+            f"= {config.engine.max_cache_tokens} cannot hold one prompt and response of {lengths.longest} tokens, "
             "which ends the run; raise it"
         )
         yield Finding("settings", "bad", "engine.max_cache_tokens", says)
@@ -537,7 +550,7 @@ def _batch(config: PolicyConfig, lengths: Lengths) -> Iterator[Finding]:
         yield Finding("settings", "warn", "launch.processes", says)
 
 
-def _rewards(config: PolicyConfig, data: _Data, rows: int) -> Iterator[Finding]:
+def _rewards(config: TrainingConfig, data: _Data, rows: int) -> Iterator[Finding]:
     """Score the reference response of some rows, and an empty response.
 
     Args:
@@ -545,7 +558,7 @@ def _rewards(config: PolicyConfig, data: _Data, rows: int) -> Iterator[Finding]:
         data: Its tokenizer and prompts.
         rows: Number of rows to score.
     """
-    if data.prompts is None:
+    if data.prompts is None or isinstance(config, RMConfig):
         return
     count = min(rows, len(data.prompts))
     # Rewards do not read media, which may take long to decode.
@@ -602,7 +615,7 @@ def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
 
 
 def _measured(
-    config: PolicyConfig,
+    config: TrainingConfig,
     data: _Data,
     device: Device,
     memory: MemoryEstimate | None,

@@ -95,7 +95,7 @@
           y: { range: (chart, low, high) => this.valueRange(low, high) },
         },
         axes: [
-          { ...axis, size: 30, grid: { show: false }, incrs: WHOLE, space: 44, values: (chart, steps) => steps },
+          { ...axis, size: 30, grid: { show: false }, space: 44, ...this.steps() },
           {
             ...axis,
             size: 48,
@@ -114,6 +114,12 @@
         },
         hooks: { setCursor: [() => this.hover()] },
       };
+    }
+
+    // Ticks of the step axis: uPlot chooses fractions where steps are not whole.
+    steps() {
+      if (!this.plot.whole) return { values: (chart, steps) => tickLabels(steps, compact) };
+      return { incrs: WHOLE, values: (chart, steps) => steps };
     }
 
     // The marks of the values at the pointer are elements, so they take CSS variables.
@@ -207,13 +213,18 @@
 
     tell(idx, left) {
       const head = document.createElement("b");
-      head.textContent = this.plot.heads[idx] ?? `${this.plot.axis} ${this.plot.steps[idx]}`;
+      head.textContent = this.plot.heads[idx] ?? `${this.plot.axis} ${this.step(idx)}`;
       // From the top down, as the parts of a bar are.
       const rows = this.order.filter((i) => this.tells(i, idx)).map((i) => this.row(i, idx));
       this.tip.replaceChildren(head, ...rows);
       const right = left > this.chart.over.clientWidth / 2;
       this.tip.style.left = right ? "" : `${left + 12}px`;
       this.tip.style.right = right ? `${this.chart.over.clientWidth - left + 12}px` : "";
+    }
+
+    step(idx) {
+      const step = this.plot.steps[idx];
+      return this.plot.whole ? step : compact(step);
     }
 
     tells(i, idx) {

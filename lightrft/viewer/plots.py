@@ -55,6 +55,7 @@ class Plot:
         y_range: range of the value axis. None fits the values.
         zero: if True, the value axis starts at 0.
         axis: name of the step axis. Plots with the same axis share the cursor and the zoom.
+        whole: if True, steps are whole numbers.
         heads: text at hover for each bar. Empty for lines.
     """
 
@@ -67,6 +68,7 @@ class Plot:
     y_range: tuple[float, float] | None = None
     zero: bool = False
     axis: str = "step"
+    whole: bool = True
     heads: Sequence[str] = ()
 
     def data(self) -> dict[str, object]:
@@ -81,6 +83,7 @@ class Plot:
             "range": self.y_range,
             "zero": self.zero,
             "axis": self.axis,
+            "whole": self.whole,
             "heads": list(self.heads),
             "steps": steps,
             "series": [
@@ -111,8 +114,9 @@ class Plot:
         form = FORMS[self.form]
         values = [y for _, y in series.points]
         (x0, y0), (x1, y1) = series.points[0], series.points[-1]
+        at = "step {:.0f}" if self.whole else f"{self.axis} {{:.3g}}"
         return (
-            f"{series.name}: {form(y0)} at step {x0:.0f}, {form(y1)} at step {x1:.0f}, "
+            f"{series.name}: {form(y0)} at {at.format(x0)}, {form(y1)} at {at.format(x1)}, "
             f"between {form(min(values))} and {form(max(values))}."
         )
 

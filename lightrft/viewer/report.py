@@ -21,8 +21,18 @@ from lightrft.viewer.figures import figures, plot_data
 from lightrft.viewer.formatting import compact, css_of, percent
 from lightrft.viewer.groups import groups
 from lightrft.viewer.plots import Plot
+from lightrft.viewer.reward_scores import reward_plots, reward_section
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
 from lightrft.viewer.samples import answers
+
+JUDGED = {
+    "Prompts": "eval/prompts",
+    "Without a score": "eval/unscored",
+    "Calibration error": "eval/calibration_error",
+    "Length bias": "eval/length_bias",
+    "Mean margin": "eval/margin",
+}
+"""Entries of the summary of an evaluation of a reward model, by their labels."""
 
 
 def write_report(folder: Path) -> Path:
@@ -41,7 +51,7 @@ def render(run: RunData) -> str:
     Every text of the run is escaped. A content security policy allows only this page's styles and
     scripts, by their hashes.
     """
-    drawn = plots(run)
+    drawn, judged = plots(run), reward_plots(run)
     styles = [_asset("vendor/uplot/uPlot.min.css"), _asset("report.css")]
     # A copy of uPlot must have its licence.
     notice = f"/*\n{_asset('vendor/uplot/LICENSE')}\n*/\n"
@@ -54,6 +64,7 @@ def render(run: RunData) -> str:
         _header(run),
         _hero(run),
         _curves(run, drawn),
+        reward_section(run, judged),
         answers(run),
         groups(run.steps),
         _settings(run),
@@ -71,7 +82,7 @@ def render(run: RunData) -> str:
         + "</head>\n<body>\n<main>\n"
         + "\n".join(part for part in sections if part)
         + "\n<footer>Written by lightrft from the files next to this page.</footer>\n</main>\n"
-        + plot_data(drawn)
+        + plot_data([*drawn, *judged])
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + "</body>\n</html>\n"
     )
@@ -139,8 +150,9 @@ def _headline(run: RunData) -> str:
         points = (after - before) * 100
         # A minus sign, which is as wide as the plus. The names of the classes have no hyphen.
         delta = f'<p class="delta {css_of(points)}">{points:+.1f} points</p>'.replace("-", "−", 1)
+    of_pairs = "pair " if run.judged else ""
     return (
-        f'<div class="headline card"><p class="label">Held-out accuracy{when}</p><p '
+        f'<div class="headline card"><p class="label">Held-out {of_pairs}accuracy{when}</p><p '
         f'class="value">{value}</p>{delta}</div>'
     )
 
@@ -166,6 +178,10 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         count = compact(tokens) if tokens >= 1e6 else f"{tokens:,.0f}"
         note = "prompts and responses" if written else ""
         facts.append(("Tokens", count, note))
+    for label, name in JUDGED.items():
+        value = run.number(name)
+        if value is not None:
+            facts.append((label, compact(value), ""))
     for label, name, form in (
         ("Tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
         ("Reward", "reward/mean", compact),

@@ -51,7 +51,8 @@ class RunData:
 
     ``rows`` are the metrics of the phase that the report is about. ``warm_up`` are the metrics of
     the supervised steps before it, and ``reward_model`` those of the training of its reward model.
-    Attachments are in the folder ``media``.
+    Attachments are in the folder ``media``. ``judged`` is the content of ``reward_scores.json``: how
+    well a reward model orders responses.
     """
 
     name: str
@@ -64,6 +65,7 @@ class RunData:
     after: list[Answer] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     media: Path = Path()
+    judged: Row = field(default_factory=dict)
 
     def points(self, name: str, rows: Sequence[Row] | None = None) -> Points:
         """Return ``(step, value)`` for every row in which metric ``name`` is a finite number.
@@ -122,6 +124,7 @@ def read_run(folder: Path) -> RunData:
         after=after,
         steps=read_steps(folder),
         media=folder / "media",
+        judged=_object(folder / "reward_scores.json"),
     )
 
 

@@ -31,6 +31,7 @@ VERBS = (
         configs.KTOConfig,
         configs.RMConfig,
         configs.EvaluateConfig,
+        configs.EvalRMConfig,
         configs.GenerateConfig,
         configs.ChatConfig,
         configs.DistillVerbConfig,

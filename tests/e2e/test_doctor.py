@@ -297,3 +297,30 @@ def test_a_device_on_which_a_rank_and_a_worker_live_holds_both(
     rank, worker, both = (float(size) / (1024 if unit == "KiB" else 1) for size, unit in peaks)
     assert "MiB on a device of rank and reference" in found.out
     assert both == pytest.approx(rank + worker, abs=0.011)
+
+
+def test_a_reward_model_is_examined_without_logits_and_without_rewards(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}+1=", "chosen": f"{i}", "rejected": f"{i}x"} for i in range(12)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    words = (
+        f"model={folder / 'model'}",
+        f"data.sources={pairs}",
+        "doctor.verb=rm",
+        "reward_model.heads=[{name: score, kind: ensemble, size: 3}]",
+        f"doctor.output={tmp_path / 'found.json'}",
+    )
+    found = command(capsys, "doctor", *words, "batch_size=4")
+    assert found.status == 0, found
+    assert "12 examples of 12 rows" in line(found, "rows")
+    said = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["memory"]
+    assert next(iter(said["models"])) == "reward model"
+    names = [phase["name"] for phase in said["phases"]]
+    assert names == ["reward model: forward", "reward model: update"]
+    assert not said["problems"]
+    # a setting that does not fit is found before the run starts
+    bad = command(capsys, "doctor", *words, "reward_model.losses=[ordinal]")
+    assert bad.status == 2
+    assert "ordinal" in line(bad, "reward model")

@@ -278,6 +278,11 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         return int(whole.max())
 
     @property
+    def most_responses(self) -> int:
+        """Return the largest number of responses of an example."""
+        return int(np.diff(np.asarray(self._kept["groups"], dtype=np.int64), prepend=0).max()) - 1
+
+    @property
     def is_weighted(self) -> bool:
         """Return True if any example has a weight other than 1."""
         return bool((np.asarray(self._kept["weight"]) != 1.0).any())
@@ -313,6 +318,11 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             for name in ("source", "row", "rank"):
                 found.update(np.asarray(self._kept[name]).tobytes())
         return found.hexdigest()
+
+    def record(self, i: int) -> PreferenceRow:
+        """Return the row of example ``i``. Raises ``MalformedRow`` if it cannot be read any more."""
+        k, _ = self._stored(i, "example")
+        return self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
 
     def require(self, column: Literal["rating", "margin"]) -> None:
         """Check that every response has a ``rating`` or ``margin``.
@@ -381,7 +391,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
     def _attach(self, k: int, example: PreferenceExample) -> None:
         """Load the media of stored example ``k``. Raises ``MalformedRow``."""
         assert self.encoder.media is not None
-        row = self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+        row = self.record(example.index)
         for response, record, numbers in zip(example.responses, row.responses, self._media[k]):
             items = [record.media[n] for n in numbers]
             parts = (example.prompt_ids, response.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 
 from lightrft.config.base import dotted
+from lightrft.trainer.reward_model.results import RESULTS, scores_of
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.prompt_digest import IDENTIFYING
 
@@ -23,6 +25,7 @@ CONDITIONS = (
     *("eval.data.media.min_pixels", "eval.data.media.max_pixels"),
     *("eval.data.media.fps", "eval.data.media.max_frames"),
     *("reward.terms", "reward.per_source", "reward.models"),
+    *("head", "max_tokens", "data.template", "data.system", "data.apply_chat_template"),
 )
 """Settings, and branches of settings, that change the numbers of an evaluation."""
 
@@ -31,6 +34,9 @@ IN_SUMMARY = ("samples", "threshold", "seed", "sampling")
 
 OF_RESPONSE = ("text", "reward", "failed", "finish_reason")
 """Fields of a response that are kept. Those of tokens can be thousands of times as large."""
+
+ABOVE_ZERO = math.ulp(0.0)
+"""Smallest margin of the scores of a pair in right order."""
 
 Key = tuple[str, str]
 """Data source and id of a prompt."""
@@ -79,6 +85,9 @@ def read_evaluation(path: Path, step: int | None) -> SavedEvaluation:
         ConfigError: If there is no such evaluation.
         DataError: If a file of the run is malformed.
     """
+    scores = path if path.name == RESULTS else path / RESULTS
+    if scores.is_file():
+        return _read_scores(scores)
     file = path if path.is_file() else _file_at(path, step)
     number = re.fullmatch(r"eval_(\d+)", file.stem)
     if number is None or file.suffix != ".jsonl":
@@ -97,6 +106,41 @@ def read_evaluation(path: Path, step: int | None) -> SavedEvaluation:
     relevant = {name: value for name, value in settings.items() if _is_condition(name)}
     threshold = settings.get("eval.threshold", 1.0)
     return SavedEvaluation(file, int(number[1]), float(threshold), relevant, prompts)
+
+
+def _read_scores(file: Path) -> SavedEvaluation:
+    """Read an evaluation of a reward model. Its responses are pairs, and their rewards margins.
+
+    A pair counts twice: once of two if the scores are equal, else both times or never.
+    """
+    folder = file.parent
+    settings = _settings(folder / "config.yaml")
+    summary: Mapping[str, Any] = {}
+    if (folder / "summary.json").is_file():
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    prompts: dict[Key, SavedPrompt] = {}
+    count = 0
+    with file.open("rb") as lines:
+        next(lines, b"")  # the first line identifies data and model
+        for raw in lines:
+            prompt, line = scores_of(raw, file)
+            count += 1
+            head = str(summary.get("head"))
+            saved = SavedPrompt(
+                {"id": prompt.id, "data_source": prompt.source, "text": line["prompt"], "label": ""}
+            )
+            for better, worse in prompt.pairs(head) if head in prompt.labels else ():
+                margin = prompt.scores[head][better] - prompt.scores[head][worse]
+                text = f"{line['responses'][better]}\n(preferred to)\n{line['responses'][worse]}"
+                for reward in (margin or ABOVE_ZERO, margin):
+                    response = {"text": text, "reward": reward, "failed": "", "finish_reason": ""}
+                    saved.responses.append({**response, "length": prompt.lengths[better]})
+            if saved.responses:
+                prompts[prompt.source, prompt.id] = saved
+    if count != summary.get("prompts") or not prompts:
+        raise DataError(f"{folder}: the last lightrft eval-rm did not finish; run it again")
+    relevant = {name: value for name, value in settings.items() if _is_condition(name)}
+    return SavedEvaluation(file, 0, ABOVE_ZERO, relevant, prompts)
 
 
 def _file_at(folder: Path, step: int | None) -> Path:

@@ -11,7 +11,13 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import in_worker
 from lightrft.config.train import TeacherConfig
-from lightrft.config.verbs import DistillVerbConfig, DPOConfig, PolicyConfig, RLConfig
+from lightrft.config.verbs import (
+    DistillVerbConfig,
+    DPOConfig,
+    RLConfig,
+    RMConfig,
+    TrainingConfig,
+)
 from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory, gradients, held, peak
 from lightrft.diagnostics.memory.phases import (
     DRAWING,
@@ -26,6 +32,8 @@ from lightrft.diagnostics.memory.phases import (
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.reward.saved_form import read_form
 from lightrft.utils.onednn_cache import products_bytes
 from lightrft.workers.local import teacher_settings
 
@@ -60,7 +68,7 @@ class MemoryEstimate:
         return peak(self.models, self.phases)[1]
 
 
-def estimate_memory(config: PolicyConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
+def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
     """Return the memory of each of the ``device.processes`` ranks of ``config``.
 
     Raises ``ModelError`` for a model whose config cannot be used.
@@ -98,7 +106,7 @@ def estimate_memory(config: PolicyConfig, lengths: Lengths, device: Device) -> M
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
 
 
-def workers(config: PolicyConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
+def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
     """Return the memory of each worker of ``launch.ray`` with a model, by role.
 
     Args:
@@ -132,7 +140,7 @@ def workers(config: PolicyConfig, lengths: Lengths, device: Device) -> dict[str,
     return found
 
 
-def staffed(config: PolicyConfig) -> list[str]:
+def staffed(config: TrainingConfig) -> list[str]:
     """Return the roles with a model that run in workers."""
     if not isinstance(config, RLConfig):
         return []
@@ -140,9 +148,12 @@ def staffed(config: PolicyConfig) -> list[str]:
     return [role for name, role in ROLES.items() if staff[name]]
 
 
-def _models(config: PolicyConfig) -> Iterator[Model]:
+def _models(config: TrainingConfig) -> Iterator[Model]:
     """Yield the models that a run loads, the policy first."""
     model = config.model
+    if isinstance(config, RMConfig):
+        yield _reward_model(config)
+        return
     yield _of("policy", model, trained=True)
     alone = model.model_copy(update={"lora": None})
     if isinstance(config, DPOConfig) and loads_reference(config):
@@ -198,6 +209,16 @@ def _teachers(config: DistillVerbConfig) -> Iterator[Model]:
 
 def _teacher(name: str, policy: ModelConfig, teacher: TeacherConfig) -> Model:
     return _of(name, teacher_settings(policy, teacher), trained=False)
+
+
+def _reward_model(config: RMConfig) -> Model:
+    """Return the reward model that ``config`` trains. No weight of a language model is read."""
+    base, settings = config.model, config.reward_model
+    model = RewardModel.around(meta_model(base), base, settings, read_form(base.path))
+    if base.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    # heads are built on the host
+    return Model("reward model", model.to("meta"), True, base.load_in_4bit)
 
 
 def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:

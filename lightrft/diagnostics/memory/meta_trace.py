@@ -24,6 +24,7 @@ from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.attention.layouts import Packed, pack
 from lightrft.models.critic import Critic
+from lightrft.models.reward.reward_model import RewardModel
 from lightrft.strategy.activation_offload import stays
 from lightrft.strategy.base import TrainState
 from lightrft.strategy.single import Masters, SingleStrategy
@@ -329,7 +330,10 @@ def _called(
     saved: Saved = "device",
 ) -> Generator[tuple[AllocationTracker, Callable[[], Tensor]]]:
     """Yield a counter, and a call of ``model`` on ``batch`` that returns a loss."""
-    packed = pack(batch, model.layout)
+    is_scored = isinstance(model, RewardModel)
+    if is_scored:
+        batch = model.ended(batch)
+    packed = pack(batch, model.layout, final=is_scored)
     targets = batch.responses.tokens.to("meta")
     longest = int(batch.prompts.lengths.max() + batch.lengths.max())
     watch = AllocationTracker()
@@ -340,11 +344,15 @@ def _called(
     packed = _on_meta(packed, plan)
 
     def passed() -> Tensor:
-        states = model.states(packed).flatten(0, 1).index_select(0, packed.gather)
+        every = model.states(packed).flatten(0, 1)
+        if isinstance(model, RewardModel):
+            heads = model.outputs_of(every, packed, batch).values()
+            return torch.stack([head.scores.sum() + head.outputs.sum() for head in heads]).sum()
+        states = every.index_select(0, packed.gather)
         if isinstance(model, Critic):
             return model.value(states).sum()
         if not isinstance(model, Actor):
-            raise TypeError(f"{type(model).__name__} is neither an actor nor a critic")
+            raise TypeError(f"{type(model).__name__} is no actor, critic or reward model")
         scores = model.score_states(states, targets, entropy=entropy)
         loss = scores.logprobs.sum()
         return loss if scores.entropy is None else loss + scores.entropy.sum()
@@ -394,5 +402,7 @@ def _from_host(kept: Tensor | _OnHost) -> Tensor:
 def _on_meta(packed: Packed, plan: _Attention) -> Packed:
     names = ("input_ids", "position_ids", "gather", "source")
     tensors = {name: getattr(packed, name).to("meta") for name in names}
+    if packed.final is not None:
+        tensors["final"] = packed.final.to("meta")
     # Without the mask, which the stand-in does not read and which would count as memory.
     return replace(packed, **tensors, plan=plan, mask=None)

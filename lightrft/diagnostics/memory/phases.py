@@ -12,7 +12,7 @@ from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import StrategyConfig
-from lightrft.config.verbs import DistillVerbConfig, DPOConfig, PolicyConfig, RLConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, RMConfig, TrainingConfig
 from lightrft.diagnostics.memory import meta_trace
 from lightrft.diagnostics.memory.formulas import (
     QUANTISED,
@@ -162,7 +162,7 @@ class ProcessProfile:
     computed.
     """
 
-    config: PolicyConfig
+    config: TrainingConfig
     lengths: Lengths
     device: Device
     strategy: StrategyConfig
@@ -209,6 +209,8 @@ def drawing_answers(
     """
     config = place.config
     lengths = place.lengths
+    if isinstance(config, RMConfig):
+        return
     if evaluating or not generates(config):
         if not config.eval.data.sources:
             return
@@ -355,7 +357,7 @@ def _updates(
         yield MemoryPhase(f"{m.name}: last gradients", last)
 
 
-def generates(config: PolicyConfig) -> bool:
+def generates(config: TrainingConfig) -> bool:
     """Return True if training steps generate responses."""
     if isinstance(config, DistillVerbConfig):
         return config.distill.on_policy > 0
@@ -364,14 +366,14 @@ def generates(config: PolicyConfig) -> bool:
     return isinstance(config, RLConfig)
 
 
-def compares_distributions(config: PolicyConfig) -> bool:
+def compares_distributions(config: TrainingConfig) -> bool:
     """Return True if a loss compares the policy with a teacher over the vocabulary."""
     if isinstance(config, RLConfig):
         return config.algorithm.distill.whole
     return isinstance(config, DistillVerbConfig)
 
 
-def scored(config: PolicyConfig) -> bool:
+def scored(config: TrainingConfig) -> bool:
     """Return True if the policy runs over the batch once more, without gradient."""
     if isinstance(config, DPOConfig):
         # Losses that couple the batch compute all log-probs first, and so does the reference of

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from lightrft.algorithms.reward_model.inputs import ScoredResponses
+from torch import Tensor
+
 from lightrft.algorithms.reward_model.objective import reward_terms
 from lightrft.algorithms.reward_model.quality import (
     JudgedPair,
+    ScoredPrompt,
     calibration_error,
+    judged_pairs,
     length_bias,
     pair_accuracy,
 )
 from lightrft.algorithms.reward_model.rating_losses import unsafe_ratings
 from lightrft.algorithms.token_ops import require_column
-from lightrft.datasets.preference.preference_dataset import PreferenceDataset
+from lightrft.datasets.preference.preference_dataset import PreferenceDataset, PreferenceExample
 from lightrft.datasets.sampler import in_order
 from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.learner.preference_examples import preference_to_batch
@@ -25,16 +29,25 @@ from lightrft.learner.reward_model.outputs import (
     compute_outputs,
     responses_of,
 )
-from lightrft.learner.reward_model.step import RewardModelSettings, verify_layout
+from lightrft.learner.reward_model.step import (
+    LayoutChecked,
+    RewardModelSettings,
+    verify_layout,
+)
 from lightrft.learner.sft_step import with_sources
-from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.reward.reward_model import HeadOutputs, RewardModel
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
 
-Judged = dict[str, list[JudgedPair]]
-"""Pairs of responses with their scores, by head."""
+
+@dataclass(frozen=True, slots=True)
+class HeldOutScores:
+    """The result of an evaluation of held-out rows: metrics, and the scores of each row."""
+
+    metrics: Metrics
+    prompts: list[ScoredPrompt]
 
 
 def evaluate_reward_model(
@@ -43,7 +56,7 @@ def evaluate_reward_model(
     dataset: PreferenceDataset,
     settings: RewardModelSettings,
     batch_size: int,
-) -> Metrics:
+) -> HeldOutScores:
     """Return the loss of ``dataset`` and how well the scores order it. All ranks must call it.
 
     With the loss ``cost_sign``, ``eval/sign_accuracy`` is the fraction of responses whose score is
@@ -60,22 +73,35 @@ def evaluate_reward_model(
         settings: The settings of the run.
         batch_size: Number of examples that are computed together.
     """
-    losses, judged, signs = Metrics(), Judged(), Metrics()
-    seen = 0
-    for batch, outputs in scored(strategy, trained, dataset, settings, batch_size):
+    losses, signs, prompts = Metrics(), Metrics(), list[ScoredPrompt]()
+    for examples, batch, outputs in scored(strategy, trained, dataset, settings, batch_size):
         data_of_head = responses_of(batch, outputs, settings.heads)
         for i, term in enumerate(reward_terms(data_of_head, settings.reward_model)):
             losses.add(f"{i}", Mean(term.weight * term.losses.sum(), term.units.sum()))
-        for name, pairs in pairs_of(batch, data_of_head, settings, seen).items():
-            judged.setdefault(name, []).extend(pairs)
         signs.merge(sign_metrics(batch, outputs, settings))
-        seen += len(batch.prompts)
+        prompts += scored_prompts(examples, batch, outputs, settings.heads)
     metrics = Metrics()
     means = losses.compute()
     if means:
         metrics.add("eval/loss", Mean(sum(means.values())))
     metrics.merge(signs)
+    metrics.merge(head_metrics(prompts, settings.heads))
+    return HeldOutScores(metrics, prompts)
+
+
+def head_metrics(prompts: Sequence[ScoredPrompt], heads: Sequence[str]) -> Metrics:
+    """Return how well the scores of each of ``heads`` order the responses that it compares.
+
+    The metrics of the first one that compares responses have no name, and are given by data source
+    too.
+
+    Args:
+        prompts: The scored prompts.
+        heads: Names of heads with labels.
+    """
+    judged = {name: judged_pairs(prompts, name) for name in heads}
     compared = {name: pairs for name, pairs in judged.items() if pairs}
+    metrics = Metrics()
     for i, (name, pairs) in enumerate(compared.items()):
         metrics.merge(order_metrics(pairs, "eval" if i == 0 else f"eval/{name}"))
         if i == 0:
@@ -134,13 +160,22 @@ def source_metrics(pairs: Sequence[JudgedPair]) -> Metrics:
     return metrics
 
 
+@dataclass(slots=True)
+class EvaluatedModel:
+    """A reward model that is not trained. See ``LayoutChecked``."""
+
+    model: RewardModel
+    layout_verified: bool = False
+
+
 def scored(
     strategy: Strategy,
-    trained: TrainableModel[RewardModel],
+    trained: LayoutChecked,
     dataset: PreferenceDataset,
     settings: RewardModelSettings,
     batch_size: int,
-) -> Iterator[tuple[Batch, Outputs]]:
+    begin: int = 0,
+) -> Iterator[tuple[list[PreferenceExample], Batch, Outputs]]:
     """Yield the examples of ``dataset`` with the outputs of the model, equal on all ranks.
 
     Args:
@@ -149,46 +184,52 @@ def scored(
         dataset: The examples.
         settings: The settings of the run.
         batch_size: Number of examples of a part.
+        begin: Number of examples to leave out, from the first.
     """
-    for examples in in_order(dataset, batch_size, strategy.ranks):
+    for examples in in_order(dataset, batch_size, strategy.ranks, begin):
         if not examples:
             continue
         batch = with_sources(
             preference_to_batch(examples, settings.heads), examples, settings.sources
         )
         verify_layout(trained, batch, strategy)
-        yield batch, compute_outputs(trained.model, batch, strategy, settings.max_tokens)
+        outputs = compute_outputs(trained.model, batch, strategy, settings.max_tokens)
+        yield examples, batch, outputs
 
 
-def pairs_of(
+def scored_prompts(
+    examples: Sequence[PreferenceExample],
     batch: Batch,
-    data_of_head: Mapping[str, ScoredResponses],
-    settings: RewardModelSettings,
-    seen: int = 0,
-) -> Judged:
-    """Return the scores of all pairs of ``batch``, by head.
+    outputs: Mapping[str, HeadOutputs],
+    heads: Sequence[str],
+) -> list[ScoredPrompt]:
+    """Return the scores and labels of the responses to each prompt of ``batch``.
 
     Args:
-        batch: A batch.
-        data_of_head: The labelled responses of each head.
-        settings: The settings of the run.
-        seen: Number of prompts of earlier batches.
+        examples: The examples of the batch.
+        batch: The batch.
+        outputs: The outputs of each head for ``batch``.
+        heads: Names of the columns of ``batch.labels``.
     """
-    found = Judged()
-    examples, lengths = require_column(batch.example).tolist(), batch.lengths.tolist()
-    source_of = [""] * len(batch)
-    if batch.data_source is not None:
-        source_of = [settings.sources[number] for number in batch.data_source.tolist()]
-    for name, responses in data_of_head.items():
-        scores = responses.scores.tolist()
-        better, worse = responses.pairs()
-        found[name] = []
-        for first, second in zip(better.tolist(), worse.tolist(), strict=True):
-            longer = lengths[first] - lengths[second]
-            pair = JudgedPair(
-                seen + examples[first], scores[first], scores[second], longer, source_of[first]
-            )
-            found[name].append(pair)
+    labels = require_column(batch.labels)
+    members: list[list[int]] = [[] for _ in examples]
+    for row, example in enumerate(require_column(batch.example).tolist()):
+        members[example].append(row)
+
+    def of(column: Tensor, rows: Sequence[int]) -> list[float]:
+        return column.detach()[rows].tolist()
+
+    found = []
+    for example, rows in zip(examples, members, strict=True):
+        prompt = ScoredPrompt(
+            example.index,
+            example.id,
+            example.data_source,
+            {name: of(head.scores, rows) for name, head in outputs.items()},
+            {name: of(labels[:, column], rows) for column, name in enumerate(heads)},
+            batch.lengths[rows].tolist(),
+        )
+        found.append(prompt)
     return found
 
 
@@ -217,7 +258,7 @@ def normalize_scores(
     scores: dict[str, list[float]] = {name: [] for name in model.score_names}
     model.set_normalization(dict.fromkeys(scores, 0.0), dict.fromkeys(scores, 1.0))
     with evaluation_mode(model):
-        for _, outputs in scored(strategy, trained, dataset, settings, batch_size):
+        for _, _, outputs in scored(strategy, trained, dataset, settings, batch_size):
             for name, own in scores.items():
                 own += outputs[name].scores.tolist()
     means = {name: fmean(own) for name, own in scores.items()}

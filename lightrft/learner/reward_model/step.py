@@ -12,6 +12,7 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -208,8 +209,15 @@ def reward_metrics(
     return metrics
 
 
+class LayoutChecked(Protocol):
+    """A reward model, and whether its layout was compared with padded rows."""
+
+    model: RewardModel
+    layout_verified: bool
+
+
 @torch.no_grad()
-def verify_layout(trained: TrainableModel[RewardModel], batch: Batch, strategy: Strategy) -> None:
+def verify_layout(trained: LayoutChecked, batch: Batch, strategy: Strategy) -> None:
     """Compare the scores of the layout with those of padded rows, on the first batch of a run.
 
     If the two differ, padded rows are used from then on, and the reason is logged.

@@ -336,11 +336,25 @@ class RewardModel(Backbone):
 
         It is ``forward``, so that wrappers that act on a module's call see it.
         """
-        batch = batch.to(self.device)
-        if self.end_token is not None:
-            batch = with_end_tokens(batch, free_token(self.base, self.family))
+        batch = self.ended(batch.to(self.device))
         is_whole = self.settings.pooling in ("mean", "attention")
         states, packed = self.compute(batch, final=True, whole=is_whole)
+        return self.outputs_of(states, packed, batch)
+
+    def ended(self, batch: Batch) -> Batch:
+        """Return ``batch`` with a place for the learned token after each response, if any."""
+        if self.end_token is None:
+            return batch
+        return with_end_tokens(batch, free_token(self.base, self.family))
+
+    def outputs_of(self, states: Tensor, packed: Packed, batch: Batch) -> dict[str, HeadOutputs]:
+        """Return outputs and scores from the states of a call.
+
+        Args:
+            states: ``[n, H]`` states of ``compute``.
+            packed: The call of ``compute``.
+            batch: Prompts and responses of the call, as ``ended`` returns them.
+        """
         raw: dict[str, HeadOutputs] = {}
         for name, pooled in self._pooled(states, packed, batch).items():
             raw[name] = _joined(self.heads[name](pooled.states), pooled.part)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.algorithms.reward_model.quality import ScoredPrompt
 from lightrft.algorithms.reward_model.requirements import RewardRequirements
 from lightrft.config.data import RewardDataConfig
 from lightrft.config.reward_model import ValidationTimesConfig
@@ -15,6 +16,8 @@ from lightrft.config.verbs import RMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
+from lightrft.distributed.process_group import run_on_all_ranks
+from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.learner.reward_model.evaluation import evaluate_reward_model, normalize_scores
 from lightrft.learner.reward_model.step import RewardModelSettings, reward_model_step
@@ -30,6 +33,7 @@ from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.checks.preflight import check_enough
 from lightrft.trainer.reward_model.checks import check, labelled_heads, rating_ranges, reads_ties
 from lightrft.trainer.reward_model.export import SavedParts, export
+from lightrft.trainer.reward_model.results import write_report_data
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import run_supervised
 from lightrft.trainer.training_loop import TrainingRun
@@ -37,6 +41,9 @@ from lightrft.utils.state_io import State
 from lightrft.workers.local import local_tokenizer, strategy_of
 
 log = logging.getLogger(__name__)
+
+WORST_PAIRS = 20
+"""Number of held-out pairs in the report whose order is most wrong."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +59,7 @@ class RewardModelRun(TrainingRun):
         dataset: The examples.
         validation: The held-out examples, if there are any.
         sampler: Gives the order of the examples.
+        scores: Scores of the held-out examples at the last evaluation.
     """
 
     config: RMConfig
@@ -62,6 +70,7 @@ class RewardModelRun(TrainingRun):
     dataset: PreferenceDataset
     validation: PreferenceDataset | None
     sampler: PromptSampler
+    scores: list[ScoredPrompt] = field(default_factory=list)
 
     @property
     def strategy(self) -> Strategy:
@@ -102,9 +111,11 @@ class RewardModelRun(TrainingRun):
         """Return the loss of the held-out examples and the accuracy of their order."""
         if self.validation is None:
             return Metrics()
-        return evaluate_reward_model(
+        found = evaluate_reward_model(
             self.placed, self.model, self.validation, self.settings, self.config.batch_size
         )
+        self.scores = found.prompts
+        return found.metrics
 
     def state(self) -> State:
         """Return the state of the sampler."""
@@ -121,7 +132,26 @@ class RewardModelRun(TrainingRun):
             rows = self.validation or self.dataset
             normalize_scores(self.placed, model, rows, self.settings, self.config.batch_size)
 
-        return export(self, self.model, self.parts, normalize)
+        step = export(self, self.model, self.parts, normalize)
+        self._write_scores()
+        return step
+
+    def _write_scores(self) -> None:
+        """Write the scores of the last evaluation for the report."""
+        dataset, session = self.validation, self.session
+        if dataset is None:
+            return
+        # A run that resumes at its end has made no evaluation.
+        if not self.scores:
+            with evaluation_mode(self.model.model):
+                self.validate()
+
+        def write() -> None:
+            if session.ranks.rank == 0:
+                head = self.settings.heads[0]
+                write_report_data(session.path, dataset, self.scores, head, worst=WORST_PAIRS)
+
+        run_on_all_ranks(session.ranks, write)
 
     def close(self) -> None:
         """Cancel reads of media that have not started."""

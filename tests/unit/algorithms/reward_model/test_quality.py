@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 
 from lightrft.algorithms.reward_model.quality import (
     JudgedPair,
+    ScoredPrompt,
+    best_of_n_curve,
+    calibration_bins,
     calibration_error,
+    expected_best,
+    head_agreement,
+    judged_pairs,
     length_bias,
     pair_accuracy,
 )
@@ -78,3 +85,67 @@ def test_the_length_bias_tells_a_model_that_prefers_what_is_long() -> None:
     assert length_bias(fair) == 0
     assert length_bias(biased) == 0.5
     assert math.isnan(length_bias([JudgedPair(0, 1, 0)]))
+
+
+def prompt(scores, labels, index=0, **other) -> ScoredPrompt:
+    every = {"a": scores, **other}
+    return ScoredPrompt(index, f"{index}", "", every, {"a": labels}, list(range(len(scores))))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-9, 9)), min_size=1, max_size=7))
+def test_the_expected_best_of_n_is_the_mean_over_all_subsets(
+    responses: list[tuple[int, float]],
+) -> None:
+    scores = [float(score) for score, _ in responses]
+    gold = [rating for _, rating in responses]
+    for n in range(1, len(responses) + 1):
+        means = []
+        for subset in itertools.combinations(range(len(scores)), n):
+            highest = max(scores[k] for k in subset)
+            best = [gold[k] for k in subset if scores[k] == highest]
+            means.append(sum(best) / len(best))
+        expected = sum(means) / len(means)
+        assert expected_best(scores, gold, n) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_curve_has_the_same_prompts_at_all_n() -> None:
+    prompts = [prompt([3.0, 1.0, 2.0], [1.0, 0.0, 0.0]), prompt([1.0, 2.0], [1.0, 0.0])]
+    both = best_of_n_curve(prompts, "a")
+    assert [(point.n, point.chosen.count) for point in both] == [(1, 2), (2, 2)]
+    assert both[1].chosen.mean == pytest.approx((2 / 3 + 0) / 2)
+    assert both[1].best.mean == pytest.approx((2 / 3 + 1) / 2)
+    first = best_of_n_curve(prompts, "a", 3)
+    assert [(point.n, point.chosen.count) for point in first] == [(1, 1), (2, 1), (3, 1)]
+    assert first[2].chosen.mean == 1
+    # a response without a finite score or a label is not chosen from
+    some = best_of_n_curve([prompt([math.nan, 1.0, 2.0], [9.0, 1.0, math.nan])], "a")
+    assert [(point.n, point.chosen.mean) for point in some] == [(1, 1.0)]
+    assert best_of_n_curve([prompt([1.0], [math.nan])], "a") == []
+
+
+def test_pairs_are_those_of_different_labels_and_finite_scores() -> None:
+    found = judged_pairs([prompt([3.0, 1.0, math.inf, 2.0], [0.0, 2.0, 5.0, 0.0])], "a")
+    assert [(pair.better, pair.worse, pair.longer) for pair in found] == [
+        (1.0, 3.0, 1),
+        (1.0, 2.0, -2),
+    ]
+
+
+def test_heads_agree_where_they_order_two_responses_alike() -> None:
+    one = prompt([1.0, 2.0, 3.0], [0.0] * 3, b=[1.0, 3.0, 2.0])
+    # of three pairs, two have the same order
+    assert head_agreement([one], "a", "b").mean == pytest.approx(2 / 3)
+    assert head_agreement([one], "a", "a").mean == 1
+    # equal scores of one head count half, and prompts count alike
+    equal = prompt([1.0, 2.0], [0.0] * 2, b=[4.0, 4.0])
+    assert head_agreement([one, equal], "a", "b").mean == pytest.approx((2 / 3 + 1 / 2) / 2)
+    lost = prompt([1.0, math.nan], [0.0] * 2, b=[1.0, 2.0])
+    assert head_agreement([lost], "a", "b") is None
+
+
+def test_bins_of_calibration_hold_all_pairs_and_their_means() -> None:
+    sure, unsure = JudgedPair(0, 9.0, 0.0), JudgedPair(1, 0.0, 0.1)
+    low, high = calibration_bins([sure, unsure])
+    assert (low.count, low.accuracy) == (1, 0.0)
+    assert low.confidence == pytest.approx(1 / (1 + math.exp(-0.1)))
+    assert (high.count, high.accuracy) == (1, 1.0)

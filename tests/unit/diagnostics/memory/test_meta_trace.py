@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightrft.config.base import build
 from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.reward_model import RewardModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.diagnostics.memory.formulas import kept_by_blocks
 from lightrft.diagnostics.memory.meta_trace import AllocationTracker, forward, largest_batch, update
@@ -15,6 +17,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import tiny_config, tiny_model
 from lightrft.strategy.base import TrainState
@@ -83,6 +86,28 @@ def test_a_traced_update_holds_at_most_what_a_real_one_on_the_cpu_does(
     with AllocationTracker() as watch:
         strategy.backward(state, real.score(BATCH).logprobs.sum(), last=True)
         assert watch.live == pytest.approx(found.gradients, rel=0.001)
+    assert found.peak == pytest.approx(watch.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("pooling", ["last", "attention", "token"])
+def test_a_traced_update_of_a_reward_model_holds_what_a_real_one_does(
+    tmp_path: Path, pooling: str
+) -> None:
+    heads = [{"name": "score", "kind": "mlp"}, {"name": "many", "kind": "ensemble", "size": 3}]
+    settings = build(RewardModelConfig, {"heads": heads, "pooling": pooling, "gate": True})
+    config = saved(tmp_path, 3)
+    traced = RewardModel(meta_model(config), config, settings).to("meta")
+    found = update(traced, BATCH, 1)
+    real = RewardModel(tiny_model("qwen2", num_hidden_layers=3, **SIZES), config, settings)
+    parameters = {name: p for name, p in real.named_parameters() if p.requires_grad}
+    state = TrainState(real, None, OptimizerConfig(), Masters(parameters, dict(parameters)))  # ty: ignore[invalid-argument-type]
+    strategy = SingleStrategy(StrategyConfig(device="cpu"))
+    real.train()
+    with AllocationTracker() as watch:
+        outputs = real.score(BATCH).values()
+        loss = torch.stack([head.scores.sum() + head.outputs.sum() for head in outputs]).sum()
+        strategy.backward(state, loss, last=True)
+        assert watch.live == pytest.approx(found.gradients, rel=0.01)
     assert found.peak == pytest.approx(watch.peak, rel=0.05)
 
 

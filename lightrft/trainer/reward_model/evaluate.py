@@ -1,0 +1,285 @@
+"""Evaluate a saved reward model on responses whose order is known."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import fsum
+from pathlib import Path
+
+from lightrft.algorithms.reward_model.quality import (
+    ScoredPrompt,
+    best_of_n_curve,
+    head_agreement,
+    judged_pairs,
+    pair_accuracy,
+)
+from lightrft.config.model import ModelConfig
+from lightrft.config.verbs import EvalRMConfig
+from lightrft.datasets.preference.preference_dataset import PreferenceDataset
+from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.sampler import report
+from lightrft.distributed.process_group import SINGLE_PROCESS
+from lightrft.learner.reward_model.evaluation import (
+    EvaluatedModel,
+    head_metrics,
+    scored,
+    scored_prompts,
+)
+from lightrft.learner.reward_model.step import RewardModelSettings
+from lightrft.models.processors import load_processor
+from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.reward.saved_form import SETTINGS_FILE
+from lightrft.observability.progress_bar import Progress
+from lightrft.observability.run_directory import RunDirectory
+from lightrft.rollout.eval_results.summary import EvalSummary
+from lightrft.strategy.base import Strategy
+from lightrft.trainer.checks.context_limits import check_examples
+from lightrft.trainer.reward_model.results import (
+    RESULTS,
+    ResultsFile,
+    texts_of,
+    write_report_data,
+)
+from lightrft.trainer.reward_model.suites import suite_metrics
+from lightrft.utils.errors import ConfigError, DataError, did_you_mean
+from lightrft.workers.local import local_tokenizer, strategy_of
+
+log = logging.getLogger(__name__)
+
+MAY_DIFFER = (
+    *("run", "best_of", "worst", "batch_size", "max_tokens_per_micro_batch", "strategy.device"),
+)
+"""Settings that change no score, so that an evaluation may resume with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Model, device and rows of an evaluation.
+
+    Attributes:
+        model: The reward model.
+        strategy: Its device.
+        dataset: The responses.
+        heads: Names of the heads with labels, the compared head first.
+    """
+
+    model: RewardModel
+    strategy: Strategy
+    dataset: PreferenceDataset
+    heads: Sequence[str]
+
+
+def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
+    """Score responses by a reward model. Scores, metrics and report data go to the run folder.
+
+    Raises:
+        ConfigError: If there are no rows, or the run folder belongs to another evaluation, or the
+            model has no such head.
+        DataError: If no two responses to a prompt can be compared.
+    """
+    if not config.data.sources:
+        raise ConfigError(
+            "data.sources is empty; name rows with chosen and rejected, ranked or rated "
+            "responses, e.g. data.sources=test.jsonl"
+        )
+    path = Path(config.run.dir).expanduser() / config.run.name
+    began = time.perf_counter()
+    folder = RunDirectory.open(
+        path,
+        config,
+        resume=config.run.resume,
+        overwrite=config.run.overwrite,
+        ignore=MAY_DIFFER,
+    )
+    with folder:
+        found = _prepare(config)
+        prompts = _score(config, found, path / RESULTS)
+        result = measure(prompts, found.heads, found.model.score_names, config.best_of)
+        write_report_data(
+            path,
+            found.dataset,
+            prompts,
+            found.heads[0],
+            worst=config.worst,
+            best_of=config.best_of,
+        )
+        about = {
+            "verb": "eval-rm",
+            "model": config.model.path,
+            "head": found.heads[0],
+            "prompts": len(prompts),
+            "rows": dict(found.dataset.counts),
+            "seconds": time.perf_counter() - began,
+            "heldout_after": result.metrics["eval/pair_accuracy"],
+            "intervals": result.intervals_as_json(),
+        }
+        folder.write_summary({**about, **result.metrics})
+        return result
+
+
+def _prepare(config: EvalRMConfig) -> _Prepared:
+    """Load model and rows."""
+    settings = config.model.model_copy(update={"path": model_folder(config.model.path)})
+    tokenizer = local_tokenizer(settings)
+    processor = load_processor(settings, tokenizer)
+    strategy = strategy_of(config.strategy, SINGLE_PROCESS)
+    model = RewardModel.load(settings, device=strategy.device).requires_grad_(False)
+    heads = compared_heads(config, model)
+    dataset = PreferenceDataset(
+        config.data,
+        tokenizer,
+        kind="rated",
+        max_tokens=config.max_tokens,
+        seed=config.run.seed,
+        processor=processor,
+        heads=heads,
+    )
+    report("data", dataset.counts, dataset.first_problem)
+    check_text(dataset, "data.sources")
+    check_examples(model, dataset.longest, config.max_tokens)
+    return _Prepared(model, strategy, dataset, heads)
+
+
+def model_folder(path: str) -> str:
+    """Return the folder of the reward model of ``path``, which may be a run of ``lightrft rm``."""
+    inner = Path(path).expanduser() / "model"
+    return str(inner) if (inner / SETTINGS_FILE).is_file() else path
+
+
+def compared_heads(config: EvalRMConfig, model: RewardModel) -> list[str]:
+    """Return the heads with labels, the one that rows label first.
+
+    Raises ``ConfigError`` for a head that the model does not have.
+    """
+    head = config.head or model.reward_name
+    heads = list(dict.fromkeys((head, *config.data.columns.labels)))
+    for name in heads:
+        if name not in model.score_names:
+            key = "head" if name == head else "data.columns.labels"
+            known = ", ".join(model.score_names)
+            hint = did_you_mean(name, model.score_names)
+            raise ConfigError(f"{key} = {name!r}: the model has no such head{hint}. Known: {known}")
+    return heads
+
+
+def _score(config: EvalRMConfig, found: _Prepared, path: Path) -> list[ScoredPrompt]:
+    """Score the prompts that are not in the file ``path`` yet. Return all of them.
+
+    Args:
+        config: Settings of the evaluation.
+        found: Model and rows.
+        path: The file of scores.
+    """
+    dataset, heads = found.dataset, found.heads
+    settings = RewardModelSettings(
+        found.model.settings, config.max_tokens_per_micro_batch, heads, dataset.data_sources
+    )
+    identity = {"data": dataset.digest(), "model": fingerprint(config.model)}
+    with closing(ResultsFile(path, identity, config.batch_size, len(dataset))) as results:
+        done = results.done
+        if done:
+            log.warning("%d of %d rows were scored before", done, len(dataset))
+        parts = scored(
+            found.strategy,
+            EvaluatedModel(found.model),
+            dataset,
+            settings,
+            config.batch_size,
+            begin=done,
+        )
+        enabled = config.run.progress and done < len(dataset)
+        with Progress(len(dataset), "eval-rm", done=done, enabled=enabled) as progress:
+            for examples, batch, outputs in parts:
+                for prompt in scored_prompts(examples, batch, outputs, heads):
+                    results.add(prompt, texts_of(dataset, prompt.index))
+                results.flush()
+                progress.update({"step": examples[-1].index + 1})
+        return results.prompts
+
+
+def fingerprint(model: ModelConfig) -> str:
+    """Return what changes when the files of a model folder change: names, sizes and times."""
+    seen = blake2b(model.model_dump_json().encode(), digest_size=12)
+    folder = Path(model_folder(model.path)).expanduser()
+    for file in sorted(folder.glob("*")) if folder.is_dir() else ():
+        status = file.stat()
+        seen.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return seen.hexdigest()
+
+
+def measure(
+    prompts: Sequence[ScoredPrompt],
+    heads: Sequence[str],
+    names: Sequence[str],
+    best_of: int | None = None,
+) -> EvalSummary:
+    """Return all metrics of scored prompts.
+
+    Args:
+        prompts: The scored prompts.
+        heads: Names of the heads with labels, the compared head first.
+        names: Names of all scores.
+        best_of: See ``best_of_n_curve``.
+
+    Raises:
+        DataError: If no two responses to a prompt can be compared.
+    """
+    head = heads[0]
+    pairs = judged_pairs(prompts, head)
+    if not pairs:
+        raise DataError(
+            f"data.sources: no prompt has two responses with different labels and finite scores of "
+            f"head {head!r}; look at data.columns and at results.jsonl"
+        )
+    metrics = head_metrics(prompts, heads).compute()
+    intervals = {"pair_accuracy": pair_accuracy(pairs)}
+    for source in dict.fromkeys(pair.source for pair in pairs):
+        own = [pair for pair in pairs if pair.source == source]
+        if source and len(own) < len(pairs):
+            intervals[source] = pair_accuracy(own)
+    for first, second in itertools.combinations(names, 2):
+        agreement = head_agreement(prompts, first, second)
+        if agreement is not None:
+            metrics[f"eval/agreement/{first}/{second}"] = agreement.mean
+            intervals[f"agreement of {first} and {second}"] = agreement
+    metrics |= suite_metrics(prompts, head)
+    metrics |= _score_metrics(prompts, head)
+    curve = best_of_n_curve(prompts, head, best_of)
+    for point in curve if len(curve) > 2 else ():
+        metrics[f"eval/best_of/{point.n}"] = point.chosen.mean
+        metrics[f"eval/best_of/{point.n}/low"] = point.chosen.low
+        metrics[f"eval/best_of/{point.n}/high"] = point.chosen.high
+        metrics[f"eval/best_of/{point.n}/oracle"] = point.best.mean
+    return EvalSummary(metrics, intervals)
+
+
+def _score_metrics(prompts: Sequence[ScoredPrompt], head: str) -> dict[str, float]:
+    """Return the numbers of prompts, pairs and scores, and the distribution of the scores."""
+    every: list[float] = []
+    scores = 0
+    for prompt in prompts:
+        own = [prompt.scores[head][k] for k in prompt.rated(head)]
+        every += own
+        scores += len(prompt.lengths)
+    mean = fsum(every) / len(every)
+    spread = (fsum((score - mean) ** 2 for score in every) / len(every)) ** 0.5
+    every.sort()
+    found = {"prompts": len(prompts), "responses": scores, "unscored": scores - len(every)}
+    without = sum(not any(prompt.pairs(head)) for prompt in prompts)
+    quantiles = {}
+    for share in (5, 25, 50, 75, 95):
+        quantiles[f"score/p{share}"] = every[round(share / 100 * (len(every) - 1))]
+    values = {
+        **found,
+        "prompts_without_pairs": without,
+        "score/mean": mean,
+        "score/std": spread,
+        **quantiles,
+    }
+    return {f"eval/{name}": float(value) for name, value in values.items()}
