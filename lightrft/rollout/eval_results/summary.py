@@ -9,6 +9,7 @@ from math import fsum
 
 from lightrft.config.reward import RewardConfig
 from lightrft.rewards.ratios import RATIOS
+from lightrft.rollout.eval_results.judgements import judgement_scores
 from lightrft.rollout.eval_results.prompt_scores import (
     Groups,
     by_prefix,
@@ -66,6 +67,7 @@ def summarize(
     for prefix, members in by_prefix(groups).items():
         scores = {
             **pass_scores(members, threshold),
+            **judgement_scores(members, threshold),
             **vote_scores(members, threshold, reward),
         }
         found = estimates(prefix, scores)
