@@ -15,7 +15,7 @@ from lightrft.config.data import (
     RewardDataConfig,
     SFTDataConfig,
 )
-from lightrft.config.judgement import JudgementConfig
+from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
@@ -253,7 +253,7 @@ class JudgeTrainingConfig(Settings):
     @property
     def held_out(self) -> JudgementConfig:
         """The questions of held-out rows: comparisons in both orders."""
-        if self.judgement.form in ("rating", "rubric") or self.judgement.order != "drawn":
+        if self.judgement.form not in COMPARED or self.judgement.order != "drawn":
             return self.judgement
         return self.judgement.model_copy(update={"order": "both"})
 

@@ -442,6 +442,7 @@ class PromptDataset(EncodedDataset[Prompt]):
             reference=_reference(record),
             data_source=record.data_source or self._sources.names[source],
             columns=record.columns,
+            request=record.request,
         )
         if media:
             self.encoder.attach(prompt, record, text)

@@ -48,26 +48,20 @@ class ScoringModel:
         return found.tolist()
 
 
-class ModelScorer:
-    """A scorer that adds the scores of reward models to the rewards of another scorer.
-
-    Responses are collected and scored together, so that a model computes each prompt once. A score
-    that is not finite fails its response.
+class CollectingScorer:
+    """A scorer that collects the responses of another scorer, and scores them together.
 
     Args:
-        inner: Scores responses by functions. Its rewards are 0 without functions.
-        models: The reward models.
-        budget: Number of tokens that are collected before they are scored.
+        inner: Scores responses first. A response that it fails is not collected.
+        budget: Number of tokens that are collected before they are scored. ``None`` waits for all
+            responses.
 
     Attributes:
-        counts: Number of responses ``scored`` and ``nonfinite``.
+        counts: Number of events by name.
     """
 
-    def __init__(
-        self, inner: RewardScorer, models: Sequence[ScoringModel], budget: int = 2**17
-    ) -> None:
+    def __init__(self, inner: RewardScorer, budget: int | None) -> None:
         self.inner = inner
-        self.models = models
         self.budget = budget
         self.counts: Counter[str] = Counter()
         self._waiting: list[Rollout] = []
@@ -90,25 +84,54 @@ class ModelScorer:
                 continue
             self._waiting.append(rollout)
             self._tokens += len(rollout)
-            if self._tokens >= self.budget:
-                yield from self._score()
+            if self.budget is not None and self._tokens >= self.budget:
+                yield from self._collected()
         if wait:
-            yield from self._score()
+            yield from self._collected()
 
     def close(self) -> None:
         """See ``RewardScorer.close``."""
         self.inner.close()
 
-    def _score(self) -> Iterator[Rollout]:
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Add terms to the rewards of ``rollouts``, or fail them."""
+        raise NotImplementedError
+
+    def _collected(self) -> Iterator[Rollout]:
         """Score all collected responses, and yield them."""
         rollouts, self._waiting, self._tokens = self._waiting, [], 0
-        if not rollouts:
-            return
+        if rollouts:
+            self.score(rollouts)
+        yield from rollouts
+
+
+class ModelScorer(CollectingScorer):
+    """A scorer that adds the scores of reward models to the rewards of another scorer.
+
+    Responses are collected and scored together, so that a model computes each prompt once. A score
+    that is not finite fails its response.
+
+    Args:
+        inner: Scores responses by functions. Its rewards are 0 without functions.
+        models: The reward models.
+        budget: Number of tokens that are collected before they are scored.
+
+    Attributes:
+        counts: Number of responses ``scored`` and ``nonfinite``.
+    """
+
+    def __init__(
+        self, inner: RewardScorer, models: Sequence[ScoringModel], budget: int = 2**17
+    ) -> None:
+        super().__init__(inner, budget)
+        self.models = models
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """See ``CollectingScorer.score``."""
         batch = batch_of(rollouts)
         for model in self.models:
             for rollout, score in zip(rollouts, model.scores(batch), strict=True):
                 self._add(rollout, model, score)
-        yield from rollouts
 
     def _add(self, rollout: Rollout, model: ScoringModel, score: float) -> None:
         """Add a score to the reward of ``rollout``."""
@@ -117,11 +140,23 @@ class ModelScorer:
             self.counts["nonfinite"] += 1
             rollout.failed = f"reward model {model.name}: its score is {score}"
             rollout.reward = None
-        if rollout.failed:
-            return
-        rollout.terms[model.name] = score
-        rollout.weights[model.name] = model.weight
-        rollout.reward = (rollout.reward or 0.0) + model.weight * score
+        add_term(rollout, model.name, model.weight, score)
+
+
+def add_term(rollout: Rollout, name: str, weight: float, score: float) -> None:
+    """Add a term to the reward of ``rollout``, unless it has failed.
+
+    Args:
+        rollout: The response.
+        name: Name of the term.
+        weight: Factor of the score.
+        score: The score.
+    """
+    if rollout.failed:
+        return
+    rollout.terms[name] = score
+    rollout.weights[name] = weight
+    rollout.reward = (rollout.reward or 0.0) + weight * score
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:
@@ -163,7 +198,7 @@ def scoring_models(
     found: list[ScoringModel] = []
     for i, term in enumerate(terms):
         key = f"reward.models.{i}"
-        config = model_settings(policy, term)
+        config = model_settings(policy, term.path)
         check_vocabulary(config, tokenizer, key)
         try:
             model = RewardModel.load(config, device=device).requires_grad_(False).eval()
@@ -185,10 +220,10 @@ def scoring_models(
     return found
 
 
-def model_settings(policy: ModelConfig, term: ScoringModelConfig) -> ModelConfig:
-    """Return the model settings of a reward model that scores a policy's responses."""
+def model_settings(policy: ModelConfig, path: str) -> ModelConfig:
+    """Return the model settings of the reward model ``path`` that scores a policy's responses."""
     own = {
-        "path": term.path,
+        "path": path,
         "tokenizer": None,
         "chat_template": None,
         "lora": None,

@@ -13,6 +13,8 @@ Form = Literal["pair", "best", "ranking", "rating", "rubric"]
 """Kind of a question to a judge."""
 VerdictFormat = Literal["answer", "boxed", "brackets", "json", "number", "regex"]
 """Place of the verdict in a judgement."""
+COMPARED = ("pair", "best", "ranking")
+"""Forms of questions about several responses."""
 
 
 class CriterionConfig(Settings):
@@ -98,7 +100,7 @@ class JudgementConfig(QuestionConfig):
 
     @model_validator(mode="after")
     def _has_order(self) -> JudgementConfig:
-        if self.order != "drawn" and self.form in ("rating", "rubric"):
+        if self.order != "drawn" and self.form not in COMPARED:
             raise ValueError(
                 f"order = {self.order!r} changes nothing for form: {self.form}, which shows one "
                 "response; leave it out"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightrft.config.data import DataConfig, PreferenceColumns
-from lightrft.config.judgement import JudgementConfig
-from lightrft.datasets.judgement.question import COMPARED, LETTERS, Raw
+from lightrft.config.judgement import COMPARED, JudgementConfig
+from lightrft.datasets.judgement.question import LETTERS, Raw, rubric_entries
 from lightrft.datasets.preference.formats import format_of
 from lightrft.datasets.preference.raw_preference import GivenRow, find_prompt, raw_text
 from lightrft.datasets.row_parser import USUAL, number
@@ -130,15 +130,7 @@ def _rubric(row: Row, config: JudgementConfig, where: str) -> list[tuple[str, fl
     given = row.get("rubric")
     if given is None:
         given = [criterion.model_dump() for criterion in config.rubric]
-    if not isinstance(given, list | tuple) or not given:
-        way_out = "give the row the column rubric, or set data.judgement.rubric"
-        raise MalformedRow(f"{where}: no criteria for form: rubric; {way_out}")
-    found = []
-    for k, one in enumerate(given, start=1):
-        entry = one if isinstance(one, Mapping) else {"text": one}
-        text = entry.get("text", entry.get("criterion"))
-        weight = number(entry.get("weight", 1.0), f"rubric, weight {k}", where)
-        if not isinstance(text, str) or weight <= 0:
-            raise MalformedRow(f"{where}: rubric, criterion {k} must be a text, its weight above 0")
-        found.append((text, weight))
-    return found
+    try:
+        return rubric_entries(given)
+    except ValueError as error:
+        raise MalformedRow(f"{where}: {error}") from None

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.judgement import QuestionConfig
+from lightrft.config.judgement import COMPARED, QuestionConfig
 from lightrft.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-Raw = str | list[dict[str, Any]]
+Raw = str | Sequence[Mapping[str, Any]]
 """Text, or messages with ``role`` and ``content``."""
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -24,8 +24,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 OPEN, CLOSE = "\uf6f0", "\uf6f1"
 """Private characters around the number of a media part, while a template renders."""
 _PART = re.compile(f"{OPEN}(\\d+){CLOSE}")
-COMPARED = ("pair", "best", "ranking")
-"""Forms of questions about several responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +125,24 @@ def _unmarked(text: str) -> str:
     if OPEN in text or CLOSE in text:
         raise ValueError(f"the text has the character {OPEN!r} or {CLOSE!r}, which marks media")
     return text
+
+
+def rubric_entries(given: object) -> list[tuple[str, float]]:
+    """Return the criteria of a rubric with their weights.
+
+    Raises ``ValueError`` if ``given`` is not a list of texts, or of tables of ``text`` or
+    ``criterion`` and ``weight``.
+    """
+    if not isinstance(given, list | tuple) or not given:
+        raise ValueError("no criteria for form: rubric; add the column rubric, or set rubric")
+    found = []
+    for k, one in enumerate(given, start=1):
+        entry = one if isinstance(one, Mapping) else {"text": one}
+        text, weight = entry.get("text", entry.get("criterion")), entry.get("weight", 1.0)
+        if not isinstance(text, str) or not isinstance(weight, int | float) or not weight > 0:
+            raise ValueError(f"rubric, criterion {k} must be a text, and its weight above 0")
+        found.append((text, float(weight)))
+    return found
 
 
 def examples(config: QuestionConfig, count: int, criteria: int) -> list[str]:

@@ -179,7 +179,7 @@ def score(verdict: Verdict, form: VerdictForm) -> float:
     """
     if isinstance(verdict, float):
         return (verdict - form.low) / (form.high - form.low)
-    if form.form == "rubric":
+    if isinstance(verdict, tuple) and form.form == "rubric":
         met = [w for w, mark in zip(form.weights, verdict) if mark]
         return math.fsum(met) / math.fsum(form.weights)
     if isinstance(verdict, tuple):
