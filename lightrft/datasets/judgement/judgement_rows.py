@@ -69,10 +69,10 @@ class JudgementRows:
         where = self.rows.where(k)
         row = self.rows[k]
         found = read_candidates(row, self.data, self.config, where)
-        members = self._members(row, found, where)
-        if j >= len(members):
-            raise MalformedRow(f"{where}: the row has changed since the run began")
         try:
+            members = self._members(row, found, where)
+            if j >= len(members):
+                raise MalformedRow(f"{where}: the row has changed since the run began")
             return self._question(row, found, members[j], where)
         except ValueError as error:
             raise MalformedRow(f"{where}: {error}") from None
@@ -94,7 +94,7 @@ class JudgementRows:
             row = self.rows[i]
             found = read_candidates(row, self.data, self.config, where)
             return max(1, len(self._members(row, found, where)))
-        except MalformedRow:
+        except (MalformedRow, ValueError):
             return 1
 
     def _members(self, row: Row, found: Candidates, where: str) -> list[Members]:

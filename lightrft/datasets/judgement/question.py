@@ -64,7 +64,8 @@ def ask(question: Question, config: QuestionConfig) -> Raw:
         raise ValueError(f"form 'pair' compares 2 responses, not {count}; take form: best")
     media: list[object] = []
     low, high = config.scale
-    rendered = load_template(config.template, config.form).render(
+    rendered = render(
+        config,
         form=config.form,
         prompt=flat(question.prompt, media),
         responses=[
@@ -92,6 +93,16 @@ def ask(question: Question, config: QuestionConfig) -> Raw:
         if piece
     ]
     return [{"role": "user", "content": content}]
+
+
+def render(config: QuestionConfig, **fields: object) -> str:
+    """Return the template of ``config`` with ``fields``. Raises ``ConfigError``."""
+    from jinja2 import TemplateError
+
+    try:
+        return load_template(config.template, config.form).render(**fields)
+    except TemplateError as error:
+        raise ConfigError(f"template = {config.template!r} cannot be filled: {error}") from error
 
 
 def flat(said: Raw, media: list[object]) -> str:

@@ -163,7 +163,8 @@ def test_soft_scores_equal_a_plain_forward_pass_of_transformers(folder, budget):
         "max_tokens_per_micro_batch": budget,
     }
     reward = build(RewardConfig, {"judges": [tree]})
-    (judge,) = local_judges(reward, ModelConfig(dtype="float64"), CPU)
+    (judge,) = local_judges(reward, ModelConfig(), CPU)
+    judge.actor.double()
     given = rollouts("first", "second", "third one")
     scored(judge, given)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
