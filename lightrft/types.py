@@ -106,6 +106,7 @@ class Prompt:
         columns: Every other column of the data row, for rewards.
         media: Inputs of this prompt only. Each ``Ragged`` has one sample.
         attachments: Files that show ``media`` to people.
+        request: Messages of the row before any template, with media as content parts, for judges.
     """
 
     id: str
@@ -117,6 +118,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     media: Media = field(default_factory=dict)
     attachments: tuple[Attachment, ...] = ()
+    request: Sequence[Mapping[str, Any]] = ()
 
     def as_json(self) -> dict[str, object]:
         """Return the prompt as plain data for files that people read.
@@ -124,7 +126,8 @@ class Prompt:
         Attachments are given by name, and media are left out.
         """
         kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del kept["media"]
+        # the request is the text again, and may hold the bytes of media
+        del kept["media"], kept["request"]
         return {**kept, "attachments": [a.name for a in self.attachments]}
 
 

@@ -37,8 +37,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(
             "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\n"
             f"presets of rl: {presets}\n\npresets of dpo and kto: {preferences}\n\n"
-            "explain.verb=<rl | sft | dpo | kto | distill | rm | iterate> names the verb of a "
-            "config\n"
+            "explain.verb=<rl | sft | dpo | kto | distill | rm | iterate | grm-sft | grm-rl | "
+            "grm-dpo> names the verb of a config\n"
         )
         return 0
     from lightrft.diagnostics.explain import to_latex, to_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightrft.algorithms.preference.requirements import preference_requirements
@@ -24,6 +24,9 @@ from lightrft.config.verbs import (
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
+    JudgeDPOConfig,
+    JudgeRLConfig,
+    JudgeSFTConfig,
     KTOConfig,
     RLConfig,
     RMConfig,
@@ -115,6 +118,24 @@ TRAINING = {
         "lightrft.trainer.distill.run:run_distill",
     ),
 }
+JUDGE = {
+    "sft": TrainingVerb(
+        JudgeSFTConfig,
+        "Train a judge of responses on judgements, by supervised fine-tuning.",
+        TRAINING["sft"].function,
+    ),
+    "rl": TrainingVerb(
+        JudgeRLConfig,
+        "Train a judge of responses by reinforcement learning: agreement with labels is rewarded.",
+        TRAINING["rl"].function,
+    ),
+    "dpo": TrainingVerb(
+        JudgeDPOConfig,
+        "Train a judge of responses on preferred and rejected, or on sampled, judgements.",
+        TRAINING["dpo"].function,
+    ),
+}
+"""The methods of ``lightrft grm``."""
 ONE_PROCESS = {
     "eval": OneProcessVerb(
         EvaluateConfig,
@@ -183,6 +204,8 @@ SERVING = {
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
     """Run a verb of this module's tables and return the exit status."""
+    if verb == "grm":
+        return train_judge(arguments)
     if verb in TRAINING:
         return train(verb, TRAINING[verb], arguments)
     if verb in SERVING:
@@ -195,6 +218,10 @@ def config_of(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig]:
 
     ``auto`` selects the verb whose settings fit. Raises ``ConfigError`` if none fits.
     """
+    method = verb.removeprefix("grm-")
+    if method != verb and method in JUDGE:
+        judge = parse(JUDGE[method].settings, arguments)
+        return replace(judge, settings=plain_settings(judge.settings))
     if verb != "auto":
         if verb not in TRAINING:
             raise ConfigError(
@@ -225,25 +252,54 @@ def config_of(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig]:
     return found.get("sft", next(iter(found.values())))
 
 
-def train(verb: str, row: TrainingVerb, arguments: Sequence[str]) -> int:
+def train(
+    verb: str, row: TrainingVerb, arguments: Sequence[str], method: tuple[str, ...] = ()
+) -> int:
     """Train in this process, with torchrun, or on a Ray cluster, and return the exit status.
 
     Args:
         verb: name of the verb.
         row: definition of the verb.
         arguments: YAML files and ``key=value``.
+        method: words between the verb and its arguments.
     """
-    config = settings_of(verb, row.settings, arguments, row.about)
-    if config is None:
+    parsed = settings_of(" ".join((verb, *method)), row.settings, arguments, row.about)
+    if parsed is None:
         return 0
+    config = plain_settings(parsed)
     if isinstance(config, RLConfig):  # done here too: reject a wrong name before importing torch
         check_parts(config.algorithm)
         check_rollout(config, Requirements.of(config.algorithm))
-    if (status := started(verb, arguments, config)) is not None:
+    if (status := started(verb, [*method, *arguments], config)) is not None:
         return status
     with memory_errors(), watching(config.run) as observer:
         summary = program(row.function, config)(config, observer)
     return finish(config.run, summary)
+
+
+def train_judge(arguments: Sequence[str]) -> int:
+    """Train a judge by the method that ``arguments`` name first, and return the exit status."""
+    methods = ", ".join(JUDGE)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(
+            f"lightrft grm <{' | '.join(JUDGE)}> [config.yaml ...] [key=value ...]\n\n"
+            + "".join(f"  {name:<4} {row.about}\n" for name, row in JUDGE.items())
+        )
+        return 0
+    method, *words = arguments
+    if method not in JUDGE:
+        raise ConfigError(
+            f"lightrft grm: the first word is the method, one of {methods}, not {method!r}"
+            f"{did_you_mean(method, JUDGE)}"
+        )
+    return train("grm", JUDGE[method], words, (method,))
+
+
+def plain_settings(config: TrainingConfig) -> TrainingConfig:
+    """Return the settings of the verb that trains: a judge's are settings of another verb."""
+    if isinstance(config, JudgeSFTConfig | JudgeRLConfig | JudgeDPOConfig):
+        return config.plain()
+    return config
 
 
 def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:

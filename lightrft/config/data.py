@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lightrft.config.base import Settings, bare_names
+from lightrft.config.judgement import JudgementConfig
 
 
 class Columns(Settings):
@@ -185,6 +186,9 @@ class DataConfig(Settings):
     """Sources of rows. One path, or a list of paths and tables; see ``SourceConfig``."""
     columns: Columns = Columns()
     """Columns of a row."""
+    judgement: JudgementConfig | None = None
+    """Turn rows of responses into questions to a judge; see ``docs/judges.md``. ``null`` takes rows
+    as they are."""
     media: MediaConfig = MediaConfig()
     """Images, video and audio of rows."""
     apply_chat_template: bool | Literal["auto"] = "auto"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lightrft.config.base import Settings, bare_names
+from lightrft.config.judgement import COMPARED, QuestionConfig
 
 
 class RewardTerm(Settings):
@@ -91,6 +92,58 @@ class ScoringModelConfig(Settings):
         return self.name or self.head
 
 
+class JudgeConfig(QuestionConfig):
+    """A generative reward model whose verdicts are a term of the reward of every row."""
+
+    paths: ClassVar[tuple[str, ...]] = ("path", "template")
+    """The settings of this section that are paths."""
+    shorthand: ClassVar[str | None] = "path"
+    """The setting that a bare string or number stands for."""
+
+    path: str
+    """Folder or name of the judge, a language model of any family that reads the row's media."""
+    weight: float = 1.0
+    """Factor of the score, from 0 to 1, in the reward."""
+    name: str = "judge"
+    """Name of this term in metrics."""
+    against: Literal["group", "reference"] = "group"
+    """Other responses of a comparison: those of the ``group`` to the same prompt, or the
+    ``reference`` of the row."""
+    both_orders: bool = True
+    """Ask each comparison in both orders and take the mean, so that no place is better."""
+    read: Literal["text", "probability"] = "text"
+    """``text`` samples judgements and reads their verdicts. ``probability`` takes the expected
+    score under the probabilities of the verdict tokens, without reasons."""
+    samples: int = Field(1, ge=1)
+    """Number of judgements of each question."""
+    vote: Literal["mean", "majority"] = "mean"
+    """Score of several judgements: the ``mean``, or the score of the most frequent verdict."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest judgement, in tokens."""
+    temperature: float = Field(1.0, ge=0)
+    """Divisor of the logits; 0 is greedy."""
+    max_tokens_per_micro_batch: int = Field(16384, ge=1)
+    """Largest number of tokens in a forward pass of ``read: probability``."""
+
+    @model_validator(mode="after")
+    def _can_read(self) -> JudgeConfig:
+        if self.read == "probability" and self.form not in ("pair", "best", "rating"):
+            raise ValueError(
+                f"read = 'probability' needs a verdict of one token; form: {self.form} has more, "
+                "so set read: text"
+            )
+        if self.read == "probability" and self.samples > 1:
+            raise ValueError(
+                f"samples = {self.samples} changes nothing for read: probability; leave it out"
+            )
+        if self.against != "group" and self.form not in COMPARED:
+            raise ValueError(
+                f"against = {self.against!r} changes nothing for form: {self.form}, which shows "
+                "one response; leave it out"
+            )
+        return self
+
+
 Terms = Annotated[tuple[RewardTerm, ...], bare_names("function")]
 """Terms of one reward."""
 
@@ -107,6 +160,10 @@ class RewardConfig(Settings):
     """Reward models whose scores are added to the reward of every row: a folder, or a list of
     folders and tables; see ``ScoringModelConfig``. Each rank holds a copy, or asks the server of
     ``url``."""
+    judges: Annotated[tuple[JudgeConfig, ...], bare_names("path")] = ()
+    """Generative reward models whose scores are added to the reward of every row: a model, or a
+    list of models and tables; see ``JudgeConfig`` and ``docs/judges.md``. Each rank holds a
+    copy."""
     workers: int = Field(1, ge=1)
     """Number of processes that call the functions."""
     timeout: float = Field(10.0, gt=0)
@@ -122,4 +179,4 @@ class RewardConfig(Settings):
     @property
     def scores(self) -> bool:
         """Something scores responses."""
-        return self.calls_functions or bool(self.models)
+        return self.calls_functions or bool(self.models or self.judges)

@@ -15,11 +15,12 @@ from lightrft.config.data import (
     RewardDataConfig,
     SFTDataConfig,
 )
+from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.preference.online import OnlineConfig
-from lightrft.config.reward import RewardConfig
+from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.config.reward_model import RewardModelConfig, ValidationTimesConfig
 from lightrft.config.rollout import EvalConfig, RolloutConfig, SelectConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
@@ -242,6 +243,75 @@ class RMConfig(GivenDataConfig):
     """Optimizer of the model."""
 
 
+class JudgeTrainingConfig(Settings):
+    """The settings of ``lightrft grm`` that its methods share."""
+
+    judgement: JudgementConfig = JudgementConfig()
+    """Questions to the judge, and the form of its verdicts. It holds for ``data``, ``validation``
+    and ``eval.data``, unless these have a ``judgement`` of their own. Held-out comparisons are
+    asked in both orders."""
+    reward: RewardConfig = RewardConfig(terms=(RewardTerm(function="judgement"),))
+    """Scoring of judgements: the agreement of the verdict with the label."""
+
+    @property
+    def held_out(self) -> JudgementConfig:
+        """The questions of held-out rows: comparisons in both orders."""
+        if self.judgement.form not in COMPARED or self.judgement.order != "drawn":
+            return self.judgement
+        return self.judgement.model_copy(update={"order": "both"})
+
+
+class JudgeSFTConfig(JudgeTrainingConfig, SFTConfig):
+    """The settings of ``lightrft grm sft``: supervised training on judgements."""
+
+    verb: ClassVar[str] = "sft"
+    """Name of the verb."""
+    data: SFTDataConfig = SFTDataConfig()
+    """Rows of responses, with a judgement or with labels."""
+
+    def plain(self) -> SFTConfig:
+        """Return the settings of ``lightrft sft`` that train the same."""
+        return SFTConfig.model_validate(judged_tree(self))
+
+
+class JudgeRLConfig(JudgeTrainingConfig, RLConfig):
+    """The settings of ``lightrft grm rl``: reinforcement learning on judgements."""
+
+    data: DataConfig = DataConfig()
+    """Rows of responses, with labels."""
+
+    def plain(self) -> RLConfig:
+        """Return the settings of ``lightrft rl`` that train the same."""
+        return RLConfig.model_validate(judged_tree(self))
+
+
+class JudgeDPOConfig(JudgeTrainingConfig, DPOConfig):
+    """The settings of ``lightrft grm dpo``: preference learning on judgements."""
+
+    verb: ClassVar[str] = "dpo"
+    """Name of the verb."""
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    """Rows of responses, with preferred and rejected judgements or with labels."""
+
+    def plain(self) -> DPOConfig:
+        """Return the settings of ``lightrft dpo`` that train the same."""
+        return DPOConfig.model_validate(judged_tree(self))
+
+
+def judged_tree(config: JudgeTrainingConfig) -> dict[str, Any]:
+    """Return the tree of ``config`` with ``judgement`` at each branch of data that has sources."""
+    tree = config.model_dump(exclude={"judgement"})
+    places = {"data": tree["data"], "eval.data": tree["eval"]["data"]}
+    places |= {"validation": tree["validation"]} if "validation" in tree else {}
+    for name, data in places.items():
+        if data["judgement"] is None and data["sources"]:
+            held_out = config.judgement if name == "data" else config.held_out
+            data["judgement"] = held_out.model_dump()
+    return tree
+
+
+JudgeConfigs: TypeAlias = JudgeSFTConfig | JudgeRLConfig | JudgeDPOConfig
+"""The settings of a method of ``lightrft grm``."""
 PolicyConfig: TypeAlias = RLConfig | SupervisedConfig
 """The settings of a verb that trains a policy."""
 TrainingConfig: TypeAlias = PolicyConfig | RMConfig
@@ -478,7 +548,9 @@ class DoctorConfig(Settings):
     """The settings of ``lightrft doctor`` itself, written as ``doctor.rows=20``. All others are of
     the config that it examines."""
 
-    verb: Literal["auto", "rl", "sft", "dpo", "kto", "rm", "distill"] = "auto"
+    verb: Literal[
+        "auto", "rl", "sft", "dpo", "kto", "rm", "distill", "grm-sft", "grm-rl", "grm-dpo"
+    ] = "auto"
     """Verb whose config this is. ``auto`` takes the verb whose settings fit: ``rl`` where rewards
     or a teacher are named, else ``sft`` where it is possible."""
     device_memory: str = "auto"

@@ -14,6 +14,7 @@ from lightrft.config.data import DataConfig
 from lightrft.datasets.cache_key import stamps, token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.column_cache import ColumnCache, Entry, Names
+from lightrft.datasets.judgement.judgement_rows import JudgementRows
 from lightrft.datasets.media import SupportedMedia
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.mixing import blend
@@ -272,6 +273,8 @@ class Sources(Generic[R]):
         self.counts["malformed"] += sum(rows.malformed for rows in self.rows)
         problems = [rows.first_problem for rows in self.rows]
         self.first_problem = next(filter(None, problems), "")
+        if self.config.judgement is not None:
+            self.rows = [JudgementRows(rows, self.config) for rows in self.rows]
 
     def order(self, lengths: Sequence[int], seed: int) -> np.ndarray:
         """Return the mixing order of the stored rows, given the number of rows of each source.
@@ -439,6 +442,7 @@ class PromptDataset(EncodedDataset[Prompt]):
             reference=_reference(record),
             data_source=record.data_source or self._sources.names[source],
             columns=record.columns,
+            request=record.request,
         )
         if media:
             self.encoder.attach(prompt, record, text)

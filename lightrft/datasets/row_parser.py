@@ -17,7 +17,7 @@ from typing import Any
 
 from lightrft.config.data import Columns, TrainingColumns
 from lightrft.datasets.media import NOTHING, Item, MediaFinder, SupportedMedia
-from lightrft.datasets.media.items import is_raw, replaced
+from lightrft.datasets.media.items import is_raw, replaced, with_items
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
 
 Message = dict[str, Any]
@@ -114,6 +114,14 @@ class ParsedRow:
     def messages(self) -> list[Message]:
         """Return the whole conversation. A text prompt becomes a user message."""
         return [*_as_messages(self.prompt, "user"), *_as_messages(self.response, "assistant")]
+
+    @property
+    def request(self) -> list[Message]:
+        """Return the messages of the prompt, with media as content parts that have a full path."""
+        return [
+            {**message, "content": with_items(message["content"], self.media)}
+            for message in _as_messages(self.prompt, "user")
+        ]
 
     @property
     def asked(self) -> int:

@@ -1,7 +1,15 @@
 """Rule-based reward functions, and the processes that run reward functions."""
 
 from lightrft.rewards.registry import REWARDS, Reward, load_reward
-from lightrft.rewards.rules import exact_match, format, ifeval, length, math, multiple_choice
+from lightrft.rewards.rules import (
+    exact_match,
+    format,
+    ifeval,
+    judgement,
+    length,
+    math,
+    multiple_choice,
+)
 
 __all__ = [
     "REWARDS",
@@ -9,6 +17,7 @@ __all__ = [
     "exact_match",
     "format",
     "ifeval",
+    "judgement",
     "length",
     "load_reward",
     "math",

@@ -13,6 +13,7 @@ from lightrft.observability.metrics import Last, Mean, Metrics, Sum
 from lightrft.observability.timers import Timers
 from lightrft.rewards.base import RewardScorer
 from lightrft.rollout.collect import generate_on_ranks
+from lightrft.rollout.eval_results.judgements import judgement_scores
 from lightrft.rollout.eval_results.prompt_scores import (
     Groups,
     by_prefix,
@@ -97,7 +98,11 @@ def _count(metrics: Metrics, prefix: str, groups: Groups, config: EvalConfig) ->
             metrics.add(f"{prefix}/truncated", Mean(float(rollout.finish_reason == "length")))
             if not rollout.failed:
                 metrics.add(f"{prefix}/reward", Mean(rollout.reward or 0.0))
-    found = estimates(prefix, pass_scores(groups, config.threshold))
+    scores = {
+        **pass_scores(groups, config.threshold),
+        **judgement_scores(groups, config.threshold),
+    }
+    found = estimates(prefix, scores)
     for name, value in {**error_metrics(found), **term_metrics(prefix, groups)}.items():
         metrics.add(name, Last(value))
 

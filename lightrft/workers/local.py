@@ -34,6 +34,8 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.judge import local_judges
+from lightrft.workers.judge_scorer import JudgeScorer
 from lightrft.workers.model_scorer import ModelScorer, scoring_models
 
 
@@ -127,7 +129,7 @@ def with_reward_models(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> RewardScorer:
-    """Return ``scorer``, or one that adds the scores of ``reward.models`` to its rewards.
+    """Return ``scorer``, or one that adds the scores of ``reward.models`` and ``reward.judges``.
 
     Args:
         scorer: scores responses by functions.
@@ -136,9 +138,11 @@ def with_reward_models(
         tokenizer: tokenizer of the policy.
         device: device of the reward models.
     """
-    if not config.models:
-        return scorer
-    return ModelScorer(scorer, scoring_models(config.models, policy, tokenizer, device))
+    if config.models:
+        scorer = ModelScorer(scorer, scoring_models(config.models, policy, tokenizer, device))
+    if config.judges:
+        scorer = JudgeScorer(scorer, local_judges(config, policy, device))
+    return scorer
 
 
 def policy_scorer(

@@ -75,26 +75,20 @@ class ScoringModel:
         """See ``TermModel.close``: there are none."""
 
 
-class ModelScorer:
-    """A scorer that adds the scores of reward models to the rewards of another scorer.
-
-    Responses are collected and scored together, so that a model computes each prompt once. A score
-    that is not finite fails its response.
+class CollectingScorer:
+    """A scorer that collects the responses of another scorer, and scores them together.
 
     Args:
-        inner: Scores responses by functions. Its rewards are 0 without functions.
-        models: The reward models.
-        budget: Number of tokens that are collected before they are scored.
+        inner: Scores responses first. A response that it fails is not collected.
+        budget: Number of tokens that are collected before they are scored. ``None`` waits for all
+            responses.
 
     Attributes:
-        counts: Number of responses ``scored``, ``nonfinite`` and ``unanswered``.
+        counts: Number of events by name.
     """
 
-    def __init__(
-        self, inner: RewardScorer, models: Sequence[TermModel], budget: int = 2**17
-    ) -> None:
+    def __init__(self, inner: RewardScorer, budget: int | None) -> None:
         self.inner = inner
-        self.models = models
         self.budget = budget
         self.counts: Counter[str] = Counter()
         self._waiting: list[Rollout] = []
@@ -117,27 +111,60 @@ class ModelScorer:
                 continue
             self._waiting.append(rollout)
             self._tokens += len(rollout)
-            if self._tokens >= self.budget:
-                yield from self._score()
+            if self.budget is not None and self._tokens >= self.budget:
+                yield from self._collected()
         if wait:
-            yield from self._score()
+            yield from self._collected()
 
     def close(self) -> None:
         """See ``RewardScorer.close``."""
         self.inner.close()
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Add terms to the rewards of ``rollouts``, or fail them."""
+        raise NotImplementedError
+
+    def _collected(self) -> Iterator[Rollout]:
+        """Score all collected responses, and yield them."""
+        rollouts, self._waiting, self._tokens = self._waiting, [], 0
+        if rollouts:
+            self.score(rollouts)
+        yield from rollouts
+
+
+class ModelScorer(CollectingScorer):
+    """A scorer that adds the scores of reward models to the rewards of another scorer.
+
+    Responses are collected and scored together, so that a model computes each prompt once. A score
+    that is not finite fails its response.
+
+    Args:
+        inner: Scores responses by functions. Its rewards are 0 without functions.
+        models: The reward models.
+        budget: Number of tokens that are collected before they are scored.
+
+    Attributes:
+        counts: Number of responses ``scored``, ``nonfinite`` and ``unanswered``.
+    """
+
+    def __init__(
+        self, inner: RewardScorer, models: Sequence[TermModel], budget: int = 2**17
+    ) -> None:
+        super().__init__(inner, budget)
+        self.models = models
+
+    def close(self) -> None:
+        """See ``RewardScorer.close``."""
+        super().close()
         for model in self.models:
             model.close()
 
-    def _score(self) -> Iterator[Rollout]:
-        """Score all collected responses, and yield them."""
-        rollouts, self._waiting, self._tokens = self._waiting, [], 0
-        if not rollouts:
-            return
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """See ``CollectingScorer.score``."""
         batch = batch_of(rollouts)
         for model in self.models:
             for rollout, score in zip(rollouts, model.scores(batch), strict=True):
                 self._add(rollout, model, score)
-        yield from rollouts
 
     def _add(self, rollout: Rollout, model: TermModel, score: float | str) -> None:
         """Add a score to the reward of ``rollout``."""
@@ -151,11 +178,24 @@ class ModelScorer:
         if problem:
             rollout.failed = f"reward model {model.name}: {problem}"
             rollout.reward = None
-        if rollout.failed:
             return
-        rollout.terms[model.name] = float(score)
-        rollout.weights[model.name] = model.weight
-        rollout.reward = (rollout.reward or 0.0) + model.weight * float(score)
+        add_term(rollout, model.name, model.weight, float(score))
+
+
+def add_term(rollout: Rollout, name: str, weight: float, score: float) -> None:
+    """Add a term to the reward of ``rollout``, unless it has failed.
+
+    Args:
+        rollout: The response.
+        name: Name of the term.
+        weight: Factor of the score.
+        score: The score.
+    """
+    if rollout.failed:
+        return
+    rollout.terms[name] = score
+    rollout.weights[name] = weight
+    rollout.reward = (rollout.reward or 0.0) + weight * score
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:
@@ -230,7 +270,7 @@ def loaded_model(
     Raises:
         ConfigError: The model cannot be loaded, or has another vocabulary or no such head.
     """
-    config = model_settings(policy, term)
+    config = model_settings(policy, term.path)
     check_vocabulary(config, tokenizer, key)
     try:
         model = RewardModel.load(config, device=device).requires_grad_(False).eval()
@@ -245,10 +285,10 @@ def loaded_model(
     return ScoringModel(model, name, head, term.weight, term.max_tokens_per_micro_batch)
 
 
-def model_settings(policy: ModelConfig, term: ScoringModelConfig) -> ModelConfig:
-    """Return the model settings of a reward model that scores a policy's responses."""
+def model_settings(policy: ModelConfig, path: str) -> ModelConfig:
+    """Return the model settings of the reward model ``path`` that scores a policy's responses."""
     own = {
-        "path": term.path,
+        "path": path,
         "tokenizer": None,
         "chat_template": None,
         "lora": None,

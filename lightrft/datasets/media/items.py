@@ -7,7 +7,7 @@ chat templates like ordinary text. Rows must not contain these characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path, PurePath
@@ -76,6 +76,26 @@ def as_parts(text: str) -> list[dict[str, str]]:
         parts.append({"type": kind})
         parts.append({"type": "text", "text": after})
     return [part for part in parts if part.get("text") != ""]
+
+
+def with_items(text: str, items: Sequence[Item]) -> str | list[dict[str, object]]:
+    """Return text with marks as content parts that hold the media, and other text unchanged."""
+    if OPEN not in text:
+        return text
+    # split with two groups gives: text, kind, number, text, kind, number, text ...
+    cut = MARK.split(text)
+    parts: list[dict[str, object]] = [{"type": "text", "text": cut[0]}]
+    for kind, number, after in zip(cut[1::3], cut[2::3], cut[3::3]):
+        item = items[int(number)]
+        parts.append({"type": kind, kind: _at(item.value, item.root)})
+        parts.append({"type": "text", "text": after})
+    return [part for part in parts if part.get("text") != ""]
+
+
+def _at(value: object, root: Path) -> object:
+    """Return media with a path that does not depend on ``root``."""
+    is_address = isinstance(value, str) and (value.startswith("data:") or "://" in value[:16])
+    return value if is_address or not isinstance(value, str) else str(root / value)
 
 
 def kind_of(part: Mapping[str, object]) -> str | None:

@@ -27,6 +27,8 @@ def eval_conditions(
     terms = {"": reward.terms, **reward.per_source}
     if reward.models:
         terms["models"] = reward.models
+    if reward.judges:
+        terms["judges"] = reward.judges
     return {
         "samples": config.samples,
         "threshold": config.threshold,

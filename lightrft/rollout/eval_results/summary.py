@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lightrft.config.reward import RewardConfig
+from lightrft.rollout.eval_results.judgements import judgement_scores
 from lightrft.rollout.eval_results.prompt_scores import (
     Groups,
     by_prefix,
@@ -63,6 +64,7 @@ def summarize(
     for prefix, members in by_prefix(groups).items():
         scores = {
             **pass_scores(members, threshold),
+            **judgement_scores(members, threshold),
             **vote_scores(members, threshold, reward),
         }
         found = estimates(prefix, scores)

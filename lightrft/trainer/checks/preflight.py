@@ -162,7 +162,7 @@ def greedy_setting(sampling: SamplingConfig) -> str:
 
 def weightless_rewards(reward: RewardConfig) -> Iterator[str]:
     """Yield the lists of reward terms whose weighted sum is always 0."""
-    if any(model.weight for model in reward.models):
+    if any(model.weight for model in (*reward.models, *reward.judges)):
         return
     lists = {"reward.terms": reward.terms}
     for source, terms in reward.per_source.items():

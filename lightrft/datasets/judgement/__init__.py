@@ -1,0 +1,1 @@
+"""Questions to a judge, made from rows of responses."""

@@ -1,0 +1,257 @@
+"""Rows of responses as rows of questions to a judge.
+
+A question has the columns ``prompt`` and ``label``. ``response`` is the judgement to learn. The
+column ``judgement`` describes the question for rewards and metrics:
+
+* ``form``, ``verdict`` and ``pattern``: form of the question, and the place of its verdict.
+* ``choices``: letters of the verdict. With ``ties`` the last one is a tie.
+* ``low``, ``high`` and ``weights``: scale of a rating, and the weights of a rubric.
+* ``shown``: position in the row of each response, in the order of the question.
+* ``key``: digest of request and responses, equal for both orders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from lightrft.config.data import DataConfig, PreferenceDataConfig
+from lightrft.config.judgement import COMPARED, JudgementConfig
+from lightrft.datasets.judgement.candidates import Candidates, preference_columns, read_candidates
+from lightrft.datasets.judgement.question import (
+    LETTERS,
+    Question,
+    ask,
+    flat,
+    verdict_text,
+)
+from lightrft.datasets.row_parser import USUAL
+from lightrft.datasets.row_tables import MalformedRow, Row, Rows
+
+Members: TypeAlias = tuple[int, ...]
+"""Positions of the responses of a question, in the order that the judge sees."""
+
+TAKEN = {name for names in USUAL.values() for name in names} - {"id", "data_source", "datasource"}
+"""Columns of a row that a question replaces."""
+OWN = {"responses", "ranks", "chosen", "rejected", "rubric", "preference", "completions", "answers"}
+"""Further columns that a question replaces."""
+
+
+class JudgementRows:
+    """The questions that the rows of a table give.
+
+    Every row is read once on construction, since a row may give several questions.
+
+    Args:
+        rows: the table.
+        data: settings of the data, with ``judgement``.
+    """
+
+    def __init__(self, rows: Rows, data: DataConfig) -> None:
+        assert data.judgement is not None
+        self.rows = rows
+        self.data = data
+        self.config: JudgementConfig = data.judgement
+        self.malformed = rows.malformed
+        self.first_problem = rows.first_problem
+        counts = (self._count(i) for i in range(len(rows)))
+        self._starts = list(itertools.accumulate(counts, initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, i: int) -> Row:
+        k, j = self._find(i)
+        where = self.rows.where(k)
+        row = self.rows[k]
+        found = read_candidates(row, self.data, self.config, where)
+        try:
+            members = self._members(row, found, where)
+            if j >= len(members):
+                raise MalformedRow(f"{where}: the row has changed since the run began")
+            return self._question(row, found, members[j], where)
+        except ValueError as error:
+            raise MalformedRow(f"{where}: {error}") from None
+
+    def where(self, i: int) -> str:
+        k, j = self._find(i)
+        return f"{self.rows.where(k)}, question {j + 1}"
+
+    def _find(self, i: int) -> tuple[int, int]:
+        """Return the row of question ``i``, and its number among the questions of the row."""
+        k = bisect_right(self._starts, i) - 1
+        return k, i - self._starts[k]
+
+    def _count(self, i: int) -> int:
+        """Return the number of questions of row ``i``: 1 for a malformed row, which is read
+        again."""
+        where = self.rows.where(i)
+        try:
+            row = self.rows[i]
+            found = read_candidates(row, self.data, self.config, where)
+            return max(1, len(self._members(row, found, where)))
+        except (MalformedRow, ValueError):
+            return 1
+
+    def _members(self, row: Row, found: Candidates, where: str) -> list[Members]:
+        """Return the responses of each question of a row."""
+        count = len(found.responses)
+        everyone = tuple(range(count))
+        if self.config.form not in COMPARED:
+            return [(k,) for k in everyone]
+        shown = row.get("shown")
+        if shown is not None:
+            if not isinstance(shown, list | tuple) or sorted(shown) != list(everyone):
+                raise MalformedRow(
+                    f"{where}: shown is {shown!r}, not the order of {count} responses"
+                )
+            return [tuple(shown)]
+        groups = [everyone]
+        if self.config.form == "pair":
+            groups = self._pairs(found, where)
+        if self.config.order == "given" or self._given(row) is not None:
+            return groups
+        drawn = [self._drawn(found, group) for group in groups]
+        if self.config.order == "both":
+            return [order for group in drawn for order in (group, group[::-1])]
+        return drawn
+
+    def _pairs(self, found: Candidates, where: str) -> list[Members]:
+        """Return the pairs of responses that differ, or all pairs with ties or without labels."""
+        pairs: list[Members] = list(itertools.combinations(range(len(found.responses)), 2))
+        if found.ranks and not self.config.ties:
+            pairs = [(a, b) for a, b in pairs if found.ranks[a] != found.ranks[b]]
+        if not pairs:
+            way_out = "leave the row out, or set data.judgement.ties"
+            raise MalformedRow(f"{where}: no two responses of different rank; {way_out}")
+        return pairs
+
+    def _drawn(self, found: Candidates, members: Members) -> Members:
+        """Return ``members`` in an order that depends on their content, not on their position."""
+        request = flat(found.prompt, [])
+        marks = {k: _digest(request, _text(found.responses[k])) for k in members}
+        return tuple(sorted(members, key=lambda k: marks[k]))
+
+    def _given(self, row: Row) -> object:
+        """Return the judgement that a row gives to learn, or None."""
+        column = self.config.column
+        names = (column, f"chosen_{column}")
+        return next((row[name] for name in names if row.get(name) is not None), None)
+
+    def _question(self, row: Row, found: Candidates, members: Members, where: str) -> Row:
+        """Return one question as a row. Raises ``ValueError``."""
+        config = self.config
+        responses = [found.responses[k] for k in members]
+        question = Question(found.prompt, responses, found.reference, found.rubric)
+        columns = preference_columns(self.data)
+        label = self._label(row, found, members, where)
+        taken = (
+            TAKEN | OWN | {config.column, f"chosen_{config.column}", f"rejected_{config.column}"}
+        )
+        kept = {name: value for name, value in row.items() if name not in taken}
+        made: Row = {
+            **kept,
+            columns.prompt or "prompt": ask(question, config),
+            columns.label or "label": label,
+            "judgement": {
+                "form": config.form,
+                "verdict": config.verdict,
+                "pattern": config.pattern,
+                "ties": config.ties,
+                "choices": self._letters(members),
+                "low": config.scale[0],
+                "high": config.scale[1],
+                "weights": [weight for _, weight in found.rubric],
+                "shown": list(members),
+                "key": self._key(found, members),
+            },
+        }
+        if isinstance(self.data, PreferenceDataConfig):
+            made[columns.chosen or "chosen"], made[columns.rejected or "rejected"] = (
+                self._critiques(row, label, where)
+            )
+        else:
+            given = row.get(config.column)
+            if given is None and label is not None:
+                given = verdict_text(config, _shown(label))
+            made[columns.response or "response"] = given
+        return made
+
+    def _letters(self, members: Members) -> str:
+        return LETTERS[: len(members) + self.config.ties] if len(members) > 1 else ""
+
+    def _critiques(self, row: Row, label: object, where: str) -> tuple[object, object]:
+        """Return the better and the worse judgement of a question.
+
+        They are given, or the right and a wrong verdict of a comparison.
+        """
+        config = self.config
+        given = [row.get(f"{side}_{config.column}") for side in ("chosen", "rejected")]
+        if None not in given:
+            return given[0], given[1]
+        if label is None or config.form not in ("pair", "best"):
+            names = " and ".join(f"{side}_{config.column}" for side in ("chosen", "rejected"))
+            raise MalformedRow(f"{where}: no judgements to prefer; add the columns {names}")
+        wrong = next(letter for letter in LETTERS if letter != label)
+        return verdict_text(config, str(label)), verdict_text(config, wrong)
+
+    def _label(self, row: Row, found: Candidates, members: Members, where: str) -> object:
+        """Return the right verdict, or None if the row has no labels."""
+        form = self.config.form
+        if form == "rubric":
+            return row.get("label")
+        if form == "rating":
+            return self._rating(found, members[0], where)
+        if not found.ranks:
+            return None
+        ranks = [found.ranks[k] for k in members]
+        if form == "ranking":
+            if len(set(ranks)) < len(ranks):
+                raise MalformedRow(
+                    f"{where}: two responses have one rank; a ranking needs an order"
+                )
+            order = sorted(range(len(ranks)), key=lambda k: ranks[k])
+            return " > ".join(LETTERS[k] for k in order)
+        best = [k for k, rank in enumerate(ranks) if rank == min(ranks)]
+        if len(best) == 1:
+            return LETTERS[best[0]]
+        if form == "pair":
+            return LETTERS[2]
+        raise MalformedRow(f"{where}: {len(best)} responses are the best; leave the row out")
+
+    def _rating(self, found: Candidates, member: int, where: str) -> float | None:
+        """Return the rating of a response. Raises ``MalformedRow`` if it is not on the scale."""
+        if not found.ratings:
+            return None
+        rating, (low, high) = found.ratings[member], self.config.scale
+        if not low <= rating <= high:
+            problem = f"rating {rating:g} is not within data.judgement.scale = [{low:g}, {high:g}]"
+            raise MalformedRow(f"{where}: {problem}")
+        return rating
+
+    def _key(self, found: Candidates, members: Members) -> str:
+        texts = sorted(_text(found.responses[k]) for k in members)
+        return _digest(flat(found.prompt, []), *texts)
+
+
+def _shown(label: object) -> str:
+    """Return a right verdict as a judge writes it."""
+    if isinstance(label, float):
+        return f"{label:g}"
+    if isinstance(label, list | tuple):
+        return ", ".join("yes" if one else "no" for one in label)
+    return str(label)
+
+
+def _text(said: object) -> str:
+    """Return a text that identifies a response."""
+    return said if isinstance(said, str) else json.dumps(said, sort_keys=True, default=repr)
+
+
+def _digest(*texts: Sequence[str] | str) -> str:
+    # JSON separates the texts without doubt.
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:24]

@@ -1,0 +1,114 @@
+"""``lightrft grm``: whole runs of judges on a tiny real model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightrft.cli.verbs import config_of
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.observability.trackers import read_rows
+from tests.e2e.command import assert_refused, command
+
+Row = dict[str, Any]
+TEMPLATE = "{% for letter, response in responses %}{{ letter }}{{ response }}{% endfor %}?"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of eleven tokens, pairs of which 1 is better than 0, and a template."""
+    folder = tmp_path_factory.mktemp("judge")
+    tokenizer = tiny_tokenizer(chars="AB01?")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder / "model")
+    model = tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=len(tokenizer))
+    model.save_pretrained(folder / "model")
+    rows = [{"prompt": f"q{i}", "chosen": "1", "rejected": "0"} for i in range(16)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "question.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def settings(place: Path, tmp_path: Path, **over: Any) -> list[str]:
+    """Return the arguments of a run of ``grm`` with short verdicts."""
+    tree = {
+        "run.dir": tmp_path,
+        "run.name": "run",
+        "model.path": place / "model",
+        "model.dtype": "float32",
+        "data.sources": [str(place / "pairs.jsonl")],
+        "eval.data.sources": [str(place / "pairs.jsonl")],
+        "eval.sampling.max_new_tokens": 1,
+        "judgement.template": place / "question.jinja",
+        "judgement.verdict": "regex",
+        "judgement.pattern": "([AB])",
+        "log.tensorboard": "false",
+        **over,
+    }
+    return [f"{key}={value}" for key, value in tree.items()]
+
+
+def rows_of(tmp_path: Path) -> list[Row]:
+    return read_rows(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_rl_on_judgements_raises_the_agreement_in_both_orders(place, tmp_path, capsys):
+    rl = {
+        "data.shuffle": "false",
+        "judgement.order": "both",
+        "rollout.prompts_per_step": 8,
+        "rollout.group_size": 8,
+        "sampling.max_new_tokens": 1,
+        "train.steps": 25,
+        "optimizer.lr": 0.01,
+        "eval.every": 25,
+        "eval.at_start": "true",
+    }
+    outcome = command(capsys, "grm", "rl", *settings(place, tmp_path, **rl))
+    assert outcome.status == 0, outcome.err
+    rows = rows_of(tmp_path)
+    first, last = rows[0], rows[-1]
+    assert first["eval/accuracy"] < 0.75
+    assert first["eval/unparsed"] > 0 or first["eval/consistency"] < 1
+    assert last["eval/accuracy"] == last["eval/consistency"] == last["eval/both_right"] == 1
+    assert last["eval/unparsed"] == 0 and last["eval/first_chosen"] == 0.5
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert written["data"]["judgement"]["order"] == "both"
+    # the saved settings are of rl, and the finished run is found again
+    assert command(capsys, "rl", tmp_path / "run" / "config.yaml").status == 0
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_sft_and_dpo_learn_verdicts_that_labels_give(place, tmp_path, capsys, method):
+    over = {
+        "judgement.order": "both",
+        "batch_size": 8,
+        "train.steps": 30,
+        "optimizer.lr": 0.01,
+        "eval.every": 30,
+        "validation.sources": [str(place / "pairs.jsonl")],
+    }
+    outcome = command(capsys, "grm", method, *settings(place, tmp_path, **over))
+    assert outcome.status == 0, outcome.err
+    rows = rows_of(tmp_path)
+    # SFT learns the verdict itself; DPO prefers it to the wrong one
+    metric = "eval/accuracy" if method == "sft" else "eval/pair_accuracy"
+    found = [row[metric] for row in rows if metric in row]
+    assert found[-1] == 1, rows[-1]
+
+
+def test_a_wrong_method_is_refused_and_explained(capsys):
+    assert_refused(command(capsys, "grm", "sfd"), "method", "sft")
+    assert command(capsys, "grm").status == 0
+
+
+def test_explain_and_doctor_read_the_settings_of_a_judge(place, tmp_path):
+    loaded = config_of("grm-rl", settings(place, tmp_path))
+    assert loaded.settings.data.judgement.pattern == "([AB])"
+    assert loaded.settings.reward.terms[0].function == "judgement"
+    # held-out comparisons are asked in both orders
+    assert loaded.settings.eval.data.judgement.order == "both"
