@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightrft.cli.arguments import memory_errors, parse, quick_imports, set_threads, show_help
 from lightrft.cli.verbs import config_of
-from lightrft.config.verbs import DoctorConfig, RMConfig
+from lightrft.config.verbs import DoctorConfig, PRMVerbConfig, RMConfig
 from lightrft.utils.errors import ConfigError
 
 MARK = "doctor."
@@ -35,9 +35,10 @@ def run(arguments: Sequence[str]) -> int:
             others.append(argument)
     options = parse(DoctorConfig, own).settings
     config = config_of(options.verb, others).settings
-    if isinstance(config, RMConfig):
+    if isinstance(config, RMConfig | PRMVerbConfig):
+        verb = f"lightrft {config.verb}"
         raise ConfigError(
-            "lightrft doctor does not know lightrft rm yet; run lightrft rm with train.steps=1"
+            f"lightrft doctor does not know {verb} yet; run {verb} with train.steps=1"
         )
     with quick_imports():
         set_threads(config.run.threads)

@@ -10,7 +10,7 @@ from lightrft.cli.arguments import is_bare_word, wants_usage
 from lightrft.cli.verbs import config_of
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS
-from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, RMConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, PRMVerbConfig, RLConfig, RMConfig
 
 if TYPE_CHECKING:
     from lightrft.diagnostics.explain import Explanation
@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(
             "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\n"
             f"presets of rl: {presets}\n\npresets of dpo and kto: {preferences}\n\n"
-            "explain.verb=<rl | sft | dpo | kto | distill | rm> names the verb of a config\n"
+            "explain.verb=<rl | sft | dpo | kto | distill | rm | prm> names the verb of a config\n"
         )
         return 0
     from lightrft.diagnostics.explain import to_latex, to_text
@@ -67,6 +67,12 @@ def explanation_of(words: Sequence[str]) -> Explanation:
 
         check_reward_model(config.reward_model)
         return explain_reward_model(config, loaded.sources)
+    if isinstance(config, PRMVerbConfig):
+        from lightrft.algorithms.process_reward.objective import check_process_model
+        from lightrft.diagnostics.explain_reward_model import explain_process_model
+
+        check_process_model(config.process_model)
+        return explain_process_model(config, loaded.sources)
     if isinstance(config, DPOConfig):
         check_preference(config.preference)
     return explain_supervised(config, loaded.sources)

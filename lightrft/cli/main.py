@@ -24,6 +24,7 @@ VERBS = {
     "dpo": "train on preferred and rejected responses: DPO and its family",
     "kto": "train on responses labelled as desirable or not: KTO, BCO",
     "rm": "train a reward model on compared, ranked or rated responses",
+    "prm": "train a process reward model on responses whose steps have labels",
     "distill": "train towards the distributions of a teacher",
     "iterate": "repeat: generate, select by reward, train; e.g. rejection sampling, iterative DPO",
     "eval": "measure the accuracy of a model on an eval set",
@@ -41,7 +42,7 @@ VERBS = {
 """Description of each verb in the help."""
 
 IN_TABLE = (
-    *("rl", "sft", "dpo", "kto", "rm", "distill"),
+    *("rl", "sft", "dpo", "kto", "rm", "prm", "distill"),
     *("eval", "generate", "export", "merge", "convert"),
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
@@ -57,6 +58,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("preference", "train_dpo", "train-dpo", "simpo", "ipo", "orpo", "cpo"), "dpo"),
     **dict.fromkeys(("train_kto", "train-kto", "bco"), "kto"),
     **dict.fromkeys(("reward", "reward-model", "reward_model", "train_rm", "train-rm"), "rm"),
+    **dict.fromkeys(("train_prm", "train-prm", "process-reward", "process_reward"), "prm"),
     **dict.fromkeys(("gkd", "kd", "distillation", "knowledge-distillation"), "distill"),
     **dict.fromkeys(("evaluate", "test", "validate", "benchmark"), "eval"),
     **dict.fromkeys(("diff", "compare-runs", "significance"), "compare"),

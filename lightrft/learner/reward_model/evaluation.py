@@ -20,6 +20,7 @@ from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.learner.reward_model.outputs import (
     Outputs,
     compute_outputs,
+    joined,
     responses_of,
 )
 from lightrft.learner.reward_model.step import RewardModelSettings, terms_of, verify_layout
@@ -127,7 +128,7 @@ def scored(
         batch = with_sources(
             preference_to_batch(examples, settings.heads), examples, settings.sources
         )
-        verify_layout(trained, batch, strategy)
+        verify_layout(trained, batch, strategy, lambda some: joined(trained.model.score(some)))
         yield batch, compute_outputs(trained.model, batch, strategy, settings.max_tokens)
 
 

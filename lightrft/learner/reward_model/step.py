@@ -9,7 +9,7 @@ pass. Loss and gradient are the same in both forms.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -78,7 +78,7 @@ def reward_model_step(
         batch: The global batch, identical on all ranks.
         settings: The settings of the step.
     """
-    verify_layout(trained, batch, strategy)
+    verify_layout(trained, batch, strategy, lambda some: joined(trained.model.score(some)))
     objective = RewardObjective(trained.model, settings, divisors(batch, settings))
     metrics = Metrics({"reward_model/responses": Sum(len(batch))})
     metrics.add("reward_model/tokens", Sum(batch.tokens))
@@ -219,7 +219,9 @@ def reward_metrics(
 
 
 @torch.no_grad()
-def verify_layout(trained: TrainableModel[RewardModel], batch: Batch, strategy: Strategy) -> None:
+def verify_layout(
+    trained: TrainableModel, batch: Batch, strategy: Strategy, scores: Callable[[Batch], Tensor]
+) -> None:
     """Compare the scores of the layout with those of padded rows, on the first batch of a run.
 
     If the two differ, padded rows are used from then on, and the reason is logged.
@@ -228,6 +230,7 @@ def verify_layout(trained: TrainableModel[RewardModel], batch: Batch, strategy: 
         trained: The reward model.
         batch: The first batch of the run.
         strategy: Gathers the model's weights.
+        scores: Computes the numbers to compare, of part of the batch.
     """
     model = trained.model
     if trained.layout_verified or not len(batch):
@@ -241,9 +244,9 @@ def verify_layout(trained: TrainableModel[RewardModel], batch: Batch, strategy: 
     group = batch.prompt_of[costs.argmin()]
     some = batch.select((batch.prompt_of == group).nonzero()[:, 0]).to(strategy.device)
     with strategy.gathered(model), evaluation_mode(model):
-        found = joined(model.score(some))
+        found = scores(some)
         model.layout = "padded"
-        expected = joined(model.score(some))
+        expected = scores(some)
     bound = LAYOUT_BOUNDS.get(model.base.dtype, HALF_BOUND)
     gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if gap > bound:
