@@ -52,7 +52,7 @@ def test_pqm_is_the_ranking_of_its_paper(soft, margin):
     for row in range(len(ROWS)):
         own = steps.response_of == row
         expected = plain_pqm(steps.logits[own].tolist(), steps.labels[own].tolist(), margin)
-        assert float(found[row]) == pytest.approx(expected, abs=1e-9)
+        assert found[row].item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_gradient_of_pqm_is_the_slope_of_its_values():

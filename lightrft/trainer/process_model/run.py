@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -66,8 +66,9 @@ class ProcessModelRun(ScoringModelRun[PRMVerbConfig, ProcessDataset, ProcessRewa
         """Return the loss of the held-out examples and the accuracy of their steps."""
         if self.validation is None:
             return Metrics()
+        settings = replace(self.settings, sources=self.validation.data_sources)
         return evaluate_process_model(
-            self.placed, self.model, self.validation, self.settings, self.config.batch_size
+            self.placed, self.model, self.validation, settings, self.config.batch_size
         )
 
     def export(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -58,8 +58,9 @@ class RewardModelRun(ScoringModelRun[RMConfig, PreferenceDataset, RewardModel]):
         """Return the loss of the held-out examples and the accuracy of their order."""
         if self.validation is None:
             return Metrics()
+        settings = replace(self.settings, sources=self.validation.data_sources)
         return evaluate_reward_model(
-            self.placed, self.model, self.validation, self.settings, self.config.batch_size
+            self.placed, self.model, self.validation, settings, self.config.batch_size
         )
 
     def export(self) -> int:
@@ -67,7 +68,8 @@ class RewardModelRun(ScoringModelRun[RMConfig, PreferenceDataset, RewardModel]):
 
         def normalize(model: TrainableModel[RewardModel]) -> None:
             rows = self.validation or self.dataset
-            normalize_scores(self.placed, model, rows, self.settings, self.config.batch_size)
+            settings = replace(self.settings, sources=rows.data_sources)
+            normalize_scores(self.placed, model, rows, settings, self.config.batch_size)
 
         def copied() -> RewardModel:
             config, model = self.config, self.model.model
