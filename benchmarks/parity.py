@@ -95,6 +95,7 @@ OF_RESPONSES = (
     "rm",
     "rm ranked",
     "rm pictures",
+    "prm",
 )
 """The cases that sample, and those of verbs that train on given responses."""
 
@@ -209,6 +210,11 @@ CASES: dict[str, Tree] = {
         "train": {"max_tokens_per_micro_batch": 10},
     },
     "rm pictures": {"reward_model": {"pooling": "mean"}, "train": {"steps": 2}},
+    # A micro-batch has fewer tokens than the batch, and PQM compares the steps of a response.
+    "prm": {
+        "process_model": {"head": "mlp", "losses": ["cross_entropy", "pqm"]},
+        "train": {"max_tokens_per_micro_batch": 20},
+    },
 }
 """What is run, as changes of ``BASE``."""
 SUPERVISED = {
@@ -227,6 +233,7 @@ SUPERVISED = {
     "rm": "rm",
     "rm ranked": "rm",
     "rm pictures": "rm",
+    "prm": "prm",
 }
 """The verb of cases that train on given responses. All others are run by ``rl``."""
 ROWS_OF = {
@@ -235,6 +242,7 @@ ROWS_OF = {
     "kto": "labelled",
     "distill": "rows",
     "rm": "pairs",
+    "prm": "steps",
     "rl": "rows",
 }
 """The file of a verb's rows; ``pictures`` and ``pairs of pictures`` have some with pictures."""
@@ -308,8 +316,17 @@ def make(folder: Path) -> None:
         }
         for i, pair in enumerate(pairs)
     ]
+    steps = [
+        {
+            "prompt": pair["prompt"],
+            "completions": [pair["chosen"], "x" * (1 + i % 4), pair["rejected"]][: 2 + i % 2],
+            "labels": [True, 0.25, False][: 2 + i % 2],
+        }
+        for i, pair in enumerate(pairs)
+    ]
     lessons = [{**row, "response": row["label"]} for row in seen]
     files = {
+        "steps": steps,
         "pairs": pairs,
         "rankings": rankings,
         "labelled": labelled,
@@ -357,7 +374,7 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
     if verb in ("dpo", "kto"):
         kind["validation"] = sources
         kind["preference"] = {"reference": {"cache_dir": str(folder / way / "cache")}}
-    if verb == "rm":
+    if verb in ("rm", "prm"):
         # It has neither prompts nor rewards.
         kind["validation"] = sources
         own["eval"] = {"every": 2}

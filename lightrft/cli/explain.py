@@ -16,6 +16,7 @@ from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
     IterateConfig,
+    PRMVerbConfig,
     RLConfig,
     RMConfig,
     TrainingConfig,
@@ -37,8 +38,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(
             "lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\n"
             f"presets of rl: {presets}\n\npresets of dpo and kto: {preferences}\n\n"
-            "explain.verb=<rl | sft | dpo | kto | distill | rm | iterate | grm-sft | grm-rl | "
-            "grm-dpo> names the verb of a config\n"
+            "explain.verb=<rl | sft | dpo | kto | distill | rm | prm | iterate | grm-sft | grm-rl "
+            "| grm-dpo> names the verb of a config\n"
         )
         return 0
     from lightrft.diagnostics.explain import to_latex, to_text
@@ -82,6 +83,12 @@ def explanation_of(words: Sequence[str]) -> Explanation:
 
         check_reward_model(config.reward_model)
         return explain_reward_model(config, loaded.sources)
+    if isinstance(config, PRMVerbConfig):
+        from lightrft.algorithms.process_reward.objective import check_process_model
+        from lightrft.diagnostics.explain_reward_model import explain_process_model
+
+        check_process_model(config.process_model)
+        return explain_process_model(config, loaded.sources)
     if isinstance(config, DPOConfig):
         check_preference(config.preference)
     return explain_supervised(config, loaded.sources)

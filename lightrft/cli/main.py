@@ -24,6 +24,7 @@ VERBS = {
     "dpo": "train on preferred and rejected responses: DPO and its family",
     "kto": "train on responses labelled as desirable or not: KTO, BCO",
     "rm": "train a reward model on compared, ranked or rated responses",
+    "prm": "train a process reward model on responses whose steps have labels",
     "grm": "train a judge of responses, by sft, rl or dpo on judgements",
     "distill": "train towards the distributions of a teacher",
     "iterate": "repeat: generate, select by reward, train; e.g. rejection sampling, iterative DPO",
@@ -44,7 +45,7 @@ VERBS = {
 """Description of each verb in the help."""
 
 IN_TABLE = (
-    *("rl", "sft", "dpo", "kto", "rm", "grm", "distill"),
+    *("rl", "sft", "dpo", "kto", "rm", "prm", "grm", "distill"),
     *("eval", "eval-rm", "generate", "export", "merge", "convert"),
     "serve-rm",
 )
@@ -61,6 +62,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("preference", "train_dpo", "train-dpo", "simpo", "ipo", "orpo", "cpo"), "dpo"),
     **dict.fromkeys(("train_kto", "train-kto", "bco"), "kto"),
     **dict.fromkeys(("reward", "reward-model", "reward_model", "train_rm", "train-rm"), "rm"),
+    **dict.fromkeys(("train_prm", "train-prm", "process-reward", "process_reward"), "prm"),
     **dict.fromkeys(("judge", "generative-reward-model", "genrm", "train_grm"), "grm"),
     **dict.fromkeys(("gkd", "kd", "distillation", "knowledge-distillation"), "distill"),
     **dict.fromkeys(("evaluate", "test", "validate", "benchmark"), "eval"),

@@ -121,8 +121,8 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
         # A resumed run may lack the first. Of two, the arrow says which is which.
         when = "" if len(measured) == 2 else next(iter(measured))
         values = " -> ".join(f"{value:.1%}" for value in measured.values())
-        of_pairs = "pair " if summary.get("verb") == "rm" else ""
-        lines.append(f"eval {of_pairs}accuracy{when} {values}")
+        kind = {"rm": "pair ", "prm": "step "}.get(summary.get("verb", ""), "")
+        lines.append(f"eval {kind}accuracy{when} {values}")
     state = "finished" if summary.get("finished") else "stopped; the same command resumes"
     lines.append(
         f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in "

@@ -28,6 +28,7 @@ from lightrft.config.verbs import (
     JudgeRLConfig,
     JudgeSFTConfig,
     KTOConfig,
+    PRMVerbConfig,
     RLConfig,
     RMConfig,
     SFTConfig,
@@ -111,6 +112,11 @@ TRAINING = {
         RMConfig,
         "Train a reward model on preferred and rejected, ranked or rated responses.",
         "lightrft.trainer.reward_model.run:run_reward_model",
+    ),
+    "prm": TrainingVerb(
+        PRMVerbConfig,
+        "Train a process reward model on responses whose steps have labels.",
+        "lightrft.trainer.process_model.run:run_process_model",
     ),
     "distill": TrainingVerb(
         DistillVerbConfig,

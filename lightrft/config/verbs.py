@@ -12,6 +12,7 @@ from lightrft.config.data import (
     DataConfig,
     MediaConfig,
     PreferenceDataConfig,
+    ProcessDataConfig,
     RewardDataConfig,
     SFTDataConfig,
 )
@@ -22,6 +23,7 @@ from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.preference.online import OnlineConfig
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.config.reward_model import RewardModelConfig, ValidationTimesConfig
+from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.rollout import EvalConfig, RolloutConfig, SelectConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
@@ -243,6 +245,26 @@ class RMConfig(GivenDataConfig):
     """Optimizer of the model."""
 
 
+class PRMVerbConfig(GivenDataConfig):
+    """The settings of ``lightrft prm``: training of a process reward model on steps with labels."""
+
+    verb: ClassVar[str] = "prm"
+    """Name of the verb."""
+    data: ProcessDataConfig = ProcessDataConfig()
+    """Prompts with a response in steps."""
+    validation: ProcessDataConfig = ProcessDataConfig(shuffle=False)
+    """Rows held out from training. Their loss and the accuracy of the judgement of their steps are
+    measured with each evaluation; without sources none is. It takes the separator of ``data``."""
+    process_model: ProcessModelConfig = ProcessModelConfig()
+    """Head and losses."""
+    eval: ValidationTimesConfig = ValidationTimesConfig()
+    """Times at which ``validation`` is measured."""
+    batch_size: int = Field(64, ge=1)
+    """Number of responses in an optimizer step."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
+    """Optimizer of the model."""
+
+
 class JudgeTrainingConfig(Settings):
     """The settings of ``lightrft grm`` that its methods share."""
 
@@ -312,9 +334,13 @@ def judged_tree(config: JudgeTrainingConfig) -> dict[str, Any]:
 
 JudgeConfigs: TypeAlias = JudgeSFTConfig | JudgeRLConfig | JudgeDPOConfig
 """The settings of a method of ``lightrft grm``."""
+
+
 PolicyConfig: TypeAlias = RLConfig | SupervisedConfig
 """The settings of a verb that trains a policy."""
-TrainingConfig: TypeAlias = PolicyConfig | RMConfig
+EstimatedConfig: TypeAlias = PolicyConfig | RMConfig
+"""The settings of a verb whose memory and time ``lightrft doctor`` estimates."""
+TrainingConfig: TypeAlias = EstimatedConfig | PRMVerbConfig
 """The settings of a verb that trains."""
 
 

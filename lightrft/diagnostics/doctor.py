@@ -20,11 +20,11 @@ from lightrft.config.verbs import (
     DistillVerbConfig,
     DoctorConfig,
     DPOConfig,
+    EstimatedConfig,
     RLConfig,
     RMConfig,
     SFTConfig,
     SupervisedConfig,
-    TrainingConfig,
 )
 from lightrft.datasets.chat_encoder import ChatEncoder, check_template
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
@@ -79,7 +79,7 @@ class Report:
         return sum(f.verdict == "bad" for f in self.findings)
 
 
-def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
+def run_doctor(config: EstimatedConfig, options: DoctorConfig) -> Report:
     """Run all checks. A failed check becomes a finding and does not stop the others."""
     found: list[Finding] = []
     device = device_of(config, options)
@@ -107,7 +107,7 @@ def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
     return Report(tuple(found), memory, apart)
 
 
-def device_of(config: TrainingConfig, options: DoctorConfig) -> Device:
+def device_of(config: EstimatedConfig, options: DoctorConfig) -> Device:
     """Return the device of each process, as given or as found on this machine.
 
     Raises ``ConfigError`` for an invalid memory size.
@@ -180,7 +180,7 @@ def _attempt(
         return None
 
 
-def _settings(config: TrainingConfig, device: Device) -> Iterator[Finding]:
+def _settings(config: EstimatedConfig, device: Device) -> Iterator[Finding]:
     found: list[Finding] = []
     if isinstance(config, RLConfig):
         _attempt(found, "settings", "algorithm, roles", lambda: check(config))
@@ -201,7 +201,7 @@ def _settings(config: TrainingConfig, device: Device) -> Iterator[Finding]:
     yield _dtype(dtype, device)
 
 
-def _strategy(config: TrainingConfig, device: Device) -> Iterator[Finding]:
+def _strategy(config: EstimatedConfig, device: Device) -> Iterator[Finding]:
     """Check the number of processes against the sharding settings."""
     strategy = config.strategy
     processes = device.processes
@@ -235,7 +235,7 @@ def _strategy(config: TrainingConfig, device: Device) -> Iterator[Finding]:
 
 
 def _devices(
-    config: TrainingConfig,
+    config: EstimatedConfig,
     options: DoctorConfig,
     device: Device,
 ) -> Iterator[Finding]:
@@ -288,7 +288,7 @@ class _Data:
     prompts: PromptDataset | None
 
 
-def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
+def _data(config: EstimatedConfig, found: list[Finding]) -> _Data:
     """Check tokenizer, template and rows, and return them. Raises their errors."""
     tokenizer = local_tokenizer(config.model)
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
@@ -323,7 +323,7 @@ def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
     return _Data(tokenizer, lengths, None)
 
 
-def samples_preferences(config: TrainingConfig) -> TypeGuard[DPOConfig]:
+def samples_preferences(config: EstimatedConfig) -> TypeGuard[DPOConfig]:
     """Return True if the run compares responses that it samples."""
     return isinstance(config, DPOConfig) and config.online.group_size > 0
 
@@ -391,7 +391,7 @@ def _examples(
     return SFTDataset(config.data, tokenizer, max_tokens=max_tokens, seed=seed, processor=processor)
 
 
-def _tokens(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def _tokens(config: EstimatedConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Check that a custom tokenizer agrees with the model's, and that a response can end."""
     if config.model.tokenizer is not None:
         own_model = config.model.model_copy(update={"tokenizer": None})
@@ -430,7 +430,7 @@ def _unknown(prompts: PromptDataset) -> Iterator[Finding]:
     yield Finding("data", verdict, "tokenizer", says)
 
 
-def _bounds(config: TrainingConfig) -> Lengths:
+def _bounds(config: EstimatedConfig) -> Lengths:
     """Return the lengths that settings allow, for when no data was loaded."""
     if isinstance(config, DistillVerbConfig) and config.distill.on_policy == 1:
         longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
@@ -450,7 +450,7 @@ def _bounds(config: TrainingConfig) -> Lengths:
     )
 
 
-def _template(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
+def _template(config: EstimatedConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
     chat = config.data.apply_chat_template
     if chat == "auto":
         chat = config.data.template is None
@@ -526,7 +526,7 @@ def _context(config: SamplingVerb, longest: int) -> Finding:
     return Finding("data", "ok", "lengths", says)
 
 
-def _batch(config: TrainingConfig, lengths: Lengths) -> Iterator[Finding]:
+def _batch(config: EstimatedConfig, lengths: Lengths) -> Iterator[Finding]:
     budget = config.train.max_tokens_per_micro_batch
     if budget < lengths.longest:
         says = (
@@ -550,7 +550,7 @@ def _batch(config: TrainingConfig, lengths: Lengths) -> Iterator[Finding]:
         yield Finding("settings", "warn", "launch.processes", says)
 
 
-def _rewards(config: TrainingConfig, data: _Data, rows: int) -> Iterator[Finding]:
+def _rewards(config: EstimatedConfig, data: _Data, rows: int) -> Iterator[Finding]:
     """Score the reference response of some rows, and an empty response.
 
     Args:
@@ -615,7 +615,7 @@ def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
 
 
 def _measured(
-    config: TrainingConfig,
+    config: EstimatedConfig,
     data: _Data,
     device: Device,
     memory: MemoryEstimate | None,

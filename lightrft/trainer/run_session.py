@@ -380,6 +380,8 @@ def next_commands(session: RunSession) -> list[str]:
     model = session.path / "model"
     if session.phase == "rm":
         return [f"lightrft rl CONFIG reward.models={model}"]
+    if session.phase == "prm":
+        return [f"lightrft prm CONFIG model.path={model}"]
     commands = [f"lightrft chat model={model}"]
     if session.phase in ("rl", "distill"):
         commands.append(f"lightrft explain {session.path / 'config.yaml'}")

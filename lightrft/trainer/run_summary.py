@@ -18,6 +18,10 @@ Answers = dict[str, EvalSample]
 """The response to show for each eval prompt, by prompt id."""
 
 
+ACCURACY_OF = {"rm": "eval/pair_accuracy", "prm": "eval/step_accuracy"}
+"""The accuracy of a verb whose model generates no responses to evaluate."""
+
+
 def headline(path: Path, phase: str) -> dict[str, float]:
     """Return eval accuracy, the number of steps that trained, and token counts of ``phase``.
 
@@ -33,8 +37,7 @@ def headline(path: Path, phase: str) -> dict[str, float]:
     for row in read_rows(path / "metrics.jsonl"):
         if row.get("phase") != phase:
             continue
-        # A reward model has no responses to evaluate. Its accuracy is that of held-out pairs.
-        name = "eval/pair_accuracy" if phase == "rm" else "eval/accuracy"
+        name = ACCURACY_OF.get(phase, "eval/accuracy")
         if name in row:
             accuracy[row["step"]] = row[name]
         if "eval/pair_accuracy" in row:

@@ -14,9 +14,9 @@ from lightrft.config.train import TeacherConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
+    EstimatedConfig,
     RLConfig,
     RMConfig,
-    TrainingConfig,
 )
 from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory, gradients, held, peak
 from lightrft.diagnostics.memory.phases import (
@@ -68,7 +68,7 @@ class MemoryEstimate:
         return peak(self.models, self.phases)[1]
 
 
-def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
+def estimate_memory(config: EstimatedConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
     """Return the memory of each of the ``device.processes`` ranks of ``config``.
 
     Raises ``ModelError`` for a model whose config cannot be used.
@@ -106,7 +106,7 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
 
 
-def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
+def workers(config: EstimatedConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
     """Return the memory of each worker of ``launch.ray`` with a model, by role.
 
     Args:
@@ -140,7 +140,7 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
     return found
 
 
-def staffed(config: TrainingConfig) -> list[str]:
+def staffed(config: EstimatedConfig) -> list[str]:
     """Return the roles with a model that run in workers."""
     if not isinstance(config, RLConfig):
         return []
@@ -148,7 +148,7 @@ def staffed(config: TrainingConfig) -> list[str]:
     return [role for name, role in ROLES.items() if staff[name]]
 
 
-def _models(config: TrainingConfig) -> Iterator[Model]:
+def _models(config: EstimatedConfig) -> Iterator[Model]:
     """Yield the models that a run loads, the policy first."""
     model = config.model
     if isinstance(config, RMConfig):

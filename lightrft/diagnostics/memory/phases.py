@@ -12,7 +12,7 @@ from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import StrategyConfig
-from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, RMConfig, TrainingConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, EstimatedConfig, RLConfig, RMConfig
 from lightrft.diagnostics.memory import meta_trace
 from lightrft.diagnostics.memory.formulas import (
     QUANTISED,
@@ -162,7 +162,7 @@ class ProcessProfile:
     computed.
     """
 
-    config: TrainingConfig
+    config: EstimatedConfig
     lengths: Lengths
     device: Device
     strategy: StrategyConfig
@@ -357,7 +357,7 @@ def _updates(
         yield MemoryPhase(f"{m.name}: last gradients", last)
 
 
-def generates(config: TrainingConfig) -> bool:
+def generates(config: EstimatedConfig) -> bool:
     """Return True if training steps generate responses."""
     if isinstance(config, DistillVerbConfig):
         return config.distill.on_policy > 0
@@ -366,14 +366,14 @@ def generates(config: TrainingConfig) -> bool:
     return isinstance(config, RLConfig)
 
 
-def compares_distributions(config: TrainingConfig) -> bool:
+def compares_distributions(config: EstimatedConfig) -> bool:
     """Return True if a loss compares the policy with a teacher over the vocabulary."""
     if isinstance(config, RLConfig):
         return config.algorithm.distill.whole
     return isinstance(config, DistillVerbConfig)
 
 
-def scored(config: TrainingConfig) -> bool:
+def scored(config: EstimatedConfig) -> bool:
     """Return True if the policy runs over the batch once more, without gradient."""
     if isinstance(config, DPOConfig):
         # Losses that couple the batch compute all log-probs first, and so does the reference of

@@ -27,6 +27,7 @@ from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.learner.reward_model.outputs import (
     Outputs,
     compute_outputs,
+    joined,
     responses_of,
 )
 from lightrft.learner.reward_model.step import (
@@ -170,7 +171,7 @@ class EvaluatedModel:
 
 def scored(
     strategy: Strategy,
-    trained: LayoutChecked,
+    trained: LayoutChecked[RewardModel],
     dataset: PreferenceDataset,
     settings: RewardModelSettings,
     batch_size: int,
@@ -192,7 +193,7 @@ def scored(
         batch = with_sources(
             preference_to_batch(examples, settings.heads), examples, settings.sources
         )
-        verify_layout(trained, batch, strategy)
+        verify_layout(trained, batch, strategy, lambda some: joined(trained.model.score(some)))
         outputs = compute_outputs(trained.model, batch, strategy, settings.max_tokens)
         yield examples, batch, outputs
 

@@ -9,10 +9,10 @@ pass. Loss and gradient are the same in both forms.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from lightrft.learner.reward_model.outputs import (
     responses_of,
     separated,
 )
+from lightrft.models.actor import Backbone
 from lightrft.models.reward.reward_model import HeadOutputs, RewardModel
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import TrainableModel
@@ -80,7 +81,7 @@ def reward_model_step(
         batch: The global batch, identical on all ranks.
         settings: The settings of the step.
     """
-    verify_layout(trained, batch, strategy)
+    verify_layout(trained, batch, strategy, lambda some: joined(trained.model.score(some)))
     objective = RewardObjective(trained.model, settings, divisors(batch, settings))
     metrics = Metrics({"reward_model/responses": Sum(len(batch))})
     metrics.add("reward_model/tokens", Sum(batch.tokens))
@@ -209,15 +210,27 @@ def reward_metrics(
     return metrics
 
 
-class LayoutChecked(Protocol):
-    """A reward model, and whether its layout was compared with padded rows."""
+ModelT_co = TypeVar("ModelT_co", bound=Backbone, covariant=True)
 
-    model: RewardModel
+
+class LayoutChecked(Protocol[ModelT_co]):
+    """A model, and whether its layout was compared with padded rows."""
+
     layout_verified: bool
+
+    @property
+    def model(self) -> ModelT_co:
+        """The model."""
+        ...
 
 
 @torch.no_grad()
-def verify_layout(trained: LayoutChecked, batch: Batch, strategy: Strategy) -> None:
+def verify_layout(
+    trained: LayoutChecked[Backbone],
+    batch: Batch,
+    strategy: Strategy,
+    scores: Callable[[Batch], Tensor],
+) -> None:
     """Compare the scores of the layout with those of padded rows, on the first batch of a run.
 
     If the two differ, padded rows are used from then on, and the reason is logged.
@@ -226,6 +239,7 @@ def verify_layout(trained: LayoutChecked, batch: Batch, strategy: Strategy) -> N
         trained: The reward model.
         batch: The first batch of the run.
         strategy: Gathers the model's weights.
+        scores: Computes the numbers to compare, of part of the batch.
     """
     model = trained.model
     if trained.layout_verified or not len(batch):
@@ -239,9 +253,9 @@ def verify_layout(trained: LayoutChecked, batch: Batch, strategy: Strategy) -> N
     group = batch.prompt_of[costs.argmin()]
     some = batch.select((batch.prompt_of == group).nonzero()[:, 0]).to(strategy.device)
     with strategy.gathered(model), evaluation_mode(model):
-        found = joined(model.score(some))
+        found = scores(some)
         model.layout = "padded"
-        expected = joined(model.score(some))
+        expected = scores(some)
     bound = LAYOUT_BOUNDS.get(model.base.dtype, HALF_BOUND)
     gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if gap > bound:

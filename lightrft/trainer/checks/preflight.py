@@ -57,6 +57,7 @@ NAMESPACES = (
     "sft",
     "distill",
     "reward_model",
+    "process_model",
     "time",
 )
 """Prefixes of the other metrics."""

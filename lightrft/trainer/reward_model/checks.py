@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from lightrft.algorithms.reward_model.compatibility import check_reward_model
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
@@ -13,7 +13,7 @@ from lightrft.algorithms.reward_model.requirements import (
 )
 from lightrft.config.base import changed_fields
 from lightrft.config.reward_model import RewardModelConfig
-from lightrft.config.verbs import RMConfig
+from lightrft.config.verbs import PRMVerbConfig, RMConfig
 from lightrft.trainer.checks.preflight import check_trained_weights
 from lightrft.trainer.supervised import check_sources, check_unread
 from lightrft.utils.errors import ConfigError
@@ -37,7 +37,11 @@ def check(config: RMConfig) -> RewardRequirements:
     check_unread(config)
     check_reward_model(config.reward_model)
     requirements = reward_requirements(config.reward_model)
-    problems = [*_evaluation(config), *_best(config), *_quantised(config)]
+    problems = [
+        *unread_evaluation(config),
+        *unmeasured_best(config, METRICS, LESS_IS_BETTER),
+        *_quantised(config),
+    ]
     problems += _margins(labelled_heads(config.reward_model, requirements), requirements)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -75,7 +79,7 @@ def _quantised(config: RMConfig) -> Iterator[str]:
         )
 
 
-def _evaluation(config: RMConfig) -> Iterator[str]:
+def unread_evaluation(config: RMConfig | PRMVerbConfig) -> Iterator[str]:
     """Yield settings of evaluations that nothing reads."""
     if config.validation.sources:
         return
@@ -86,8 +90,16 @@ def _evaluation(config: RMConfig) -> Iterator[str]:
         )
 
 
-def _best(config: RMConfig) -> Iterator[str]:
-    """Yield a problem if no evaluation reports ``checkpoint.best``."""
+def unmeasured_best(
+    config: RMConfig | PRMVerbConfig, metrics: Collection[str], less_is_better: Collection[str]
+) -> Iterator[str]:
+    """Yield a problem if no evaluation reports ``checkpoint.best``.
+
+    Args:
+        config: Settings of the run.
+        metrics: Metrics of held-out rows, under ``eval/`` or ``eval/<name>/``.
+        less_is_better: Metrics that fall while a model learns.
+    """
     best = config.checkpoint.best
     name = (best or "").lstrip("-")
     if not name or not name.startswith("eval/"):
@@ -95,9 +107,9 @@ def _best(config: RMConfig) -> Iterator[str]:
         return
     leaf = name.rpartition("/")[2]
     problem = ""
-    if leaf not in METRICS:
-        problem = f"is not a metric; held-out rows have {', '.join(METRICS)}"
-    elif leaf in LESS_IS_BETTER and best == name:
+    if leaf not in metrics:
+        problem = f"is not a metric; held-out rows have {', '.join(metrics)}"
+    elif leaf in less_is_better and best == name:
         problem = f"keeps the checkpoint where it is highest, and less is better; take -{name}"
     elif not config.validation.sources:
         problem = "is never measured: it needs validation.sources"

@@ -1,4 +1,4 @@
-"""Write the reward model of a run as a folder."""
+"""Write the scalar or process reward model of a run as a folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.verbs import RMConfig
 from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
 from lightrft.models.lora import can_merge
 from lightrft.models.processors import Processor
+from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.roles import TrainableModel
 from lightrft.trainer.training_loop import TrainingRun, best_checkpoint
@@ -20,30 +20,31 @@ from lightrft.utils.atomic_files import whole_folder
 
 log = logging.getLogger(__name__)
 
+AnyRewardModel = RewardModel | ProcessRewardModel
+"""A model that ``export`` writes."""
 Normalize = Callable[[TrainableModel[RewardModel]], None]
 """Sets the mean and the deviation of the scores. All ranks must call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParts:
-    """The settings, tokenizer and processor in the folder of a reward model.
+    """The tokenizer and processor in the folder of a reward model.
 
     Attributes:
-        config: Settings of the run.
         tokenizer: The tokenizer.
         processor: Prepares media, or None for a text-only model.
     """
 
-    config: RMConfig
     tokenizer: PreTrainedTokenizerBase
     processor: Processor | None
 
 
 def export(
     run: TrainingRun,
-    trained: TrainableModel[RewardModel],
+    trained: TrainableModel,
     parts: SavedParts,
-    normalize: Normalize,
+    copied: Callable[[], AnyRewardModel],
+    normalize: Normalize | None = None,
 ) -> int:
     """Write the reward model as a folder ``model/`` and return its step.
 
@@ -53,8 +54,9 @@ def export(
     Args:
         run: The run.
         trained: Its model.
-        parts: The settings, tokenizer and processor to save.
-        normalize: Sets the mean and the deviation of the scores.
+        parts: The tokenizer and processor to save.
+        copied: Loads the model that training started from, whose weights are replaced.
+        normalize: Sets the mean and the deviation of the scores. ``None`` for scores without.
     """
     session, strategy = run.session, run.strategy
     ranks = session.ranks
@@ -65,19 +67,12 @@ def export(
     best = ranks.gather(best)[0]
     if best is not None:
         trained.load(strategy, best / "reward_model")
-    normalize(trained)
+    if normalize is not None:
+        normalize(trained)
     if ranks.size == 1:
         write(trained.model, parts, session.path / "model")
         return step
-    copy = None
-    if ranks.rank == 0:
-        config = parts.config
-        copy = RewardModel.load(config.model, config.reward_model, seed=config.run.seed)
-        names, model = copy.score_names, trained.model
-        copy.set_normalization(
-            dict(zip(names, model.score_mean.tolist(), strict=True)),
-            dict(zip(names, model.score_std.tolist(), strict=True)),
-        )
+    copy = copied() if ranks.rank == 0 else None
     parameters = {} if copy is None else dict(copy.named_parameters())
     # Every rank iterates, since gathering a parameter is a collective call.
     for name, tensor in strategy.full_parameters(trained.state):
@@ -93,14 +88,14 @@ def export(
     return step
 
 
-def write(model: RewardModel, parts: SavedParts, path: Path) -> None:
+def write(model: AnyRewardModel, parts: SavedParts, path: Path) -> None:
     """Write ``model`` to the folder ``path``, atomically.
 
     Adapters are added into the weights. On quantised weights, the folder holds the adapters alone.
 
     Args:
         model: The reward model.
-        parts: The settings, tokenizer and processor to save.
+        parts: The tokenizer and processor to save.
         path: The folder.
     """
     merge = can_merge(model)

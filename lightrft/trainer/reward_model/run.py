@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.algorithms.reward_model.quality import ScoredPrompt
 from lightrft.algorithms.reward_model.requirements import RewardRequirements
 from lightrft.config.data import RewardDataConfig
-from lightrft.config.reward_model import ValidationTimesConfig
 from lightrft.config.verbs import RMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_text
@@ -28,16 +27,13 @@ from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
 from lightrft.roles import TrainableModel
-from lightrft.strategy.base import Strategy
-from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.checks.preflight import check_enough
+from lightrft.trainer.reward_model.base import ScoringModelRun
 from lightrft.trainer.reward_model.checks import check, labelled_heads, rating_ranges, reads_ties
 from lightrft.trainer.reward_model.export import SavedParts, export
 from lightrft.trainer.reward_model.results import write_report_data
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import run_supervised
-from lightrft.trainer.training_loop import TrainingRun
-from lightrft.utils.state_io import State
 from lightrft.workers.local import local_tokenizer, strategy_of
 
 log = logging.getLogger(__name__)
@@ -47,56 +43,16 @@ WORST_PAIRS = 20
 
 
 @dataclass(slots=True, kw_only=True)
-class RewardModelRun(TrainingRun):
-    """A run whose steps take examples of ``dataset`` in the order of ``sampler``.
+class RewardModelRun(ScoringModelRun[RMConfig, PreferenceDataset, RewardModel]):
+    """A run of ``lightrft rm``.
 
     Attributes:
-        config: Settings of the run.
         settings: Settings of a step.
-        placed: Places and updates the model.
-        model: The reward model with its optimizer.
-        parts: The settings, tokenizer and processor to save.
-        dataset: The examples.
-        validation: The held-out examples, if there are any.
-        sampler: Gives the order of the examples.
         scores: Scores of the held-out examples at the last evaluation.
     """
 
-    config: RMConfig
     settings: RewardModelSettings
-    placed: Strategy
-    model: TrainableModel[RewardModel]
-    parts: SavedParts
-    dataset: PreferenceDataset
-    validation: PreferenceDataset | None
-    sampler: PromptSampler
     scores: list[ScoredPrompt] = field(default_factory=list)
-
-    @property
-    def strategy(self) -> Strategy:
-        """See ``TrainingRun.strategy``."""
-        return self.placed
-
-    @property
-    def trained(self) -> dict[str, TrainableModel]:
-        """See ``TrainingRun.trained``."""
-        return {"reward_model": self.model}
-
-    @property
-    def times(self) -> ValidationTimesConfig:
-        """See ``TrainingRun.times``."""
-        return self.config.eval
-
-    @property
-    def validates(self) -> bool:
-        """There are held-out examples."""
-        return self.validation is not None
-
-    def begin(self) -> None:
-        """Raise ``ConfigError`` if an example exceeds the model's context length."""
-        for dataset in (self.dataset, self.validation):
-            if dataset is not None:
-                check_examples(self.model.model, dataset.longest, self.config.max_tokens)
 
     def train_step(self) -> Metrics:
         """Take one step on the next ``batch_size`` examples."""
@@ -111,28 +67,32 @@ class RewardModelRun(TrainingRun):
         """Return the loss of the held-out examples and the accuracy of their order."""
         if self.validation is None:
             return Metrics()
+        settings = replace(self.settings, sources=self.validation.data_sources)
         found = evaluate_reward_model(
-            self.placed, self.model, self.validation, self.settings, self.config.batch_size
+            self.placed, self.model, self.validation, settings, self.config.batch_size
         )
         self.scores = found.prompts
         return found.metrics
-
-    def state(self) -> State:
-        """Return the state of the sampler."""
-        return {"sampler": self.sampler.state_dict()}
-
-    def load_state(self, state: State) -> None:
-        """Restore the result of ``state``."""
-        self.sampler.load_state_dict(state["sampler"])
 
     def export(self) -> int:
         """Write the reward model as a folder ``model/`` and return its step."""
 
         def normalize(model: TrainableModel[RewardModel]) -> None:
             rows = self.validation or self.dataset
-            normalize_scores(self.placed, model, rows, self.settings, self.config.batch_size)
+            settings = replace(self.settings, sources=rows.data_sources)
+            normalize_scores(self.placed, model, rows, settings, self.config.batch_size)
 
-        step = export(self, self.model, self.parts, normalize)
+        def copied() -> RewardModel:
+            config, model = self.config, self.model.model
+            copy = RewardModel.load(config.model, config.reward_model, seed=config.run.seed)
+            names = copy.score_names
+            copy.set_normalization(
+                dict(zip(names, model.score_mean.tolist(), strict=True)),
+                dict(zip(names, model.score_std.tolist(), strict=True)),
+            )
+            return copy
+
+        step = export(self, self.model, self.parts, copied, normalize)
         self._write_scores()
         return step
 
@@ -152,12 +112,6 @@ class RewardModelRun(TrainingRun):
                 write_report_data(session.path, dataset, self.scores, head, worst=WORST_PAIRS)
 
         run_on_all_ranks(session.ranks, write)
-
-    def close(self) -> None:
-        """Cancel reads of media that have not started."""
-        for dataset in (self.dataset, self.validation):
-            if dataset is not None:
-                dataset.prefetch(())
 
 
 def run_reward_model(config: RMConfig, observer: Observer | None = None) -> Summary:
@@ -201,7 +155,7 @@ def prepare(
         ),
         placed=strategy,
         model=TrainableModel(model, strategy.prepare(model, config.optimizer, steps)),
-        parts=SavedParts(config, tokenizer, processor),
+        parts=SavedParts(tokenizer, processor),
         dataset=dataset,
         validation=validation,
         sampler=PromptSampler(len(dataset), config.run.seed, config.data.shuffle),

@@ -1,0 +1,1 @@
+"""Losses of process reward models, which score each step of a response."""

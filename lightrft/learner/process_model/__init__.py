@@ -1,0 +1,1 @@
+"""Take and measure steps of process reward models."""

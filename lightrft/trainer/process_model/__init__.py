@@ -1,0 +1,1 @@
+"""Train process reward models."""
