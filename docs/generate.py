@@ -57,6 +57,7 @@ VERBS: dict[str, type[Settings]] = {
     "eval": verbs.EvaluateConfig,
     "compare": verbs.CompareConfig,
     "generate": verbs.GenerateConfig,
+    "label-steps": verbs.LabelStepsConfig,
     "chat": verbs.ChatConfig,
     "export": verbs.ExportConfig,
     "merge": model.MergeConfig,

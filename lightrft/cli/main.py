@@ -29,6 +29,7 @@ VERBS = {
     "eval": "measure the accuracy of a model on an eval set",
     "compare": "compare two evaluations of the same prompts, with an interval",
     "generate": "generate responses to a file of prompts, or training rows from them",
+    "label-steps": "label the steps of solutions by responses that continue them",
     "chat": "talk to a model",
     "export": "write a Hugging Face folder from a run or a checkpoint",
     "merge": "write one model folder from several models, or from adapters",
@@ -42,7 +43,7 @@ VERBS = {
 
 IN_TABLE = (
     *("rl", "sft", "dpo", "kto", "rm", "distill"),
-    *("eval", "generate", "export", "merge", "convert"),
+    *("eval", "generate", "label-steps", "export", "merge", "convert"),
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
 
@@ -64,6 +65,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("best_of_n", "best-of-n", "batch_inference", "batch-inference"), "generate"),
     **dict.fromkeys(("raft", "rft", "rejection-sampling", "rejection_sampling"), "iterate"),
     **dict.fromkeys(("iterative-dpo", "iterative_dpo", "iter_dpo", "spin", "star"), "iterate"),
+    **dict.fromkeys(("label_steps", "math-shepherd", "omegaprm", "mc-labels"), "label-steps"),
     **dict.fromkeys(("talk", "repl", "ask"), "chat"),
     **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
     **dict.fromkeys(("describe", "formula"), "explain"),
@@ -138,7 +140,7 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
 
 def usage() -> str:
     """Return the table of verbs."""
-    rows = "\n".join(f"  {verb:<10} {what}" for verb, what in VERBS.items())
+    rows = "\n".join(f"  {verb:<11} {what}" for verb, what in VERBS.items())
     return (
         f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> "
         "--help lists its settings.\n"

@@ -23,6 +23,7 @@ from lightrft.config.verbs import (
     ExportConfig,
     GenerateConfig,
     KTOConfig,
+    LabelStepsConfig,
     RLConfig,
     RMConfig,
     SFTConfig,
@@ -56,7 +57,7 @@ class OneProcessVerb:
     that is given without a key, or for several with ``several_paths``.
     """
 
-    settings: type[EvaluateConfig | GenerateConfig | FolderConfig]
+    settings: type[EvaluateConfig | GenerateConfig | LabelStepsConfig | FolderConfig]
     about: str
     function: str
     path_setting: str
@@ -113,6 +114,13 @@ ONE_PROCESS = {
         "lightrft.trainer.pipelines.generate:run_generate",
         "model.path",
         lambda config, result: result.lines(config.output),
+    ),
+    "label-steps": OneProcessVerb(
+        LabelStepsConfig,
+        "Label the steps of solutions by the share of right responses that continue them.",
+        "lightrft.trainer.pipelines.label_steps:run_label_steps",
+        "model.path",
+        lambda config, result: f"{result.rows} rows in {config.output}\n{result}",
     ),
     "export": OneProcessVerb(
         ExportConfig,
