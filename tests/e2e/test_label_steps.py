@@ -49,7 +49,7 @@ def careful(rollout):
 
 def labelled(rollout):
     """Reads the row of the prompt."""
-    return float(rollout.label == "right" and rollout.text.startswith(rollout.prompt.columns["start"]))
+    return float(rollout.prompt.label == "right" and rollout.text.startswith(rollout.prompt.columns["start"]))
 
 
 def failing(rollout):
