@@ -398,6 +398,10 @@ class Batch:
     divergence_weights: Tensor | None = token_column()
     # [N] bool: the token ends where a token of the teacher's tokenizer ends too
     aligned: Tensor | None = token_column()
+    # [N] bool: the token ends a step, where a process reward model scores it
+    step_ends: Tensor | None = token_column()
+    # [N] probability that the step which ends here is right; NaN for none
+    step_labels: Tensor | None = token_column()
     sample: Tensor | None = sample_column()  # [B] index among the responses to the prompt
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
     # [B] reward as scored, before normalization and shaping

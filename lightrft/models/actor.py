@@ -157,6 +157,12 @@ class Backbone(nn.Module):
             check_heads(self.text_config, team)
         self._team = team
 
+    def freeze_output_head(self) -> None:
+        """Freeze an output head whose logits are not used. An optimizer needs no state for it."""
+        output = self.base.get_output_embeddings()
+        if output is not None and output.weight is not self.base.get_input_embeddings().weight:
+            output.requires_grad_(False)
+
     def hidden(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the states ``[N, H]`` that predict the response tokens.
 

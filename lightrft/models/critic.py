@@ -47,10 +47,7 @@ class Critic(Backbone):
         # last, so that the head starts from the same numbers as in float32
         if self.base.dtype == torch.float64:
             self.value_head.double()
-        head = self.base.get_output_embeddings()
-        if head is not None and head.weight is not self.base.get_input_embeddings().weight:
-            # Logits are not used, so an optimizer needs no state for them.
-            head.requires_grad_(False)
+        self.freeze_output_head()
 
     @classmethod
     def load(

@@ -98,10 +98,7 @@ class RewardModel(Backbone):
         self.register_buffer("score_mean", torch.zeros(count))
         self.register_buffer("score_std", torch.ones(count))
         self._place_heads()
-        output = self.base.get_output_embeddings()
-        if output is not None and output.weight is not self.base.get_input_embeddings().weight:
-            # logits are not used, so an optimizer needs no state for them
-            output.requires_grad_(False)
+        self.freeze_output_head()
 
     def _cut(self) -> None:
         config, count = self.text_config, self.text_config.num_hidden_layers
