@@ -34,7 +34,7 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
-from lightrft.workers.model_scorer import ModelScorer, scoring_models
+from lightrft.workers.model_scorer import CombiningScorer, ModelScorer, scoring_models
 
 
 def local_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -127,7 +127,7 @@ def with_reward_models(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> RewardScorer:
-    """Return ``scorer``, or one that adds the scores of ``reward.models`` to its rewards.
+    """Return ``scorer``, or one that adds the scores of ``reward.models`` and combines terms.
 
     Args:
         scorer: scores responses by functions.
@@ -136,9 +136,10 @@ def with_reward_models(
         tokenizer: tokenizer of the policy.
         device: device of the reward models.
     """
-    if not config.models:
-        return scorer
-    return ModelScorer(scorer, scoring_models(config.models, policy, tokenizer, device))
+    models = scoring_models(config.models, policy, tokenizer, device)
+    if models:
+        scorer = ModelScorer(scorer, models, device)
+    return CombiningScorer(scorer, config, models) if config.combines else scorer
 
 
 def policy_scorer(

@@ -384,7 +384,7 @@ def judged(tree: Tree, folder: Path) -> Any:
     calls: list[str] = []
     for model in models:
         model.model.register_forward_hook(lambda *_, name=model.name: calls.append(name))
-    scorer = ModelScorer(NullScorer(0.0), models)
+    scorer = ModelScorer(NullScorer(0.0), models, torch.device("cpu"))
     for rollout in rollouts:
         scorer.submit(rollout)
     return [(one.reward, one.terms) for one in scorer.results(wait=True)], calls

@@ -27,7 +27,7 @@ from lightrft.rollout.eval_prompts import load_prompts
 from lightrft.rollout.generation import requests_for
 from lightrft.rollout.logprob_check import CheckedEngine
 from lightrft.trainer.checks.context_limits import check_lengths, longest
-from lightrft.trainer.checks.preflight import greedy_setting
+from lightrft.trainer.checks.preflight import check_whole_rewards, greedy_setting
 from lightrft.trainer.pipelines.journal import Journal
 from lightrft.trainer.pipelines.selection import Counts
 from lightrft.trainer.pipelines.training_rows import write_output
@@ -140,6 +140,7 @@ def check_generate(config: GenerateConfig) -> None:
         raise ConfigError(
             "data.sources is empty; name the prompts, e.g. data.sources=[{path: prompts.jsonl}]"
         )
+    check_whole_rewards(config.reward, "generate")
     check_selection(config)
 
 

@@ -27,7 +27,7 @@ from lightrft.observability.observer import NullObserver, Observer
 from lightrft.rewards.base import NullScorer, RewardScorer
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.rollout.generation import requests_for
-from lightrft.trainer.checks.preflight import greedy_setting
+from lightrft.trainer.checks.preflight import check_whole_rewards, greedy_setting
 from lightrft.trainer.pipelines.generate import (
     MAY_DIFFER,
     Collector,
@@ -122,6 +122,7 @@ def check_label_steps(config: LabelStepsConfig) -> None:
         raise ConfigError(
             "reward.terms is empty; name what scores a solution, e.g. reward.terms=[math]"
         )
+    check_whole_rewards(config.reward, "label-steps")
     greedy = greedy_setting(config.sampling)
     for name, count in (
         ("steps.continuations", config.steps.continuations),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lightrft.algorithms.reward_terms.text_steps import split_steps
 from lightrft.config.rollout import StepLabelsConfig
 
 
@@ -41,16 +42,7 @@ class Solution:
             text: the text of the solution.
             separator: text between two steps. Empty parts are no steps.
         """
-        steps: list[str] = []
-        ends: list[int] = []
-        at = 0
-        for piece in text.split(separator):
-            at = min(at + len(piece) + len(separator), len(text))
-            if piece.strip():
-                steps.append(piece.strip())
-                ends.append(at)
-            elif ends:
-                ends[-1] = at
+        steps, ends = split_steps(text, separator)
         return Solution(prompt, sample, text, tuple(steps), tuple(ends))
 
     @staticmethod
