@@ -145,7 +145,6 @@ def test_counts_of_the_workers_inside_and_of_the_models_are_reported_once(
     scorer = ModelScorer(Counting(0.0), load(folder, ScoringModelConfig(path=str(folder))), CPU)
     outer = CombiningScorer(scorer, RewardConfig(combine="worst"))
     for scored in (3, 0):
-        assert outer.take_counts() == {"restarts": 2, "scored": 0, "nonfinite": 0} or scored
         run(scorer, rollouts[:scored])
         assert outer.take_counts() == {"restarts": 2, "scored": scored, "nonfinite": 0}
 
