@@ -58,6 +58,7 @@ VERBS: dict[str, type[Settings]] = {
     "eval-rm": verbs.EvalRMConfig,
     "compare": verbs.CompareConfig,
     "generate": verbs.GenerateConfig,
+    "label-steps": verbs.LabelStepsConfig,
     "chat": verbs.ChatConfig,
     "serve-rm": serving.ServeRMConfig,
     "export": verbs.ExportConfig,

@@ -152,6 +152,7 @@ class Rollout:
         terms: Reward terms by name.
         weights: Weight of each term that is part of ``reward``; other terms are only reported.
         failed: Reason why scoring failed; empty otherwise.
+        step_rewards: Index of a token and the reward at it, for rewards of steps.
     """
 
     prompt: Prompt
@@ -168,6 +169,7 @@ class Rollout:
     terms: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     failed: str = ""
+    step_rewards: list[tuple[int, float]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -372,6 +374,7 @@ class Batch:
     ref_logprobs: Tensor | None = token_column()  # [N]
     teacher_logprobs: Tensor | None = token_column()  # [N]
     process_rewards: Tensor | None = token_column()  # [N] of a process reward model
+    step_rewards: Tensor | None = token_column()  # [N] reward of the step that ends at the token
     # [N] policy at the start of an optimizer step, without gradient
     logprobs: Tensor | None = token_column()
     entropy: Tensor | None = token_column()  # [N] of the policy before the update

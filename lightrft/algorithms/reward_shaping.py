@@ -273,10 +273,11 @@ def shape(
 def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
     """Place the outcome reward on the last sampled token of each row, ``[N]``.
 
-    Every sampled token also gets ``-kl_coef`` times the KL estimate at that token.
+    Every sampled token also gets ``-kl_coef`` times the KL estimate at that token. A token that
+    ends a step also gets the reward of the step.
 
     Args:
-        batch: Has ``rewards [B]``, and the log-probs of old policy and reference if ``kl_coef`` is
+        batch: Has ``rewards [B]``, and maybe ``step_rewards [N]``, and the log-probs of old policy and reference if ``kl_coef`` is
             not 0.
         estimator: Name of a KL estimator.
         kl_coef: Coefficient of the KL penalty.
@@ -291,6 +292,8 @@ def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
     rewards = torch.zeros(rows.mask.numel(), dtype=batch.rewards.dtype, device=last.device)
     # a row without sampled tokens has no token to place its reward on
     rewards[last[last >= 0]] = batch.rewards[last >= 0]
+    if batch.step_rewards is not None:
+        rewards = rewards + torch.where(rows.mask, batch.step_rewards.to(rewards.dtype), 0.0)
     if kl_coef:
         if batch.old_logprobs is None or batch.ref_logprobs is None:
             raise ValueError("a KL penalty in the reward needs old_logprobs and ref_logprobs")

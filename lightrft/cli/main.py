@@ -32,6 +32,7 @@ VERBS = {
     "eval-rm": "measure how well a reward model orders given responses",
     "compare": "compare two evaluations of the same prompts, with an interval",
     "generate": "generate responses to a file of prompts, or training rows from them",
+    "label-steps": "label the steps of solutions by responses that continue them",
     "chat": "talk to a model",
     "serve-rm": "answer requests for scores of a reward model",
     "export": "write a Hugging Face folder from a run or a checkpoint",
@@ -46,7 +47,7 @@ VERBS = {
 
 IN_TABLE = (
     *("rl", "sft", "dpo", "kto", "rm", "prm", "grm", "distill"),
-    *("eval", "eval-rm", "generate", "export", "merge", "convert"),
+    *("eval", "eval-rm", "generate", "label-steps", "export", "merge", "convert"),
     "serve-rm",
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
@@ -72,6 +73,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("best_of_n", "best-of-n", "batch_inference", "batch-inference"), "generate"),
     **dict.fromkeys(("raft", "rft", "rejection-sampling", "rejection_sampling"), "iterate"),
     **dict.fromkeys(("iterative-dpo", "iterative_dpo", "iter_dpo", "spin", "star"), "iterate"),
+    **dict.fromkeys(("label_steps", "math-shepherd", "omegaprm", "mc-labels"), "label-steps"),
     **dict.fromkeys(("talk", "repl", "ask"), "chat"),
     **dict.fromkeys(("serve_rm", "reward-server", "serve-reward", "get_reward"), "serve-rm"),
     **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
@@ -147,7 +149,7 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
 
 def usage() -> str:
     """Return the table of verbs."""
-    rows = "\n".join(f"  {verb:<10} {what}" for verb, what in VERBS.items())
+    rows = "\n".join(f"  {verb:<11} {what}" for verb, what in VERBS.items())
     return (
         f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> "
         "--help lists its settings.\n"

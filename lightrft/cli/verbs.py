@@ -28,6 +28,7 @@ from lightrft.config.verbs import (
     JudgeRLConfig,
     JudgeSFTConfig,
     KTOConfig,
+    LabelStepsConfig,
     PRMVerbConfig,
     RLConfig,
     RMConfig,
@@ -63,7 +64,7 @@ class OneProcessVerb:
     report of the run folder is written.
     """
 
-    settings: type[EvaluateConfig | EvalRMConfig | GenerateConfig | FolderConfig]
+    settings: type[EvaluateConfig | EvalRMConfig | GenerateConfig | LabelStepsConfig | FolderConfig]
     about: str
     function: str
     path_setting: str
@@ -168,6 +169,13 @@ ONE_PROCESS = {
         "lightrft.trainer.pipelines.generate:run_generate",
         "model.path",
         lambda config, result: result.lines(config.output),
+    ),
+    "label-steps": OneProcessVerb(
+        LabelStepsConfig,
+        "Label the steps of solutions by the share of right responses that continue them.",
+        "lightrft.trainer.pipelines.label_steps:run_label_steps",
+        "model.path",
+        lambda config, result: f"{result.rows} rows in {config.output}\n{result}",
     ),
     "export": OneProcessVerb(
         ExportConfig,

@@ -34,8 +34,7 @@ class RewardTerm(Settings):
 
 
 class ScoringModelConfig(Settings):
-    """A reward model whose score is a term of the reward of every row, in ``path`` or behind
-    ``url``."""
+    """A reward model whose score is a term of the reward, in ``path`` or behind ``url``."""
 
     paths: ClassVar[tuple[str, ...]] = ("path", "token_file")
     """The settings of this section that are paths."""
@@ -64,6 +63,16 @@ class ScoringModelConfig(Settings):
     head: str | None = None
     """Head whose score it is; ``null`` takes the first one, or the mixture of all if the model has
     one."""
+    aggregate: Literal["min", "product", "mean", "last", "tokens"] | None = None
+    """Score of a response from the scores of its steps, for a process reward model: the lowest, the
+    product, the mean or the last one. ``tokens`` gives each step its own reward in ``rl``, at the
+    last token of the step. ``null`` is for models that score whole responses."""
+    separator: str = Field("\n", min_length=1)
+    """Text between the steps of a response, for a process reward model."""
+    sources: tuple[str, ...] = ()
+    """Data sources whose rows it scores; empty: all."""
+    offload: bool = False
+    """Keep the model in host memory except while it scores."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Largest number of tokens that it scores at once, or that one request holds."""
 
@@ -78,6 +87,12 @@ class ScoringModelConfig(Settings):
             )
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url = {self.url!r} must begin with http:// or https://")
+        local = self.model_fields_set & {"aggregate", "separator", "offload"}
+        if self.url and local:
+            raise ValueError(
+                f"{', '.join(sorted(local))}: settings of a model in this process, and url is set; "
+                "leave them out"
+            )
         remote = self.model_fields_set & {"digest", "token_file", "deadline", "max_in_flight"}
         if self.path and remote:
             raise ValueError(
@@ -157,13 +172,20 @@ class RewardConfig(Settings):
     per_source: dict[str, Terms] = Field(default_factory=dict)
     """Data source to the terms of its rows, in place of ``terms``."""
     models: Annotated[tuple[ScoringModelConfig, ...], bare_names("path")] = ()
-    """Reward models whose scores are added to the reward of every row: a folder, or a list of
-    folders and tables; see ``ScoringModelConfig``. Each rank holds a copy, or asks the server of
-    ``url``."""
+    """Reward models whose scores are added to the reward: a folder, or a list of folders and
+    tables; see ``ScoringModelConfig``. Each rank holds a copy, or asks the server of ``url``."""
     judges: Annotated[tuple[JudgeConfig, ...], bare_names("path")] = ()
     """Generative reward models whose scores are added to the reward of every row: a model, or a
     list of models and tables; see ``JudgeConfig`` and ``docs/judges.md``. Each rank holds a
     copy."""
+    gates: dict[str, str] = Field(default_factory=dict)
+    """Name of a term to the name of another one. The first counts only where the second reaches
+    ``gate_threshold``, such as the length only of right responses."""
+    gate_threshold: float = 1.0
+    """Value that a term of ``gates`` must reach."""
+    combine: Literal["sum", "worst"] = "sum"
+    """Reward from the weighted terms: their ``sum``, or the ``worst`` of them, so that no term makes
+    up for another."""
     workers: int = Field(1, ge=1)
     """Number of processes that call the functions."""
     timeout: float = Field(10.0, gt=0)
@@ -175,6 +197,11 @@ class RewardConfig(Settings):
     def calls_functions(self) -> bool:
         """A reward function scores some responses."""
         return bool(self.terms or self.per_source)
+
+    @property
+    def combines(self) -> bool:
+        """The reward is not the plain weighted sum."""
+        return bool(self.gates) or self.combine != "sum"
 
     @property
     def scores(self) -> bool:

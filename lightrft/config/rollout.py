@@ -163,3 +163,23 @@ class SelectConfig(Settings):
                     f"to {' or '.join(READ_BY[name])}"
                 )
         return self
+
+
+class StepLabelsConfig(Settings):
+    """The labels of the steps of a solution, by responses that continue its first steps."""
+
+    separator: str = Field("\n", min_length=1)
+    """Text between two steps of a solution."""
+    column: str = ""
+    """Column of the solution: a text, or a list of steps. Empty: ``completions``, ``steps``, or the
+    response of the row."""
+    continuations: int = Field(8, ge=1)
+    """Number of responses that continue the first steps of a solution."""
+    threshold: float = 1.0
+    """Reward that a response must reach to be right."""
+    search: Literal["every", "first_wrong"] = "every"
+    """``every`` continues the solution after each step. ``first_wrong`` finds the first wrong step
+    by bisection, as in OmegaPRM, and leaves the steps after it without a label."""
+    labels: Literal["soft", "hard"] = "soft"
+    """Column that is repeated as ``labels``, which training reads: ``soft_labels``, the share of
+    right continuations, or ``hard_labels``, 1 where some continuation is right."""

@@ -24,7 +24,7 @@ from lightrft.config.preference.online import OnlineConfig
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.config.reward_model import RewardModelConfig, ValidationTimesConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
-from lightrft.config.rollout import EvalConfig, RolloutConfig, SelectConfig
+from lightrft.config.rollout import EvalConfig, RolloutConfig, SelectConfig, StepLabelsConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.config.train import (
@@ -415,6 +415,32 @@ class GenerateConfig(Settings):
     """Scoring of responses; without terms none is scored."""
     select: SelectConfig = SelectConfig()
     """Responses to write, and the layout of their rows."""
+    strategy: StrategyConfig = StrategyConfig()
+    """Devices, sharding and parallelism."""
+
+
+class LabelStepsConfig(Settings):
+    """The settings of ``lightrft label-steps``: labels of the steps of solutions, in the file
+    ``output``."""
+
+    run: RunConfig = RunConfig(name="label-steps")
+    """Run folder and start."""
+    model: ModelConfig = ModelConfig()
+    """Model that continues the solutions."""
+    data: DataConfig = DataConfig(shuffle=False)
+    """Prompts, with their solutions unless ``samples`` is set."""
+    samples: int = Field(0, ge=0)
+    """Number of solutions to generate for each prompt; 0 takes the solution of each row."""
+    steps: StepLabelsConfig = StepLabelsConfig()
+    """Steps of a solution, and their labels."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Generation of continuations, and of solutions."""
+    output: str = "step_labels.jsonl"
+    """JSON-lines file of the rows. It must not exist, unless ``run.overwrite`` is set."""
+    engine: EngineConfig = EngineConfig()
+    """Engine that generates responses."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring of solutions and of continuations."""
     strategy: StrategyConfig = StrategyConfig()
     """Devices, sharding and parallelism."""
 

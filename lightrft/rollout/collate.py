@@ -48,6 +48,7 @@ def collate(
         # Python floats are doubles: keep rewards exactly as they were scored.
         rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
         baselines=_baselines(rollouts),
+        step_rewards=_step_rewards(rollouts),
         terms=terms,
         term_weights=weights,
         costs=_costs(rollouts, costs),
@@ -107,3 +108,16 @@ def _reward_terms(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | 
     values = [[r.terms.get(name, math.nan) for name in order] for r in rollouts]
     weights = [[r.weights.get(name, 0.0) for name in order] for r in rollouts]
     return torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+
+
+def _step_rewards(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """Return the rewards of steps, ``[N]``, 0 at other tokens; ``None`` without any."""
+    if not any(rollout.step_rewards for rollout in rollouts):
+        return None
+    rows: list[list[float]] = []
+    for rollout in rollouts:
+        row = [0.0] * len(rollout)
+        for place, value in rollout.step_rewards:
+            row[place] += value
+        rows.append(row)
+    return _flat(rows, torch.float64)

@@ -20,7 +20,7 @@ from lightrft.serving.reward_service import RewardService, ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.strategy.single import SingleStrategy
 from lightrft.workers.local import local_policy, local_tokenizer
-from lightrft.workers.reward_wire import vocabulary_digest, weights_digest
+from lightrft.workers.scoring.reward_wire import vocabulary_digest, weights_digest
 
 
 @dataclass(slots=True)

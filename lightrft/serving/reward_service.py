@@ -31,7 +31,7 @@ from lightrft.serving.problems import Call, bad
 from lightrft.serving.sample_encoder import Sample, SampleEncoder
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Batch, Segments
-from lightrft.workers.reward_wire import (
+from lightrft.workers.scoring.reward_wire import (
     PATH,
     batch_from_json,
     vocabulary_digest,

@@ -18,7 +18,7 @@ from lightrft.datasets.turns import TurnEncoder
 from lightrft.models.processors import Processor
 from lightrft.types import Media, Prompt
 from lightrft.utils.errors import DataError
-from lightrft.workers.reward_wire import checked_ids
+from lightrft.workers.scoring.reward_wire import checked_ids
 
 
 @dataclass(frozen=True, slots=True)

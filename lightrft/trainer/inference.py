@@ -25,6 +25,7 @@ from lightrft.rollout.eval_results.summary import EvalSummary, summarize
 from lightrft.rollout.evaluation import Evaluation, evaluate
 from lightrft.rollout.logprob_check import CheckedEngine
 from lightrft.trainer.checks.context_limits import check_lengths, longest
+from lightrft.trainer.checks.preflight import check_whole_rewards
 from lightrft.trainer.saved_policy import resolved
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
@@ -102,6 +103,7 @@ def _check_named(config: EvaluateConfig) -> None:
         raise ConfigError(
             "reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
         )
+    check_whole_rewards(config.reward, "eval")
     if config.eval.samples > 1 and config.eval.sampling.temperature == 0:
         log.warning(
             "eval.samples = %d with eval.sampling.temperature = 0: all responses to a prompt are "

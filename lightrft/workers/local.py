@@ -34,9 +34,10 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
-from lightrft.workers.judge import local_judges
-from lightrft.workers.judge_scorer import JudgeScorer
-from lightrft.workers.model_scorer import ModelScorer, scoring_models
+from lightrft.workers.scoring.combining_scorer import CombiningScorer
+from lightrft.workers.scoring.judge import local_judges
+from lightrft.workers.scoring.judge_scorer import JudgeScorer
+from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 
 
 def local_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -131,6 +132,8 @@ def with_reward_models(
 ) -> RewardScorer:
     """Return ``scorer``, or one that adds the scores of ``reward.models`` and ``reward.judges``.
 
+    It combines all terms as ``reward.gates`` and ``reward.combine`` ask for.
+
     Args:
         scorer: scores responses by functions.
         config: settings of the rewards.
@@ -138,11 +141,13 @@ def with_reward_models(
         tokenizer: tokenizer of the policy.
         device: device of the reward models.
     """
-    if config.models:
-        scorer = ModelScorer(scorer, scoring_models(config.models, policy, tokenizer, device))
+    models = scoring_models(config.models, policy, tokenizer, device)
+    if models:
+        scorer = ModelScorer(scorer, models, device)
     if config.judges:
         scorer = JudgeScorer(scorer, local_judges(config, policy, device))
-    return scorer
+    names = [model.name for model in models]
+    return CombiningScorer(scorer, config, names) if config.combines else scorer
 
 
 def policy_scorer(

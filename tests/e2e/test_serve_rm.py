@@ -18,7 +18,7 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
-from lightrft.workers import served_reward
+from lightrft.workers.scoring import served_reward
 from tests import warm
 from tests.e2e.command import assert_refused, command
 from tests.serving_helpers import free_port, judge_server, save_judge, serve_process, wait_for

@@ -33,6 +33,9 @@ SERVED: Tree = {
         "models": [{"url": "http://judge", "max_tokens_per_micro_batch": 1, "deadline": 60.0}]
     }
 }
+STEPS: Tree = {"reward": {"models": [{"path": "{root}/steps", "aggregate": "min"}]}}
+TWO: list[Tree] = [{"path": "{root}/judge"}, {"path": "{root}/strict", "name": "strict"}]
+GATED: Tree = {"reward": {"models": TWO, "gates": {"strict": "good"}}}
 CRITIC: Tree = {
     "algorithm": {"preset": "ppo"},
     "critic": {"optimizer": {"lr": 0.01}},
@@ -397,6 +400,13 @@ FLIPS: dict[str, Flip] = {
     "reward.models.name": Flip("sum", "judged", JUDGE),
     "reward.models.head": Flip("short", "judged", JUDGE),
     "reward.models.max_tokens_per_micro_batch": Flip(1, "judged", JUDGE),
+    "reward.models.aggregate": Flip("mean", "judged", STEPS),
+    "reward.models.separator": Flip(" ", "judged", STEPS),
+    "reward.models.sources": Flip(["other"], "judged", JUDGE),
+    "reward.models.offload": Flip(True, "judged", JUDGE),
+    "reward.gates": Flip({"strict": "good"}, "judged", {"reward": {"models": TWO}}),
+    "reward.gate_threshold": Flip(-1e6, "judged", GATED),
+    "reward.combine": Flip("worst", "judged", {"reward": {"models": TWO}}),
     "reward.workers": Flip(2, "workers"),
     "reward.timeout": Flip(0.05, "run", SLOW),
     "reward.memory_mb": Flip(64, "run", {"reward": {"terms": ["{root}/reward.py:large"]}}),

@@ -55,7 +55,9 @@ from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError, ResourceError, UserError
 from lightrft.utils.stop_signal import StopFlag
 from lightrft.workers.build_remote import RemoteRoleBuilder
-from lightrft.workers.model_scorer import ModelScorer, scoring_models
+from lightrft.workers.local import with_reward_models
+from lightrft.workers.scoring.combining_scorer import CombiningScorer
+from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from tests import warm
 from tests.numbers.test_explained_numbers import batch
 from tests.serving_helpers import judge_at
@@ -378,14 +380,18 @@ def judged(tree: Tree, folder: Path) -> Any:
     tokenizer = load_tokenizer(config.model)
     prompt = Prompt("0", [5, 6, 7])
     rollouts = [
-        Rollout(prompt, ids, [True] * 2, [0.0] * 2, [0] * 2, "stop", seed=0)
-        for ids in ([4, 5], [8, 9])
+        Rollout(prompt, ids, [True] * 2, [0.0] * 2, [0] * 2, "stop", seed=0, text=text)
+        for ids, text in (([4, 5], "ab\nc"), ([8, 9], "a b\nc d\ne"))
     ]
-    models = scoring_models(config.reward.models, config.model, tokenizer, torch.device("cpu"))
+    device = torch.device("cpu")
+    scorer: Any = with_reward_models(
+        NullScorer(0.0), config.reward, config.model, tokenizer, device
+    )
+    models = scorer.inner.models if isinstance(scorer, CombiningScorer) else scorer.models
     calls: list[str] = []
     for model in models:
         model.model.register_forward_hook(lambda *_, name=model.name: calls.append(name))
-    scorer = ModelScorer(NullScorer(0.0), models)
+        model.model.to = lambda place, name=model.name: calls.append(f"{name} to {place}")
     for rollout in rollouts:
         scorer.submit(rollout)
     return [(one.reward, one.terms) for one in scorer.results(wait=True)], calls
@@ -402,8 +408,9 @@ def served(tree: Tree, folder: Path) -> Any:
         ]
         config = config_in({**tree, "reward": {**tree["reward"], "models": models}}, folder)
         tokenizer = load_tokenizer(config.model)
-        terms = scoring_models(config.reward.models, config.model, tokenizer, torch.device("cpu"))
-        scorer = ModelScorer(NullScorer(0.0), terms)
+        device = torch.device("cpu")
+        terms = scoring_models(config.reward.models, config.model, tokenizer, device)
+        scorer = ModelScorer(NullScorer(0.0), terms, device)
         for prompt in (Prompt("0", [5, 6, 7]), Prompt("1", [8, 9])):
             scorer.submit(Rollout(prompt, [4, 5], [True] * 2, [0.0] * 2, [0] * 2, "stop", seed=0))
         rewards = [one.reward for one in scorer.results(wait=True)]

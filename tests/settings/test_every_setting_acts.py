@@ -15,7 +15,10 @@ from PIL import Image
 from lightrft.config.base import Settings, build, deep_merge
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.models.reward.process import ProcessRewardModel
+from lightrft.models.reward.process_form import Separator
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -127,6 +130,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("judge", "strict")):
         model = tiny_model("qwen2", seed=3, hidden_size=32, vocab_size=len(tokenizer))
         RewardModel(model, ModelConfig(), heads, seed=seed).save(tokenizer, folder / name)
+    step_model = tiny_model("qwen2", seed=3, hidden_size=32, vocab_size=len(tokenizer))
+    separator = Separator("#", tuple(tokenizer.encode("#", add_special_tokens=False)))
+    process = ProcessRewardModel(
+        step_model, ModelConfig(), ProcessModelConfig(), separator=separator
+    )
+    process.save(tokenizer, folder / "steps")
     unproved_model().save_pretrained(folder / "unproved")
     backwards.save_pretrained(folder / "backwards")
     save_tiny_media("qwen2_5_vl", folder / "reader")

@@ -161,6 +161,16 @@ def greedy_setting(sampling: SamplingConfig) -> str:
     return ""
 
 
+def check_whole_rewards(reward: RewardConfig, verb: str) -> None:
+    """Raise ``ConfigError`` for rewards of steps in a verb that compares whole responses."""
+    for i, model in enumerate(reward.models):
+        if model.aggregate == "tokens":
+            raise ConfigError(
+                f"reward.models.{i}.aggregate = 'tokens' gives rewards to tokens, and {verb} "
+                f"scores whole responses; set reward.models.{i}.aggregate=min"
+            )
+
+
 def weightless_rewards(reward: RewardConfig) -> Iterator[str]:
     """Yield the lists of reward terms whose weighted sum is always 0."""
     if any(model.weight for model in (*reward.models, *reward.judges)):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.data import DataConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.rollout import SelectConfig
-from lightrft.config.verbs import GenerateConfig
+from lightrft.config.verbs import GenerateConfig, LabelStepsConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sampler import EvalPrompts
 from lightrft.engines.base import Engine
@@ -26,7 +27,7 @@ from lightrft.rollout.eval_prompts import load_prompts
 from lightrft.rollout.generation import requests_for
 from lightrft.rollout.logprob_check import CheckedEngine
 from lightrft.trainer.checks.context_limits import check_lengths, longest
-from lightrft.trainer.checks.preflight import greedy_setting
+from lightrft.trainer.checks.preflight import check_whole_rewards, greedy_setting
 from lightrft.trainer.pipelines.journal import Journal
 from lightrft.trainer.pipelines.selection import Counts
 from lightrft.trainer.pipelines.training_rows import write_output
@@ -55,6 +56,8 @@ MAY_DIFFER = (
     "select",
 )
 """Settings that may differ between a resumed generation and the one that began it."""
+
+C = TypeVar("C", GenerateConfig, LabelStepsConfig)
 
 Choose = Callable[[int], Sequence[int]]
 """Return the indices of the prompts to respond to, given the number of all prompts."""
@@ -101,27 +104,14 @@ def run_generate(
         DataError: the selection leaves no row, or the data has changed since it was begun.
     """
     check_generate(config)
-    output = Path(config.output).expanduser()
-    if config.run.overwrite:
-        Journal.discard(output)
-    elif output.exists():
-        raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
-    model, saved = resolved(config.model)
-    # Record the checkpoint itself, so that another one is refused on a resume.
-    if saved is not None:
-        path = {"path": str(saved.checkpoint)}
-        config = config.model_copy(update={"model": config.model.model_copy(update=path)})
-    tokenizer = local_tokenizer(model)
-    processor = load_processor(model, tokenizer)
-    reward = config.reward if config.reward.scores else None
-    dataset = load_prompts(
-        config.data, tokenizer, config.run.seed, processor, reward, "data.sources"
-    )
+    output = free_output(config)
+    inputs = open_inputs(config)
+    config, dataset = inputs.config, inputs.dataset
     check_condition(config.select, dataset)
     chosen = choose(len(dataset)) if choose else range(len(dataset))
     prompts = EvalPrompts(dataset, chosen)
-    if reward is not None:
-        check_rewards(reward, prompts, tokenizer)
+    if config.reward.scores:
+        check_rewards(config.reward, prompts, inputs.tokenizer)
     with Journal.open(output, config, MAY_DIFFER) as journal:
         journal.check_prompts(prompts)
         journal.observer = observer or NullObserver()
@@ -130,7 +120,8 @@ def run_generate(
             done = f"{len(journal)} of {len(prompts)} prompts are complete"
             log.warning("%s: the generation resumes; %s", output, done)
         if len(journal) < len(prompts):
-            generate_missing(config, model, saved, tokenizer, prompts, journal)
+            with loaded_engine(inputs, prompts) as (engine, scorer):
+                respond(config, prompts, journal, engine, scorer)
         counts = write_output(config.select, output, journal, dataset, reader or DataConfig())
         journal.finish()
     if counts.first_failure:
@@ -149,6 +140,7 @@ def check_generate(config: GenerateConfig) -> None:
         raise ConfigError(
             "data.sources is empty; name the prompts, e.g. data.sources=[{path: prompts.jsonl}]"
         )
+    check_whole_rewards(config.reward, "generate")
     check_selection(config)
 
 
@@ -186,24 +178,63 @@ def check_condition(select: SelectConfig, dataset: PromptDataset) -> None:
         )
 
 
-def generate_missing(
-    config: GenerateConfig,
-    model: ModelConfig,
-    saved: SavedPolicy | None,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: EvalPrompts,
-    journal: Journal,
-) -> None:
-    """Load the model, and generate and score the responses that ``journal`` lacks.
+def free_output(config: GenerateConfig | LabelStepsConfig) -> Path:
+    """Return the file to write. Raises ``ConfigError`` if it exists and must not be replaced."""
+    output = Path(config.output).expanduser()
+    if config.run.overwrite:
+        Journal.discard(output)
+    elif output.exists():
+        raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
+    return output
 
-    Args:
-        config: settings of the generation.
+
+@dataclass(frozen=True, slots=True)
+class Inputs(Generic[C]):
+    """The model of a generation, before it is loaded, and its prompts.
+
+    Attributes:
+        config: settings, in which a run folder is replaced by its checkpoint.
         model: the model to load.
         saved: the policy whose weights to load into the model, or None.
         tokenizer: tokenizer of the model.
-        prompts: the prompts.
-        journal: gets the responses.
+        dataset: the prompts.
     """
+
+    config: C
+    model: ModelConfig
+    saved: SavedPolicy | None
+    tokenizer: PreTrainedTokenizerBase
+    dataset: PromptDataset
+
+
+def open_inputs(config: C) -> Inputs[C]:
+    """Find the model that ``config`` names, and read the prompts."""
+    model, saved = resolved(config.model)
+    # Record the checkpoint itself, so that another one is refused on a resume.
+    if saved is not None:
+        path = {"path": str(saved.checkpoint)}
+        config = config.model_copy(update={"model": config.model.model_copy(update=path)})
+    tokenizer = local_tokenizer(model)
+    processor = load_processor(model, tokenizer)
+    reward = config.reward if config.reward.scores else None
+    dataset = load_prompts(
+        config.data, tokenizer, config.run.seed, processor, reward, "data.sources"
+    )
+    return Inputs(config, model, saved, tokenizer, dataset)
+
+
+@contextmanager
+def loaded_engine(
+    inputs: Inputs[Any], prompts: Sequence[Prompt], more: int = 0
+) -> Generator[tuple[Engine, RewardScorer]]:
+    """Load the model, and yield its engine and the scorer of its responses.
+
+    Args:
+        inputs: the model and its settings.
+        prompts: the prompts.
+        more: largest number of tokens between a prompt and a response.
+    """
+    config, model, saved = inputs.config, inputs.model, inputs.saved
     # Its processes start while the model is loaded.
     with closing(local_scorer(config.reward)) as functions:
         # A row of a source without reward could otherwise be met after hours of generation.
@@ -211,12 +242,12 @@ def generate_missing(
             functions.check_sources({prompt.data_source for prompt in prompts})
         weights = None if saved is None else saved.weights
         _, actor, engine = local_policy(
-            model, config.strategy, config.engine, tokenizer, weights=weights
+            model, config.strategy, config.engine, inputs.tokenizer, weights=weights
         )
-        check_lengths(actor, longest(prompts), config.sampling, "sampling", "data")
-        scorer = with_reward_models(functions, config.reward, model, tokenizer, actor.device)
+        check_lengths(actor, longest(prompts) + more, config.sampling, "sampling", "data")
+        scorer = with_reward_models(functions, config.reward, model, inputs.tokenizer, actor.device)
         with closing(CheckedEngine(engine, actor, config.engine)) as checked:
-            respond(config, prompts, journal, checked, scorer)
+            yield checked, scorer
 
 
 def respond(
@@ -235,7 +266,7 @@ def respond(
         engine: generates the responses.
         scorer: scores the responses.
     """
-    collector = _Collector(config.samples, journal, scorer)
+    collector = Collector(journal, scorer, line_of)
     missing = (index for index in range(len(prompts)) if index not in journal)
     for first, part in prompts.parts(begin=next(missing, len(prompts))):
         requests: list[Request] = []
@@ -245,7 +276,7 @@ def respond(
             seeds = (config.run.seed, "generate")
             (group,) = requests_for([prompt], config.samples, *seeds, first=index)
             requests += group
-            collector.index_of |= dict.fromkeys((r.seed for r in group), index)
+            collector.expect(index, prompt, group)
         if not requests:
             continue
         for rollout in engine.generate(requests, config.sampling):
@@ -274,35 +305,56 @@ def indexed(
 
 
 @dataclass(slots=True)
-class _Collector:
+class Expected:
+    """A prompt whose responses are generated, and the number of them."""
+
+    index: int
+    prompt: Prompt
+    count: int
+
+
+@dataclass(slots=True)
+class Collector:
     """Collects scored responses, and writes each group to the journal when it is complete.
 
     Args:
-        samples: number of responses to a prompt.
         journal: gets the groups.
         scorer: returns the scored responses.
-        index_of: index of the prompt, by the seed of the request.
+        line: returns the line of a response.
     """
 
-    samples: int
     journal: Journal
     scorer: RewardScorer
-    index_of: dict[int, int] = field(default_factory=dict)
+    line: Callable[[Rollout], dict[str, object]]
+    _expected: dict[int, Expected] = field(default_factory=dict)
     _found: dict[int, list[Rollout]] = field(default_factory=lambda: defaultdict(list))
+
+    def expect(self, index: int, prompt: Prompt, requests: Sequence[Request]) -> None:
+        """Expect a response to each of ``requests``.
+
+        Args:
+            index: index of the prompt in the journal.
+            prompt: the prompt.
+            requests: all requests of the prompt. They have distinct seeds.
+        """
+        expected = Expected(index, prompt, len(requests))
+        self._expected |= dict.fromkeys((request.seed for request in requests), expected)
 
     def collect(self, wait: bool) -> None:
         """Take the scored responses; with ``wait``, all of them."""
         for rollout in self.scorer.results(wait=wait):
-            index = self.index_of.pop(rollout.seed)
-            group = self._found[index]
+            expected = self._expected.pop(rollout.seed)
+            group = self._found[expected.index]
             group.append(rollout)
-            if len(group) == self.samples:
+            if len(group) == expected.count:
                 # Responses come as they are finished, and scores in any order.
-                ordered = sorted(self._found.pop(index), key=lambda r: r.sample)
-                self.journal.add(index, rollout.prompt, [_line(r) for r in ordered])
+                ordered = sorted(self._found.pop(expected.index), key=lambda r: r.sample)
+                lines = [self.line(one) for one in ordered]
+                self.journal.add(expected.index, expected.prompt, lines)
 
 
-def _line(rollout: Rollout) -> dict[str, object]:
+def line_of(rollout: Rollout) -> dict[str, object]:
+    """Return a response as a line of the output."""
     line: dict[str, object] = {
         "id": rollout.prompt.id,
         "sample": rollout.sample,

@@ -130,9 +130,16 @@ class Journal:
     def groups(self) -> Iterator[tuple[str, Group]]:
         """Yield the id of each prompt with its responses, in the order of the prompts."""
         for index in sorted(self._offsets):
-            self._file.seek(self._offsets[index])
-            line = json.loads(self._file.readline())
+            line = self._line(index)
             yield line["id"], line["responses"]
+
+    def __getitem__(self, index: int) -> Group:
+        """Return the responses to prompt ``index``."""
+        return self._line(index)["responses"]
+
+    def _line(self, index: int) -> dict[str, Any]:
+        self._file.seek(self._offsets[index])
+        return json.loads(self._file.readline())
 
     def finish(self) -> None:
         """Delete the journal, once the output is complete."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import ClassVar, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,11 +16,15 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.reward.process_form import PROCESS_FILE
 from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.reward.saved_form import read_form
 from lightrft.rewards.base import RewardScorer
-from lightrft.types import Batch, Rollout, Segments
+from lightrft.types import Batch, Rollout
 from lightrft.utils.errors import ConfigError, ModelError
-from lightrft.workers.served_reward import ServedRewardModel
+from lightrft.workers.scoring.collecting import CollectingScorer, add_term, batch_of
+from lightrft.workers.scoring.process_scorer import StepScoringModel, step_scoring_model
+from lightrft.workers.scoring.served_reward import ServedRewardModel
 
 
 class TermModel(Protocol):
@@ -31,12 +36,17 @@ class TermModel(Protocol):
         ...
 
     @property
-    def weight(self) -> float:
-        """Factor of the score."""
+    def term(self) -> ScoringModelConfig:
+        """Settings of the term."""
         ...
 
-    def scores(self, batch: Batch) -> Sequence[float | str]:
-        """Return the score of each response, or the reason why it has none."""
+    def scores(self, rollouts: Sequence[Rollout], batch: Batch) -> Sequence[float | str]:
+        """Return the score of each response, or the reason why it has none.
+
+        Args:
+            rollouts: The responses.
+            batch: Their prompts and tokens.
+        """
         ...
 
     def close(self) -> None:
@@ -51,22 +61,26 @@ class ScoringModel:
     Attributes:
         model: The model, in evaluation mode.
         name: Name of the term.
+        term: The setting ``reward.models.<n>``.
         head: Head whose score it is.
-        weight: Factor of the score.
-        budget: Largest number of tokens that it scores at once.
     """
 
     model: RewardModel
     name: str
+    term: ScoringModelConfig
     head: str
-    weight: float
-    budget: int
 
     @torch.no_grad()
-    def scores(self, batch: Batch) -> list[float]:
-        """Return the score of each response of ``batch``."""
+    def scores(self, rollouts: Sequence[Rollout], batch: Batch) -> list[float]:
+        """Return the score of each response.
+
+        Args:
+            rollouts: The responses.
+            batch: Their prompts and tokens.
+        """
         found = torch.zeros(len(batch), dtype=torch.float64)
-        for index in micro_batches(batch, self.budget, self.model.layout):
+        budget = self.term.max_tokens_per_micro_batch
+        for index in micro_batches(batch, budget, self.model.layout):
             part = self.model.score(batch.select(index).to(self.model.device))
             found[index] = part[self.head].scores.double().cpu()
         return found.tolist()
@@ -75,61 +89,19 @@ class ScoringModel:
         """See ``TermModel.close``: there are none."""
 
 
-class CollectingScorer:
-    """A scorer that collects the responses of another scorer, and scores them together.
-
-    Args:
-        inner: Scores responses first. A response that it fails is not collected.
-        budget: Number of tokens that are collected before they are scored. ``None`` waits for all
-            responses.
-
-    Attributes:
-        counts: Number of events by name.
-    """
-
-    def __init__(self, inner: RewardScorer, budget: int | None) -> None:
-        self.inner = inner
-        self.budget = budget
-        self.counts: Counter[str] = Counter()
-        self._waiting: list[Rollout] = []
-        self._tokens = 0
-
-    def check_sources(self, sources: Iterable[str]) -> None:
-        """See ``RewardScorer.check_sources``."""
-        self.inner.check_sources(sources)
-
-    def submit(self, rollout: Rollout) -> None:
-        """See ``RewardScorer.submit``."""
-        self.inner.submit(rollout)
-
-    def results(self, wait: bool) -> Iterator[Rollout]:
-        """See ``RewardScorer.results``."""
-        for rollout in self.inner.results(wait):
-            # a response that a function could not score has no reward, whatever the models say
-            if rollout.failed:
-                yield rollout
-                continue
-            self._waiting.append(rollout)
-            self._tokens += len(rollout)
-            if self.budget is not None and self._tokens >= self.budget:
-                yield from self._collected()
-        if wait:
-            yield from self._collected()
-
-    def close(self) -> None:
-        """See ``RewardScorer.close``."""
-        self.inner.close()
-
-    def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Add terms to the rewards of ``rollouts``, or fail them."""
-        raise NotImplementedError
-
-    def _collected(self) -> Iterator[Rollout]:
-        """Score all collected responses, and yield them."""
-        rollouts, self._waiting, self._tokens = self._waiting, [], 0
-        if rollouts:
-            self.score(rollouts)
-        yield from rollouts
+@contextmanager
+def on_device(model: TermModel, device: torch.device) -> Generator[None]:
+    """Place ``model`` on ``device`` inside the context, if it is offloaded outside of it."""
+    if not model.term.offload:
+        yield
+        return
+    # A served model cannot be offloaded.
+    assert isinstance(model, ScoringModel | StepScoringModel)
+    model.model.to(device)
+    try:
+        yield
+    finally:
+        model.model.to("cpu")
 
 
 class ModelScorer(CollectingScorer):
@@ -141,17 +113,26 @@ class ModelScorer(CollectingScorer):
     Args:
         inner: Scores responses by functions. Its rewards are 0 without functions.
         models: The reward models.
+        device: Device of the reward models.
         budget: Number of tokens that are collected before they are scored.
 
     Attributes:
-        counts: Number of responses ``scored``, ``nonfinite`` and ``unanswered``.
+        events: Responses that are ``scored``, whose score is ``nonfinite``, and that a server has
+            left ``unanswered``.
     """
 
+    events: ClassVar[tuple[str, ...]] = ("scored", "nonfinite", "unanswered")
+
     def __init__(
-        self, inner: RewardScorer, models: Sequence[TermModel], budget: int = 2**17
+        self,
+        inner: RewardScorer,
+        models: Sequence[TermModel],
+        device: torch.device,
+        budget: int = 2**17,
     ) -> None:
         super().__init__(inner, budget)
         self.models = models
+        self.device = device
 
     def close(self) -> None:
         """See ``RewardScorer.close``."""
@@ -161,9 +142,16 @@ class ModelScorer(CollectingScorer):
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
         """See ``CollectingScorer.score``."""
-        batch = batch_of(rollouts)
+        for rollout in rollouts:
+            rollout.step_rewards = []
         for model in self.models:
-            for rollout, score in zip(rollouts, model.scores(batch), strict=True):
+            sources = model.term.sources
+            own = [r for r in rollouts if not sources or r.prompt.data_source in sources]
+            if not own:
+                continue
+            with on_device(model, self.device):
+                found = model.scores(own, batch_of(own))
+            for rollout, score in zip(own, found, strict=True):
                 self._add(rollout, model, score)
 
     def _add(self, rollout: Rollout, model: TermModel, score: float | str) -> None:
@@ -178,43 +166,15 @@ class ModelScorer(CollectingScorer):
         if problem:
             rollout.failed = f"reward model {model.name}: {problem}"
             rollout.reward = None
+            rollout.step_rewards = []
+        elif rollout.failed:
             return
-        add_term(rollout, model.name, model.weight, float(score))
-
-
-def add_term(rollout: Rollout, name: str, weight: float, score: float) -> None:
-    """Add a term to the reward of ``rollout``, unless it has failed.
-
-    Args:
-        rollout: The response.
-        name: Name of the term.
-        weight: Factor of the score.
-        score: The score.
-    """
-    if rollout.failed:
-        return
-    rollout.terms[name] = score
-    rollout.weights[name] = weight
-    rollout.reward = (rollout.reward or 0.0) + weight * score
-
-
-def batch_of(rollouts: Sequence[Rollout]) -> Batch:
-    """Collate ``rollouts`` to a batch in which responses to one prompt are a group."""
-    prompts: dict[int, int] = {}
-    prompt_of: list[int] = []
-    distinct = []
-    for rollout in rollouts:
-        # by identity, since two rows of the data may have equal ids and different media
-        key = id(rollout.prompt)
-        if key not in prompts:
-            prompts[key] = len(distinct)
-            distinct.append(rollout.prompt)
-        prompt_of.append(prompts[key])
-    return Batch(
-        Segments.of_prompts(distinct),
-        Segments.of([rollout.token_ids for rollout in rollouts]),
-        torch.tensor(prompt_of, dtype=torch.long),
-    )
+        elif model.term.aggregate == "tokens":
+            # Each step has its own reward, so the term is only reported.
+            rollout.terms[model.name] = float(score)
+            rollout.reward = rollout.reward or 0.0
+        else:
+            add_term(rollout, model.name, model.term.weight, float(score))
 
 
 def scoring_models(
@@ -238,27 +198,24 @@ def scoring_models(
     found: list[TermModel] = []
     for i, term in enumerate(terms):
         key = f"reward.models.{i}"
-        if term.url is None:
-            model: TermModel = loaded_model(term, key, policy, tokenizer, device)
-        else:
-            model = ServedRewardModel.of(term, key, tokenizer)
-        if model.name in [other.name for other in found]:
+        made = scoring_model(term, key, policy, tokenizer, device)
+        if made.name in [other.name for other in found]:
             raise ConfigError(
-                f"{key}: two reward models are called {model.name!r}; set {key}.name to tell them "
+                f"{key}: two reward models are called {made.name!r}; set {key}.name to tell them "
                 "apart"
             )
-        found.append(model)
+        found.append(made)
     return found
 
 
-def loaded_model(
+def scoring_model(
     term: ScoringModelConfig,
     key: str,
     policy: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-) -> ScoringModel:
-    """Load the reward model of ``term.path``.
+) -> TermModel:
+    """Load the reward model of ``term``, or connect to its server.
 
     Args:
         term: Settings of the reward model.
@@ -269,20 +226,57 @@ def loaded_model(
 
     Raises:
         ConfigError: The model cannot be loaded, or has another vocabulary or no such head.
+        ResourceError: The server does not answer.
     """
+    if term.url is not None:
+        return ServedRewardModel.of(term, key, tokenizer)
     config = model_settings(policy, term.path)
     check_vocabulary(config, tokenizer, key)
+    place = torch.device("cpu") if term.offload else device
+    if _is_process_model(term, config):
+        return step_scoring_model(term, config, tokenizer, place, key)
+    return scalar_scoring_model(term, config, place, key)
+
+
+def scalar_scoring_model(
+    term: ScoringModelConfig, config: ModelConfig, device: torch.device, key: str
+) -> ScoringModel:
+    """Load the reward model of a term, which scores whole responses.
+
+    Args:
+        term: The setting ``reward.models.<n>``.
+        config: Settings of the model.
+        device: Device of the model.
+        key: Name of the setting, for messages.
+
+    Raises:
+        ConfigError: The model cannot be loaded, or has no such head.
+    """
     try:
         model = RewardModel.load(config, device=device).requires_grad_(False).eval()
     except ModelError as error:
         # The message names ``model.path``, which is the policy's.
         raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
+    if term.aggregate is not None:
+        raise ConfigError(
+            f"{key}.aggregate = {term.aggregate!r}: {term.path} scores whole responses, not steps; "
+            "leave it out"
+        )
     head = term.head or model.reward_name
     if head not in model.score_names:
         known = ", ".join(model.score_names)
         raise ConfigError(f"{key}.head = {term.head!r}: {term.path} has {known}; name one of them")
-    name = term.name or head
-    return ScoringModel(model, name, head, term.weight, term.max_tokens_per_micro_batch)
+    return ScoringModel(model, term.name or head, term, head)
+
+
+def _is_process_model(term: ScoringModelConfig, config: ModelConfig) -> bool:
+    """Return True if the folder of a term is read as a process reward model.
+
+    A published linear head may be of either kind, so the setting ``aggregate`` decides.
+    """
+    if (Path(config.path).expanduser() / PROCESS_FILE).is_file():
+        return True
+    return term.aggregate is not None and read_form(config.path) is None
 
 
 def model_settings(policy: ModelConfig, path: str) -> ModelConfig:

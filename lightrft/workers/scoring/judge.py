@@ -26,7 +26,7 @@ from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
 from lightrft.types import Batch, Prompt, Request, Segments
 from lightrft.utils.errors import ConfigError, ModelError
-from lightrft.workers.model_scorer import model_settings
+from lightrft.workers.scoring.model_scorer import model_settings
 
 
 class Judge(Protocol):

@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.reward import ScoringModelConfig
 from lightrft.learner.micro_batches import micro_batches
-from lightrft.types import Batch
+from lightrft.types import Batch, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
-from lightrft.workers.circuit_breaker import CircuitBreaker
-from lightrft.workers.reward_wire import PATH, batch_to_json, vocabulary_digest
+from lightrft.workers.scoring.circuit_breaker import CircuitBreaker
+from lightrft.workers.scoring.reward_wire import PATH, batch_to_json, vocabulary_digest
 
 FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0
 """Seconds before the first repetition of a request, and most seconds before a later one."""
@@ -45,7 +45,6 @@ class ServedRewardModel:
         key: Key of ``term``, for messages.
         name: Name of the term.
         head: Head whose score it is.
-        weight: Factor of the score.
         digest: Digest of the model at start. Every answer must have it.
         layout: Layout of the model's inputs.
         client: Keeps connections to the server.
@@ -57,7 +56,6 @@ class ServedRewardModel:
     key: str
     name: str
     head: str
-    weight: float
     digest: str
     layout: str
     client: httpx.Client
@@ -81,7 +79,7 @@ class ServedRewardModel:
         """
         limits = httpx.Limits(max_connections=term.max_in_flight)
         client = httpx.Client(base_url=str(term.url).rstrip("/"), limits=limits)
-        found = ServedRewardModel(term, key, "", "", term.weight, "", "", client, CircuitBreaker())
+        found = ServedRewardModel(term, key, "", "", "", "", client, CircuitBreaker())
         try:
             found._check(found._about(), tokenizer)
         except BaseException:
@@ -89,10 +87,15 @@ class ServedRewardModel:
             raise
         return found
 
-    def scores(self, batch: Batch) -> list[float | str]:
-        """Return the score of each response of ``batch``, or the reason why it has none.
+    def scores(self, rollouts: Sequence[Rollout], batch: Batch) -> list[float | str]:
+        """Return the score of each response, or the reason why it has none.
 
-        Raises ``ConfigError`` if the server has replaced its model.
+        Args:
+            rollouts: The responses.
+            batch: Their prompts and tokens.
+
+        Raises:
+            ConfigError: The server has replaced its model.
         """
         parts = micro_batches(batch, self.term.max_tokens_per_micro_batch, self.layout)
         found: list[float | str] = [""] * len(batch)

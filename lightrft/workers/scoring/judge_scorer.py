@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lightrft.config.judgement import COMPARED
 from lightrft.config.reward import JudgeConfig
@@ -16,11 +17,10 @@ from lightrft.datasets.row_tables import MalformedRow
 from lightrft.rewards.base import RewardScorer
 from lightrft.rewards.rules.verdicts import Verdict, VerdictForm, read_verdict
 from lightrft.rewards.rules.verdicts import score as first_score
-from lightrft.roles import HasEventCounts
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.seeding import derive_seed
-from lightrft.workers.judge import Judge
-from lightrft.workers.model_scorer import CollectingScorer, add_term
+from lightrft.workers.scoring.collecting import CollectingScorer, add_term
+from lightrft.workers.scoring.judge import Judge
 
 log = logging.getLogger(__name__)
 
@@ -53,19 +53,15 @@ class JudgeScorer(CollectingScorer):
         judges: The judges.
 
     Attributes:
-        counts: Number of ``judgements``, and of judgements without a verdict (``unparsed``).
+        events: ``judgements``, and those without a verdict (``unparsed``).
     """
+
+    events: ClassVar[tuple[str, ...]] = ("judgements", "unparsed")
 
     def __init__(self, inner: RewardScorer, judges: Sequence[Judge]) -> None:
         # a comparison needs all responses to a prompt
         super().__init__(inner, None)
         self.judges = judges
-
-    def take_counts(self) -> Mapping[str, int]:
-        """Return the counts since the last call, with the counts of the other scorer."""
-        found, self.counts = self.counts, Counter()
-        inner = self.inner.take_counts() if isinstance(self.inner, HasEventCounts) else {}
-        return {**inner, **found}
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
         """See ``CollectingScorer.score``."""

@@ -21,11 +21,13 @@ from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import Call, HTTPProblem
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import ConfigError, DataError, ResourceError
-from lightrft.workers import served_reward
-from lightrft.workers.circuit_breaker import CircuitBreaker
-from lightrft.workers.model_scorer import ModelScorer, scoring_models
-from lightrft.workers.reward_wire import batch_from_json, batch_to_json, vocabulary_digest
+from lightrft.workers.scoring import served_reward
+from lightrft.workers.scoring.circuit_breaker import CircuitBreaker
+from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
+from lightrft.workers.scoring.reward_wire import batch_from_json, batch_to_json, vocabulary_digest
 from tests.serving_helpers import answering, free_port, judge_at, judge_server, save_judge
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def term_of(folder: Path, **tree: Any) -> Any:
     config = ModelConfig(path=str(folder), dtype="float32")
     term = build(ScoringModelConfig, {"deadline": 5.0, **tree} if "url" in tree else tree)
-    return scoring_models([term], config, load_tokenizer(config), torch.device("cpu"))[0]
+    return scoring_models([term], config, load_tokenizer(config), CPU)[0]
 
 
 def batch(rows: int = 6) -> Batch:
@@ -62,7 +64,7 @@ def batch(rows: int = 6) -> Batch:
 def test_served_scores_equal_local_ones_bit_for_bit(folder, url, budget):
     local = term_of(folder, path=str(folder), max_tokens_per_micro_batch=budget)
     served = term_of(folder, url=url, max_tokens_per_micro_batch=budget)
-    assert served.scores(batch()) == local.scores(batch())
+    assert served.scores([], batch()) == local.scores([], batch())
     assert (served.name, served.counts["unanswered"]) == ("good", 0)
 
 
@@ -76,7 +78,7 @@ def test_another_digest_vocabulary_head_or_no_server_is_refused_at_start(folder,
         term_of(folder, url=url, head="truth")
     term = ScoringModelConfig(url=url)
     with pytest.raises(ConfigError, match="another vocabulary than the policy's"):
-        scoring_models([term], ModelConfig(), tiny_tokenizer(chars="ab"), torch.device("cpu"))
+        scoring_models([term], ModelConfig(), tiny_tokenizer(chars="ab"), CPU)
     with pytest.raises(ResourceError, match=r"deadline = 0\.2 s.*lightrft serve-rm"):
         term_of(folder, url=f"http://127.0.0.1:{free_port()}", deadline=0.2)
 
@@ -137,16 +139,16 @@ def test_a_request_that_fails_is_repeated_with_the_same_id(folder):
     judge = judged(folder, 500, 429, 503, 401)
     with answering(*judge.endpoints()) as (url, _):
         served = term_of(folder, url=url)
-        assert served.scores(batch(2)) == [0.5, 0.5]
+        assert served.scores([], batch(2)) == [0.5, 0.5]
         assert len(judge.ids) == 5 and len(set(judge.ids)) == 1 and judge.ids[0]
-        served.scores(batch(2))
+        served.scores([], batch(2))
         assert len(set(judge.ids)) == 2 and served.counts == {"requests": 2, "retries": 4}
 
 
 def test_after_the_deadline_the_samples_fail_and_are_counted_and_never_get_0(folder):
     judge = judged(folder, *[503] * 1000)
     with answering(*judge.endpoints()) as (url, _):
-        scorer = ModelScorer(NullScorer(0.0), [term_of(folder, url=url, deadline=0.3)])
+        scorer = ModelScorer(NullScorer(0.0), [term_of(folder, url=url, deadline=0.3)], CPU)
         start = time.monotonic()
         prompt = Prompt("0", [5, 6])
         for _ in range(3):
@@ -155,17 +157,17 @@ def test_after_the_deadline_the_samples_fail_and_are_counted_and_never_get_0(fol
         assert 0.1 < time.monotonic() - start < 5
         assert [one.reward for one in found] == [None] * 3
         assert all("deadline = 0.3 s: status 503" in one.failed for one in found)
-        assert scorer.counts == {"scored": 3, "unanswered": 3}
+        assert scorer.counts == {"scored": 3, "nonfinite": 0, "unanswered": 3}
 
 
 def test_a_refusal_fails_its_samples_at_once_and_a_replaced_model_stops_the_run(folder):
     judge = judged(folder, 400, "replaced")
     with answering(*judge.endpoints()) as (url, _):
         served = term_of(folder, url=url)
-        assert "refused the request: status 400" in str(served.scores(batch(2))[0])
+        assert "refused the request: status 400" in str(served.scores([], batch(2))[0])
         assert len(judge.ids) == 1
         with pytest.raises(ConfigError, match="replaced its model"):
-            served.scores(batch(2))
+            served.scores([], batch(2))
 
 
 def test_scores_that_are_no_numbers_or_too_few_fail_their_samples(folder):
@@ -173,10 +175,10 @@ def test_scores_that_are_no_numbers_or_too_few_fail_their_samples(folder):
     with answering(*judge.endpoints()) as (url, _):
         served = term_of(folder, url=url)
         judge.scores = [None, 2.0]
-        first, second = served.scores(batch(2))
+        first, second = served.scores([], batch(2))
         assert math.isnan(first) and second == 2.0
         judge.scores = [1.0]
-        assert "no score of 'good'" in str(served.scores(batch(2))[1])
+        assert "no score of 'good'" in str(served.scores([], batch(2))[1])
 
 
 def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_deadline(folder):
@@ -186,10 +188,10 @@ def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_
     served.term = served.term.model_copy(update={"max_tokens_per_micro_batch": 1})
     served.breaker.pause = 0.2
     start = time.monotonic()
-    assert all(isinstance(score, str) for score in served.scores(batch(8)))
+    assert all(isinstance(score, str) for score in served.scores([], batch(8)))
     assert time.monotonic() - start < 4  # eight requests, four at once
     start = time.monotonic()
-    assert all(isinstance(score, str) for score in served.scores(batch(8)))
+    assert all(isinstance(score, str) for score in served.scores([], batch(8)))
     assert time.monotonic() - start < 4
     assert served.counts["unanswered"] == 16
 
@@ -219,11 +221,11 @@ def test_a_token_is_read_for_each_request_and_requests_at_once_are_limited(folde
             folder, url=url, token_file=str(file), max_in_flight=2, max_tokens_per_micro_batch=1
         )
         file.write_text("two\n")
-        served.scores(batch(6))
+        served.scores([], batch(6))
         assert seen.tokens == {"Bearer one", "Bearer two"} and seen.most == 2
         file.write_text("")
         with pytest.raises(ConfigError, match=r"token_file.*is empty"):
-            served.scores(batch(1))
+            served.scores([], batch(1))
 
 
 def test_a_batch_with_media_survives_the_wire_and_a_damaged_one_is_refused():

@@ -18,8 +18,8 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.rewards.base import NullScorer
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.judge import common_length, local_judges
-from lightrft.workers.judge_scorer import JudgeScorer
+from lightrft.workers.scoring.judge import common_length, local_judges
+from lightrft.workers.scoring.judge_scorer import JudgeScorer
 
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def test_pairs_of_a_group_give_each_response_its_share_of_wins():
     assert [one.terms["judge"] for one in given] == [0, 1, 0.5]
     assert [one.reward for one in given] == [1, 3, 2]
     assert scorer.take_counts() == {"judgements": 6, "unparsed": 0}
-    assert scorer.take_counts() == {}
+    assert scorer.take_counts() == {"judgements": 0, "unparsed": 0}
     # the judge reads the request of the row, not the policy's template
     assert all("[Request]\nsay it\n" in question for question in judge.asked)
 

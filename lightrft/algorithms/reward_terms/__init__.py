@@ -1,0 +1,1 @@
+"""Combine the terms of a reward."""

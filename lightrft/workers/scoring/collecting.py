@@ -1,0 +1,118 @@
+"""Collect the responses of a scorer, to score them together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+
+from lightrft.rewards.base import RewardScorer
+from lightrft.roles import HasEventCounts
+from lightrft.types import Batch, Rollout, Segments
+
+
+def counts_of(scorer: RewardScorer) -> dict[str, int]:
+    """Return the events that ``scorer`` has counted since the last call; none if it counts none."""
+    return scorer.take_counts() if isinstance(scorer, HasEventCounts) else {}
+
+
+class CollectingScorer:
+    """A scorer that collects the responses of another scorer, and scores them together.
+
+    Args:
+        inner: Scores responses first. A response that it fails is not collected.
+        budget: Number of tokens that are collected before they are scored. ``None`` waits for all
+            responses.
+
+    Attributes:
+        events: Names of the events that are counted.
+        counts: Number of events by name, since they were taken.
+    """
+
+    events: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, inner: RewardScorer, budget: int | None) -> None:
+        self.inner = inner
+        self.budget = budget
+        self.counts: Counter[str] = Counter(dict.fromkeys(self.events, 0))
+        self._waiting: list[Rollout] = []
+        self._tokens = 0
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """See ``RewardScorer.check_sources``."""
+        self.inner.check_sources(sources)
+
+    def submit(self, rollout: Rollout) -> None:
+        """See ``RewardScorer.submit``."""
+        self.inner.submit(rollout)
+
+    def results(self, wait: bool) -> Iterator[Rollout]:
+        """See ``RewardScorer.results``."""
+        for rollout in self.inner.results(wait):
+            # a response that a function could not score has no reward, whatever the models say
+            if rollout.failed:
+                yield rollout
+                continue
+            self._waiting.append(rollout)
+            self._tokens += len(rollout)
+            if self.budget is not None and self._tokens >= self.budget:
+                yield from self._collected()
+        if wait:
+            yield from self._collected()
+
+    def take_counts(self) -> dict[str, int]:
+        """See ``HasEventCounts``. The counts of ``inner`` are among them."""
+        found, self.counts = self.counts, Counter(dict.fromkeys(self.events, 0))
+        return {**counts_of(self.inner), **found}
+
+    def close(self) -> None:
+        """See ``RewardScorer.close``."""
+        self.inner.close()
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Add terms to the rewards of ``rollouts``, or fail them."""
+        raise NotImplementedError
+
+    def _collected(self) -> Iterator[Rollout]:
+        """Score all collected responses, and yield them."""
+        rollouts, self._waiting, self._tokens = self._waiting, [], 0
+        if rollouts:
+            self.score(rollouts)
+        yield from rollouts
+
+
+def add_term(rollout: Rollout, name: str, weight: float, score: float) -> None:
+    """Add a term to the reward of ``rollout``, unless it has failed.
+
+    Args:
+        rollout: The response.
+        name: Name of the term.
+        weight: Factor of the score.
+        score: The score.
+    """
+    if rollout.failed:
+        return
+    rollout.terms[name] = score
+    rollout.weights[name] = weight
+    rollout.reward = (rollout.reward or 0.0) + weight * score
+
+
+def batch_of(rollouts: Sequence[Rollout]) -> Batch:
+    """Collate ``rollouts`` to a batch in which responses to one prompt are a group."""
+    prompts: dict[int, int] = {}
+    prompt_of: list[int] = []
+    distinct = []
+    for rollout in rollouts:
+        # by identity, since two rows of the data may have equal ids and different media
+        key = id(rollout.prompt)
+        if key not in prompts:
+            prompts[key] = len(distinct)
+            distinct.append(rollout.prompt)
+        prompt_of.append(prompts[key])
+    return Batch(
+        Segments.of_prompts(distinct),
+        Segments.of([rollout.token_ids for rollout in rollouts]),
+        torch.tensor(prompt_of, dtype=torch.long),
+    )

@@ -1,0 +1,169 @@
+"""Score the steps of responses by a process reward model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.algorithms.reward_model.step_scores import aggregate_steps
+from lightrft.algorithms.reward_terms.text_steps import last_tokens, split_steps
+from lightrft.config.data import DataConfig
+from lightrft.config.model import ModelConfig
+from lightrft.config.reward import ScoringModelConfig
+from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.learner.micro_batches import micro_batches
+from lightrft.models.reward.process import ProcessRewardModel
+from lightrft.models.reward.process_form import Separator
+from lightrft.types import Batch, Rollout, Segments
+from lightrft.utils.errors import ConfigError, ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class StepScoringModel:
+    """A process reward model whose scores of steps are a term of the reward.
+
+    Steps are split from the text of a response, and encoded one by one with the separator of the
+    model, as ``ProcessDataset`` encodes them for training.
+
+    Attributes:
+        model: The model, in evaluation mode.
+        name: Name of the term.
+        term: The setting ``reward.models.<n>``.
+        tokenizer: Tokenizer of the policy, which the model shares.
+        separator: Text and tokens after each step that the model reads.
+    """
+
+    model: ProcessRewardModel
+    name: str
+    term: ScoringModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    separator: Separator
+
+    @torch.no_grad()
+    def scores(self, rollouts: Sequence[Rollout], batch: Batch) -> list[float]:
+        """Return the score of each response, and set ``step_rewards`` for ``aggregate: tokens``.
+
+        The score is NaN for a response without a step, or with a step whose score is not finite.
+
+        Args:
+            rollouts: The responses.
+            batch: Their prompts and tokens.
+        """
+        encoder = ChatEncoder(DataConfig(), self.tokenizer)
+        ends: list[list[int]] = []
+        ids: list[list[int]] = []
+        closing: list[bool] = []
+        for rollout in rollouts:
+            steps, own = split_steps(rollout.text, self.term.separator)
+            ends.append(own)
+            row: list[int] = []
+            shielded = [encoder.escape_special_tokens(step, answer=True) for step in steps]
+            for step in encoder.encode(shielded):
+                row += [*step, *self.separator.ids]
+                closing += [False] * (len(step) + len(self.separator.ids) - 1) + [True]
+            ids.append(row)
+        steps_batch = Batch(
+            batch.prompts,
+            Segments.of(ids),
+            batch.prompt_of,
+            step_ends=torch.tensor(closing, dtype=torch.bool),
+        )
+        found = self._scores_of_steps(steps_batch, [len(own) for own in ends])
+        for rollout, own, scores in zip(rollouts, ends, found, strict=True):
+            finite = all(map(math.isfinite, scores))
+            if self.term.aggregate == "tokens" and scores and finite:
+                rollout.step_rewards += self._token_rewards(rollout, own, scores)
+        return [self._aggregated(scores) for scores in found]
+
+    def close(self) -> None:
+        """See ``TermModel.close``: there are none."""
+
+    def _scores_of_steps(self, batch: Batch, counts: Sequence[int]) -> list[list[float]]:
+        """Return the scores of the steps of each response of ``batch``."""
+        found: list[list[float]] = [[] for _ in counts]
+        scored = torch.tensor([k for k, count in enumerate(counts) if count], dtype=torch.long)
+        if not len(scored):
+            return found
+        batch = batch.select(scored)
+        budget = self.term.max_tokens_per_micro_batch
+        for index in micro_batches(batch, budget, self.model.layout):
+            part = batch.select(index).to(self.model.device)
+            scores = self.model.score_steps(part)
+            pieces = scores.scores.double().cpu().split(scores.steps.tolist())
+            for row, own in zip(scored[index].tolist(), pieces, strict=True):
+                found[row] = own.tolist()
+        return found
+
+    def _aggregated(self, scores: list[float]) -> float:
+        if not scores or not all(map(math.isfinite, scores)):
+            return math.nan
+        assert self.term.aggregate is not None
+        # The reward at each step is its own, so the mean is only reported.
+        how = "mean" if self.term.aggregate == "tokens" else self.term.aggregate
+        steps = torch.tensor([len(scores)])
+        return float(aggregate_steps(torch.tensor(scores, dtype=torch.float64), steps, how)[0])
+
+    def _token_rewards(
+        self, rollout: Rollout, ends: Sequence[int], scores: Sequence[float]
+    ) -> list[tuple[int, float]]:
+        """Return the index of the last token of each step, and the weighted score of the step."""
+        ids = rollout.token_ids
+        lengths = []
+        for count in range(1, len(ids) + 1):
+            # Not the text of each token: a character may have several.
+            text = str(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
+            lengths.append(len(text.rstrip("\ufffd")))
+        places = last_tokens(lengths, ends)
+        return [(place, self.term.weight * score) for place, score in zip(places, scores)]
+
+
+def step_scoring_model(
+    term: ScoringModelConfig,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    key: str,
+) -> StepScoringModel:
+    """Load the process reward model of a term.
+
+    Args:
+        term: The setting ``reward.models.<n>``.
+        config: Settings of the model.
+        tokenizer: Tokenizer of the policy, which the model shares.
+        device: Device of the model.
+        key: Name of the setting, for messages.
+
+    Raises:
+        ConfigError: The model cannot be loaded, names no separator, or its scores cannot be
+            aggregated as ``term`` asks for.
+    """
+    try:
+        model = ProcessRewardModel.load(config, device=device).requires_grad_(False).eval()
+    except ModelError as error:
+        # The message names ``model.path``, which is the policy's.
+        raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
+    if term.aggregate is None:
+        raise ConfigError(
+            f"{key}.path = {term.path!r} is a process reward model, which scores steps; say how "
+            f"they become a reward, e.g. {key}.aggregate=min"
+        )
+    if term.head is not None:
+        raise ConfigError(
+            f"{key}.head = {term.head!r}: a process reward model has no named heads; leave it out"
+        )
+    if term.aggregate == "product" and model.settings.head == "regression":
+        raise ConfigError(
+            f"{key}.aggregate = 'product' multiplies probabilities, and {term.path} has a "
+            f"regression head; set {key}.aggregate=min"
+        )
+    name = term.name or "steps"
+    separator = model.separator
+    if separator is None:
+        # A published head does not name its separator.
+        ids = ChatEncoder(DataConfig(), tokenizer).encode([term.separator])[0]
+        separator = Separator(term.separator, tuple(ids))
+    return StepScoringModel(model, name, term, tokenizer, separator)
