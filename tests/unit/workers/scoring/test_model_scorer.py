@@ -19,12 +19,12 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.rewards.base import NullScorer
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
+from lightrft.workers.scoring.collecting import batch_of
+from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.model_scorer import (
-    CombiningScorer,
     ModelScorer,
     ScoringModel,
     TermModel,
-    batch_of,
     scoring_models,
 )
 
