@@ -320,7 +320,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         return found.hexdigest()
 
     def record(self, i: int) -> PreferenceRow:
-        """Return the row of example ``i``. Raises ``MalformedRow`` if it cannot be read any more."""
+        """Return the row of example ``i``. Raises ``MalformedRow`` if it cannot be read again."""
         k, _ = self._stored(i, "example")
         return self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
 
