@@ -21,7 +21,7 @@ from lightrft.config.serving import HTTPConfig, ServeRMConfig
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.serving.http_server import Endpoint, HTTPServer
-from lightrft.serving.problems import Call
+from lightrft.serving.problems import HTTPCall
 from lightrft.serving.reward_server import RewardServer, open_reward_server
 from lightrft.serving.reward_service import RewardService
 from lightrft.serving.server_metrics import ServerMetrics
@@ -114,7 +114,7 @@ def judge_at(folder: Path, seconds: float = 0.0) -> Generator[tuple[str, Seen]]:
         yield url, seen
 
 
-def echo(call: Call) -> Any:
+def echo(call: HTTPCall) -> Any:
     """Answer with the body of a request."""
 
     async def answered() -> Any:

@@ -18,7 +18,7 @@ from lightrft.engines.base import Engine
 from lightrft.models.processors import Processor
 from lightrft.serving.batcher import Batcher, Work
 from lightrft.serving.http_server import Endpoint
-from lightrft.serving.problems import Call, bad
+from lightrft.serving.problems import HTTPCall, bad
 from lightrft.serving.reward_service import ServedModel
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import first_line
@@ -91,7 +91,7 @@ class ChatService:
             found[id(rollout.prompt), rollout.sample] = rollout
         return [[found[id(r.prompt), r.sample] for r in work.payload] for work in works]
 
-    async def complete(self, call: Call) -> dict[str, object]:
+    async def complete(self, call: HTTPCall) -> dict[str, object]:
         """Answer ``/v1/chat/completions``."""
         body = call.body
         if body.get("stream"):

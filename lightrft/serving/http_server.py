@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.config.serving import HTTPConfig
 from lightrft.serving.bearer_tokens import BearerTokens
-from lightrft.serving.problems import Call, HTTPProblem, bad
+from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
 from lightrft.serving.remembered_answers import RememberedAnswers
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.utils.errors import ConfigError, UserError, first_line
@@ -51,7 +51,7 @@ class Endpoint:
     """
 
     paths: tuple[str, ...]
-    answer: Callable[[Call], Awaitable[object]]
+    answer: Callable[[HTTPCall], Awaitable[object]]
     method: str = "POST"
     is_open: bool = False
 
@@ -171,7 +171,7 @@ class HTTPServer:
         from starlette.responses import JSONResponse, PlainTextResponse
 
         if endpoint.is_open:
-            answer = await endpoint.answer(Call({}, math.inf))
+            answer = await endpoint.answer(HTTPCall({}, math.inf))
             is_text = isinstance(answer, str)
             return PlainTextResponse(answer) if is_text else JSONResponse(answer)
         if self.tokens is not None:
@@ -197,10 +197,10 @@ class HTTPServer:
         headers = {REQUEST_ID: call.id} if call.id else {}
         return JSONResponse(answer, headers=headers)
 
-    def _empty(self) -> Call:
-        return Call({}, time.monotonic() + self.config.timeout)
+    def _empty(self) -> HTTPCall:
+        return HTTPCall({}, time.monotonic() + self.config.timeout)
 
-    async def _computed(self, call: Call, endpoint: Endpoint) -> tuple[object, bool]:
+    async def _computed(self, call: HTTPCall, endpoint: Endpoint) -> tuple[object, bool]:
         try:
             async with asyncio.timeout(max(0.0, call.deadline - time.monotonic())):
                 return await self.answers.get(call, endpoint.answer)
@@ -209,7 +209,7 @@ class HTTPServer:
                 504, f"no answer within {self.config.timeout:g} s (http.timeout); send less at once"
             ) from error
 
-    async def _read(self, request: Request) -> Call:
+    async def _read(self, request: Request) -> HTTPCall:
         """Return the JSON body of ``request``, which must be an object."""
         from starlette.requests import ClientDisconnect
 
@@ -232,7 +232,7 @@ class HTTPServer:
         id = request.headers.get(REQUEST_ID, "")[:200]
         query = hashlib.blake2b(request.url.path.encode() + b"\0" + data, digest_size=16)
         deadline = time.monotonic() + self.config.timeout
-        return Call(tree, deadline, query.hexdigest(), id)
+        return HTTPCall(tree, deadline, query.hexdigest(), id)
 
     @property
     def _largest(self) -> float:

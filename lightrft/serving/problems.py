@@ -28,7 +28,7 @@ def bad(message: str) -> HTTPProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class HTTPCall:
     """A request that was read.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from lightrft.serving.problems import Call, HTTPProblem
+from lightrft.serving.problems import HTTPCall, HTTPProblem
 
 
 class RememberedAnswers:
@@ -22,7 +22,7 @@ class RememberedAnswers:
         self._tasks: OrderedDict[str, tuple[str, asyncio.Task[object]]] = OrderedDict()
 
     async def get(
-        self, call: Call, make: Callable[[Call], Awaitable[object]]
+        self, call: HTTPCall, make: Callable[[HTTPCall], Awaitable[object]]
     ) -> tuple[object, bool]:
         """Return the answer, and True if an earlier request with this id has made it.
 
@@ -60,5 +60,5 @@ class RememberedAnswers:
                 del self._tasks[key]
 
 
-async def _computed(call: Call, make: Callable[[Call], Awaitable[object]]) -> object:
+async def _computed(call: HTTPCall, make: Callable[[HTTPCall], Awaitable[object]]) -> object:
     return await make(call)

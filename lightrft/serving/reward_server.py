@@ -15,7 +15,7 @@ from lightrft.models.reward.saved_form import read_form
 from lightrft.serving.batcher import Batcher
 from lightrft.serving.chat_service import ChatService
 from lightrft.serving.http_server import Endpoint, HTTPServer
-from lightrft.serving.problems import Call
+from lightrft.serving.problems import HTTPCall
 from lightrft.serving.reward_service import RewardService, ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.strategy.single import SingleStrategy
@@ -71,10 +71,10 @@ def open_reward_server(config: ServeRMConfig) -> RewardServer:
     service = reward_service(config, metrics) if has_heads else chat_service(config, metrics)
     served = service.served
 
-    async def health(call: Call) -> dict[str, str]:
+    async def health(call: HTTPCall) -> dict[str, str]:
         return {"status": "ok", "model": served.name, "digest": served.digest}
 
-    async def shown(call: Call) -> str:
+    async def shown(call: HTTPCall) -> str:
         return metrics.text()
 
     endpoints = [

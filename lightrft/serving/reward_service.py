@@ -27,7 +27,7 @@ from lightrft.models.reward.heads import HeadOutputs
 from lightrft.models.reward.reward_model import MIXTURE, RewardModel
 from lightrft.serving.batcher import Batcher, Work
 from lightrft.serving.http_server import Endpoint
-from lightrft.serving.problems import Call, bad
+from lightrft.serving.problems import HTTPCall, bad
 from lightrft.serving.sample_encoder import Sample, SampleEncoder
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Batch, Segments
@@ -47,7 +47,7 @@ Payload = Sequence[Sample] | Batch
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server tells about its model.
+    """Name, digests and scores of a served model.
 
     Attributes:
         name: Name of the model.
@@ -65,7 +65,7 @@ class ServedModel:
     reward: str = ""
     layout: str = ""
 
-    async def listed(self, call: Call) -> dict[str, object]:
+    async def listed(self, call: HTTPCall) -> dict[str, object]:
         """Return the answer of ``/v1/models``."""
         entry = {
             "id": self.name,
@@ -167,7 +167,7 @@ class RewardService:
         self.metrics.count("nonfinite_scores", int((~matrix.isfinite()).any(1).sum()))
         return [dict(separated(part, found)) for part in matrix.split(sizes)]
 
-    async def get_reward(self, call: Call) -> dict[str, object]:
+    async def get_reward(self, call: HTTPCall) -> dict[str, object]:
         """Answer as the reward server of OpenRLHF."""
         texts = call.listed("query")
         prompts = call.body.get("prompts") or [None] * len(texts)
@@ -184,7 +184,7 @@ class RewardService:
         logs = {name: numbers(head.scores) for name, head in outputs.items()}
         return {"rewards": rewards, "scores": rewards, "extra_logs": logs}
 
-    async def score(self, call: Call) -> dict[str, object]:
+    async def score(self, call: HTTPCall) -> dict[str, object]:
         """Answer as ``/score`` of vLLM: the score of each answer to a question."""
         asked = call.listed("text_1", "queries")
         answers = call.listed("text_2", "documents")
@@ -204,7 +204,7 @@ class RewardService:
             rows.append({"index": k, "object": "score", "score": value})
         return {**self.served.named("score"), "data": rows, "usage": usage(tokens)}
 
-    async def classify(self, call: Call) -> dict[str, object]:
+    async def classify(self, call: HTTPCall) -> dict[str, object]:
         """Answer as ``/classify`` of vLLM: probabilities of the classes of a head."""
         head = self._head(call)
         outputs, tokens = await self._items(call)
@@ -220,7 +220,7 @@ class RewardService:
             rows.append({"index": k, "label": label, "probs": probs, "num_classes": len(probs)})
         return {**self.served.named("classify"), "data": rows, "usage": usage(tokens)}
 
-    async def pooling(self, call: Call) -> dict[str, object]:
+    async def pooling(self, call: HTTPCall) -> dict[str, object]:
         """Answer as ``/pooling`` of vLLM: the score of each head, or the outputs of one head."""
         form = call.body.get("encoding_format", "float")
         if form not in ("float", "base64"):
@@ -239,7 +239,7 @@ class RewardService:
             rows.append({"index": k, "object": "pooling", "data": data})
         return {**self.served.named("pool"), "data": rows, "usage": usage(tokens)}
 
-    async def rewards(self, call: Call) -> dict[str, object]:
+    async def rewards(self, call: HTTPCall) -> dict[str, object]:
         """Return the scores of token ids in the form of ``reward_wire``, by head.
 
         The request is a batch of its own, so its scores do not depend on other requests.
@@ -253,7 +253,7 @@ class RewardService:
         scores = {name: numbers(head.scores) for name, head in outputs.items()}
         return {"scores": scores, "model": self.served.name, "digest": self.served.digest}
 
-    async def _items(self, call: Call) -> tuple[Outputs, int]:
+    async def _items(self, call: HTTPCall) -> tuple[Outputs, int]:
         """Return the outputs of ``input`` or ``messages``, and the number of tokens."""
         messages = call.body.get("messages")
         items: list[Any] = [messages] if messages is not None else call.listed("input")
@@ -266,7 +266,7 @@ class RewardService:
         return await self._outputs(call, encode, len(items))
 
     async def _outputs(
-        self, call: Call, encode: Callable[[int], Sample], count: int
+        self, call: HTTPCall, encode: Callable[[int], Sample], count: int
     ) -> tuple[Outputs, int]:
         """Encode items in threads and return their outputs, and the number of their tokens."""
         loop = asyncio.get_running_loop()
@@ -278,7 +278,7 @@ class RewardService:
         work = Work[Payload](samples, tokens, call.deadline, key="samples")
         return await asyncio.wrap_future(self.batcher.submit(work)), tokens
 
-    def _head(self, call: Call) -> str:
+    def _head(self, call: HTTPCall) -> str:
         """Return the name of the head that a request asks for."""
         name = call.body.get("head") or self.served.reward
         if name not in self.served.heads:

@@ -25,7 +25,13 @@ class ServerMetrics:
         self.gauges: dict[str, Callable[[], float]] = {"resident_bytes": resident_bytes}
 
     def count(self, name: str, amount: float = 1, labels: Mapping[str, str] | None = None) -> None:
-        """Add ``amount`` to the counter ``name`` with ``labels``."""
+        """Add to a counter.
+
+        Args:
+            name: Name of the counter, without prefix and suffix.
+            amount: Number to add.
+            labels: Labels of the counter. ``None`` for none.
+        """
         with self._lock:
             counts, key = self._counts.setdefault(name, {}), _labels(labels or {})
             counts[key] = counts.get(key, 0) + amount

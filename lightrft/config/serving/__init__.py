@@ -29,8 +29,8 @@ class HTTPConfig(Settings):
     max_body_mb: float = Field(64.0, gt=0)
     """Largest request body in MiB. A larger one is refused with status 413 before it is read."""
     max_requests: int = Field(256, ge=1)
-    """Requests that are read, wait or are computed at one time. More are refused with status 429
-    and ``Retry-After``."""
+    """Most requests that are open at once: read, waiting or computed. More are refused with status
+    429 and ``Retry-After``."""
     timeout: float = Field(120.0, gt=0)
     """Limit in seconds of reading a request, and of computing its answer. A slower one gets status
     408 or 504."""

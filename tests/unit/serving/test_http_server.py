@@ -18,7 +18,7 @@ import pytest
 
 from lightrft.config.serving import HTTPConfig
 from lightrft.serving.http_server import Endpoint, HTTPServer
-from lightrft.serving.problems import Call
+from lightrft.serving.problems import HTTPCall
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.utils.errors import ConfigError
 from tests.serving_helpers import answering, echo
@@ -32,7 +32,7 @@ class Slow:
     def __init__(self, seconds: float, fails: int = 0) -> None:
         self.seconds, self.fails, self.calls = seconds, fails, 0
 
-    async def answer(self, call: Call) -> Any:
+    async def answer(self, call: HTTPCall) -> Any:
         self.calls += 1
         number = self.calls
         await asyncio.sleep(self.seconds)
@@ -122,7 +122,7 @@ def test_a_body_that_does_not_arrive_and_an_answer_that_takes_too_long_are_given
 def test_a_full_server_refuses_with_the_time_to_wait_and_still_tells_its_health():
     slow = Slow(0.5)
 
-    async def health(call: Call) -> Any:
+    async def health(call: HTTPCall) -> Any:
         return {"status": "ok"}
 
     healthy = Endpoint(("/health",), health, "GET", is_open=True)

@@ -18,7 +18,7 @@ from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.rewards.base import NullScorer
 from lightrft.serving.http_server import Endpoint
-from lightrft.serving.problems import Call, HTTPProblem
+from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import ConfigError, DataError, ResourceError
 from lightrft.workers.scoring import served_reward
@@ -108,11 +108,11 @@ class Judge:
         self.digest = "sha256:1"
         self.ids: list[str] = []
 
-    async def models(self, call: Call) -> Any:
+    async def models(self, call: HTTPCall) -> Any:
         about = {"id": "m", "digest": "sha256:1", "vocabulary": self.vocabulary, "heads": ["good"]}
         return {"data": [{**about, "reward": "good", "layout": "packed"}]}
 
-    async def rewards(self, call: Call) -> Any:
+    async def rewards(self, call: HTTPCall) -> Any:
         self.ids.append(call.id)
         if self.statuses:
             status = self.statuses.pop(0)
