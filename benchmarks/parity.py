@@ -122,7 +122,13 @@ WAYS: dict[str, Way] = {
 """On Ray, ranks have all roles with them, or engine, scorer and reference are in workers of their own; training on given responses
 has none of these."""
 
-REWARD = "def varied(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n"
+REWARD = """def varied(rollout):
+    return sum(rollout.token_ids) % 7 / 7
+
+
+def costly(rollout):
+    return sum(rollout.token_ids) % 5 / 5
+"""
 """As different for answers as for right and wrong ones, of a model that has learnt nothing."""
 
 BASE: Tree = {

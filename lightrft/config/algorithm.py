@@ -294,8 +294,8 @@ class LagrangianConfig(Settings):
     """Multiplier of each cost at the start. Positive."""
     lr: float = Field(0.1, ge=0)
     """Learning rate of the logarithm of a multiplier. 0 keeps the multipliers fixed."""
-    max: float | None = Field(5.0, gt=0)
-    """Upper bound of a multiplier; ``null`` sets none."""
+    max: float = Field(5.0, gt=0)
+    """Upper bound of a multiplier. Its logarithm grows ever faster, so that a bound is needed."""
     delay_steps: int = Field(0, ge=0)
     """Steps of the policy before multipliers begin to move."""
     window: int = Field(128, ge=1)
@@ -309,7 +309,7 @@ class LagrangianConfig(Settings):
             raise ValueError(
                 f"lagrangian.costs has a name twice: {', '.join(names)}; give each cost once"
             )
-        if self.max is not None and self.init > self.max:
+        if self.init > self.max:
             raise ValueError(
                 f"lagrangian.init = {self.init} is above lagrangian.max = {self.max}; lower init, "
                 "or raise max"

@@ -77,33 +77,6 @@ def test_a_killed_run_with_costs_ends_bit_for_bit_like_one_that_was_not(safe_tre
     assert_same_end(tmp_path / "whole", tmp_path / "killed", 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["grpo_lag", "ppo_lag"])
-def test_a_policy_whose_reward_is_its_cost_stays_at_the_threshold(
-    rl_config, data_folder, tmp_path, preset
-):
-    """Unlimited, the share of ones rises above one half in 25 steps."""
-    limit = 0.3
-    run_rl(
-        rl_config(
-            algorithm={
-                "preset": preset,
-                "kl": {"coef": 0.0},
-                "lagrangian": {"costs": [{"name": "cost", "threshold": limit}], "lr": 1.0},
-            },
-            reward=terms(data_folder, function=f"{data_folder}/rewards.py:ones"),
-            rollout={"prompts_per_step": 8, "group_size": 8},
-            sampling={"min_new_tokens": 6},
-            train={"steps": 100},
-            checkpoint={"every": 0},
-            **({"critic": {"optimizer": {"lr": 1e-2}}} if preset == "ppo_lag" else {}),
-            **({"cost_critic": {"optimizer": {"lr": 1e-2}}} if preset == "ppo_lag" else {}),
-        )
-    )
-    costs = [row["lagrangian/cost"] for row in rows_of(tmp_path / "run")[-60:]]
-    assert sum(costs) / len(costs) == pytest.approx(limit, rel=0.05)
-
-
 OTHER = {"name": "other", "threshold": 1.0}
 
 

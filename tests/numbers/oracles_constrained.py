@@ -32,8 +32,7 @@ def multipliers(batches, threshold, init, lr, largest, delay, window):
         if step >= delay:
             gradient = -(sum(seen) / len(seen) - threshold) * math.exp(log)
             log -= lr * gradient
-            if largest is not None:
-                log = min(log, math.log(largest))
+            log = min(log, math.log(largest))
         found.append(math.exp(log))
     return found
 

@@ -50,19 +50,17 @@ def constrained_advantages(
     return combined / (1 + math.fsum(multipliers))
 
 
-def next_log_multiplier(
-    log_multiplier: float, excess: float, lr: float, largest: float | None
-) -> float:
+def next_log_multiplier(log_multiplier: float, excess: float, lr: float, largest: float) -> float:
     """Take one step of gradient descent on ``-excess * exp(log_multiplier)``.
 
     Args:
         log_multiplier: Logarithm of the multiplier.
         excess: Mean cost less its threshold.
         lr: Learning rate of the logarithm.
-        largest: Upper bound of the multiplier. ``None`` sets no bound.
+        largest: Upper bound of the multiplier.
     """
     moved = log_multiplier + lr * math.exp(log_multiplier) * excess
-    return moved if largest is None else min(moved, math.log(largest))
+    return min(moved, math.log(largest))
 
 
 def cost_view(batch: Batch, index: int) -> Batch:
