@@ -10,7 +10,7 @@ pairs of random texts hardly show. ``plot`` takes any run of ``lightrft rl`` wit
 KL term.
 
 The distance is ``d = sqrt(KL)``, in nats of a whole response. Best-of-n has ``KL = log n - (n - 1)
-/ n``, and PPO the mean of ``policy/kl`` times ``response/length``. Dashed lines are fits to the
+/ n``, and PPO ``policy/kl`` times ``response/length``, the median over neighboring steps. Dashed lines are fits to the
 gold reward: ``d (alpha - beta d)`` for best-of-n, and ``d (alpha - beta log d)`` for RL.
 """
 
@@ -33,6 +33,9 @@ CURVATURE = 0.15
 MOST = 1024
 """Largest n of best-of-n."""
 SAMPLES = 16384
+"""Texts that best-of-n takes its subsets from."""
+SPAN = 10
+"""Steps before and after a step over which the median of its KL is taken."""
 Points = list[tuple[float, float]]
 Shape = Callable[[float], float]
 
@@ -97,7 +100,12 @@ def of_run(folder: Path, gold_term: str, proxy_term: str, scale: tuple[float, fl
     steps = [row for row in rows if all(row.get(name) is not None for name in needed)]
     if not steps:
         raise SystemExit(f"{folder}: no step has {', '.join(needed)}; a KL term is needed")
-    distances = [math.sqrt(max(row["policy/kl"] * row["response/length"], 0)) for row in steps]
+    divergences = [row["policy/kl"] * row["response/length"] for row in steps]
+    distances = []
+    for i in range(len(steps)):
+        # the estimate of one step has a heavy tail
+        near = divergences[max(0, i - SPAN) : i + SPAN + 1]
+        distances.append(math.sqrt(max(statistics.median(near), 0.0)))
     found: list[Points] = []
     for name, deviation in zip(terms, scale, strict=True):
         start = steps[0][name]
@@ -338,7 +346,9 @@ def main() -> None:
     shown.add_argument("--gold", required=True)
     shown.add_argument("--proxy", required=True)
     for one in (made, shown):
-        one.add_argument("--out", type=Path, default=HERE.parent / "results/overoptimization.svg")
+        one.add_argument(
+            "--out", type=Path, default=HERE.parent / "results/overoptimization-x86_64-2cores.svg"
+        )
     args = parser.parse_args()
     if args.verb == "world":
         curves = world(args)

@@ -226,7 +226,7 @@ def scoring_model(folder: Path, processor: Any) -> Any:
             last = states[rows, attention_mask.sum(1) - 1]
             return SequenceClassifierOutput(logits=self.score(last))
 
-    model = Scoring.from_pretrained(folder, dtype=torch.float32)
+    model = Scoring.from_pretrained(folder, dtype=torch.float32, num_labels=1)
     model.config.get_text_config().pad_token_id = processor.tokenizer.pad_token_id
     return model
 

@@ -643,17 +643,6 @@ class LearnedRewardConfig(StartModelConfig):
     rl: RLConfig = RLConfig()
     """Reinforcement learning of the policy. Its ``reward.models`` are set to the reward model."""
 
-    @model_validator(mode="after")
-    def _measures_gold(self) -> LearnedRewardConfig:
-        terms = self.rl.reward.terms
-        if len(terms) != 1 or terms[0].weight != 0:
-            raise ValueError(
-                f"rl.reward.terms = {[(term.function, term.weight) for term in terms]} must be one "
-                "term of weight 0, which measures the policy, e.g. [{function: exact_match, "
-                "weight: 0}]"
-            )
-        return self
-
 
 class DemoConfig(StartModelConfig):
     """The settings of ``lightrft demo``: a tiny start model, then ``sft``, then ``rl`` or ``dpo``.

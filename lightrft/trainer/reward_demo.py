@@ -15,6 +15,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.run_summary import samples
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.atomic_files import disk_errors, write_json
+from lightrft.utils.errors import ConfigError
 
 PROXY = "reward_model"
 """Name of the learned reward in metrics."""
@@ -26,6 +27,7 @@ def run_reward_demo(config: DemoConfig, observer: Observer | None = None) -> Sum
     Each part has a folder with the files that a report reads. An interrupted demo resumes where it
     stopped, and finished phases are skipped.
     """
+    check_gold(config)
     base = Path(config.run.dir).expanduser() / config.run.name
     parts: dict[str, Summary] = {}
     with disk_errors(base, "free some space, or set run.overwrite=true to start over"):
@@ -50,6 +52,19 @@ def run_reward_demo(config: DemoConfig, observer: Observer | None = None) -> Sum
         }
         write_json(base / "summary.json", whole)
         return whole
+
+
+def check_gold(config: DemoConfig) -> None:
+    """Raise ``ConfigError`` unless one term of weight 0 measures each policy."""
+    for name, part in config.learned_rewards.items():
+        terms = part.rl.reward.terms
+        if len(terms) != 1 or terms[0].weight != 0:
+            given = [f"{term.function} of weight {term.weight:g}" for term in terms]
+            raise ConfigError(
+                f"learned_rewards.{name}.rl.reward.terms ({', '.join(given) or 'none'}) must be "
+                "one term of weight 0, which measures the policy, e.g. [{function: exact_match, "
+                "weight: 0}]"
+            )
 
 
 POLICY = ("heldout_before", "heldout_after", "proxy_before", "proxy_after", "seconds_rl")

@@ -231,7 +231,8 @@ def test_a_function_that_takes_all_settings_is_seen() -> None:
 SEEDED = re.compile(r"\b(?:default_rng|manual_seed|RandomState|random\.Random|random\.seed)\(")
 # Rows and models that are made from a seed of their own, and examples that are always the same.
 OWN_SEEDS = {
-    *("lightrft/datasets/digits.py", "lightrft/datasets/synthetic/arithmetic.py"),
+    "lightrft/datasets/digits.py",
+    *("lightrft/datasets/synthetic/arithmetic.py", "lightrft/datasets/synthetic/utility.py"),
     *(
         "lightrft/models/tiny/__init__.py",
         "lightrft/models/tiny/text.py",

@@ -4,6 +4,7 @@ from lightrft.cli.demo import demo_of, preset
 from lightrft.config.base import build
 from lightrft.config.verbs import DemoConfig
 from lightrft.trainer.demo import make_start
+from lightrft.trainer.reward_demo import check_gold
 from lightrft.utils.errors import ConfigError
 
 
@@ -38,13 +39,16 @@ def test_a_demo_that_there_is_not_is_refused_with_those_that_there_are(given, sa
     ("tree", "said"),
     [
         ({"family": "llama"}, "family changes nothing with learned_rewards"),
-        ({"learned_rewards": {"text": {"rl": {"reward": {"terms": []}}}}}, "one term of weight 0"),
+        ({"learned_rewards": {"text": {}}}, r"text\.rl\.reward\.terms \(none\)"),
+        (
+            {"learned_rewards": {"text": {"rl": {"reward": {"terms": ["math"]}}}}},
+            r"\(math of weight 1\) must be one term of weight 0",
+        ),
     ],
 )
 def test_settings_of_learned_rewards_that_make_no_sense_are_refused(tree, said):
-    gold = {"rl": {"reward": {"terms": [{"function": "math", "weight": 0}]}}}
     with pytest.raises(ConfigError, match=said):
-        build(DemoConfig, {"learned_rewards": {"text": gold}, **tree})
+        check_gold(build(DemoConfig, {"learned_rewards": {"text": {}}, **tree}))
 
 
 @pytest.mark.parametrize("setting", ["tower", "processor"])
