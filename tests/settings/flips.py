@@ -343,7 +343,7 @@ FLIPS: dict[str, Flip] = {
             k in ERRORS,
         )
         for k, (v, probe, c) in DATA.items()
-        if k not in PROMPTS
+        if k not in (*PROMPTS, *UNSEEN)
     },
     "ptx.data.columns.weight": Flip("level", "lessons", PTX),
     "ptx.data.loss_on": Flip("all", "lessons", PTX),
