@@ -42,7 +42,7 @@ VERBS = {
 """Description of each verb in the help."""
 
 IN_TABLE = (
-    *("rl", "sft", "dpo", "kto", "rm", "grm", "distill"),
+    *("rl", "sft", "dpo", "kto", "rm", "distill"),
     *("eval", "generate", "export", "merge", "convert"),
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
