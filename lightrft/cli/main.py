@@ -46,7 +46,7 @@ VERBS = {
 """Description of each verb in the help."""
 
 IN_TABLE = (
-    *("rl", "sft", "dpo", "kto", "rm", "prm", "grm", "distill"),
+    *("rl", "sft", "dpo", "kto", "rm", "prm", "distill"),
     *("eval", "eval-rm", "generate", "label-steps", "export", "merge", "convert"),
     "serve-rm",
 )

@@ -218,8 +218,6 @@ SERVING = {
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
     """Run a verb of this module's tables and return the exit status."""
-    if verb == "grm":
-        return train_judge(arguments)
     if verb in TRAINING:
         return train(verb, TRAINING[verb], arguments)
     if verb in SERVING:
@@ -289,24 +287,6 @@ def train(
     with memory_errors(), watching(config.run) as observer:
         summary = program(row.function, config)(config, observer)
     return finish(config.run, summary)
-
-
-def train_judge(arguments: Sequence[str]) -> int:
-    """Train a judge by the method that ``arguments`` name first, and return the exit status."""
-    methods = ", ".join(JUDGE)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(
-            f"lightrft grm <{' | '.join(JUDGE)}> [config.yaml ...] [key=value ...]\n\n"
-            + "".join(f"  {name:<4} {row.about}\n" for name, row in JUDGE.items())
-        )
-        return 0
-    method, *words = arguments
-    if method not in JUDGE:
-        raise ConfigError(
-            f"lightrft grm: the first word is the method, one of {methods}, not {method!r}"
-            f"{did_you_mean(method, JUDGE)}"
-        )
-    return train("grm", JUDGE[method], words, (method,))
 
 
 def plain_settings(config: TrainingConfig) -> TrainingConfig:

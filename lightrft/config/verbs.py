@@ -278,7 +278,7 @@ class JudgeTrainingConfig(Settings):
     @property
     def held_out(self) -> JudgementConfig:
         """The questions of held-out rows: comparisons in both orders."""
-        if self.judgement.form not in COMPARED or self.judgement.order != "drawn":
+        if self.judgement.form not in COMPARED or self.judgement.order != "hashed":
             return self.judgement
         return self.judgement.model_copy(update={"order": "both"})
 

@@ -117,10 +117,15 @@ class ParsedRow:
 
     @property
     def request(self) -> list[Message]:
-        """Return the messages of the prompt, with media as content parts that have a full path."""
+        """Return the messages of the prompt, with media as content parts that have a full path.
+
+        An assistant turn at the end is the response, and left out.
+        """
+        asked = _as_messages(self.prompt, "user")
+        if asked and asked[-1]["role"] == "assistant":
+            asked = asked[:-1]
         return [
-            {**message, "content": with_items(message["content"], self.media)}
-            for message in _as_messages(self.prompt, "user")
+            {**message, "content": with_items(message["content"], self.media)} for message in asked
         ]
 
     @property

@@ -106,9 +106,42 @@ def test_a_wrong_method_is_refused_and_explained(capsys):
     assert command(capsys, "grm").status == 0
 
 
-def test_explain_and_doctor_read_the_settings_of_a_judge(place, tmp_path):
-    loaded = config_of("grm-rl", settings(place, tmp_path))
+def test_explain_and_doctor_read_the_settings_of_a_judge(place, tmp_path, capsys):
+    given = settings(place, tmp_path)
+    loaded = config_of("grm-rl", given)
     assert loaded.settings.data.judgement.pattern == "([AB])"
     assert loaded.settings.reward.terms[0].function == "judgement"
+    assert command(capsys, "explain", "explain.verb=grm-rl", *given).status == 0
+    doctor = command(capsys, "doctor", "doctor.verb=grm-rl", *given)
+    assert doctor.status in (0, 2), doctor.err
     # held-out comparisons are asked in both orders
     assert loaded.settings.eval.data.judgement.order == "both"
+
+
+def test_a_judge_scores_the_responses_of_an_rl_run(place, tmp_path, capsys):
+    rows = [{"prompt": "0?", "id": str(i)} for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = {
+        "path": str(place / "model"),
+        "template": str(place / "question.jinja"),
+        "verdict": "regex",
+        "pattern": "([AB])",
+        "read": "probability",
+    }
+    tree = {
+        "run": {"dir": str(tmp_path), "name": "run"},
+        "model": {"path": str(place / "model"), "dtype": "float32"},
+        "data": {"sources": [str(tmp_path / "prompts.jsonl")]},
+        "rollout": {"prompts_per_step": 2, "group_size": 3},
+        "sampling": {"max_new_tokens": 3},
+        "reward": {"judges": [judge]},
+        "train": {"steps": 2},
+        "log": {"tensorboard": False},
+    }
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(tree))
+    outcome = command(capsys, "rl", tmp_path / "rl.yaml")
+    assert outcome.status == 0, outcome.err
+    for row in rows_of(tmp_path):
+        # wins and losses of a group sum to one for each pair
+        assert row["reward/mean"] == pytest.approx(0.5)
+        assert row["scorer/judgements"] == 12

@@ -161,6 +161,58 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     ),
 }
 
+PAIRS: Tree = {"sources": ["{root}/pairs.jsonl"], "judgement": {"form": "pair"}}
+PATTERN: Tree = {**PAIRS, "judgement": {"verdict": "regex", "pattern": "([AB])"}}
+RATED: Tree = {"sources": ["{root}/rated.jsonl"], "judgement": {"form": "rating"}}
+MARKED: Tree = {
+    "sources": ["{root}/rated.jsonl"],
+    "judgement": {"form": "rubric", "rubric": [{"text": "is long", "weight": 1.0}]},
+}
+QUESTION: dict[str, tuple[Any, Tree]] = {
+    "form": ("best", PAIRS),
+    "ties": (True, PAIRS),
+    "scale": ([0, 10], RATED),
+    "rubric.text": ("is short", MARKED),
+    "rubric.weight": (2.0, MARKED),
+    "criteria": ("beauty", PAIRS),
+    "template": ("{root}/own.jinja", PAIRS),
+    "explain": (False, PAIRS),
+    "verdict": ("boxed", PAIRS),
+    "pattern": ("([AB])!", PATTERN),
+}
+"""Settings of a question to a judge: another value, and the rows and the question that it needs."""
+for _name, (_value, _tree) in QUESTION.items():
+    DATA[f"judgement.{_name}"] = (_value, "prompts", _tree)
+DATA["judgement.order"] = ("given", "prompts", PAIRS)
+DATA["judgement.column"] = ("notes", "prompts", PAIRS)
+
+
+def judge(**tree: Any) -> Tree:
+    return {"reward": {"judges": [{"path": "{root}/policy", "max_new_tokens": 3, **tree}]}}
+
+
+SOFT = judge(read="probability")
+VOTES = judge(
+    form="rating", scale=[0, 9], verdict="regex", pattern="([0-9])", samples=32, max_new_tokens=16
+)
+JUDGES: dict[str, Flip] = {
+    **{
+        f"reward.judges.{name}": Flip(value, "verdicts", judge(**tree["judgement"]))
+        for name, (value, tree) in QUESTION.items()
+    },
+    "reward.judges.path": Flip("{root}/second", "verdicts", SOFT),
+    "reward.judges.weight": Flip(0.5, "verdicts", SOFT),
+    "reward.judges.name": Flip("critic", "verdicts", SOFT),
+    "reward.judges.against": Flip("reference", "verdicts", SOFT),
+    "reward.judges.both_orders": Flip(False, "verdicts", SOFT),
+    "reward.judges.read": Flip("probability", "verdicts", judge()),
+    "reward.judges.samples": Flip(2, "verdicts", judge()),
+    "reward.judges.vote": Flip("majority", "verdicts", VOTES),
+    "reward.judges.max_new_tokens": Flip(2, "verdicts", judge()),
+    "reward.judges.temperature": Flip(0.1, "verdicts", judge()),
+    "reward.judges.max_tokens_per_micro_batch": Flip(1, "verdicts", SOFT),
+}
+
 EYE: Tree = {"model": {"path": "{root}/reader"}}
 EAR: Tree = {"model": {"path": "{root}/listener"}}
 PICTURES, CLIPS, SOUNDS, LINKS = (
@@ -218,9 +270,10 @@ PTX: Tree = {"ptx": {"coef": 0.1, "batch_size": 2, "data": {"sources": [ROWS]}}}
 LESSONS = ("columns.response", "turns")
 COLUMNS = ("columns.label", "columns.reference", "columns.data_source", "columns.id")
 PROMPTS = (*COLUMNS, "sources.name", "max_prompt_tokens", "overlong_prompts")
+UNSEEN = ("judgement.pattern", "judgement.rubric.weight")
 INERT = {
     **{f"{branch}.{key}": f"ptx.data.{key}" for branch in ("data", "eval.data") for key in LESSONS},
-    **{f"ptx.data.{key}": f"data.{key}" for key in PROMPTS},
+    **{f"ptx.data.{key}": f"data.{key}" for key in (*PROMPTS, *UNSEEN)},
 }
 """Settings that a class shared by branches has, and that only the other branch reads: what prompts are made of is not what
 conversations are made of."""
@@ -315,7 +368,7 @@ FLIPS: dict[str, Flip] = {
             k in ERRORS,
         )
         for k, (v, probe, c) in DATA.items()
-        if k not in PROMPTS
+        if k not in (*PROMPTS, *UNSEEN)
     },
     "ptx.data.columns.weight": Flip("level", "lessons", PTX),
     "ptx.data.loss_on": Flip("all", "lessons", PTX),
@@ -407,6 +460,7 @@ FLIPS: dict[str, Flip] = {
     "reward.gates": Flip({"strict": "good"}, "judged", {"reward": {"models": TWO}}),
     "reward.gate_threshold": Flip(-1e6, "judged", GATED),
     "reward.combine": Flip("worst", "judged", {"reward": {"models": TWO}}),
+    **JUDGES,
     "reward.workers": Flip(2, "workers"),
     "reward.timeout": Flip(0.05, "run", SLOW),
     "reward.memory_mb": Flip(64, "run", {"reward": {"terms": ["{root}/reward.py:large"]}}),

@@ -57,6 +57,9 @@ from lightrft.utils.stop_signal import StopFlag
 from lightrft.workers.build_remote import RemoteRoleBuilder
 from lightrft.workers.local import with_reward_models
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
+from lightrft.workers.scoring.judge import LocalJudge, local_judges
+from lightrft.workers.scoring.judge_scorer import JudgeScorer
+from lightrft.workers.scoring.judge_scorer import comparisons as judge_questions
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from tests import warm
 from tests.numbers.test_explained_numbers import batch
@@ -93,7 +96,13 @@ def prompts(tree: Tree, folder: Path) -> Any:
     """The first prompts that are drawn."""
     config = build(RLConfig, tree)
     drawn = PromptStream.of(config.data, load_tokenizer(config.model), config.run.seed).draw(8)
-    return [(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source) for p in drawn]
+    return [as_plain(p) for p in drawn]
+
+
+def as_plain(p: Prompt) -> Any:
+    """What a prompt is made of, with the question to a judge if it is one."""
+    row = (p.id, p.token_ids, p.text, p.label, p.reference, p.data_source)
+    return (*row, p.columns.get("judgement"))
 
 
 def questions(tree: Tree, folder: Path) -> Any:
@@ -102,7 +111,7 @@ def questions(tree: Tree, folder: Path) -> Any:
     found = load_eval_prompts(
         config.eval.data, load_tokenizer(config.model), config.run.seed, config.eval.limit
     )
-    return [(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source) for p in found]
+    return [as_plain(p) for p in found]
 
 
 def lessons(tree: Tree, folder: Path) -> Any:
@@ -418,6 +427,28 @@ def served(tree: Tree, folder: Path) -> Any:
     return rewards, sorted(seen.tokens), seen.most
 
 
+def verdicts(tree: Tree, folder: Path) -> Any:
+    """The questions to judges about three responses, the judgements and scores, and the calls that they took."""
+    config = config_in(tree, folder)
+    prompt = Prompt("0", [5, 6], "say", reference="c", request=[{"role": "user", "content": "say"}])
+    rollouts = [
+        Rollout(prompt, [4], [True], [0.0], [0], "stop", seed=k, text=text)
+        for k, text in enumerate(("a", "b", "c"))
+    ]
+    judges = local_judges(config.reward, config.model, torch.device("cpu"))
+    calls: list[str] = []
+    for judge in judges:
+        assert isinstance(judge, LocalJudge)
+        judge.actor.base.register_forward_hook(lambda *_: calls.append("forward"))
+    asked = [str(one) for j in judges for one in judge_questions(rollouts, [0, 1, 2], j.config)]
+    said = [j.write(["say"], [1]) for j in judges if j.config.read == "text"]
+    scorer = JudgeScorer(NullScorer(0.0), judges)
+    for rollout in rollouts:
+        scorer.submit(rollout)
+    scores = [(one.reward, one.terms, one.failed) for one in scorer.results(wait=True)]
+    return asked, said, scores, scorer.take_counts(), len(calls)
+
+
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
@@ -432,7 +463,7 @@ PROBES: dict[str, Callable[[Tree, Path], Any]] = {
             asked_of_the_hub,
             asked_of_datasets,
         ),
-        *(run, run_again, go_on, command, workers, judged, served, side_by_side, on_ray),
+        *(run, run_again, go_on, command, workers, judged, served, verdicts, side_by_side, on_ray),
     )
 }
 

@@ -163,6 +163,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "other.jsonl",
         [{"prompt": f"{i}-1=", "label": str(i - 1), "response": str(i - 1)} for i in range(8)],
     )
+    pairs = [
+        {
+            "prompt": f"{i}+1=",
+            "chosen": f"{i + 1}",
+            "rejected": "x",
+            "notes": "<answer>A</answer>",
+        }
+        for i in range(8)
+    ]
+    write(folder / "pairs.jsonl", pairs)
+    rated = [{"prompt": f"{i}+1=", "response": "2", "rating": 2, "label": 0.5} for i in range(8)]
+    write(folder / "rated.jsonl", rated)
+    (folder / "own.jinja").write_text("{{ prompt }}{{ responses }}", encoding="utf-8")
     (folder / "split").mkdir()
     write(folder / "split" / "train.jsonl", rows[:4])
     write(folder / "split" / "test.jsonl", rows[4:])

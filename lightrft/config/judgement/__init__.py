@@ -89,8 +89,8 @@ def _groups(pattern: str) -> int:
 class JudgementConfig(QuestionConfig):
     """Rows of responses, as questions to a judge."""
 
-    order: Literal["drawn", "both", "given"] = "drawn"
-    """Order of the responses in a question. ``drawn``: an order that depends on their content
+    order: Literal["hashed", "both", "given"] = "hashed"
+    """Order of the responses in a question. ``hashed``: an order that depends on their content
     alone, so that no place is better. ``both``: two questions, in an order and in the reverse.
     ``given``: as in the row. Rows with a judgement or with the column ``shown`` keep their
     order."""
@@ -100,7 +100,7 @@ class JudgementConfig(QuestionConfig):
 
     @model_validator(mode="after")
     def _has_order(self) -> JudgementConfig:
-        if self.order != "drawn" and self.form not in COMPARED:
+        if self.order != "hashed" and self.form not in COMPARED:
             raise ValueError(
                 f"order = {self.order!r} changes nothing for form: {self.form}, which shows one "
                 "response; leave it out"

@@ -115,10 +115,10 @@ class JudgementRows:
             groups = self._pairs(found, where)
         if self.config.order == "given" or self._given(row) is not None:
             return groups
-        drawn = [self._drawn(found, group) for group in groups]
+        hashed = [self._hashed(found, group) for group in groups]
         if self.config.order == "both":
-            return [order for group in drawn for order in (group, group[::-1])]
-        return drawn
+            return [order for group in hashed for order in (group, group[::-1])]
+        return hashed
 
     def _pairs(self, found: Candidates, where: str) -> list[Members]:
         """Return the pairs of responses that differ, or all pairs with ties or without labels."""
@@ -130,7 +130,7 @@ class JudgementRows:
             raise MalformedRow(f"{where}: no two responses of different rank; {way_out}")
         return pairs
 
-    def _drawn(self, found: Candidates, members: Members) -> Members:
+    def _hashed(self, found: Candidates, members: Members) -> Members:
         """Return ``members`` in an order that depends on their content, not on their position."""
         request = flat(found.prompt, [])
         marks = {k: _digest(request, _text(found.responses[k])) for k in members}

@@ -1,4 +1,4 @@
-"""A judge in this process: a language model that writes judgements, or gives their probabilities."""
+"""A judge in this process: a model that writes judgements, or gives their probabilities."""
 
 from __future__ import annotations
 

@@ -274,6 +274,12 @@ def expected(
 
 
 def fail(rollout: Rollout, config: JudgeConfig, why: str) -> None:
-    """Fail a response that a judge cannot score."""
+    """Fail a response that a judge cannot score.
+
+    Args:
+        rollout: The response.
+        config: Settings of the judge.
+        why: The reason.
+    """
     rollout.failed = f"judge {config.name}: {why}"
     rollout.reward = None

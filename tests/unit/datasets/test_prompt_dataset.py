@@ -54,6 +54,7 @@ def test_a_prompt_carries_its_row(source):
         reference="2",
         data_source="rows",
         columns={"level": 3},
+        request=[{"role": "user", "content": "1+1=?"}],
     )
     assert (second.id, second.data_source, second.label) == ("x", "y", "4")
 
