@@ -277,8 +277,8 @@ def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
     ends a step also gets the reward of the step.
 
     Args:
-        batch: Has ``rewards [B]``, and maybe ``step_rewards [N]``, and the log-probs of old policy and reference if ``kl_coef`` is
-            not 0.
+        batch: Has ``rewards [B]``, and maybe ``step_rewards [N]``. It has the log-probs of old
+            policy and reference if ``kl_coef`` is not 0.
         estimator: Name of a KL estimator.
         kl_coef: Coefficient of the KL penalty.
 

@@ -184,8 +184,8 @@ class RewardConfig(Settings):
     gate_threshold: float = 1.0
     """Value that a term of ``gates`` must reach."""
     combine: Literal["sum", "worst"] = "sum"
-    """Reward from the weighted terms: their ``sum``, or the ``worst`` of them, so that no term makes
-    up for another."""
+    """Reward from the weighted terms: their ``sum``, or the ``worst`` of them, so that no term
+    makes up for another."""
     workers: int = Field(1, ge=1)
     """Number of processes that call the functions."""
     timeout: float = Field(10.0, gt=0)

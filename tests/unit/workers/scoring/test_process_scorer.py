@@ -20,6 +20,7 @@ from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.rewards.base import NullScorer
 from lightrft.rollout.collate import collate
+from lightrft.rollout.serialization import pack_rollout, unpack_rollout
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
@@ -168,3 +169,11 @@ def test_models_of_steps_and_of_responses_are_told_apart(folder: Path, tmp_path:
     RewardModel(model, ModelConfig(), heads).save(tokenizer, tmp_path)
     with pytest.raises(ConfigError, match=r"models.0.aggregate = 'min'.*whole responses"):
         scored(tmp_path, rollouts, aggregate="min")
+
+
+def test_rewards_of_steps_survive_a_checkpoint_of_their_rollout(folder: Path) -> None:
+    rollouts = rollouts_of(folder, TEXTS[:1])
+    scored(folder, rollouts, aggregate="tokens")
+    packed = pack_rollout(rollouts[0])
+    assert unpack_rollout(packed, rollouts[0].prompt) == rollouts[0]
+    assert rollouts[0].step_rewards
