@@ -32,7 +32,7 @@ def steps_of(seed: int, soft: bool = False, size: float = 2.0) -> LabelledSteps:
 
 
 def plain_pqm(logits: list[float], labels: list[float], margin: float) -> float:
-    """Equation 10 of arXiv 2410.11287 for one response, with Q = 0 of the question."""
+    """The practical loss of arXiv 2410.11287 for one response, with Q = 0 of the question."""
     wrong = [math.exp(z + margin) for z, y in zip(logits, labels) if y < 0.5]
     right = [z for z, y in zip(logits, labels) if y >= 0.5]
     losses = []
