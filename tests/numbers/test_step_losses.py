@@ -116,7 +116,7 @@ def test_parts_of_a_batch_sum_to_the_whole_and_weights_count():
             steps.weights[rows],
         )
         found = found + reward_loss(step_terms(part, settings), totals)
-    assert float(found) == pytest.approx(float(reward_loss(whole)), abs=1e-12)
+    assert found.item() == pytest.approx(reward_loss(whole).item(), abs=1e-12)
 
 
 def test_no_steps_have_no_losses():
