@@ -16,6 +16,7 @@ from lightrft.algorithms.reward_model.objective import reward_loss
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.reward.process import ProcessRewardModel, separator_places
 from lightrft.models.reward.process_form import Separator
@@ -133,6 +134,12 @@ def test_a_saved_model_scores_equally(head, tmp_path):
     assert again.separator == END
     assert again.settings == reward.settings
     assert torch.equal(again.score_steps(batch).scores, reward.score_steps(batch).scores)
+
+
+def test_a_process_reward_model_is_no_policy(tmp_path):
+    process_of("classes").save(tiny_tokenizer(), tmp_path)
+    with pytest.raises(ModelError, match="is a reward model: its heads score responses"):
+        Actor.load(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_damaged_file_is_refused(tmp_path):
