@@ -52,6 +52,7 @@ VERBS: dict[str, type[Settings]] = {
     "dpo": verbs.DPOConfig,
     "kto": verbs.KTOConfig,
     "rm": verbs.RMConfig,
+    "prm": verbs.PRMVerbConfig,
     "distill": verbs.DistillVerbConfig,
     "iterate": verbs.IterateConfig,
     "eval": verbs.EvaluateConfig,
