@@ -53,6 +53,7 @@ VERBS: dict[str, type[Settings]] = {
     "kto": verbs.KTOConfig,
     "rm": verbs.RMConfig,
     "grm": verbs.JudgeRLConfig,
+    "prm": verbs.PRMVerbConfig,
     "distill": verbs.DistillVerbConfig,
     "iterate": verbs.IterateConfig,
     "eval": verbs.EvaluateConfig,

@@ -94,7 +94,7 @@ def explain_process_model(config: PRMVerbConfig, sources: Mapping[str, str]) -> 
         "process_model.head": settings.head,
         "process_model.threshold": settings.threshold,
         "process_model.last_step_only": settings.last_step_only,
-        "data.separator": config.data.separator,
+        "data.separator": repr(config.data.separator),
     }
     if settings.head == "tokens":
         values |= {"process_model.right": settings.right, "process_model.wrong": settings.wrong}

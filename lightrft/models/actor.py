@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ from lightrft.models.multimodal.merge_inputs import (
     own_inputs,
 )
 from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
-from lightrft.models.reward.saved_form import SETTINGS_FILE
+from lightrft.models.reward.saved_form import holds_heads
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
 
@@ -358,7 +357,7 @@ class Actor(Backbone):
         Raises:
             ModelError: The folder cannot be used as ``config`` asks.
         """
-        if (Path(config.path).expanduser() / SETTINGS_FILE).is_file():
+        if holds_heads(config.path):
             raise ModelError(
                 f"model.path = {config.path!r} is a reward model: its heads score responses, and "
                 "nothing has trained it to generate them; take a language model, or name this "

@@ -95,6 +95,11 @@ RULES = (
         "{value:.0f} scores are not finite; their responses are not trained on",
     ),
     Rule(
+        "process_model/nonfinite_scores",
+        0,
+        "{value:.0f} scores are not finite; their steps are not trained on",
+    ),
+    Rule(
         "distill/unaligned_share",
         0.5,
         "{value:.0%} of trained tokens have no place in the text of the teacher, whose tokenizer "
@@ -155,7 +160,7 @@ def is_not_trained(values: Values) -> bool | None:
 
 STEP_TOKENS = (
     *("rollout/tokens_sampled", "sft/tokens", "preference/tokens", "distill/tokens"),
-    "reward_model/tokens",
+    *("reward_model/tokens", "process_model/tokens"),
 )
 """Metrics that every step has, and an evaluation does not."""
 

@@ -30,6 +30,7 @@ VERBS = (
         configs.DPOConfig,
         configs.KTOConfig,
         configs.RMConfig,
+        configs.PRMVerbConfig,
         configs.EvaluateConfig,
         configs.EvalRMConfig,
         configs.GenerateConfig,

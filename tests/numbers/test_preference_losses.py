@@ -212,10 +212,15 @@ def bco(p: Number, r: float, good: bool, data: Labelled, s: Settings) -> Number:
     return oracles.bco(p, r, good, float(data.shift), s.beta)
 
 
+def implicit_prm(p: Number, r: float, good: bool, data: Labelled, s: Settings) -> Number:
+    return oracles.bco(p, r, good, 0.0, s.beta)
+
+
 LABELLED_ORACLES: dict[str, Callable[..., Number]] = {
     "kto": kto,
     "apo_zero_unpaired": apo_zero_unpaired,
     "bco": bco,
+    "implicit_prm": implicit_prm,
 }
 RANKED_ORACLES: dict[str, Callable[..., Number]] = {
     "plackett_luce": lambda scores, ranks, ratings: oracles.plackett_luce(scores, ranks),

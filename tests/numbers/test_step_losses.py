@@ -32,7 +32,7 @@ def steps_of(seed: int, soft: bool = False, size: float = 2.0) -> LabelledSteps:
 
 
 def plain_pqm(logits: list[float], labels: list[float], margin: float) -> float:
-    """Equation 10 of arXiv 2410.11287 for one response, with Q = 0 of the question."""
+    """The practical loss of arXiv 2410.11287 for one response, with Q = 0 of the question."""
     wrong = [math.exp(z + margin) for z, y in zip(logits, labels) if y < 0.5]
     right = [z for z, y in zip(logits, labels) if y >= 0.5]
     losses = []
@@ -116,7 +116,7 @@ def test_parts_of_a_batch_sum_to_the_whole_and_weights_count():
             steps.weights[rows],
         )
         found = found + reward_loss(step_terms(part, settings), totals)
-    assert float(found) == pytest.approx(float(reward_loss(whole)), abs=1e-12)
+    assert found.item() == pytest.approx(reward_loss(whole).item(), abs=1e-12)
 
 
 def test_no_steps_have_no_losses():

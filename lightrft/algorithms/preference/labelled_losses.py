@@ -88,6 +88,23 @@ def bco(data: Labelled, settings: PreferenceConfig) -> Tensor:
     return -log_sigmoid(_signed(data, reward - shift))
 
 
+@PREFERENCE_LOSSES.register(
+    "implicit_prm",
+    formula="L = -log s(b d) if desirable, else -log s(-b d)",
+    latex=r"L=-\log\sigma(\beta d)\ \text{if desirable, else}\ -\log\sigma(-\beta d)",
+    paper="implicit process rewards by cross-entropy, arXiv 2412.01981",
+    needs=["reference"],
+    reads=["beta"],
+    kind="labelled",
+)
+def implicit_prm(data: Labelled, settings: PreferenceConfig) -> Tensor:
+    """Classify each response by its outcome.
+
+    The log-ratio of each token then is a process reward, as ``prime`` uses it in ``lightrft rl``.
+    """
+    return -log_sigmoid(_signed(data, settings.beta * data.responses.log_ratio))
+
+
 def _signed(data: Labelled, x: Tensor) -> Tensor:
     """Return ``x`` of good responses and ``-x`` of bad ones, ``[B]``."""
     return torch.where(data.desirable, x, -x)

@@ -56,7 +56,7 @@ class LabelledSteps:
     "cross_entropy",
     formula="L = -y log s(z) - (1 - y) log s(-z)",
     latex=r"L=-y\log\sigma(z)-(1-y)\log\sigma(-z)",
-    paper="hard labels: arXiv 2305.20050; soft labels: Math-Shepherd, arXiv 2312.08935, eq. 3",
+    paper="hard labels: arXiv 2305.20050; soft labels: Math-Shepherd, arXiv 2312.08935",
     kind="step",
 )
 def cross_entropy(steps: LabelledSteps) -> Tensor:
@@ -87,7 +87,7 @@ def mse(steps: LabelledSteps) -> Tensor:
     "t over c_0, c_1, ...,  z_0 = 0; c_0 counts if W is not empty",
     latex=r"L=-\frac1{|C|}\sum_{t\in C}\log\frac{\exp z_t}{\sum_{q\in C,q\le t}\exp z_q+"
     r"\sum_{w\in W}\exp(z_w+\zeta)},\quad z_{c_0}=0",
-    paper="PQM, arXiv 2410.11287, eq. 10; z_0 and its count as in the authors' code",
+    paper="PQM, arXiv 2410.11287; z_0 and its count as in the authors' code",
     kind="response",
 )
 def pqm(steps: LabelledSteps, margin: float = 4.0) -> Tensor:

@@ -32,7 +32,7 @@ from lightrft.models.loading.sharded_read import (
     build_on_meta,
 )
 from lightrft.models.lora import plain_name
-from lightrft.models.reward.saved_form import SETTINGS_FILE
+from lightrft.models.reward.saved_form import holds_heads
 from lightrft.utils.errors import ModelError, first_line
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.py", *TOKENIZER_FILES)
@@ -100,7 +100,7 @@ def open_model(name: str, base: str | None = None) -> StoredModel:
     """
     # The family does not matter: no forward pass runs.
     config = ModelConfig(path=name, unproved_family="allow")
-    if (Path(name).expanduser() / SETTINGS_FILE).is_file():
+    if holds_heads(name):
         raise ModelError(
             f"{name} is a reward model: its heads cannot be merged or converted; take the model "
             "that it was trained from"

@@ -311,7 +311,7 @@ def separator_places(batch: Batch, ids: Sequence[int]) -> Tensor:
     found = torch.ones_like(tokens, dtype=torch.bool)
     for back, token in enumerate(reversed(ids)):
         at = torch.arange(len(tokens), device=tokens.device) - back
-        # a separator lies within one response
+        # a separator does not cross responses
         known = at >= 0
         at = at.clamp(min=0)
         found &= known & (tokens[at] == token) & (row[at] == row)

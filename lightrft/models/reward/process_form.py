@@ -26,9 +26,9 @@ from lightrft.config.reward_model.process import ProcessModelConfig, StepHeadKin
 from lightrft.models.loading.from_pretrained import saved_adapters, where_of
 from lightrft.models.loading.sharded_read import StoredTensor
 from lightrft.models.merging.stored_model import stored_tensors
+from lightrft.models.reward.saved_form import PROCESS_FILE
 from lightrft.utils.errors import ConfigError, ModelError, first_line
 
-PROCESS_FILE = "process_reward_model.json"
 STEP_HEAD_FILE = "step_head.safetensors"
 PREFIXES = {
     "score.0": "layers.0",

@@ -20,6 +20,7 @@ from lightrft.config.reward_model import RewardModelConfig
 from lightrft.utils.errors import ConfigError, ModelError, first_line
 
 SETTINGS_FILE = "reward_model.json"
+PROCESS_FILE = "process_reward_model.json"
 HEADS_FILE = "reward_heads.safetensors"
 FORM = ("heads", "gate", "pooling", "layer")
 """Settings that decide which weights a reward model has."""
@@ -39,6 +40,12 @@ class SavedForm:
     settings: RewardModelConfig
     is_cut: bool = False
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def holds_heads(path: str) -> bool:
+    """Return whether folder ``path`` is a saved reward model, of responses or of steps."""
+    folder = Path(path).expanduser()
+    return any((folder / name).is_file() for name in (SETTINGS_FILE, PROCESS_FILE))
 
 
 def read_form(path: str | Path) -> SavedForm | None:

@@ -10,9 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
+from lightrft.algorithms.process_reward.losses import LabelledSteps
+from lightrft.algorithms.process_reward.objective import step_terms
+from lightrft.algorithms.reward_model.objective import reward_loss
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.reward.process import ProcessRewardModel, separator_places
 from lightrft.models.reward.process_form import Separator
@@ -132,6 +136,12 @@ def test_a_saved_model_scores_equally(head, tmp_path):
     assert torch.equal(again.score_steps(batch).scores, reward.score_steps(batch).scores)
 
 
+def test_a_process_reward_model_is_no_policy(tmp_path):
+    process_of("classes").save(tiny_tokenizer(), tmp_path)
+    with pytest.raises(ModelError, match="is a reward model: its heads score responses"):
+        Actor.load(ModelConfig(path=str(tmp_path)))
+
+
 def test_a_damaged_file_is_refused(tmp_path):
     process_of("classes").save(tiny_tokenizer(), tmp_path)
     (tmp_path / "step_head.safetensors").write_bytes(b"short")
@@ -164,15 +174,22 @@ def test_a_published_folder_without_a_separator_asks_for_one(tmp_path):
         ProcessRewardModel.open(tmp_path).score_steps(step_batch())
 
 
-def test_a_token_classifier_of_transformers_is_read(tmp_path):
+def classifier(folder: Path) -> Any:
+    """transformers' own classifier of tokens, which TRL's PRMTrainer trains, written to ``folder``."""
     config = small_model("qwen2", tie_word_embeddings=False).config
     config.num_labels = 2
+    config.classifier_dropout = 0.0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        model = AutoModelForTokenClassification.from_config(config, dtype=torch.float64).eval()
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    reward, batch = ProcessRewardModel.open(tmp_path, separator=END), step_batch()
+        model = AutoModelForTokenClassification.from_config(config, dtype=torch.float64)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model
+
+
+def test_a_token_classifier_of_transformers_is_read(tmp_path):
+    model, batch = classifier(tmp_path).eval(), step_batch()
+    reward = ProcessRewardModel.open(tmp_path, separator=END)
     expected = []
     with Float64(), torch.no_grad():
         for tokens, start in rows_of(batch):
@@ -182,6 +199,41 @@ def test_a_token_classifier_of_transformers_is_read(tmp_path):
                     expected.append(chances[t])
         found = reward.score_steps(batch).scores
     assert far(found, torch.stack(expected)) < 1e-9
+
+
+def test_loss_and_gradients_are_those_of_a_token_classifier(tmp_path):
+    """The loss of TRL's PRMTrainer: transformers' own, over one padded batch with labels of -100."""
+    model, batch = classifier(tmp_path), step_batch()
+    reward = ProcessRewardModel.open(tmp_path, separator=END)
+    labels = iter([1, 0, 0, 1, 1])
+    rows = [tokens for tokens, _ in rows_of(batch)]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    targets, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for row, (tokens, start) in enumerate(rows_of(batch)):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+        for t in range(start + 1, len(tokens)):
+            if tokens[t - 1 : t + 1].tolist() == [7, 8]:
+                targets[row, t] = next(labels)
+    with Float64():
+        expected = model(input_ids=ids, attention_mask=mask, labels=targets).loss
+        expected.backward()
+        found = reward.score_steps(batch)
+        steps = LabelledSteps(
+            found.logits,
+            found.scores,
+            torch.tensor([1.0, 0, 0, 1, 1], dtype=torch.float64),
+            torch.tensor([0, 0, 1, 1, 2]),
+        )
+        loss = reward_loss(step_terms(steps, reward.settings))
+        loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-9)
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    own = {name: p.grad for name, p in reward.base.named_parameters() if p.grad is not None}
+    assert reward.step_head is not None
+    own |= {f"score.{n}": p.grad for n, p in reward.step_head.layers.named_parameters()}
+    assert own.keys() == theirs.keys()
+    largest = max(float(grad.abs().max()) for grad in theirs.values())
+    assert max(float((own[n] - theirs[n]).abs().max()) for n in own) < 1e-7 * largest
 
 
 def test_a_head_of_another_kind_is_refused(tmp_path):
