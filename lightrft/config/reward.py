@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings, bare_names
+from lightrft.config.base import Settings, bare_names, changed_fields
 from lightrft.config.judgement import COMPARED, QuestionConfig
 
 
@@ -87,13 +87,13 @@ class ScoringModelConfig(Settings):
             )
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url = {self.url!r} must begin with http:// or https://")
-        local = self.model_fields_set & {"aggregate", "separator", "offload"}
+        local = set(changed_fields(self)) & {"aggregate", "separator", "offload"}
         if self.url and local:
             raise ValueError(
                 f"{', '.join(sorted(local))}: settings of a model in this process, and url is set; "
                 "leave them out"
             )
-        remote = self.model_fields_set & {"digest", "token_file", "deadline", "max_in_flight"}
+        remote = set(changed_fields(self)) & {"digest", "token_file", "deadline", "max_in_flight"}
         if self.path and remote:
             raise ValueError(
                 f"{', '.join(sorted(remote))}: settings of a served model, and path is set; leave "

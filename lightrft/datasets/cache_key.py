@@ -95,6 +95,8 @@ def _obstacle(
         return "a source is not a file of this machine"
     if any(source.reader is not None and ":" in source.reader for source in config.sources):
         return "a reader is a user's function, which may change"
+    if config.judgement is not None and config.judgement.template is not None:
+        return "the template of judgements is a user's file, which may change"
     if not hasattr(tokenizer, "backend_tokenizer"):
         return "the tokenizer is not a fast one"
     # the digest does not cover the code of a tokenizer from elsewhere

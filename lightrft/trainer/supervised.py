@@ -19,7 +19,11 @@ from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.trackers import Summary
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.rollout.eval_prompts import load_eval_prompts
-from lightrft.trainer.checks.preflight import check_evaluation, check_trained_weights
+from lightrft.trainer.checks.preflight import (
+    check_evaluation,
+    check_trained_weights,
+    check_whole_rewards,
+)
 from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.types import Prompt
@@ -42,6 +46,7 @@ def check_supervised(config: SupervisedConfig, reads: Collection[str] = ()) -> N
     check_sources(config)
     check_trained_weights(config.model)
     check_evaluation(config)
+    check_whole_rewards(config.reward, config.verb)
     has_reward = config.reward.scores
     if config.eval.data.sources and not has_reward:
         raise ConfigError(

@@ -51,8 +51,8 @@ class RunData:
 
     ``rows`` are the metrics of the phase that the report is about. ``warm_up`` are the metrics of
     the supervised steps before it, and ``reward_model`` those of the training of its reward model.
-    Attachments are in the folder ``media``. ``judged`` is the content of ``reward_scores.json``: how
-    well a reward model orders responses.
+    Attachments are in the folder ``media``. ``judged`` is the content of ``reward_scores.json``:
+    how well a reward model orders responses.
     """
 
     name: str

@@ -43,7 +43,8 @@ def test_the_two_names_of_the_text_actor_are_one_class() -> None:
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_a_verb_is_a_row_of_the_table_or_a_module_with_run(verb: str) -> None:
     table = importlib.import_module("lightrft.cli.verbs")
-    assert (verb in IN_TABLE) == (verb in table.TRAINING or verb in table.ONE_PROCESS)
+    tables = {**table.TRAINING, **table.ONE_PROCESS, **table.SERVING}
+    assert (verb in IN_TABLE) == (verb in tables)
     if verb not in IN_TABLE:
         run = importlib.import_module(f"lightrft.cli.{verb}").run
         assert list(inspect.signature(run).parameters) == ["arguments"]

@@ -38,6 +38,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
     assert f"lightrft {verb}" in outcome.out
     shown = {
         "explain": "presets of rl:",
+        "grm": "sft | rl | dpo",
         "check": "kinds:",
         "doctor": "device_memory",
         "report": "run folder",

@@ -274,6 +274,10 @@ def test_tokens_that_depend_on_the_day_or_on_code_of_the_user_are_not_kept(rows)
             {"sources": [{"path": "{rows}", "reader": "{mine}:read"}]},
             "a reader is a user's function",
         ),
+        (
+            {"judgement": {"template": "mine.jinja"}},
+            "the template of judgements is a user's file",
+        ),
         ({"tokenizer": object()}, "the tokenizer is not a fast one"),
     ],
 )
@@ -286,7 +290,13 @@ def test_the_log_says_why_tokens_are_not_kept(rows, caplog, given, said):
     tokenizer = given.pop("tokenizer", chat_tokenizer())
     with caplog.at_level(logging.INFO):
         assert (
-            token_cache_of(config_of(rows, sources=sources), tokenizer, "prompts", {}, **given)
+            token_cache_of(
+                config_of(rows, sources=sources, judgement=given.pop("judgement", None)),
+                tokenizer,
+                "prompts",
+                {},
+                **given,
+            )
             is None
         )
     assert "the tokens of prompts are not kept" in caplog.text and said in caplog.text

@@ -42,8 +42,9 @@ def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scor
         "terms",
         "weights",
         "failed",
+        "step_rewards",
     }
-    assert names(PromptView) == names(Prompt) - {"media", "attachments"}
+    assert names(PromptView) == names(Prompt) - {"media", "attachments", "request"}
     prompt = Prompt("a", [1], "b", "c", "d", "e", {"f": 1})
     seen = view_of(Rollout(prompt, [2], [True], [-1.0], [3], "stop", 4, 5, "g"))
     assert seen == RolloutView(

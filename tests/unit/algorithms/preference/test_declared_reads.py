@@ -161,7 +161,7 @@ def test_every_row_names_its_kind_and_its_paper() -> None:
     kinds = {name: PREFERENCE_LOSSES.about(name).kind for name in PREFERENCE_LOSSES}
     assert set(kinds.values()) == {"pair", "labelled", "ranked"}
     assert {name for name, kind in kinds.items() if kind == "labelled"} == {
-        *("kto", "bco", "apo_zero_unpaired")
+        *("kto", "bco", "apo_zero_unpaired", "implicit_prm")
     }
     assert {name for name, kind in kinds.items() if kind == "ranked"} == {"plackett_luce", "lipo"}
     assert isinstance(data_of("labelled"), Labelled)
