@@ -128,6 +128,11 @@ def load_model(
     # parts placed by a device map stay there, and a 4-bit model refuses to be moved
     if "device_map" not in options:
         model = model.to(device)
+    if config.load_in_4bit:
+        for module in model.modules():
+            # bitsandbytes would repack weights for CPUs with AVX512-BF16, which breaks training
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
     freeze(model, config.freeze)
     replace_patch_embeddings(model)
     return model.eval()
