@@ -14,6 +14,12 @@ FILE_ONLY = {"file_only": True}
 The terminal shows the content of such a message in another way.
 """
 
+UNUSED_KERNELS = "bitsandbytes.backends.cpu.ops"
+"""Logger that warns about a missing CPU kernel for 4-bit weights.
+
+Training does not use this kernel: it needs weights in a layout without gradients.
+"""
+
 
 class LogFile(logging.FileHandler):
     """A log file that counts the lines it could not write.
@@ -70,6 +76,7 @@ def log_to_terminal(level: int = logging.WARNING) -> logging.Handler:
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     handler.setLevel(level)
     handler.addFilter(lambda record: not any(hasattr(record, key) for key in FILE_ONLY))
+    logging.getLogger(UNUSED_KERNELS).setLevel(logging.ERROR)
     return _attach(handler)
 
 
