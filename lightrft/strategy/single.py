@@ -25,6 +25,7 @@ from lightrft.strategy.activation_offload import keep_on_host
 from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, on_host
 from lightrft.strategy.lr_schedule import lr_factor
 from lightrft.utils.errors import CheckpointError, ConfigError, first_line
+from lightrft.utils.freed_memory import keep_freed_memory
 from lightrft.utils.onednn_cache import bound_products
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -57,6 +58,7 @@ class SingleStrategy:
         self.device = _device(config.device)
         if self.device.type == "cpu":
             bound_products()
+            keep_freed_memory()
 
     @property
     def data_parallel_group(self) -> ProcessGroup:

@@ -30,6 +30,7 @@ from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
+from lightrft.models.multimodal.tower_attention import join_segments, kept_implementations
 from lightrft.utils.atomic_files import looks_like_path, nearest_name
 from lightrft.utils.errors import ModelError, first_line
 
@@ -135,6 +136,7 @@ def load_model(
                 setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
     freeze(model, config.freeze)
     replace_patch_embeddings(model)
+    join_segments(model)
     return model.eval()
 
 
@@ -475,10 +477,9 @@ def save_model(
             inner.save_pretrained(str(path))
         else:
             base = base_model(inner)
-            implementation = base.config._attn_implementation
             state = merged_state(inner) if is_adapted(inner) else None
-            base.save_pretrained(str(path), state_dict=state)
-            base.config._attn_implementation = implementation
+            with kept_implementations(base):
+                base.save_pretrained(str(path), state_dict=state)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(path))
     if processor is not None:
