@@ -71,6 +71,10 @@ class ScoringModelConfig(Settings):
     """Text between the steps of a response, for a process reward model."""
     sources: tuple[str, ...] = ()
     """Data sources whose rows it scores; empty: all."""
+    reencode: bool | None = None
+    """Render each conversation anew by the model's own chat template, tokenizer and processor.
+    ``null`` does so where vocabulary or template differ from the policy's, and otherwise scores the
+    tokens of the policy."""
     offload: bool = False
     """Keep the model in host memory except while it scores."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
@@ -87,7 +91,7 @@ class ScoringModelConfig(Settings):
             )
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url = {self.url!r} must begin with http:// or https://")
-        local = set(changed_fields(self)) & {"aggregate", "separator", "offload"}
+        local = set(changed_fields(self)) & {"aggregate", "separator", "reencode", "offload"}
         if self.url and local:
             raise ValueError(
                 f"{', '.join(sorted(local))}: settings of a model in this process, and url is set; "

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.serving import ServeRMConfig
+from lightrft.datasets.conversations.conversation_encoder import Sample
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.learner.reward_model.outputs import joined, separated
 from lightrft.models.families import context_length
@@ -28,7 +29,7 @@ from lightrft.models.reward.reward_model import MIXTURE, RewardModel
 from lightrft.serving.batcher import Batcher, Work
 from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, bad
-from lightrft.serving.sample_encoder import Sample, SampleEncoder
+from lightrft.serving.sample_encoder import SampleEncoder
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Batch, Segments
 from lightrft.workers.scoring.reward_wire import (

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
 from lightrft.learner.micro_batches import micro_batches
-from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.families import context_length
 from lightrft.models.reward.process_form import PROCESS_FILE
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
@@ -23,6 +23,7 @@ from lightrft.rewards.base import RewardScorer
 from lightrft.types import Batch, Rollout
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.scoring.collecting import CollectingScorer, add_term, batch_of
+from lightrft.workers.scoring.own_tokens import OwnTokens, own_tokens
 from lightrft.workers.scoring.process_scorer import StepScoringModel, step_scoring_model
 from lightrft.workers.scoring.served_reward import ServedRewardModel
 
@@ -63,21 +64,27 @@ class ScoringModel:
         name: Name of the term.
         term: The setting ``reward.models.<n>``.
         head: Head whose score it is.
+        own: Reads responses in the tokens of the model. ``None`` if these are the policy's.
     """
 
     model: RewardModel
     name: str
     term: ScoringModelConfig
     head: str
+    own: OwnTokens | None = None
+
+    def scores(self, rollouts: Sequence[Rollout], batch: Batch) -> Sequence[float | str]:
+        """See ``TermModel.scores``."""
+        if self.own is None:
+            return self._of_batch(batch)
+        own, rows, problems = self.own.batch(rollouts)
+        scored = [] if own is None else self._of_batch(own)
+        found: dict[int, float | str] = {**problems, **dict(zip(rows, scored, strict=True))}
+        return [found[k] for k in range(len(rollouts))]
 
     @torch.no_grad()
-    def scores(self, rollouts: Sequence[Rollout], batch: Batch) -> list[float]:
-        """Return the score of each response.
-
-        Args:
-            rollouts: The responses.
-            batch: Their prompts and tokens.
-        """
+    def _of_batch(self, batch: Batch) -> list[float]:
+        """Return the score of each response of ``batch``."""
         found = torch.zeros(len(batch), dtype=torch.float64)
         budget = self.term.max_tokens_per_micro_batch
         for index in micro_batches(batch, budget, self.model.layout):
@@ -117,8 +124,8 @@ class ModelScorer(CollectingScorer):
         budget: Number of tokens that are collected before they are scored.
 
     Attributes:
-        events: Responses that are ``scored``, whose score is ``nonfinite``, and that a server has
-            left ``unanswered``.
+        events: Responses that are ``scored``, whose score is ``nonfinite``, and that are
+            ``unanswered``: a server did not answer, or the model cannot read them.
     """
 
     events: ClassVar[tuple[str, ...]] = ("scored", "nonfinite", "unanswered")
@@ -188,11 +195,11 @@ def scoring_models(
     Args:
         terms: The setting ``reward.models``.
         policy: Settings of the policy, for the attention and the layout of the reward models.
-        tokenizer: Tokenizer of the policy, whose tokens the models read.
+        tokenizer: Tokenizer of the policy.
         device: Device of the models.
 
     Raises:
-        ConfigError: A model has another vocabulary, no such head, or the name of another term.
+        ConfigError: A model cannot be loaded, has no such head, or has the name of another term.
         ResourceError: A server does not answer.
     """
     found: list[TermModel] = []
@@ -221,36 +228,41 @@ def scoring_model(
         term: Settings of the reward model.
         key: Key of ``term``, for messages.
         policy: Settings of the policy, for the attention and the layout of the reward model.
-        tokenizer: Tokenizer of the policy, whose tokens the model reads.
+        tokenizer: Tokenizer of the policy.
         device: Device of the model.
 
     Raises:
-        ConfigError: The model cannot be loaded, or has another vocabulary or no such head.
+        ConfigError: The model cannot be loaded, or has no such head.
         ResourceError: The server does not answer.
     """
     if term.url is not None:
         return ServedRewardModel.of(term, key, tokenizer)
     config = model_settings(policy, term.path)
-    check_vocabulary(config, tokenizer, key)
     place = torch.device("cpu") if term.offload else device
     if _is_process_model(term, config):
         return step_scoring_model(term, config, tokenizer, place, key)
-    return scalar_scoring_model(term, config, place, key)
+    return scalar_scoring_model(term, config, tokenizer, place, key)
 
 
 def scalar_scoring_model(
-    term: ScoringModelConfig, config: ModelConfig, device: torch.device, key: str
+    term: ScoringModelConfig,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    key: str,
 ) -> ScoringModel:
     """Load the reward model of a term, which scores whole responses.
 
     Args:
         term: The setting ``reward.models.<n>``.
         config: Settings of the model.
+        tokenizer: Tokenizer of the policy.
         device: Device of the model.
         key: Name of the setting, for messages.
 
     Raises:
-        ConfigError: The model cannot be loaded, or has no such head.
+        ConfigError: The model cannot be loaded, has no such head, or cannot read the policy's
+            tokens and must.
     """
     try:
         model = RewardModel.load(config, device=device).requires_grad_(False).eval()
@@ -266,7 +278,8 @@ def scalar_scoring_model(
     if head not in model.score_names:
         known = ", ".join(model.score_names)
         raise ConfigError(f"{key}.head = {term.head!r}: {term.path} has {known}; name one of them")
-    return ScoringModel(model, term.name or head, term, head)
+    own = own_tokens(term, config, tokenizer, key, context_length(model.base.config))
+    return ScoringModel(model, term.name or head, term, head, own)
 
 
 def _is_process_model(term: ScoringModelConfig, config: ModelConfig) -> bool:
@@ -291,20 +304,3 @@ def model_settings(policy: ModelConfig, path: str) -> ModelConfig:
         "load_in_4bit": False,
     }
     return policy.model_copy(update=own)
-
-
-def check_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """Raise ``ConfigError`` if a reward model does not read the policy's tokens.
-
-    Args:
-        model: Settings of the reward model.
-        tokenizer: Tokenizer of the policy.
-        key: Key of the reward model, for messages.
-    """
-    ours, theirs = tokenizer.get_vocab(), load_tokenizer(model).get_vocab()
-    if ours != theirs:
-        raise ConfigError(
-            f"{key}.path = {model.path!r}: its tokenizer has {len(theirs)} tokens, the policy's "
-            f"has {len(ours)}, and {len(ours.items() ^ theirs.items())} differ; take a reward "
-            "model of the policy's tokenizer"
-        )

@@ -16,10 +16,12 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.learner.micro_batches import micro_batches
+from lightrft.models.families import context_length
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.process_form import Separator
 from lightrft.types import Batch, Rollout, Segments
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.scoring.own_tokens import OwnTokens, own_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,9 @@ class StepScoringModel:
         model: The model, in evaluation mode.
         name: Name of the term.
         term: The setting ``reward.models.<n>``.
-        tokenizer: Tokenizer of the policy, which the model shares.
+        tokenizer: Tokenizer of the policy.
         separator: Text and tokens after each step that the model reads.
+        own: Reads prompts and steps in the tokens of the model. ``None`` if these are the policy's.
     """
 
     model: ProcessRewardModel
@@ -42,9 +45,10 @@ class StepScoringModel:
     term: ScoringModelConfig
     tokenizer: PreTrainedTokenizerBase
     separator: Separator
+    own: OwnTokens | None = None
 
     @torch.no_grad()
-    def scores(self, rollouts: Sequence[Rollout], batch: Batch) -> list[float]:
+    def scores(self, rollouts: Sequence[Rollout], batch: Batch) -> list[float | str]:
         """Return the score of each response, and set ``step_rewards`` for ``aggregate: tokens``.
 
         The score is NaN for a response without a step, or with a step whose score is not finite.
@@ -54,22 +58,31 @@ class StepScoringModel:
             batch: Their prompts and tokens.
         """
         encoder = ChatEncoder(DataConfig(), self.tokenizer)
+        prompts, prompt_of = batch.prompts, batch.prompt_of
+        problems: dict[int, str] = {}
+        if self.own is not None:
+            encoder = self.own.encoder.encoder
+            prompts, prompt_of, problems = self.own.prompts(rollouts)
         ends: list[list[int]] = []
         ids: list[list[int]] = []
         closing: list[bool] = []
-        for rollout in rollouts:
+        sizes = prompts.sizes
+        for k, rollout in enumerate(rollouts):
             steps, own = split_steps(rollout.text, self.term.separator)
+            row = [] if k in problems else self._encoded(encoder, steps)
+            length = sum(map(len, row)) + sizes[int(prompt_of[k])]
+            if self.own is not None and self.own.context and length > self.own.context:
+                problems[k] = f"prompt and steps have {length} tokens of the reward model"
+            if k in problems:
+                row, own = [], []
             ends.append(own)
-            row: list[int] = []
-            shielded = [encoder.escape_special_tokens(step, answer=True) for step in steps]
-            for step in encoder.encode(shielded):
-                row += [*step, *self.separator.ids]
-                closing += [False] * (len(step) + len(self.separator.ids) - 1) + [True]
-            ids.append(row)
+            ids.append([token for step in row for token in step])
+            for step in row:
+                closing += [False] * (len(step) - 1) + [True]
         steps_batch = Batch(
-            batch.prompts,
+            prompts,
             Segments.of(ids),
-            batch.prompt_of,
+            prompt_of,
             step_ends=torch.tensor(closing, dtype=torch.bool),
         )
         found = self._scores_of_steps(steps_batch, [len(own) for own in ends])
@@ -77,7 +90,12 @@ class StepScoringModel:
             finite = all(map(math.isfinite, scores))
             if self.term.aggregate == "tokens" and scores and finite:
                 rollout.step_rewards += self._token_rewards(rollout, own, scores)
-        return [self._aggregated(scores) for scores in found]
+        return [problems.get(k) or self._aggregated(scores) for k, scores in enumerate(found)]
+
+    def _encoded(self, encoder: ChatEncoder, steps: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each step, with the separator at its end."""
+        shielded = [encoder.escape_special_tokens(step, answer=True) for step in steps]
+        return [[*step, *self.separator.ids] for step in encoder.encode(shielded)]
 
     def close(self) -> None:
         """See ``TermModel.close``: there are none."""
@@ -133,7 +151,7 @@ def step_scoring_model(
     Args:
         term: The setting ``reward.models.<n>``.
         config: Settings of the model.
-        tokenizer: Tokenizer of the policy, which the model shares.
+        tokenizer: Tokenizer of the policy.
         device: Device of the model.
         key: Name of the setting, for messages.
 
@@ -161,9 +179,10 @@ def step_scoring_model(
             f"regression head; set {key}.aggregate=min"
         )
     name = term.name or "steps"
+    own = own_tokens(term, config, tokenizer, key, context_length(model.base.config))
     separator = model.separator
     if separator is None:
         # A published head does not name its separator.
-        ids = ChatEncoder(DataConfig(), tokenizer).encode([term.separator])[0]
-        separator = Separator(term.separator, tuple(ids))
-    return StepScoringModel(model, name, term, tokenizer, separator)
+        encoder = ChatEncoder(DataConfig(), tokenizer) if own is None else own.encoder.encoder
+        separator = Separator(term.separator, tuple(encoder.encode([term.separator])[0]))
+    return StepScoringModel(model, name, term, tokenizer, separator, own)

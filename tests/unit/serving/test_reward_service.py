@@ -178,7 +178,7 @@ def test_pictures_of_a_request_are_read_by_the_rules_of_data(tmp_path):
         service = server.service
         assert isinstance(service, RewardService)
         # the same pictures in one batch with others
-        sample = service.encoder.conversation(asked(f"data:image/png;base64,{data}"), "x")
+        sample = service.encoder.sample(asked(f"data:image/png;base64,{data}"), "x")
         with torch.no_grad():
             local = service.model.score(batch_of_samples([sample]))["good"].scores[0]
         assert float(local) == pytest.approx(score, abs=1e-6)

@@ -137,6 +137,34 @@ def test_tokens_of_several_characters_and_characters_of_several_tokens_are_place
         assert len(before.rstrip("\ufffd")) < end
 
 
+@pytest.mark.parametrize("how", ["min", "tokens"])
+def test_a_model_of_another_vocabulary_reads_prompt_and_steps_in_its_own_tokens(
+    folder: Path, how: str
+) -> None:
+    policy = byte_pairs(["the sum is\n", "ab cd\n"] * 3, 300)
+    prompt = Prompt("0", [1, 2], request=[{"role": "user", "content": "1+1="}])
+    text = "ab cd\nthe sum is 2"
+    ids = policy.encode(text)
+    columns = ([True] * len(ids), [0.0] * len(ids), [0] * len(ids))
+    one = Rollout(prompt, ids, *columns, "stop", seed=0, text=text)
+    term = ScoringModelConfig.model_validate({"path": str(folder), "aggregate": how})
+    config = ModelConfig(path=str(folder), dtype="float32")
+    ModelScorer(NullScorer(0.0), scoring_models([term], config, policy, CPU), CPU).score([one])
+    tokenizer = load_tokenizer(config)
+    asked = tokenizer.apply_chat_template(
+        list(prompt.request), add_generation_prompt=True, return_dict=False
+    )
+    whole = Rollout(Prompt("", asked), ids, *columns, "stop", seed=0, text=text)
+    scores = one_by_one(folder, whole)
+    if how == "min":
+        assert one.reward == pytest.approx(min(scores), abs=1e-6)
+        return
+    ends = [len("ab cd\n"), len(text)]
+    for (place, score), expected, end in zip(one.step_rewards, scores, ends, strict=True):
+        assert score == pytest.approx(expected, abs=1e-6)
+        assert len(policy.decode(ids[: place + 1])) >= end > len(policy.decode(ids[:place]))
+
+
 def test_a_response_without_a_step_or_with_a_score_of_nan_fails_and_is_counted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,1 @@
+"""Conversations as the input of a model that scores or judges them."""

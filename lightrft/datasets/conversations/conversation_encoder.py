@@ -1,0 +1,124 @@
+"""Encode single conversations by the template, tokenizer and processor of a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.data import Columns, MediaConfig, SFTDataConfig
+from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.media.items import marks
+from lightrft.datasets.row_parser import ParsedRow, read_conversation, read_record
+from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.turns import TurnEncoder
+from lightrft.models.processors import Processor
+from lightrft.types import Media, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response to score.
+
+    Attributes:
+        prompt: The prompt with its media.
+        response: Token ids of the response.
+        media: Media of the response.
+    """
+
+    prompt: Prompt
+    response: list[int]
+    media: Media = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of prompt and response."""
+        return len(self.prompt.token_ids) + len(self.response)
+
+
+class ConversationEncoder:
+    """Encodes conversations. Every method may be called from several threads.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        processor: Media processor of the model. ``None`` for a model that reads text alone.
+        media: Settings of media: what conversations may name, and limits.
+
+    Attributes:
+        encoder: Encodes texts.
+        turns: Encodes the turns of a conversation.
+        lock: Held while the tokenizer is called.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None, media: MediaConfig
+    ) -> None:
+        data = SFTDataConfig(media=media, turns="last")
+        self.encoder = ChatEncoder(data, tokenizer, processor)
+        self.turns = TurnEncoder(data, self.encoder)
+        # a tokenizer that switches ``split_special_tokens`` changes for all threads
+        self.lock = threading.Lock()
+
+    def sample(self, messages: Sequence[Mapping[str, Any]], where: str) -> Sample:
+        """Return the sample of a conversation: the last message is the response.
+
+        Args:
+            messages: Messages with ``role`` and ``content``, which is a text or a list of parts.
+            where: Name of the conversation, for messages of errors.
+
+        Raises:
+            DataError: A message or its media cannot be read, or the assistant is not the last.
+        """
+        record = read_conversation(messages, where, self.encoder.reads)
+        if record.messages[-1]["role"] != "assistant":
+            raise MalformedRow(
+                f"{where}: the last message is of {record.messages[-1]['role']!r}; end with the "
+                "assistant's, which is scored"
+            )
+        (part,) = self.turns.parts(record)
+        part.start = part.turns[0][0]
+        numbers = [n for _, n in marks(part.turns[0][1] if self.encoder.chat else part.start)]
+        (texts,) = self.encoder.expanded([self.turns.texts([part])])
+        if isinstance(texts, MalformedRow):
+            raise texts
+        self.turns.expand([part], texts)
+        with self.lock:
+            known = self.turns.encode([part])
+            ids, _ = self.turns.tokens(part, known)
+            asked = self.turns.prompt_tokens(part, known)
+        prompt, response = Prompt("", asked), ids[len(asked) :]
+        if self.encoder.media is None or not numbers:
+            return Sample(prompt, response)
+        return self._with_media(record, Sample(prompt, response), numbers)
+
+    def prompt(self, messages: object, where: str) -> Prompt:
+        """Return the prompt that asks the model to continue a conversation.
+
+        Args:
+            messages: A text, or messages with ``role`` and ``content``.
+            where: Name of the conversation, for messages of errors.
+
+        Raises:
+            DataError: A message or its media cannot be read.
+        """
+        record = read_record({"prompt": messages}, Columns(), where, self.encoder.reads)
+        shown = self.encoder.prompt(record)
+        (texts,) = self.encoder.expanded([(record, [shown])])
+        if isinstance(texts, MalformedRow):
+            raise texts
+        with self.lock:
+            ids = self.encoder.encode_prompts(texts)[0]
+        prompt = Prompt("", ids, self.encoder.readable(shown))
+        self.encoder.attach(prompt, record, shown)
+        return prompt
+
+    def _with_media(self, record: ParsedRow, sample: Sample, numbers: Sequence[int]) -> Sample:
+        """Return ``sample`` with the items ``numbers`` of ``record``."""
+        assert self.encoder.media is not None
+        items = [record.media[n] for n in numbers]
+        parts = (sample.prompt.token_ids, sample.response)
+        sample.prompt.media, media = self.encoder.media.split(items, parts, record.where)
+        return Sample(sample.prompt, sample.response, media)
