@@ -18,7 +18,7 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
-from lightrft.workers.scoring import served_reward
+from lightrft.workers.scoring import server_client
 from tests import warm
 from tests.e2e.command import assert_refused, command
 from tests.serving_helpers import free_port, judge_server, save_judge, serve_process, wait_for
@@ -83,7 +83,7 @@ def test_a_run_stops_with_the_reason_when_the_server_is_gone_for_good(rl_tree, j
 def test_a_server_that_is_killed_and_restarted_under_a_run_changes_no_number(
     rl_tree, judge, started, monkeypatch
 ):
-    monkeypatch.setattr(served_reward, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     models = {"models": [{"url": url, "deadline": 120.0, "max_tokens_per_micro_batch": 30}]}

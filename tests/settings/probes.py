@@ -57,7 +57,7 @@ from lightrft.utils.stop_signal import StopFlag
 from lightrft.workers.build_remote import RemoteRoleBuilder
 from lightrft.workers.local import with_reward_models
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
-from lightrft.workers.scoring.judge import LocalJudge, local_judges
+from lightrft.workers.scoring.judge import LocalJudge, open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
 from lightrft.workers.scoring.judge_scorer import comparisons as judge_questions
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
@@ -435,7 +435,7 @@ def verdicts(tree: Tree, folder: Path) -> Any:
         Rollout(prompt, [4], [True], [0.0], [0], "stop", seed=k, text=text)
         for k, text in enumerate(("a", "b", "c"))
     ]
-    judges = local_judges(config.reward, config.model, torch.device("cpu"))
+    judges = open_judges(config.reward, config.model, torch.device("cpu"))
     calls: list[str] = []
     for judge in judges:
         assert isinstance(judge, LocalJudge)

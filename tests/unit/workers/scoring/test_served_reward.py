@@ -21,7 +21,7 @@ from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import ConfigError, DataError, ResourceError
-from lightrft.workers.scoring import served_reward
+from lightrft.workers.scoring import server_client
 from lightrft.workers.scoring.circuit_breaker import CircuitBreaker
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from lightrft.workers.scoring.reward_wire import batch_from_json, batch_to_json, vocabulary_digest
@@ -43,7 +43,7 @@ def url(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_reward, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.01)
 
 
 def term_of(folder: Path, **tree: Any) -> Any:
@@ -65,7 +65,7 @@ def test_served_scores_equal_local_ones_bit_for_bit(folder, url, budget):
     local = term_of(folder, path=str(folder), max_tokens_per_micro_batch=budget)
     served = term_of(folder, url=url, max_tokens_per_micro_batch=budget)
     assert served.scores([], batch()) == local.scores([], batch())
-    assert (served.name, served.counts["unanswered"]) == ("good", 0)
+    assert (served.name, served.client.counts["unanswered"]) == ("good", 0)
 
 
 def test_another_digest_vocabulary_head_or_no_server_is_refused_at_start(folder, url):
@@ -142,7 +142,7 @@ def test_a_request_that_fails_is_repeated_with_the_same_id(folder):
         assert served.scores([], batch(2)) == [0.5, 0.5]
         assert len(judge.ids) == 5 and len(set(judge.ids)) == 1 and judge.ids[0]
         served.scores([], batch(2))
-        assert len(set(judge.ids)) == 2 and served.counts == {"requests": 2, "retries": 4}
+        assert len(set(judge.ids)) == 2 and served.client.counts == {"requests": 2, "retries": 4}
 
 
 def test_after_the_deadline_the_samples_fail_and_are_counted_and_never_get_0(folder):
@@ -186,14 +186,14 @@ def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_
     with answering(*judge.endpoints()) as (url, _):
         served = term_of(folder, url=url, deadline=1.0, max_in_flight=4)
     served.term = served.term.model_copy(update={"max_tokens_per_micro_batch": 1})
-    served.breaker.pause = 0.2
+    served.client.breaker.pause = 0.2
     start = time.monotonic()
     assert all(isinstance(score, str) for score in served.scores([], batch(8)))
     assert time.monotonic() - start < 4  # eight requests, four at once
     start = time.monotonic()
     assert all(isinstance(score, str) for score in served.scores([], batch(8)))
     assert time.monotonic() - start < 4
-    assert served.counts["unanswered"] == 16
+    assert served.client.counts["unanswered"] == 16
 
 
 def test_a_breaker_holds_requests_back_until_a_trial_succeeds():
