@@ -11,11 +11,11 @@ from typing import Any
 
 from lightrft.config.reward import JudgeConfig
 from lightrft.datasets.judgement.question import Raw, lead
+from lightrft.datasets.media.outgoing import chat_messages
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.rewards.rules.verdicts import VerdictForm
 from lightrft.utils.errors import ConfigError, ResourceError, did_you_mean
 from lightrft.workers.scoring.decisive_token import decisive_token, verdict_names
-from lightrft.workers.scoring.outgoing_media import chat_messages
 from lightrft.workers.scoring.server_client import ServerClient, Unanswered, check_digest
 
 PATH = "/v1/chat/completions"

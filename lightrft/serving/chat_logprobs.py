@@ -1,0 +1,90 @@
+"""Log-probs of generated tokens, and the likeliest tokens at each place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightrft.models.actor import Actor
+from lightrft.types import Rollout
+from lightrft.workers.scoring.collecting import batch_of
+
+ROWS = 256
+"""Places whose logits are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probs of the tokens of a response, before temperature and filters.
+
+    Attributes:
+        chosen: Log-prob of each token.
+        likely: The likeliest tokens at each place, with their log-probs, the likeliest first.
+    """
+
+    chosen: list[float]
+    likely: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A response, with the log-probs of its tokens if a request asks for them."""
+
+    rollout: Rollout
+    logprobs: TokenLogprobs | None = None
+
+
+@torch.no_grad()
+def likely_tokens(actor: Actor, rollouts: Sequence[Rollout], count: int) -> list[TokenLogprobs]:
+    """Return the log-probs of the tokens of responses to one prompt.
+
+    Args:
+        actor: The model.
+        rollouts: The responses.
+        count: Number of likely tokens at each place.
+    """
+    batch = batch_of(rollouts).to(actor.device)
+    states, _ = actor.hidden(batch)
+    chosen: list[float] = []
+    likely: list[list[tuple[int, float]]] = []
+    for part, ids in zip(states.split(ROWS), batch.responses.tokens.split(ROWS), strict=True):
+        logprobs = actor.logits(part).float().log_softmax(-1)
+        chosen += logprobs.gather(1, ids[:, None])[:, 0].tolist()
+        best = logprobs.topk(min(count, logprobs.shape[1]))
+        for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            likely.append(list(zip(tokens, values, strict=True)))
+    found, at = [], 0
+    for rollout in rollouts:
+        end = at + len(rollout)
+        found.append(TokenLogprobs(chosen[at:end], likely[at:end]))
+        at = end
+    return found
+
+
+def shown_logprobs(answer: ChatAnswer, tokenizer: Any) -> list[dict[str, object]]:
+    """Return log-probs as the API of OpenAI has them. Special tokens are left out of the answer.
+
+    Args:
+        answer: The response with its log-probs.
+        tokenizer: Tokenizer of the model.
+    """
+    assert answer.logprobs is not None
+    special = set(tokenizer.all_special_ids)
+    rows = []
+    places = zip(answer.rollout.token_ids, answer.logprobs.chosen, answer.logprobs.likely)
+    for id, chosen, likely in places:
+        if id not in special:
+            others = [_entry(other, value, tokenizer) for other, value in likely]
+            rows.append({**_entry(id, chosen, tokenizer), "top_logprobs": others})
+    return rows
+
+
+def _entry(id: int, logprob: float, tokenizer: Any) -> dict[str, object]:
+    text = str(tokenizer.decode([id]))
+    # decoding drops the space that a token of sentencepiece begins with
+    if str(tokenizer.convert_ids_to_tokens(id)).startswith("\u2581") and text[:1] != " ":
+        text = f" {text}"
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
