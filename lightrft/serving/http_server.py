@@ -236,19 +236,27 @@ class HTTPServer:
         from starlette.responses import StreamingResponse
 
         server = self
+        is_whole = False
+
+        async def events() -> AsyncIterator[str]:
+            nonlocal is_whole
+            async for event in self._events(stream, call):
+                yield event
+            is_whole = True
 
         class Streamed(StreamingResponse):
-            async def __call__(self, *args: Any) -> None:
+            async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
                 try:
-                    await super().__call__(*args)
+                    await super().__call__(scope, receive, send)
                 finally:
                     # also if the client has left before the first event
                     server._open -= 1
                     stream.close()
+                    if not is_whole:
+                        server.metrics.count("broken_streams")
 
         headers = {"Cache-Control": "no-cache"}
-        events = self._events(stream, call)
-        return Streamed(events, headers=headers, media_type="text/event-stream")
+        return Streamed(events(), headers=headers, media_type="text/event-stream")
 
     async def _events(self, stream: EventStream, call: HTTPCall) -> AsyncIterator[str]:
         """Yield the events of ``stream`` as text, and a last one that says how it ended."""
@@ -260,9 +268,6 @@ class HTTPServer:
         except TimeoutError:
             limit = f"{self.config.timeout:g} s (http.timeout)"
             last = _failure(HTTPProblem(504, f"no whole answer within {limit}; ask for less"))
-        except asyncio.CancelledError:
-            self.metrics.count("broken_streams")
-            raise
         except HTTPProblem as problem:
             last = _failure(problem)
         except UserError as error:

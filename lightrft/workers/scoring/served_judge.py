@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.reward import JudgeConfig
+from lightrft.datasets.judgement.chat_messages import chat_messages
 from lightrft.datasets.judgement.question import Raw, lead
-from lightrft.datasets.media.outgoing import chat_messages
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.rewards.rules.verdicts import VerdictForm
 from lightrft.utils.errors import ConfigError, ResourceError, did_you_mean
