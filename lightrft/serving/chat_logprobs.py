@@ -65,20 +65,21 @@ def likely_tokens(actor: Actor, rollouts: Sequence[Rollout], count: int) -> list
 
 
 def shown_logprobs(answer: ChatAnswer, tokenizer: Any) -> list[dict[str, object]]:
-    """Return log-probs as the API of OpenAI has them. Special tokens are left out of the answer.
+    """Return log-probs as the API of OpenAI has them, without the end token.
 
     Args:
         answer: The response with its log-probs.
         tokenizer: Tokenizer of the model.
     """
     assert answer.logprobs is not None
-    special = set(tokenizer.all_special_ids)
+    ids = answer.rollout.token_ids
+    has_end = answer.rollout.finish_reason == "stop" and ids[-1] in tokenizer.all_special_ids
     rows = []
-    places = zip(answer.rollout.token_ids, answer.logprobs.chosen, answer.logprobs.likely)
-    for id, chosen, likely in places:
-        if id not in special:
-            others = [_entry(other, value, tokenizer) for other, value in likely]
-            rows.append({**_entry(id, chosen, tokenizer), "top_logprobs": others})
+    for k, id in enumerate(ids[: len(ids) - has_end]):
+        likely = answer.logprobs.likely[k]
+        others = [_entry(other, value, tokenizer) for other, value in likely]
+        own = _entry(id, answer.logprobs.chosen[k], tokenizer)
+        rows.append({**own, "top_logprobs": others})
     return rows
 
 

@@ -164,7 +164,10 @@ def test_a_generative_model_answers_chat_and_says_so(tmp_path):
         assert ask(n=3, temperature=1.0, seed=4).json()["choices"] == several
         assert ask(max_tokens=2).json()["usage"]["completion_tokens"] <= 2
         for wrong, said in (
-            ({"stream": True}, "leave it out"),
+            ({"stream": True, "logprobs": True}, "leave out stream"),
+            ({"top_logprobs": 2}, "logprobs = true"),
+            ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
+            ({"continue_final_message": True}, "text of the assistant"),
             ({"messages": []}, "a list of messages"),
             ({"temperature": -1}, "temperature"),
             ({"max_tokens": 10**9, "min_tokens": 10**8}, "no room"),

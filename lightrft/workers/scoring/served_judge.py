@@ -87,7 +87,8 @@ class ServedJudge:
         bodies = []
         for question in (question for group in groups for question in group):
             body = self._body(question, 0) | self._likely()
-            body |= {"temperature": 0.0, "max_completion_tokens": 1}
+            # an end token would have no entry
+            body |= {"temperature": 0.0, "max_completion_tokens": 1, "min_tokens": 1}
             if start and isinstance(body["messages"], list):
                 body["messages"].append({"role": "assistant", "content": start})
                 # names of vLLM, which ``lightrft serve-rm`` has too

@@ -42,7 +42,7 @@ SHORT = {"verdict": "regex", "pattern": "([AB])[^AB]*$", "max_new_tokens": 8}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("judge")
     tokenizer = tiny_tokenizer(chars=CHARS)
-    tokenizer.chat_template = None
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
     tokenizer.save_pretrained(path)
     model = tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=len(tokenizer))
     model.save_pretrained(path)
