@@ -23,7 +23,6 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.serving.http_server import Endpoint, HTTPServer
 from lightrft.serving.problems import HTTPCall
 from lightrft.serving.reward_server import RewardServer, open_reward_server
-from lightrft.serving.reward_service import RewardService
 from lightrft.serving.server_metrics import ServerMetrics
 from tests import warm
 from tests.e2e.command import ROOT
@@ -94,14 +93,11 @@ def judge_at(folder: Path, seconds: float = 0.0) -> Generator[tuple[str, Seen]]:
     """Serve ``folder``, each request for at least ``seconds``, and yield what the server sees."""
     seen = Seen()
     with judge_server(folder) as (url, server):
-        service = server.service
-        assert isinstance(service, RewardService)
-        compute = service.batcher.compute
         enter = server.http._answer
 
         async def answer(endpoint: Endpoint, request: Any) -> Any:
             seen.tokens.add(request.headers.get("authorization", ""))
-            if endpoint.paths != ("/v1/rewards",):
+            if endpoint.paths not in (("/v1/rewards",), ("/v1/chat/completions",)):
                 return await enter(endpoint, request)
             seen.open += 1
             seen.most = max(seen.most, seen.open)
@@ -110,7 +106,6 @@ def judge_at(folder: Path, seconds: float = 0.0) -> Generator[tuple[str, Seen]]:
             return await enter(endpoint, request)
 
         server.http._answer = answer  # ty: ignore[invalid-assignment]
-        assert compute is not None
         yield url, seen
 
 
