@@ -1,4 +1,4 @@
-"""``lightrft grm`` in two processes, on Ray, with media and adapters, and killed; and judges that are killed under ``rl``."""
+"""``lightrft grm`` in two processes, with media and adapters, and killed; and judges that are killed under ``rl``."""
 
 from __future__ import annotations
 
@@ -91,14 +91,6 @@ def test_two_processes_and_a_resumed_run_end_as_one_run_does(place, tmp_path, me
     assert_a_kill_changes_nothing(tree, f"grm {method}", where, 2, tmp_path)
 
 
-@pytest.mark.slow
-def test_a_judge_is_trained_on_ray_with_the_numbers_of_one_process(place, tmp_path):
-    tree = tree_of(place, tmp_path, "rl")
-    one = grm(tree, "rl", "one")
-    ray = ("launch.kind=ray", "launch.processes=2", "launch.ray.cpus=0.2")
-    check_equal(grm(tree, "rl", "ray", *ray), one)
-
-
 @pytest.mark.parametrize("kind", ["image", "audio"])
 def test_adapters_learn_judgements_of_media(tmp_path, kind):
     save_tiny_media(EVERYTHING, tmp_path / "model", hidden_size=32)
@@ -117,8 +109,9 @@ def test_adapters_learn_judgements_of_media(tmp_path, kind):
     config = build(JudgeRLConfig, tree_of(tmp_path, tmp_path, "rl", **over))
     run_rl(config.plain())
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert {"eval/unparsed", "eval/media_errors"} <= set(rows[-1]) or "eval/unparsed" in rows[-1]
-    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    assert rows[-1]["eval/media_errors"] == 0
+    assert {"eval/unparsed", "eval/accuracy"} <= set(rows[-1])
+    assert list((tmp_path / "run" / "model").glob("*.safetensors"))
 
 
 @pytest.fixture
@@ -136,7 +129,7 @@ def rewards_of(place: Path, tmp_path: Path, judge: Tree, name: str) -> list[Tree
     rows = [{"prompt": "0?", "id": str(i)} for i in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = {"template": str(place / "question.jinja"), "verdict": "regex", "pattern": "([AB])"}
-    tree = tree_of(place, tmp_path, "rl", run={"name": name}, train={"steps": 3})
+    tree = tree_of(place, tmp_path, "rl", run={"name": name}, rollout={"prompts_per_step": 2})
     del tree["judgement"]
     tree["data"] = {"sources": [str(tmp_path / "prompts.jsonl")]}
     tree["reward"] = {"judges": [{**template, "max_new_tokens": 4, **judge}]}
@@ -169,7 +162,7 @@ def test_a_judge_that_is_killed_and_restarted_under_a_run_changes_no_number(
 
     def disturb() -> None:
         nonlocal kills
-        while kills < 2 and not over.wait(0.2):
+        while kills < 1 and not over.wait(0.1):
             started[-1].send_signal(signal.SIGKILL)
             started[-1].wait(10)
             kills += 1
