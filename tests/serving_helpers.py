@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -138,6 +139,35 @@ def wait_for(url: str, seconds: float = 60.0) -> None:
             pass
         assert time.monotonic() < until, f"{url} does not answer"
         time.sleep(0.05)
+
+
+@contextmanager
+def killing_server(
+    folder: Path, port: int, started: list[warm.Process], most: int, after: float
+) -> Generator[list[int]]:
+    """Kill and restart the last server of ``started``, and yield the numbers of the kills.
+
+    It happens up to ``most`` times, each ``after`` seconds of health.
+    """
+    over = threading.Event()
+    kills: list[int] = []
+
+    def disturb() -> None:
+        while len(kills) < most and not over.wait(after):
+            started[-1].send_signal(signal.SIGKILL)
+            started[-1].wait(10)
+            kills.append(started[-1].pid)
+            time.sleep(0.2)
+            started.append(serve_process(folder, port))
+            wait_for(f"http://127.0.0.1:{port}")
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        yield kills
+    finally:
+        over.set()
+        thread.join(90)
 
 
 def free_port() -> int:

@@ -382,6 +382,11 @@ class EvalRMConfig(Settings):
     head: str | None = None
     """Head whose scores are compared with the labels of rows; ``null`` takes the reward of the
     model. Other heads are compared with the columns that ``data.columns.labels`` gives them."""
+    judgement: JudgementConfig | None = None
+    """Questions to a generative reward model, in which comparisons are asked in both orders. Then
+    ``model`` is a language model, and its verdicts are compared with the labels."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0, max_new_tokens=512)
+    """Generation of judgements, for ``judgement``."""
     data: RewardDataConfig = RewardDataConfig(shuffle=False)
     """Prompts with their responses."""
     max_tokens: int = Field(4096, ge=2)

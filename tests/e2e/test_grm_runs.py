@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,7 @@ from tests import warm
 from tests.e2e.finished import assert_a_kill_changes_nothing, steady
 from tests.e2e.several import ENVIRONMENT, check_equal
 from tests.e2e.test_preference_modalities import EVERYTHING, media_of
-from tests.serving_helpers import free_port, judge_server, serve_process, wait_for
+from tests.serving_helpers import free_port, judge_server, killing_server, serve_process, wait_for
 
 Tree = dict[str, Any]
 TEMPLATE = "{% for letter, response in responses %}{{ letter }}{{ response }}{% endfor %}?"
@@ -114,16 +110,6 @@ def test_adapters_learn_judgements_of_media(tmp_path, kind):
     assert list((tmp_path / "run" / "model").glob("*.safetensors"))
 
 
-@pytest.fixture
-def started() -> Iterator[list[warm.Process]]:
-    """Processes that are killed after the test."""
-    processes: list[warm.Process] = []
-    yield processes
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-        process.close()
-
-
 def rewards_of(place: Path, tmp_path: Path, judge: Tree, name: str) -> list[Tree]:
     """Run ``rl`` with a judge and return its metrics, without times."""
     rows = [{"prompt": "0?", "id": str(i)} for i in range(4)]
@@ -158,24 +144,7 @@ def test_a_judge_that_is_killed_and_restarted_under_a_run_changes_no_number(
     started.append(serve_process(place / "model", port))
     wait_for(url)
     undisturbed = rewards_of(place, tmp_path, judge, "undisturbed")
-    over, kills = threading.Event(), 0
-
-    def disturb() -> None:
-        nonlocal kills
-        while kills < 1 and not over.wait(0.1):
-            started[-1].send_signal(signal.SIGKILL)
-            started[-1].wait(10)
-            kills += 1
-            time.sleep(0.2)
-            started.append(serve_process(place / "model", port))
-            wait_for(url)
-
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
+    with killing_server(place / "model", port, started, 1, 0.1) as kills:
         disturbed = rewards_of(place, tmp_path, judge, "disturbed")
-    finally:
-        over.set()
-        thread.join(90)
-    assert kills >= 1
+    assert kills
     assert disturbed == undisturbed

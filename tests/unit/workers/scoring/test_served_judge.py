@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.datasets.judgement.chat_messages import chat_messages
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.rewards.base import NullScorer
 from lightrft.rewards.rules.verdicts import VerdictForm
@@ -50,17 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{% for letter, response in responses %}{{ letter }}{{ response }}{% endfor %}?"
     )
     return path
-
-
-@pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    with judge_server(folder) as (url, _):
-        yield url
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.01)
 
 
 def judge_of(folder: Path, **tree: Any) -> Judge:
@@ -302,3 +292,26 @@ def test_a_reward_model_with_heads_is_no_judge(folder):
         with pytest.raises(ConfigError, match=r"reward\.models"):
             judge_of(folder, url=url)
         assert httpx.get(f"{url}/v1/models").status_code == 200
+
+
+def test_a_served_judge_sees_the_image_that_the_local_one_sees(tmp_path):
+    save_tiny_media("qwen2_vl", tmp_path / "model", hidden_size=32)
+    said = []
+    with judge_server(tmp_path / "model") as (url, _):
+        local = {"path": str(tmp_path / "model")}
+        for place in (local, {"url": url, "deadline": 60.0}):
+            tree = {**place, "temperature": 0.0, "max_new_tokens": 6}
+            config = ModelConfig(dtype="float32")
+            (judge,) = open_judges(build(RewardConfig, {"judges": [tree]}), config, CPU)
+            found = []
+            for color in ("red", "blue"):
+                Image.new("RGB", (28, 56), color).save(tmp_path / f"{color}.png")
+                content = [
+                    {"type": "image", "image": str(tmp_path / f"{color}.png")},
+                    {"type": "text", "text": "?"},
+                ]
+                found += judge.write([[{"role": "user", "content": content}]], [1])
+            said.append(found)
+    assert said[0] == said[1]
+    # the image decides
+    assert said[0][0] != said[0][1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import ConfigError, DataError, ResourceError
-from lightrft.workers.scoring import server_client
 from lightrft.workers.scoring.circuit_breaker import CircuitBreaker
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from lightrft.workers.scoring.reward_wire import batch_from_json, batch_to_json, vocabulary_digest
-from tests.serving_helpers import answering, free_port, judge_at, judge_server, save_judge
+from tests.serving_helpers import answering, free_port, judge_at, save_judge
 
 CPU = torch.device("cpu")
 
@@ -33,17 +31,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_judge(tmp_path_factory.mktemp("judge"))
-
-
-@pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    with judge_server(folder) as (url, _):
-        yield url
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.01)
 
 
 def term_of(folder: Path, **tree: Any) -> Any:
