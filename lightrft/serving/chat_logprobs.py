@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.actor import Actor
 from lightrft.types import Rollout
 from lightrft.workers.scoring.collecting import batch_of
@@ -38,30 +40,40 @@ class ChatAnswer:
 
 
 @torch.no_grad()
-def likely_tokens(actor: Actor, rollouts: Sequence[Rollout], count: int) -> list[TokenLogprobs]:
-    """Return the log-probs of the tokens of responses to one prompt.
+def likely_tokens(
+    actor: Actor, budget: int, rollouts: Sequence[Rollout], count: int
+) -> list[TokenLogprobs]:
+    """Return the log-probs of the tokens of responses.
 
     Args:
         actor: The model.
+        budget: Largest number of tokens of a forward pass.
         rollouts: The responses.
         count: Number of likely tokens at each place.
     """
-    batch = batch_of(rollouts).to(actor.device)
-    states, _ = actor.hidden(batch)
+    batch = batch_of(rollouts)
+    found: dict[int, TokenLogprobs] = {}
+    for index in micro_batches(batch, budget, actor.layout):
+        part = batch.select(index).to(actor.device)
+        states, _ = actor.hidden(part)
+        sizes = part.responses.sizes
+        own = zip(states.split(sizes), part.responses.tokens.split(sizes), strict=True)
+        for k, (rows, ids) in zip(index.tolist(), own, strict=True):
+            found[k] = _logprobs(actor, rows, ids, count)
+    return [found[k] for k in range(len(rollouts))]
+
+
+def _logprobs(actor: Actor, states: Tensor, ids: Tensor, count: int) -> TokenLogprobs:
+    """Return the log-probs of one response from the states ``[N, H]`` that predict its tokens."""
     chosen: list[float] = []
     likely: list[list[tuple[int, float]]] = []
-    for part, ids in zip(states.split(ROWS), batch.responses.tokens.split(ROWS), strict=True):
-        logprobs = actor.logits(part).float().log_softmax(-1)
-        chosen += logprobs.gather(1, ids[:, None])[:, 0].tolist()
+    for rows, tokens in zip(states.split(ROWS), ids.split(ROWS), strict=True):
+        logprobs = actor.logits(rows).float().log_softmax(-1)
+        chosen += logprobs.gather(1, tokens[:, None])[:, 0].tolist()
         best = logprobs.topk(min(count, logprobs.shape[1]))
-        for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-            likely.append(list(zip(tokens, values, strict=True)))
-    found, at = [], 0
-    for rollout in rollouts:
-        end = at + len(rollout)
-        found.append(TokenLogprobs(chosen[at:end], likely[at:end]))
-        at = end
-    return found
+        for others, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            likely.append(list(zip(others, values, strict=True)))
+    return TokenLogprobs(chosen, likely)
 
 
 def shown_logprobs(answer: ChatAnswer, tokenizer: Any) -> list[dict[str, object]]:

@@ -130,7 +130,7 @@ def chat_service(config: ServeRMConfig, metrics: ServerMetrics) -> ChatService:
     served = ServedModel(name, weights_digest(actor), vocabulary_digest(tokenizer))
     service = ChatService(
         engine,
-        functools.partial(likely_tokens, actor),
+        functools.partial(likely_tokens, actor, config.batching.max_tokens),
         tokenizer,
         load_processor(config.model, tokenizer),
         config.media,

@@ -145,7 +145,7 @@ def test_the_token_that_decides_is_found_in_every_place_of_a_verdict():
         assert found is not None and found[1] == "B"
     assert place("<answer>A or B</answer>", VerdictForm("pair", "answer", "AB")) is None
     rating = VerdictForm("rating", "number", low=1, high=5)
-    assert place("of 2 it has 4", rating) == (len("of 2 it has ") - 0, "4")
+    assert place("of 2 it has 4", rating) == (len("of 2 it has "), "4")
     # a number of several tokens has no token that decides it
     assert place("it has 3.5", rating) is None
 
