@@ -122,7 +122,13 @@ class LocalJudge:
     def reasoned(
         self, questions: Sequence[Raw], seeds: Sequence[int], forms: Sequence[VerdictForm]
     ) -> list[list[float] | None]:
-        """See ``Judge.reasoned``. Judgements are read together in micro-batches."""
+        """See ``Judge.reasoned``. Judgements are read together in micro-batches.
+
+        Args:
+            questions: The questions.
+            seeds: Seed of each judgement.
+            forms: Form of the verdict of each question.
+        """
         with self.placed():
             judgements = self.sampled(questions, seeds)
             kept: dict[int, list[int]] = {}

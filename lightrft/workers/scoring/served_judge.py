@@ -71,7 +71,13 @@ class ServedJudge:
     def reasoned(
         self, questions: Sequence[Raw], seeds: Sequence[int], forms: Sequence[VerdictForm]
     ) -> list[list[float] | Unanswered | None]:
-        """See ``Judge.reasoned``. Likely tokens at the verdict give its probabilities."""
+        """See ``Judge.reasoned``. Likely tokens at the verdict give its probabilities.
+
+        Args:
+            questions: The questions.
+            seeds: Seed of each judgement.
+            forms: Form of the verdict of each question.
+        """
         asked = zip(questions, seeds, strict=True)
         bodies = [self._body(question, seed) | self._likely() for question, seed in asked]
         found: list[list[float] | Unanswered | None] = []
