@@ -7,7 +7,7 @@ responses, N response tokens of all B responses, concatenated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,6 +189,8 @@ class Request:
         partial: An unfinished response to continue. ``None`` starts a new one.
         pause_after_tokens: Number of tokens at which the response is returned unfinished, with
             finish reason ``abort``, to be continued later. ``None`` for no pause.
+        watch: Called with the tokens of the growing response after each token. Once it returns
+            ``False``, the response is returned as it is, with finish reason ``abort``.
     """
 
     prompt: Prompt
@@ -198,6 +200,7 @@ class Request:
     greedy: bool = False
     partial: Rollout | None = None
     pause_after_tokens: int | None = None
+    watch: Callable[[list[int]], bool] | None = None
 
     @property
     def num_generated(self) -> int:

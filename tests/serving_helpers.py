@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -23,7 +24,6 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.serving.http_server import Endpoint, HTTPServer
 from lightrft.serving.problems import HTTPCall
 from lightrft.serving.reward_server import RewardServer, open_reward_server
-from lightrft.serving.reward_service import RewardService
 from lightrft.serving.server_metrics import ServerMetrics
 from tests import warm
 from tests.e2e.command import ROOT
@@ -94,14 +94,11 @@ def judge_at(folder: Path, seconds: float = 0.0) -> Generator[tuple[str, Seen]]:
     """Serve ``folder``, each request for at least ``seconds``, and yield what the server sees."""
     seen = Seen()
     with judge_server(folder) as (url, server):
-        service = server.service
-        assert isinstance(service, RewardService)
-        compute = service.batcher.compute
         enter = server.http._answer
 
         async def answer(endpoint: Endpoint, request: Any) -> Any:
             seen.tokens.add(request.headers.get("authorization", ""))
-            if endpoint.paths != ("/v1/rewards",):
+            if endpoint.paths not in (("/v1/rewards",), ("/v1/chat/completions",)):
                 return await enter(endpoint, request)
             seen.open += 1
             seen.most = max(seen.most, seen.open)
@@ -110,7 +107,6 @@ def judge_at(folder: Path, seconds: float = 0.0) -> Generator[tuple[str, Seen]]:
             return await enter(endpoint, request)
 
         server.http._answer = answer  # ty: ignore[invalid-assignment]
-        assert compute is not None
         yield url, seen
 
 
@@ -143,6 +139,35 @@ def wait_for(url: str, seconds: float = 60.0) -> None:
             pass
         assert time.monotonic() < until, f"{url} does not answer"
         time.sleep(0.05)
+
+
+@contextmanager
+def killing_server(
+    folder: Path, port: int, started: list[warm.Process], most: int, after: float
+) -> Generator[list[int]]:
+    """Kill and restart the last server of ``started``, and yield the numbers of the kills.
+
+    It happens up to ``most`` times, each ``after`` seconds of health.
+    """
+    over = threading.Event()
+    kills: list[int] = []
+
+    def disturb() -> None:
+        while len(kills) < most and not over.wait(after):
+            started[-1].send_signal(signal.SIGKILL)
+            started[-1].wait(10)
+            kills.append(started[-1].pid)
+            time.sleep(0.2)
+            started.append(serve_process(folder, port))
+            wait_for(f"http://127.0.0.1:{port}")
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        yield kills
+    finally:
+        over.set()
+        thread.join(90)
 
 
 def free_port() -> int:

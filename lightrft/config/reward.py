@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -31,6 +32,49 @@ class RewardTerm(Settings):
     def label(self) -> str:
         """Name of this term in metrics and in ``algorithm.lagrangian.costs``."""
         return self.name or self.function.rpartition(":")[2]
+
+
+def check_one_place(what: str, path: str, url: str | None) -> None:
+    """Raise ``ValueError`` unless one of ``path`` and ``url`` is given, and is of its kind.
+
+    Args:
+        what: Name of the model, with its article.
+        path: Folder of the model.
+        url: Address of a server.
+    """
+    if path.startswith(("http://", "https://")):
+        raise ValueError(f"path = {path!r} is an address; set url to it, and not path")
+    if bool(path) == bool(url):
+        raise ValueError(
+            f"path = {path!r} and url = {url!r}; set one of them: the folder of {what}, or the "
+            "address of a served one"
+        )
+    if url and not url.startswith(("http://", "https://")):
+        raise ValueError(f"url = {url!r} must begin with http:// or https://")
+
+
+def check_place_settings(
+    settings: Settings, url: str | None, local: Set[str], remote: Set[str]
+) -> None:
+    """Raise ``ValueError`` for settings that act only on a model elsewhere.
+
+    Args:
+        settings: The settings.
+        url: Address of the served model. ``None`` for a model in this process.
+        local: Names of settings of a model in this process.
+        remote: Names of settings of a served model.
+    """
+    given = set(changed_fields(settings))
+    if url and given & local:
+        raise ValueError(
+            f"{', '.join(sorted(given & local))}: settings of a model in this process, and url is "
+            "set; leave them out"
+        )
+    if not url and given & remote:
+        raise ValueError(
+            f"{', '.join(sorted(given & remote))}: settings of a served model, and path is set; "
+            "leave them out"
+        )
 
 
 class ScoringModelConfig(Settings):
@@ -82,27 +126,10 @@ class ScoringModelConfig(Settings):
 
     @model_validator(mode="after")
     def _has_one_place(self) -> ScoringModelConfig:
-        if self.path.startswith(("http://", "https://")):
-            raise ValueError(f"path = {self.path!r} is an address; set url to it, and not path")
-        if bool(self.path) == bool(self.url):
-            raise ValueError(
-                f"path = {self.path!r} and url = {self.url!r}; set one of them: the folder of a "
-                "reward model, or the address of a served one"
-            )
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url = {self.url!r} must begin with http:// or https://")
-        local = set(changed_fields(self)) & {"aggregate", "separator", "reencode", "offload"}
-        if self.url and local:
-            raise ValueError(
-                f"{', '.join(sorted(local))}: settings of a model in this process, and url is set; "
-                "leave them out"
-            )
-        remote = set(changed_fields(self)) & {"digest", "token_file", "deadline", "max_in_flight"}
-        if self.path and remote:
-            raise ValueError(
-                f"{', '.join(sorted(remote))}: settings of a served model, and path is set; leave "
-                "them out"
-            )
+        check_one_place("a reward model", self.path, self.url)
+        local = {"aggregate", "separator", "reencode", "offload"}
+        remote = {"digest", "token_file", "deadline", "max_in_flight"}
+        check_place_settings(self, self.url, local, remote)
         return self
 
     @property
@@ -119,8 +146,27 @@ class JudgeConfig(QuestionConfig):
     shorthand: ClassVar[str | None] = "path"
     """The setting that a bare string or number stands for."""
 
-    path: str
+    path: str = ""
     """Folder or name of the judge, a language model of any family that reads the row's media."""
+    url: str | None = None
+    """Address of a server with chat completions as in the API of OpenAI, in place of ``path``, such
+    as ``http://judge:8000``: ``lightrft serve-rm``, vLLM or a hosted one."""
+    served_model: str | None = None
+    """Name of the model that ``url`` must serve. ``null`` takes its only model."""
+    digest: str | None = None
+    """Digest of the model that ``url`` must serve, as the start line of ``lightrft serve-rm`` shows
+    it, or its first 12 digits or more. ``null`` takes any, and holds on to it for the run."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key for ``url``, so that no file holds the key.
+    ``null`` sends none."""
+    deadline: float = Field(600.0, gt=0)
+    """Time in seconds after which a request to ``url`` and all its repetitions have failed. Its
+    samples then fail, and are counted."""
+    max_in_flight: int = Field(8, ge=1)
+    """Largest number of requests to ``url`` at once."""
+    top_logprobs: int = Field(20, ge=1)
+    """Number of likely tokens that ``url`` is asked for, where probabilities are read. A verdict
+    that is not among them has probability 0, which is counted."""
     weight: float = 1.0
     """Factor of the score, from 0 to 1, in the reward."""
     name: str = "judge"
@@ -130,9 +176,10 @@ class JudgeConfig(QuestionConfig):
     ``reference`` of the row."""
     both_orders: bool = True
     """Ask each comparison in both orders and take the mean, so that no place is better."""
-    read: Literal["text", "probability"] = "text"
+    read: Literal["text", "probability", "after_reasons"] = "text"
     """``text`` samples judgements and reads their verdicts. ``probability`` takes the expected
-    score under the probabilities of the verdict tokens, without reasons."""
+    score under the probabilities of the verdict tokens, without reasons. ``after_reasons`` samples
+    judgements, and takes the expected score under the probabilities at the token of the verdict."""
     samples: int = Field(1, ge=1)
     """Number of judgements of each question."""
     vote: Literal["mean", "majority"] = "mean"
@@ -141,15 +188,33 @@ class JudgeConfig(QuestionConfig):
     """Longest judgement, in tokens."""
     temperature: float = Field(1.0, ge=0)
     """Divisor of the logits; 0 is greedy."""
+    offload: bool = False
+    """Keep the judge in host memory except while it judges."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
-    """Largest number of tokens in a forward pass of ``read: probability``."""
+    """Largest number of tokens in a forward pass that reads probabilities."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> JudgeConfig:
+        check_one_place("a judge", self.path, self.url)
+        local = {"offload", "max_tokens_per_micro_batch"}
+        remote = {"served_model", "digest", "api_key_env", "deadline", "max_in_flight"}
+        check_place_settings(self, self.url, local, remote | {"top_logprobs"})
+        if self.read == "text" and "top_logprobs" in changed_fields(self):
+            raise ValueError(
+                f"top_logprobs = {self.top_logprobs} changes nothing for read: text; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_read(self) -> JudgeConfig:
-        if self.read == "probability" and self.form not in ("pair", "best", "rating"):
+        if self.read != "text" and self.form not in ("pair", "best", "rating"):
             raise ValueError(
-                f"read = 'probability' needs a verdict of one token; form: {self.form} has more, "
+                f"read = {self.read!r} needs a verdict of one token; form: {self.form} has more, "
                 "so set read: text"
+            )
+        if self.read != "text" and self.vote != "mean":
+            raise ValueError(
+                f"vote = {self.vote!r} changes nothing for read: {self.read}; leave it out"
             )
         if self.read == "probability" and self.samples > 1:
             raise ValueError(
@@ -181,7 +246,7 @@ class RewardConfig(Settings):
     judges: Annotated[tuple[JudgeConfig, ...], bare_names("path")] = ()
     """Generative reward models whose scores are added to the reward of every row: a model, or a
     list of models and tables; see ``JudgeConfig`` and ``docs/judges.md``. Each rank holds a
-    copy."""
+    copy, or asks the server of ``url``."""
     gates: dict[str, str] = Field(default_factory=dict)
     """Name of a term to the name of another one. The first counts only where the second reaches
     ``gate_threshold``, such as the length only of right responses."""

@@ -265,6 +265,10 @@ class PRMVerbConfig(GivenDataConfig):
     """Optimizer of the model."""
 
 
+AGREEMENT = RewardConfig(terms=(RewardTerm(function="judgement"),))
+"""Reward of a judgement: the agreement of the verdict with the label."""
+
+
 class JudgeTrainingConfig(Settings):
     """The settings of ``lightrft grm`` that its methods share."""
 
@@ -272,7 +276,7 @@ class JudgeTrainingConfig(Settings):
     """Questions to the judge, and the form of its verdicts. It holds for ``data``, ``validation``
     and ``eval.data``, unless these have a ``judgement`` of their own. Held-out comparisons are
     asked in both orders."""
-    reward: RewardConfig = RewardConfig(terms=(RewardTerm(function="judgement"),))
+    reward: RewardConfig = AGREEMENT
     """Scoring of judgements: the agreement of the verdict with the label."""
 
     @property
@@ -329,6 +333,11 @@ def judged_tree(config: JudgeTrainingConfig) -> dict[str, Any]:
         if data["judgement"] is None and data["sources"]:
             held_out = config.judgement if name == "data" else config.held_out
             data["judgement"] = held_out.model_dump()
+    online = tree.get("online", {}).get("group_size")
+    scores_nothing = not (isinstance(config, RLConfig) or tree["eval"]["data"]["sources"] or online)
+    # the reward of the judge is given by its verb, so nobody has to leave it out
+    if scores_nothing and config.reward == AGREEMENT:
+        tree["reward"] = RewardConfig().model_dump()
     return tree
 
 
@@ -373,6 +382,11 @@ class EvalRMConfig(Settings):
     head: str | None = None
     """Head whose scores are compared with the labels of rows; ``null`` takes the reward of the
     model. Other heads are compared with the columns that ``data.columns.labels`` gives them."""
+    judgement: JudgementConfig | None = None
+    """Questions to a generative reward model, in which comparisons are asked in both orders. Then
+    ``model`` is a language model, and its verdicts are compared with the labels."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0, max_new_tokens=512)
+    """Generation of judgements, for ``judgement``."""
     data: RewardDataConfig = RewardDataConfig(shuffle=False)
     """Prompts with their responses."""
     max_tokens: int = Field(4096, ge=2)

@@ -543,7 +543,8 @@ class GenerationBatch:
         stopped = np.isin(tokens, self._ends) & late
         cuts = self._cuts(tokens, ~stopped & late)
         stopped[list(cuts)] = True
-        finished = np.flatnonzero(stopped | (rows.steps >= rows.limits))
+        ended = stopped | (rows.steps >= rows.limits)
+        finished = np.flatnonzero(ended | self._abandoned(ended))
         if not len(finished):
             return []
         done = []
@@ -551,11 +552,20 @@ class GenerationBatch:
             reason: FinishReason = "stop"
             if not stopped[row]:
                 limit = _limit(rows.requests[row], self._sampling)
-                # a row that ends before its limit has been paused and can be resumed later
+                # a row before its limit was paused, and can be resumed, or nobody watches it
                 reason = "length" if rows.steps[row] >= limit else "abort"
             done.append(self._rollout(row, reason, cuts.get(row)))
         self._evict(finished)
         return done
+
+    def _abandoned(self, ended: np.ndarray) -> np.ndarray:
+        """Return ``[R]`` bool, the growing rows that nobody waits for. See ``Request.watch``."""
+        rows = self._rows
+        found = np.zeros(len(rows), dtype=bool)
+        for row, request in enumerate(rows.requests):
+            if request.watch is not None and not ended[row]:
+                found[row] = not request.watch(rows.tokens[row, : rows.steps[row]].tolist())
+        return found
 
     def _cuts(self, tokens: np.ndarray, searched: np.ndarray) -> dict[int, str]:
         """Return the text before a stop string of each ``searched`` row that ends in one."""

@@ -45,7 +45,8 @@ class Endpoint:
 
     Attributes:
         paths: Its paths.
-        answer: Returns JSON data, or a text. It raises ``HTTPProblem`` or ``UserError``.
+        answer: Returns JSON data, a text, or an ``EventStream``. It raises ``HTTPProblem`` or
+            ``UserError``.
         method: ``GET`` or ``POST``.
         is_open: It needs no token, and is answered also by a full server.
     """
@@ -54,6 +55,19 @@ class Endpoint:
     answer: Callable[[HTTPCall], Awaitable[object]]
     method: str = "POST"
     is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EventStream:
+    """An answer that is sent piece by piece, as server-sent events.
+
+    Attributes:
+        events: JSON data of each event.
+        close: Called once, after the last event, or when the client has left.
+    """
+
+    events: AsyncIterator[object]
+    close: Callable[[], None]
 
 
 class HTTPServer:
@@ -185,13 +199,18 @@ class HTTPServer:
                 {"Retry-After": str(after)},
             )
         self._open += 1
+        is_stream = False
         try:
             call = await self._read(request) if endpoint.method == "POST" else self._empty()
             answer, is_repeated = await self._computed(call, endpoint)
+            is_stream = isinstance(answer, EventStream)
         finally:
-            self._open -= 1
+            # a stream is open until its last event
+            self._open -= not is_stream
         if is_repeated:
             self.metrics.count("repeated_requests")
+        if isinstance(answer, EventStream):
+            return self._streamed(answer, call)
         if isinstance(answer, str):
             return PlainTextResponse(answer)
         headers = {REQUEST_ID: call.id} if call.id else {}
@@ -203,11 +222,60 @@ class HTTPServer:
     async def _computed(self, call: HTTPCall, endpoint: Endpoint) -> tuple[object, bool]:
         try:
             async with asyncio.timeout(max(0.0, call.deadline - time.monotonic())):
+                if call.body.get("stream"):
+                    # events are not kept, so a repeated request is computed again
+                    return await endpoint.answer(call), False
                 return await self.answers.get(call, endpoint.answer)
         except TimeoutError as error:
             raise HTTPProblem(
                 504, f"no answer within {self.config.timeout:g} s (http.timeout); send less at once"
             ) from error
+
+    def _streamed(self, stream: EventStream, call: HTTPCall) -> Response:
+        """Return the response that sends the events of ``stream``."""
+        from starlette.responses import StreamingResponse
+
+        server = self
+        is_whole = False
+
+        async def events() -> AsyncIterator[str]:
+            nonlocal is_whole
+            async for event in self._events(stream, call):
+                yield event
+            is_whole = True
+
+        class Streamed(StreamingResponse):
+            async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+                try:
+                    await super().__call__(scope, receive, send)
+                finally:
+                    # also if the client has left before the first event
+                    server._open -= 1
+                    stream.close()
+                    if not is_whole:
+                        server.metrics.count("broken_streams")
+
+        headers = {"Cache-Control": "no-cache"}
+        return Streamed(events(), headers=headers, media_type="text/event-stream")
+
+    async def _events(self, stream: EventStream, call: HTTPCall) -> AsyncIterator[str]:
+        """Yield the events of ``stream`` as text, and a last one that says how it ended."""
+        last = "data: [DONE]\n\n"
+        try:
+            async with asyncio.timeout(max(0.0, call.deadline - time.monotonic())):
+                async for event in stream.events:
+                    yield _event(event)
+        except TimeoutError:
+            limit = f"{self.config.timeout:g} s (http.timeout)"
+            last = _failure(HTTPProblem(504, f"no whole answer within {limit}; ask for less"))
+        except HTTPProblem as problem:
+            last = _failure(problem)
+        except UserError as error:
+            last = _failure(bad(str(error)))
+        except Exception as error:
+            _log.exception("a stream failed")
+            last = _failure(HTTPProblem(500, f"the server failed: {first_line(error)}"))
+        yield last
 
     async def _read(self, request: Request) -> HTTPCall:
         """Return the JSON body of ``request``, which must be an object."""
@@ -257,7 +325,7 @@ class HTTPServer:
     def _refusal(self, problem: HTTPProblem, request: Request) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
 
-        body = {"error": {"message": str(problem), "type": "refused", "code": problem.status}}
+        body = _error(problem)
         if problem.status != 413:
             return JSONResponse(body, problem.status, headers=problem.headers)
         text = json.dumps(body).encode()
@@ -265,6 +333,21 @@ class HTTPServer:
         return StreamingResponse(
             _then_drop(text, request), 413, headers=headers, media_type="application/json"
         )
+
+
+def _error(problem: HTTPProblem) -> dict[str, object]:
+    """Return the body of a refusal."""
+    return {"error": {"message": str(problem), "type": "refused", "code": problem.status}}
+
+
+def _event(data: object) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _failure(problem: HTTPProblem) -> str:
+    """Return the event that ends a broken stream."""
+    return _event(_error(problem))
 
 
 async def _then_drop(text: bytes, request: Request) -> AsyncIterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lightrft.models.reward.other_layouts import find_other_head
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.serving.batcher import Batcher
+from lightrft.serving.chat_logprobs import likely_tokens
 from lightrft.serving.chat_service import ChatService
 from lightrft.serving.http_server import Endpoint, HTTPServer
 from lightrft.serving.problems import HTTPCall
@@ -128,6 +130,7 @@ def chat_service(config: ServeRMConfig, metrics: ServerMetrics) -> ChatService:
     served = ServedModel(name, weights_digest(actor), vocabulary_digest(tokenizer))
     service = ChatService(
         engine,
+        functools.partial(likely_tokens, actor, config.batching.max_tokens),
         tokenizer,
         load_processor(config.model, tokenizer),
         config.media,

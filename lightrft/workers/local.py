@@ -35,7 +35,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
-from lightrft.workers.scoring.judge import local_judges
+from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 
@@ -145,7 +145,7 @@ def with_reward_models(
     if models:
         scorer = ModelScorer(scorer, models, device)
     if config.judges:
-        scorer = JudgeScorer(scorer, local_judges(config, policy, device))
+        scorer = JudgeScorer(scorer, open_judges(config, policy, device))
     names = [model.name for model in models]
     return CombiningScorer(scorer, config, names) if config.combines else scorer
 

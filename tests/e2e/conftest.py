@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from tests import warm
 from tests.reward_trials import try_each_reward_once
 
 REWARD = '''
@@ -125,3 +127,13 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def started() -> Iterator[list[warm.Process]]:
+    """Processes that are killed after the test."""
+    processes: list[warm.Process] = []
+    yield processes
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.close()

@@ -1,6 +1,6 @@
 """``python killing.py config.yaml WHERE NTH [RANK] [HOW] [VERB]``: a run with which something happens.
 
-It happens at the NTH call of WHERE, on one rank.
+It happens at the NTH call of WHERE, on one rank. VERB may have two words, such as ``grm rl``.
 
 HOW is ``kill`` (SIGKILL), ``stop`` (SIGSTOP, for ever), ``stop:SECONDS``, ``terminate`` (SIGTERM) or ``full`` (the disk). When it
 happened is written to ``happened`` beside the config.
@@ -86,7 +86,7 @@ def main() -> int:
         owner, name, after = places[where]
         wrapped = at_call(int(nth), getattr(owner, name), after, lambda: happen(how, Path(file)))
         setattr(owner, name, staticmethod(wrapped) if owner is CheckpointStore else wrapped)
-    return lightrft([verb, file])
+    return lightrft([*verb.split(), file])
 
 
 if __name__ == "__main__":

@@ -145,3 +145,38 @@ def test_a_judge_scores_the_responses_of_an_rl_run(place, tmp_path, capsys):
         # wins and losses of a group sum to one for each pair
         assert row["reward/mean"] == pytest.approx(0.5)
         assert row["scorer/judgements"] == 12
+
+
+def test_eval_rm_measures_a_judge_in_both_orders_and_scores_rewardbench(place, tmp_path, capsys):
+    subsets = {"alpacaeval-easy": "10", "donotanswer": "01"}
+    rows = []
+    for subset, (chosen, rejected) in subsets.items():
+        prompt = f"{subset}?"
+        row = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "subset": subset}
+        rows.append({**row, "id": 1, "chosen_model": "a", "rejected_model": "b"})
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "run.dir": tmp_path,
+        "data.sources": f"[{{path: {tmp_path / 'bench.jsonl'}, reader: reward_bench}}]",
+        "model.dtype": "float32",
+        "judgement.template": place / "question.jinja",
+        "judgement.verdict": "regex",
+        "judgement.pattern": "([AB])",
+        "sampling.max_new_tokens": 4,
+        "strategy.device": "cpu",
+    }
+    words = [f"{key}={value}" for key, value in tree.items()]
+    outcome = command(capsys, "eval-rm", place / "model", *words)
+    assert outcome.status == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert {"eval/consistency", "eval/both_right", "eval/unparsed"} <= set(found)
+    sources = [found[f"eval/reward_bench/{subset}/accuracy"] for subset in subsets]
+    sections = [found["eval/reward_bench/Chat"], found["eval/reward_bench/Safety"]]
+    assert sections == sources
+    assert found["eval/reward_bench/score"] == pytest.approx(sum(sections) / 2)
+    wrong = command(capsys, "eval-rm", place / "model", *words, "best_of=4", "run.name=x")
+    assert_refused(wrong, "best_of", "judgement")
+    plain = [word for word in words if "judgement" not in word and "sampling" not in word]
+    assert_refused(
+        command(capsys, "eval-rm", place / "model", *plain, "run.name=y"), "judgement.form"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,21 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
-from lightrft.workers.scoring import served_reward
-from tests import warm
+from lightrft.workers.scoring import server_client
 from tests.e2e.command import assert_refused, command
-from tests.serving_helpers import free_port, judge_server, save_judge, serve_process, wait_for
+from tests.serving_helpers import (
+    free_port,
+    judge_server,
+    killing_server,
+    save_judge,
+    serve_process,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_judge(tmp_path_factory.mktemp("judge"))
-
-
-@pytest.fixture
-def started() -> Iterator[list[warm.Process]]:
-    """Processes that are killed after the test."""
-    processes: list[warm.Process] = []
-    yield processes
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-        process.close()
 
 
 def rewards_of(tree: dict[str, Any], **over: Any) -> list[dict[str, Any]]:
@@ -83,7 +78,7 @@ def test_a_run_stops_with_the_reason_when_the_server_is_gone_for_good(rl_tree, j
 def test_a_server_that_is_killed_and_restarted_under_a_run_changes_no_number(
     rl_tree, judge, started, monkeypatch
 ):
-    monkeypatch.setattr(served_reward, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     models = {"models": [{"url": url, "deadline": 120.0, "max_tokens_per_micro_batch": 30}]}
@@ -91,26 +86,9 @@ def test_a_server_that_is_killed_and_restarted_under_a_run_changes_no_number(
     started.append(serve_process(judge, port))
     wait_for(url)
     undisturbed = rewards_of(tree, run={"name": "undisturbed"})
-    over, kills = threading.Event(), 0
-
-    def disturb() -> None:
-        nonlocal kills
-        while kills < 2 and not over.wait(0.4):
-            started[-1].send_signal(signal.SIGKILL)
-            started[-1].wait(10)
-            kills += 1
-            time.sleep(0.2)
-            started.append(serve_process(judge, port))
-            wait_for(url)
-
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
+    with killing_server(judge, port, started, 2, 0.4) as kills:
         disturbed = rewards_of(tree, run={"name": "disturbed"})
-    finally:
-        over.set()
-        thread.join(90)
-    assert kills >= 1
+    assert kills
     assert disturbed == undisturbed
 
 
@@ -164,7 +142,10 @@ def test_a_generative_model_answers_chat_and_says_so(tmp_path):
         assert ask(n=3, temperature=1.0, seed=4).json()["choices"] == several
         assert ask(max_tokens=2).json()["usage"]["completion_tokens"] <= 2
         for wrong, said in (
-            ({"stream": True}, "leave it out"),
+            ({"stream": True, "logprobs": True}, "leave out stream"),
+            ({"top_logprobs": 2}, "logprobs = true"),
+            ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
+            ({"continue_final_message": True}, "text of the assistant"),
             ({"messages": []}, "a list of messages"),
             ({"temperature": -1}, "temperature"),
             ({"max_tokens": 10**9, "min_tokens": 10**8}, "no room"),

@@ -195,7 +195,26 @@ SOFT = judge(read="probability")
 VOTES = judge(
     form="rating", scale=[0, 9], verdict="regex", pattern="([0-9])", samples=32, max_new_tokens=16
 )
+ASKED: Tree = {
+    "reward": {"judges": [{"url": "http://judge", "read": "probability", "deadline": 60.0}]}
+}
+RATED_OVER_HTTP: Tree = {
+    "reward": {"judges": [{**ASKED["reward"]["judges"][0], "form": "rating", "scale": [0, 9]}]}
+}
 JUDGES: dict[str, Flip] = {
+    "reward.judges.url": Flip(
+        "http://127.0.0.1:9",
+        "asked_over_http",
+        {"reward": {"judges": [{"url": "http://judge", "deadline": 0.5}]}},
+        refused=True,
+    ),
+    "reward.judges.served_model": Flip("other", "asked_over_http", ASKED, refused=True),
+    "reward.judges.digest": Flip("sha256:000000000000", "asked_over_http", ASKED, refused=True),
+    "reward.judges.api_key_env": Flip("HOME", "asked_over_http", ASKED),
+    "reward.judges.deadline": Flip(0.2, "asked_over_http", ASKED),
+    "reward.judges.max_in_flight": Flip(1, "asked_over_http", ASKED),
+    "reward.judges.top_logprobs": Flip(1, "asked_over_http", RATED_OVER_HTTP),
+    "reward.judges.offload": Flip(True, "verdicts", SOFT),
     **{
         f"reward.judges.{name}": Flip(value, "verdicts", judge(**tree["judgement"]))
         for name, (value, tree) in QUESTION.items()
@@ -456,6 +475,7 @@ FLIPS: dict[str, Flip] = {
     "reward.models.aggregate": Flip("mean", "judged", STEPS),
     "reward.models.separator": Flip(" ", "judged", STEPS),
     "reward.models.sources": Flip(["other"], "judged", JUDGE),
+    "reward.models.reencode": Flip(True, "judged", JUDGE),
     "reward.models.offload": Flip(True, "judged", JUDGE),
     "reward.gates": Flip({"strict": "good"}, "judged", {"reward": {"models": TWO}}),
     "reward.gate_threshold": Flip(-1e6, "judged", GATED),

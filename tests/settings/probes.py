@@ -57,7 +57,7 @@ from lightrft.utils.stop_signal import StopFlag
 from lightrft.workers.build_remote import RemoteRoleBuilder
 from lightrft.workers.local import with_reward_models
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
-from lightrft.workers.scoring.judge import LocalJudge, local_judges
+from lightrft.workers.scoring.judge import LocalJudge, open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
 from lightrft.workers.scoring.judge_scorer import comparisons as judge_questions
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
@@ -435,11 +435,12 @@ def verdicts(tree: Tree, folder: Path) -> Any:
         Rollout(prompt, [4], [True], [0.0], [0], "stop", seed=k, text=text)
         for k, text in enumerate(("a", "b", "c"))
     ]
-    judges = local_judges(config.reward, config.model, torch.device("cpu"))
+    judges = open_judges(config.reward, config.model, torch.device("cpu"))
     calls: list[str] = []
     for judge in judges:
         assert isinstance(judge, LocalJudge)
         judge.actor.base.register_forward_hook(lambda *_: calls.append("forward"))
+        judge.actor.to = lambda place: calls.append(f"to {place}")  # ty: ignore[invalid-assignment]
     asked = [str(one) for j in judges for one in judge_questions(rollouts, [0, 1, 2], j.config)]
     said = [j.write(["say"], [1]) for j in judges if j.config.read == "text"]
     scorer = JudgeScorer(NullScorer(0.0), judges)
@@ -447,6 +448,26 @@ def verdicts(tree: Tree, folder: Path) -> Any:
         scorer.submit(rollout)
     scores = [(one.reward, one.terms, one.failed) for one in scorer.results(wait=True)]
     return asked, said, scores, scorer.take_counts(), len(calls)
+
+
+def asked_over_http(tree: Tree, folder: Path) -> Any:
+    """The scores by a served judge, the keys that the server got, and the most requests at once."""
+    (root,) = {Path(tree["model"]["path"]).parent}
+    with judge_at(root / "policy", seconds=0.3) as (url, seen):
+        judges = [
+            {**term, "url": url if term["url"] == "http://judge" else term["url"]}
+            for term in tree["reward"]["judges"]
+        ]
+        config = config_in({**tree, "reward": {**tree["reward"], "judges": judges}}, folder)
+        request = [{"role": "user", "content": "say"}]
+        prompt = Prompt("0", [5, 6], "say", request=request)
+        judged = open_judges(config.reward, config.model, torch.device("cpu"))
+        scorer = JudgeScorer(NullScorer(0.0), judged)
+        for k, text in enumerate(("a", "b")):
+            scorer.submit(Rollout(prompt, [4], [True], [0.0], [0], "stop", seed=k, text=text))
+        scores = [one.reward for one in scorer.results(wait=True)]
+        scorer.close()
+    return scores, scorer.take_counts(), sorted(seen.tokens), seen.most
 
 
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
@@ -463,7 +484,8 @@ PROBES: dict[str, Callable[[Tree, Path], Any]] = {
             asked_of_the_hub,
             asked_of_datasets,
         ),
-        *(run, run_again, go_on, command, workers, judged, served, verdicts, side_by_side, on_ray),
+        *(run, run_again, go_on, command, workers, judged, served, verdicts, asked_over_http),
+        *(side_by_side, on_ray),
     )
 }
 

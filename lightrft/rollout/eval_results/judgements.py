@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from lightrft.algorithms.reward_model.benchmarks import reward_bench
 from lightrft.rewards.rules.verdicts import VerdictForm, read_verdict
 from lightrft.rollout.eval_results.prompt_scores import Groups, Scores, correct
 from lightrft.types import Rollout
@@ -44,6 +45,33 @@ def judgement_scores(groups: Groups, threshold: float) -> Scores:
         if len(pair) == 2:
             _compare(scores, pair[0], pair[1], threshold)
     return dict(scores)
+
+
+def benchmark_metrics(groups: Groups, threshold: float) -> dict[str, float]:
+    """Return the scores of RewardBench of a judge, as ``eval/reward_bench/...``.
+
+    Each judgement counts as a row, so a pair that is asked in both orders counts in both. Sections
+    weight their subsets as the benchmark does for scores of responses.
+
+    Args:
+        groups: The responses to each prompt.
+        threshold: The reward from which on a response is correct.
+
+    Raises:
+        DataError: A subset is unknown.
+    """
+    subsets: list[str] = []
+    hits: list[float] = []
+    for group in groups:
+        name, _, subset = group[0].prompt.data_source.partition("/")
+        if name == "reward_bench" and isinstance(group[0].prompt.columns.get("judgement"), Mapping):
+            subsets += [subset] * len(group)
+            hits += [float(correct(rollout, threshold)) for rollout in group]
+    if not subsets:
+        return {}
+    found = reward_bench(subsets, hits, [0.5] * len(hits))
+    scores = {"score": found.score, **found.sections}
+    return {f"eval/reward_bench/{name}": value for name, value in scores.items()}
 
 
 def winner(verdict: str | Sequence[str], form: VerdictForm) -> str:

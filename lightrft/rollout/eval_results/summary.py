@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lightrft.config.reward import RewardConfig
-from lightrft.rollout.eval_results.judgements import judgement_scores
+from lightrft.rollout.eval_results.judgements import benchmark_metrics, judgement_scores
 from lightrft.rollout.eval_results.prompt_scores import (
     Groups,
     by_prefix,
@@ -70,4 +70,5 @@ def summarize(
         found = estimates(prefix, scores)
         intervals |= found
         every |= error_metrics(found)
+    every |= benchmark_metrics(groups, threshold)
     return EvalSummary(every, intervals)

@@ -33,13 +33,16 @@ from lightrft.learner.reward_model.evaluation import (
 )
 from lightrft.learner.reward_model.step import RewardModelSettings
 from lightrft.models.processors import load_processor
+from lightrft.models.reward.other_layouts import find_other_head
 from lightrft.models.reward.reward_model import RewardModel
-from lightrft.models.reward.saved_form import SETTINGS_FILE
+from lightrft.models.reward.saved_form import SETTINGS_FILE, read_form
 from lightrft.observability.progress_bar import Progress
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.rollout.eval_results.summary import EvalSummary
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_examples
+from lightrft.trainer.inference import run_eval
+from lightrft.trainer.reward_model.judge_evaluation import as_evaluation
 from lightrft.trainer.reward_model.results import (
     RESULTS,
     ResultsFile,
@@ -88,6 +91,8 @@ def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
             "data.sources is empty; name rows with chosen and rejected, ranked or rated "
             "responses, e.g. data.sources=test.jsonl"
         )
+    if config.judgement is not None:
+        return run_eval(as_evaluation(config))
     path = Path(config.run.dir).expanduser() / config.run.name
     began = time.perf_counter()
     folder = RunDirectory.open(
@@ -127,6 +132,11 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
     """Load model and rows."""
     settings = config.model.model_copy(update={"path": model_folder(config.model.path)})
     tokenizer = local_tokenizer(settings)
+    if not (read_form(settings.path) or find_other_head(settings)):
+        raise ConfigError(
+            f"model.path = {settings.path!r} has no head of a reward model; to evaluate it as a "
+            "judge that writes, set judgement, e.g. judgement.form=pair"
+        )
     processor = load_processor(settings, tokenizer)
     strategy = strategy_of(config.strategy, SINGLE_PROCESS)
     model = RewardModel.load(settings, device=strategy.device).requires_grad_(False)

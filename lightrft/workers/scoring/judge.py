@@ -1,21 +1,21 @@
-"""A judge in this process: a model that writes judgements, or gives their probabilities."""
+"""Judges: models that write judgements, or give the probabilities of verdicts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from lightrft.config.data import Columns, DataConfig
-from lightrft.config.judgement import QuestionConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import JudgeConfig, RewardConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
-from lightrft.datasets.judgement.question import Raw, lead
+from lightrft.datasets.judgement.question import Raw
 from lightrft.datasets.row_parser import read_record
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.engines.native import NativeEngine
@@ -24,27 +24,59 @@ from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
-from lightrft.types import Batch, Prompt, Request, Segments
+from lightrft.rewards.rules.verdicts import VerdictForm
+from lightrft.types import Batch, Prompt, Request, Rollout, Segments
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.scoring.collecting import batch_of
+from lightrft.workers.scoring.decisive_token import (
+    JudgementTokens,
+    common_length,
+    verdict_names,
+    verdict_tokens,
+)
 from lightrft.workers.scoring.model_scorer import model_settings
+from lightrft.workers.scoring.served_judge import ServedJudge
+from lightrft.workers.scoring.server_client import Unanswered
+
+Weights = Sequence[float] | Unanswered | None
+"""Probability of each verdict. ``None`` if a judgement has no verdict."""
 
 
 class Judge(Protocol):
     """The interface of a judge, wherever it runs."""
 
-    config: JudgeConfig
+    @property
+    def config(self) -> JudgeConfig:
+        """Its settings."""
+        ...
 
-    def write(self, questions: Sequence[Raw], seeds: Sequence[int]) -> list[str]:
+    def write(self, questions: Sequence[Raw], seeds: Sequence[int]) -> Sequence[str | Unanswered]:
         """Return one judgement of each question, sampled with its seed."""
+        ...
+
+    def reasoned(
+        self, questions: Sequence[Raw], seeds: Sequence[int], forms: Sequence[VerdictForm]
+    ) -> Sequence[Weights]:
+        """Return the probabilities of the verdicts at the end of a sampled judgement.
+
+        Args:
+            questions: The questions.
+            seeds: Seed of each judgement.
+            forms: Form of the verdict of each question.
+        """
         ...
 
     def probabilities(
         self, groups: Sequence[Sequence[Raw]], verdicts: Sequence[str]
-    ) -> list[list[list[float]]]:
+    ) -> Sequence[Sequence[Weights]]:
         """Return the probability of each verdict for each question of each group.
 
         Questions of one group begin alike. The probabilities of the verdicts sum to 1.
         """
+        ...
+
+    def close(self) -> None:
+        """Release connections."""
         ...
 
 
@@ -57,15 +89,22 @@ class LocalJudge:
         actor: The model, in evaluation mode.
         encoder: Encodes questions by the judge's own template.
         engine: Samples from the model.
+        device: Device of the model while it judges.
     """
 
     config: JudgeConfig
     actor: Actor
     encoder: ChatEncoder
     engine: NativeEngine
+    device: torch.device
 
     def write(self, questions: Sequence[Raw], seeds: Sequence[int]) -> list[str]:
         """See ``Judge.write``. Equal questions are computed once."""
+        with self.placed():
+            return [one.text for one in self.sampled(questions, seeds)]
+
+    def sampled(self, questions: Sequence[Raw], seeds: Sequence[int]) -> list[Rollout]:
+        """Return one judgement of each question, sampled with its seed."""
         known: dict[str, Prompt] = {}
         requests = []
         for k, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
@@ -77,14 +116,78 @@ class LocalJudge:
             max_new_tokens=self.config.max_new_tokens, temperature=self.config.temperature
         )
         with torch.no_grad():
-            found = {one.sample: one.text for one in self.engine.generate(requests, sampling)}
+            found = {one.sample: one for one in self.engine.generate(requests, sampling)}
         return [found[k] for k in range(len(questions))]
 
+    def reasoned(
+        self, questions: Sequence[Raw], seeds: Sequence[int], forms: Sequence[VerdictForm]
+    ) -> list[list[float] | None]:
+        """See ``Judge.reasoned``. Judgements are read together in micro-batches.
+
+        Args:
+            questions: The questions.
+            seeds: Seed of each judgement.
+            forms: Form of the verdict of each question.
+        """
+        with self.placed():
+            judgements = self.sampled(questions, seeds)
+            kept: dict[int, list[int]] = {}
+            for k, (judgement, form) in enumerate(zip(judgements, forms, strict=True)):
+                tokens = JudgementTokens(self.encoder.tokenizer, judgement.token_ids)
+                place = tokens.decisive(form)
+                if place is not None:
+                    kept[k] = tokens.others(place, verdict_names(form))
+                    # Its last token is the verdict, which the state before it predicts.
+                    judgement.token_ids = judgement.token_ids[: place + 1]
+            found: list[list[float] | None] = [None] * len(judgements)
+            rows = self._at_the_end([judgements[k] for k in kept])
+            for (k, ids), logits in zip(kept.items(), rows, strict=True):
+                found[k] = logits[ids].double().softmax(-1).tolist()
+        return found
+
     @torch.no_grad()
+    def _at_the_end(self, judgements: Sequence[Rollout]) -> Iterator[Tensor]:
+        """Yield the logits ``[V]`` of the last token of each judgement."""
+        if not judgements:
+            return
+        batch = batch_of(judgements)
+        found: dict[int, Tensor] = {}
+        for index in micro_batches(
+            batch, self.config.max_tokens_per_micro_batch, self.actor.layout
+        ):
+            part = batch.select(index).to(self.actor.device)
+            states, _ = self.actor.hidden(part)
+            ends = part.responses.lengths.cumsum(0) - 1
+            logits = self.actor.logits(states[ends]).cpu()
+            found.update(zip(index.tolist(), logits))
+        for k in range(len(judgements)):
+            yield found[k]
+
     def probabilities(
         self, groups: Sequence[Sequence[Raw]], verdicts: Sequence[str]
     ) -> list[list[list[float]]]:
         """See ``Judge.probabilities``. The common beginning of a group is computed once."""
+        with self.placed():
+            return self._probabilities(groups, verdicts)
+
+    @contextmanager
+    def placed(self) -> Generator[None]:
+        """Place the model on its device inside the context, if it is offloaded outside of it."""
+        if self.config.offload:
+            self.actor.to(self.device)
+        try:
+            yield
+        finally:
+            if self.config.offload:
+                self.actor.to("cpu")
+
+    def close(self) -> None:
+        """See ``Judge.close``: there are none."""
+
+    @torch.no_grad()
+    def _probabilities(
+        self, groups: Sequence[Sequence[Raw]], verdicts: Sequence[str]
+    ) -> list[list[list[float]]]:
         start, ids = verdict_tokens(self.encoder, self.config, verdicts)
         prompts: list[Prompt] = []
         responses: list[list[int]] = []
@@ -126,45 +229,8 @@ class LocalJudge:
         return prompt
 
 
-def common_length(rows: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens that all ``rows`` begin with."""
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*rows)))
-
-
-def verdict_tokens(
-    encoder: ChatEncoder, config: QuestionConfig, verdicts: Sequence[str]
-) -> tuple[list[int], list[int]]:
-    """Return the tokens before a verdict, and the token of each verdict.
-
-    Args:
-        encoder: Encodes texts by the judge's tokenizer.
-        config: Place of the verdict.
-        verdicts: The verdicts.
-
-    Raises:
-        ConfigError: A verdict is not one token of its own.
-    """
-    before = lead(config)
-    start, *rows = encoder.encode([before, *(before + verdict for verdict in verdicts)])
-    ids = []
-    for verdict, row in zip(verdicts, rows):
-        if row[:-1] != start or len(row) != len(start) + 1:
-            raise ConfigError(
-                f"reward.judges: read = 'probability' needs verdicts of one token, and {verdict!r} "
-                f"after {before!r} has {len(row) - len(start)}; set read: text, another verdict "
-                "place, or a scale of one digit"
-            )
-        ids.append(row[-1])
-    if len(set(ids)) < len(ids):
-        raise ConfigError(
-            f"reward.judges: two of the verdicts {', '.join(verdicts)} are the same token; set "
-            "read: text"
-        )
-    return start, ids
-
-
-def local_judges(reward: RewardConfig, policy: ModelConfig, device: torch.device) -> list[Judge]:
-    """Load the judges of ``reward.judges``.
+def open_judges(reward: RewardConfig, policy: ModelConfig, device: torch.device) -> list[Judge]:
+    """Load the judges of ``reward.judges``, or connect to their servers.
 
     Args:
         reward: Settings of the rewards.
@@ -172,7 +238,9 @@ def local_judges(reward: RewardConfig, policy: ModelConfig, device: torch.device
         device: Device of the judges.
 
     Raises:
-        ConfigError: A judge cannot be loaded, or has the name of another term.
+        ConfigError: A judge cannot be loaded, has the name of another term, or its server serves
+            another model.
+        ResourceError: A server does not answer.
     """
     names: list[str] = []
     found: list[Judge] = []
@@ -183,14 +251,35 @@ def local_judges(reward: RewardConfig, policy: ModelConfig, device: torch.device
                 f"{key}: two judges are called {term.name!r}; set {key}.name to tell them apart"
             )
         names.append(term.name)
-        model = model_settings(policy, term.path)
-        try:
-            tokenizer: Any = load_tokenizer(model)
-            actor = Actor.load(model, device=device).requires_grad_(False).eval()
-        except ModelError as error:
-            # The message names ``model.path``, which is the policy's.
-            raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
-        encoder = ChatEncoder(DataConfig(), tokenizer, load_processor(model, tokenizer))
-        engine = NativeEngine(KVDecoder(actor.model), tokenizer, EngineConfig())
-        found.append(LocalJudge(term, actor, encoder, engine))
+        if term.url is not None:
+            found.append(ServedJudge.of(term, key))
+        else:
+            found.append(local_judge(term, key, policy, device))
     return found
+
+
+def local_judge(
+    term: JudgeConfig, key: str, policy: ModelConfig, device: torch.device
+) -> LocalJudge:
+    """Load the judge of ``term``.
+
+    Args:
+        term: Settings of the judge.
+        key: Key of ``term``, for messages.
+        policy: Settings of the policy, for the attention and the layout of the judge.
+        device: Device of the judge.
+
+    Raises:
+        ConfigError: The judge cannot be loaded.
+    """
+    model = model_settings(policy, term.path)
+    place = torch.device("cpu") if term.offload else device
+    try:
+        tokenizer: Any = load_tokenizer(model)
+        actor = Actor.load(model, device=place).requires_grad_(False).eval()
+    except ModelError as error:
+        # The message names ``model.path``, which is the policy's.
+        raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
+    encoder = ChatEncoder(DataConfig(), tokenizer, load_processor(model, tokenizer))
+    engine = NativeEngine(KVDecoder(actor.model), tokenizer, EngineConfig())
+    return LocalJudge(term, actor, encoder, engine, device)

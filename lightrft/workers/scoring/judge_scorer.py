@@ -20,7 +20,9 @@ from lightrft.rewards.rules.verdicts import score as first_score
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.seeding import derive_seed
 from lightrft.workers.scoring.collecting import CollectingScorer, add_term
-from lightrft.workers.scoring.judge import Judge
+from lightrft.workers.scoring.decisive_token import possible, verdict_names
+from lightrft.workers.scoring.judge import Judge, Weights
+from lightrft.workers.scoring.server_client import Unanswered
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +55,22 @@ class JudgeScorer(CollectingScorer):
         judges: The judges.
 
     Attributes:
-        events: ``judgements``, and those without a verdict (``unparsed``).
+        events: ``judgements``, those without a verdict (``unparsed``), those whose probabilities
+            lack a verdict (``partial``), and those that a server left ``unanswered``.
     """
 
-    events: ClassVar[tuple[str, ...]] = ("judgements", "unparsed")
+    events: ClassVar[tuple[str, ...]] = ("judgements", "unparsed", "partial", "unanswered")
 
     def __init__(self, inner: RewardScorer, judges: Sequence[Judge]) -> None:
         # a comparison needs all responses to a prompt
         super().__init__(inner, None)
         self.judges = judges
+
+    def close(self) -> None:
+        """See ``RewardScorer.close``."""
+        super().close()
+        for judge in self.judges:
+            judge.close()
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
         """See ``CollectingScorer.score``."""
@@ -94,49 +103,110 @@ class JudgeScorer(CollectingScorer):
         scores: dict[int, list[float]] = defaultdict(list)
         if not asked:
             return scores
-        read = self._soft if judge.config.read == "probability" else self._sampled
         flat = itertools.chain.from_iterable(asked)
-        for comparison, found in zip(flat, read(judge, asked), strict=True):
-            for member, score in zip(comparison.members, found):
-                if member is not None:
-                    scores[member].append(score)
+        for comparison, found in zip(flat, self._read(judge, asked), strict=True):
+            for k, member in enumerate(comparison.members):
+                if member is None:
+                    continue
+                if isinstance(found, Unanswered):
+                    fail(rollouts[member], judge.config, str(found))
+                elif found:
+                    scores[member].append(found[k])
         return scores
 
-    def _sampled(self, judge: Judge, asked: Sequence[Sequence[JudgeQuestion]]) -> list[list[float]]:
-        """Return the scores of the responses of each question, from sampled judgements."""
+    def _read(
+        self, judge: Judge, asked: Sequence[Sequence[JudgeQuestion]]
+    ) -> Sequence[list[float] | Unanswered]:
+        """Return the scores of the responses of each question; none without a verdict."""
+        if judge.config.read == "probability":
+            return self._soft(judge, asked)
         flat = list(itertools.chain.from_iterable(asked))
-        count = judge.config.samples
-        questions = [one.question for one in flat for _ in range(count)]
-        seeds = [derive_seed(one.seed, "judge", k) for one in flat for k in range(count)]
-        texts = iter(judge.write(questions, seeds))
-        found = []
-        for one in flat:
-            read = [read_verdict(next(texts), one.form) for _ in range(count)]
+        if judge.config.read == "text":
+            return self._sampled(judge, flat)
+        return self._reasoned(judge, flat)
+
+    def _sampled(
+        self, judge: Judge, asked: Sequence[JudgeQuestion]
+    ) -> list[list[float] | Unanswered]:
+        """Return the scores from the texts of sampled judgements."""
+        questions, seeds = repeated(asked, judge.config)
+        texts = iter(judge.write([one.question for one in questions], seeds))
+        found: list[list[float] | Unanswered] = []
+        for one in asked:
+            said = list(itertools.islice(texts, judge.config.samples))
+            answered = [text for text in said if isinstance(text, str)]
+            read = [read_verdict(text, one.form) for text in answered]
             verdicts = [verdict for verdict in read if verdict is not None]
-            self.counts["judgements"] += count
-            self.counts["unparsed"] += count - len(verdicts)
-            found.append(voted(verdicts, one, judge.config))
+            missing = self._counted(said, len(answered), len(verdicts))
+            found.append(missing or voted(verdicts, one, judge.config))
         return found
 
-    def _soft(self, judge: Judge, asked: Sequence[Sequence[JudgeQuestion]]) -> list[list[float]]:
-        """Return the expected scores under the probabilities of the verdicts."""
-        found: list[list[float]] = []
+    def _reasoned(
+        self, judge: Judge, asked: Sequence[JudgeQuestion]
+    ) -> list[list[float] | Unanswered]:
+        """Return the expected scores under the probabilities after sampled reasons."""
+        questions, seeds = repeated(asked, judge.config)
+        forms = [one.form for one in questions]
+        rows = iter(judge.reasoned([one.question for one in questions], seeds, forms))
+        found: list[list[float] | Unanswered] = []
+        for one in asked:
+            found.append(self._expected(list(itertools.islice(rows, judge.config.samples)), one))
+        return found
+
+    def _soft(
+        self, judge: Judge, asked: Sequence[Sequence[JudgeQuestion]]
+    ) -> list[list[float] | Unanswered]:
+        """Return the expected scores under the probabilities of the verdicts, without reasons."""
         by_form: dict[str, list[int]] = defaultdict(list)
         for k, group in enumerate(asked):
             by_form[group[0].form.choices].append(k)
-        made: dict[int, list[list[float]]] = {}
+        made: dict[int, list[list[float] | Unanswered]] = {}
         for members in by_form.values():
-            verdicts = possible(asked[members[0]][0].form)
-            texts = [f"{v:g}" if isinstance(v, float) else str(v) for v in verdicts]
+            names = verdict_names(asked[members[0]][0].form)
             groups = [[one.question for one in asked[k]] for k in members]
-            for k, rows in zip(members, judge.probabilities(groups, texts), strict=True):
+            for k, rows in zip(members, judge.probabilities(groups, names), strict=True):
                 made[k] = [
-                    expected(row, verdicts, one) for row, one in zip(rows, asked[k], strict=True)
+                    self._expected([row], one) for row, one in zip(rows, asked[k], strict=True)
                 ]
-                self.counts["judgements"] += len(rows)
-        for k in range(len(asked)):
-            found += made[k]
-        return found
+        return [one for k in range(len(asked)) for one in made[k]]
+
+    def _expected(self, rows: Sequence[Weights], asked: JudgeQuestion) -> list[float] | Unanswered:
+        """Return the mean of the expected scores of some judgements of a question.
+
+        Args:
+            rows: Probabilities of the verdicts of each judgement.
+            asked: The question.
+        """
+        answered = [row for row in rows if not isinstance(row, Unanswered)]
+        read = [row for row in answered if row is not None]
+        missing = self._counted(rows, len(answered), len(read))
+        if missing:
+            return missing
+        self.counts["partial"] += sum(0.0 in row for row in read)
+        scores = [expected(row, possible(asked.form), asked) for row in read]
+        return [math.fsum(column) / len(scores) for column in zip(*scores)]
+
+    def _counted(self, rows: Sequence[object], answered: int, read: int) -> Unanswered | None:
+        """Count the judgements of a question, and return the first that is not answered.
+
+        Args:
+            rows: The judgements.
+            answered: Number of them that were answered.
+            read: Number of them that have a verdict.
+        """
+        self.counts["judgements"] += len(rows)
+        self.counts["unanswered"] += len(rows) - answered
+        self.counts["unparsed"] += answered - read
+        return next((row for row in rows if isinstance(row, Unanswered)), None)
+
+
+def repeated(
+    asked: Sequence[JudgeQuestion], config: JudgeConfig
+) -> tuple[list[JudgeQuestion], list[int]]:
+    """Return each question as often as it is judged, and the seeds of the judgements."""
+    questions = [one for one in asked for _ in range(config.samples)]
+    seeds = [derive_seed(one.seed, "judge", k) for one in asked for k in range(config.samples)]
+    return questions, seeds
 
 
 def comparisons(
@@ -247,13 +317,6 @@ def member_scores(verdict: Verdict, comparison: JudgeQuestion) -> list[float]:
             renamed = swap.get(str(verdict), str(verdict))
         found.append(first_score(renamed, form))
     return found
-
-
-def possible(form: VerdictForm) -> list[Verdict]:
-    """Return the verdicts of one token: the letters, or the whole numbers of the scale."""
-    if form.choices:
-        return list(form.choices)
-    return [float(v) for v in range(math.ceil(form.low), math.floor(form.high) + 1)]
 
 
 def expected(

@@ -18,7 +18,8 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.rewards.base import NullScorer
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.scoring.judge import common_length, local_judges
+from lightrft.workers.scoring.decisive_token import common_length
+from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
 
 CPU = torch.device("cpu")
@@ -49,6 +50,16 @@ class LongerIsBetter:
     def probabilities(self, groups: Any, verdicts: Any) -> Any:
         raise AssertionError
 
+    def reasoned(self, questions: Any, seeds: Any, forms: Any) -> Any:
+        raise AssertionError
+
+    def close(self) -> None:
+        self.asked.append("closed")
+
+
+def counted(**given: int) -> dict[str, int]:
+    return {"judgements": 0, "unparsed": 0, "partial": 0, "unanswered": 0, **given}
+
 
 def rollouts(*texts: str, reference: str | None = None) -> list[Rollout]:
     request = [{"role": "user", "content": "say it"}]
@@ -74,8 +85,8 @@ def test_pairs_of_a_group_give_each_response_its_share_of_wins():
     scorer = scored(judge, given)
     assert [one.terms["judge"] for one in given] == [0, 1, 0.5]
     assert [one.reward for one in given] == [1, 3, 2]
-    assert scorer.take_counts() == {"judgements": 6, "unparsed": 0}
-    assert scorer.take_counts() == {"judgements": 0, "unparsed": 0}
+    assert scorer.take_counts() == counted(judgements=6)
+    assert scorer.take_counts() == counted()
     # the judge reads the request of the row, not the policy's template
     assert all("[Request]\nsay it\n" in question for question in judge.asked)
 
@@ -112,7 +123,7 @@ def test_judgements_without_a_verdict_are_counted_and_fail_their_responses():
     scorer = scored(LongerIsBetter(JudgeConfig(path="x"), "hm"), given)
     assert [one.failed for one in given] == ["judge judge: no judgement has a verdict"] * 2
     assert [one.reward for one in given] == [None, None]
-    assert scorer.take_counts() == {"judgements": 2, "unparsed": 2}
+    assert scorer.take_counts() == counted(judgements=2, unparsed=2)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,7 @@ def test_soft_scores_equal_a_plain_forward_pass_of_transformers(folder, budget):
         "max_tokens_per_micro_batch": budget,
     }
     reward = build(RewardConfig, {"judges": [tree]})
-    (judge,) = local_judges(reward, ModelConfig(), CPU)
+    (judge,) = open_judges(reward, ModelConfig(), CPU)
     judge.actor.double()
     given = rollouts("first", "second", "third one")
     scored(judge, given)
@@ -197,11 +208,11 @@ def test_soft_scores_equal_a_plain_forward_pass_of_transformers(folder, budget):
 
 def test_a_rating_by_probabilities_needs_verdicts_of_one_token(folder):
     tree = {"path": str(folder), "read": "probability", "form": "rating"}
-    (judge,) = local_judges(build(RewardConfig, {"judges": [tree]}), ModelConfig(), CPU)
+    (judge,) = open_judges(build(RewardConfig, {"judges": [tree]}), ModelConfig(), CPU)
     with pytest.raises(ConfigError, match="one token"):
         scored(judge, rollouts("a"))
     tree["scale"] = [1, 5]
-    (judge,) = local_judges(build(RewardConfig, {"judges": [tree]}), ModelConfig(), CPU)
+    (judge,) = open_judges(build(RewardConfig, {"judges": [tree]}), ModelConfig(), CPU)
     (one,) = given = rollouts("a")
     scored(judge, given)
     assert 0 < one.terms["judge"] < 1
@@ -209,7 +220,7 @@ def test_a_rating_by_probabilities_needs_verdicts_of_one_token(folder):
 
 def test_a_sampled_judgement_depends_on_its_seed_alone(folder):
     tree = {"path": str(folder), "max_new_tokens": 8}
-    (judge,) = local_judges(build(RewardConfig, {"judges": [tree]}), ModelConfig(), CPU)
+    (judge,) = open_judges(build(RewardConfig, {"judges": [tree]}), ModelConfig(), CPU)
     together = judge.write(["one", "two", "one"], [1, 2, 3])
     alone = [judge.write([q], [s])[0] for q, s in zip(("one", "two", "one"), (1, 2, 3))]
     assert together == alone
@@ -219,10 +230,10 @@ def test_a_sampled_judgement_depends_on_its_seed_alone(folder):
 def test_names_and_folders_of_judges_are_checked(folder, tmp_path):
     twice = build(RewardConfig, {"judges": [str(folder), str(folder)]})
     with pytest.raises(ConfigError, match="two judges"):
-        local_judges(twice, ModelConfig(), CPU)
+        open_judges(twice, ModelConfig(), CPU)
     missing = build(RewardConfig, {"judges": str(tmp_path / "none")})
     with pytest.raises(ConfigError, match=r"reward\.judges\.0\.path"):
-        local_judges(missing, ModelConfig(), CPU)
+        open_judges(missing, ModelConfig(), CPU)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import ConfigError, DataError, ResourceError
-from lightrft.workers.scoring import served_reward
 from lightrft.workers.scoring.circuit_breaker import CircuitBreaker
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from lightrft.workers.scoring.reward_wire import batch_from_json, batch_to_json, vocabulary_digest
-from tests.serving_helpers import answering, free_port, judge_at, judge_server, save_judge
+from tests.serving_helpers import answering, free_port, judge_at, save_judge
 
 CPU = torch.device("cpu")
 
@@ -33,17 +31,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_judge(tmp_path_factory.mktemp("judge"))
-
-
-@pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    with judge_server(folder) as (url, _):
-        yield url
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_reward, "FIRST_WAIT", 0.01)
 
 
 def term_of(folder: Path, **tree: Any) -> Any:
@@ -65,7 +52,7 @@ def test_served_scores_equal_local_ones_bit_for_bit(folder, url, budget):
     local = term_of(folder, path=str(folder), max_tokens_per_micro_batch=budget)
     served = term_of(folder, url=url, max_tokens_per_micro_batch=budget)
     assert served.scores([], batch()) == local.scores([], batch())
-    assert (served.name, served.counts["unanswered"]) == ("good", 0)
+    assert (served.name, served.client.counts["unanswered"]) == ("good", 0)
 
 
 def test_another_digest_vocabulary_head_or_no_server_is_refused_at_start(folder, url):
@@ -142,7 +129,7 @@ def test_a_request_that_fails_is_repeated_with_the_same_id(folder):
         assert served.scores([], batch(2)) == [0.5, 0.5]
         assert len(judge.ids) == 5 and len(set(judge.ids)) == 1 and judge.ids[0]
         served.scores([], batch(2))
-        assert len(set(judge.ids)) == 2 and served.counts == {"requests": 2, "retries": 4}
+        assert len(set(judge.ids)) == 2 and served.client.counts == {"requests": 2, "retries": 4}
 
 
 def test_after_the_deadline_the_samples_fail_and_are_counted_and_never_get_0(folder):
@@ -186,14 +173,14 @@ def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_
     with answering(*judge.endpoints()) as (url, _):
         served = term_of(folder, url=url, deadline=1.0, max_in_flight=4)
     served.term = served.term.model_copy(update={"max_tokens_per_micro_batch": 1})
-    served.breaker.pause = 0.2
+    served.client.breaker.pause = 0.2
     start = time.monotonic()
     assert all(isinstance(score, str) for score in served.scores([], batch(8)))
     assert time.monotonic() - start < 4  # eight requests, four at once
     start = time.monotonic()
     assert all(isinstance(score, str) for score in served.scores([], batch(8)))
     assert time.monotonic() - start < 4
-    assert served.counts["unanswered"] == 16
+    assert served.client.counts["unanswered"] == 16
 
 
 def test_a_breaker_holds_requests_back_until_a_trial_succeeds():
