@@ -839,6 +839,7 @@ def write(out: Path, what: str, lines: Sequence[str], seconds: str) -> None:
         "relative difference from one process, of all steps and tensors; what is compared, and "
         "over what, is at the top of the script. 0 is bit for bit.\n\n"
     )
+    out.mkdir(parents=True, exist_ok=True)
     path = out / f"{what}-{platform.machine()}-{os.cpu_count()}cores.md"
     path.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
 
