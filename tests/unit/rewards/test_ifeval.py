@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightrft.rewards.rules.ifeval import CHECKS, UNCHECKED, ifeval
+from lightrft.rewards.rules.ifeval import CHECKS, ifeval, language_checks
+from lightrft.rewards.rules.ifeval.language_checks import LANGUAGE_CHECKS
 from lightrft.rewards.sandbox.rollout_view import PromptView, RolloutView
 
 Options = dict[str, Any]
@@ -137,10 +141,74 @@ def graded(text: str, names: list[str], options: list[Options], **given: bool) -
     return ifeval(view, **given)
 
 
-def test_the_25_instructions_are_checked_or_named_as_unchecked() -> None:
-    assert len(CHECKS) == 23 and len(UNCHECKED) == 2
-    assert set(TABLE) == set(CHECKS)
-    assert not set(CHECKS) & set(UNCHECKED)
+def test_all_25_instructions_are_checked() -> None:
+    assert len(CHECKS) == 25
+    assert {*TABLE, *LANGUAGE_CHECKS} == set(CHECKS)
+
+
+LANGUAGE, SENTENCES = LANGUAGE_CHECKS
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "follows"),
+    [
+        ("Die Sonne scheint heute über den Bergen und dem See.", "de", 1.0),
+        ("Die Sonne scheint heute über den Bergen und dem See.", "en", 0.0),
+        ("The sun shines on the mountains and on the lake today.", "en", 1.0),
+        ("12 34", "fr", 1.0),
+    ],
+)
+def test_the_language_of_a_response_is_detected(text: str, language: str, follows: float) -> None:
+    assert graded(text, [LANGUAGE], [{"language": language}])["strict"] == follows
+
+
+@pytest.fixture
+def sentence_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A sentence model of nltk, trained here on a few sentences."""
+    import nltk
+    from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
+
+    trained = PunktTrainer("Dr. Day sees Dr. Dee. He is in. Dr. Do is out. " * 20).get_params()
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    # nltk writes and reads only below these folders.
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    save_punkt_params(trained, str(folder))
+    language_checks._sentence_model.cache_clear()
+    yield
+    language_checks._sentence_model.cache_clear()
+
+
+def test_sentences_are_counted_by_the_model_of_nltk(sentence_model: None) -> None:
+    text = "One came. Two left! Why?"
+    for relation, count, follows in (
+        ("at least", 3, 1.0),
+        ("at least", 4, 0.0),
+        ("less than", 4, 1.0),
+        ("less than", 3, 0.0),
+    ):
+        options: Options = {"relation": relation, "num_sentences": count}
+        assert graded(text, [SENTENCES], [options])["strict"] == follows
+
+
+def test_a_check_without_its_library_or_data_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    language_checks._sentence_model.cache_clear()
+    options: list[Options] = [{"relation": "at least", "num_sentences": 1}, {}]
+    names = [SENTENCES, "punctuation:no_comma"]
+    with pytest.raises(ValueError, match=r"number_sentences.*nltk.downloader punkt_tab"):
+        graded("One. Two.", names, options)
+    found = graded("One. Two.", names, options, skip_unchecked=True)
+    assert (found["reward"], found["instructions"], found["unchecked"]) == (1.0, 1.0, 1.0)
+    language_checks._detector.cache_clear()
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    with pytest.raises(ValueError, match=r"response_language.*lightrft\[ifeval\]"):
+        graded("One. Two.", [LANGUAGE], [{"language": "en"}])
+    language_checks._detector.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "options", "text", "follows"), CASES)
@@ -182,18 +250,6 @@ def test_a_loose_check_after_thinking_leaves_out_the_first_line_of_the_answer() 
     names, options = ["startend:quotation"], [{}]
     text = '<think>Quote it.</think>\n\nSure:\n"yes"\n'
     assert graded(text, names, options)["loose"] == 1.0
-
-
-def test_what_cannot_be_checked_is_named_or_left_out_on_request() -> None:
-    names = ["language:response_language", "punctuation:no_comma"]
-    with pytest.raises(
-        ValueError, match=r"language:response_language' cannot be checked: it needs"
-    ):
-        graded("ja", names, [{"language": "de"}, {}])
-    found = graded("ja", names, [{"language": "de"}, {}], skip_unchecked=True)
-    assert (found["reward"], found["instructions"], found["unchecked"]) == (1.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="cannot be checked"):
-        graded("ja", names[:1], [{}], skip_unchecked=True)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,13 @@ from typing import Any, TypeGuard
 
 from lightrft.rewards.registry import REWARDS
 from lightrft.rewards.rules.answer_extraction import after_thinking
+from lightrft.rewards.rules.ifeval.language_checks import LANGUAGE_CHECKS, MissingTool
 from lightrft.rewards.rules.ifeval.structure_checks import STRUCTURE_CHECKS
 from lightrft.rewards.rules.ifeval.word_checks import WORD_CHECKS, Check
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
-CHECKS: Mapping[str, Check] = {**WORD_CHECKS, **STRUCTURE_CHECKS}
+CHECKS: Mapping[str, Check] = {**WORD_CHECKS, **STRUCTURE_CHECKS, **LANGUAGE_CHECKS}
 """Instruction id to its check."""
-UNCHECKED = {
-    "language:response_language": "a language detector",
-    "length_constraints:number_sentences": "a sentence tokenizer",
-}
-"""Instruction id to the tool that its check needs, which lightrft does not have."""
 
 
 @REWARDS.register("ifeval")
@@ -34,7 +30,8 @@ def ifeval(
 
     Args:
         loose: Return the loose result.
-        skip_unchecked: Judge by the other instructions where one cannot be checked.
+        skip_unchecked: Judge by the other instructions where one cannot be checked, since a library
+            is missing.
 
     Raises:
         ValueError: If the row has no instructions or an unknown one, an argument is missing, or an
@@ -48,26 +45,29 @@ def ifeval(
             "the row needs the columns 'instruction_id_list' and 'kwargs', lists of one length; "
             "set the source's reader: ifeval"
         )
-    skipped = [name for name in names if name in UNCHECKED]
-    checked = [(n, o) for n, o in zip(names, options, strict=True) if n not in UNCHECKED]
-    if skipped and (not skip_unchecked or not checked):
-        raise ValueError(
-            f"instruction {skipped[0]!r} cannot be checked: it needs {UNCHECKED[skipped[0]]}"
-        )
     text = after_thinking(rollout.text)
     if text != rollout.text:
         # Blank lines follow the thinking. A loose check would take one for the first line.
         text = text.strip()
-    strict = [_follows(name, given, [text]) for name, given in checked]
-    loosely = [_follows(name, given, _variants(text)) for name, given in checked]
+    strict: list[bool] = []
+    loosely: list[bool] = []
+    missing: list[str] = []
+    for name, given in zip(names, options, strict=True):
+        try:
+            strict.append(_follows(name, given, [text]))
+            loosely.append(_follows(name, given, _variants(text)))
+        except MissingTool as error:
+            missing.append(f"instruction {name!r} cannot be checked: it needs {error}")
+    if missing and (not skip_unchecked or not strict):
+        raise ValueError(missing[0])
     return {
         "reward": float(all(loosely if loose else strict)),
         "strict": float(all(strict)),
         "loose": float(all(loosely)),
         "followed_strict": float(sum(strict)),
         "followed_loose": float(sum(loosely)),
-        "instructions": float(len(checked)),
-        "unchecked": float(len(skipped)),
+        "instructions": float(len(strict)),
+        "unchecked": float(len(missing)),
     }
 
 
