@@ -116,7 +116,7 @@ class ScoringModelConfig(Settings):
     sources: tuple[str, ...] = ()
     """Data sources whose rows it scores; empty: all."""
     reencode: bool | None = None
-    """Render each conversation anew by the model's own chat template, tokenizer and processor.
+    """Render each conversation again, by the model's own chat template, tokenizer and processor.
     ``null`` does so where vocabulary or template differ from the policy's, and otherwise scores the
     tokens of the policy."""
     offload: bool = False

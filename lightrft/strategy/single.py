@@ -24,9 +24,8 @@ from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, run
 from lightrft.strategy.activation_offload import keep_on_host
 from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, on_host
 from lightrft.strategy.lr_schedule import lr_factor
+from lightrft.utils.cpu_memory import bound_products, keep_freed_memory
 from lightrft.utils.errors import CheckpointError, ConfigError, first_line
-from lightrft.utils.freed_memory import keep_freed_memory
-from lightrft.utils.onednn_cache import bound_products
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 HOST = torch.device("cpu")

@@ -15,7 +15,6 @@ from lightrft.datasets.media.items import marks
 from lightrft.datasets.row_parser import ParsedRow, read_conversation, read_record
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.turns import TurnEncoder
-from lightrft.models.processors import Processor
 from lightrft.types import Media, Prompt
 
 
@@ -54,7 +53,7 @@ class ConversationEncoder:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None, media: MediaConfig
+        self, tokenizer: PreTrainedTokenizerBase, processor: Any, media: MediaConfig
     ) -> None:
         data = SFTDataConfig(media=media, turns="last")
         self.encoder = ChatEncoder(data, tokenizer, processor)

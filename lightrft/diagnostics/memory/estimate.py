@@ -34,7 +34,7 @@ from lightrft.models.critic import Critic
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
-from lightrft.utils.onednn_cache import products_bytes
+from lightrft.utils.cpu_memory import products_bytes
 from lightrft.workers.local import teacher_settings
 
 MIB = 2**20

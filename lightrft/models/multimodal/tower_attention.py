@@ -106,7 +106,9 @@ def join_segments(model: nn.Module) -> None:
     AttentionInterface.register(NAME, attend_within_segments)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) not in REPLACED:
+        if not hasattr(config, "_attn_implementation"):
+            continue
+        if config._attn_implementation not in REPLACED:
             continue
         if "cu_seqlens" in inspect.signature(module.forward).parameters:
             # Not the public setter: it would set the implementations of parts of a config too.

@@ -1,4 +1,4 @@
-"""Read responses in the tokens of a reward model whose tokenizer or template is not the policy's."""
+"""Read responses in the tokens of a reward model that has another tokenizer or template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled products are bounded, and the bound holds in a process."""
+"""Compiled products are bounded, freed memory is kept, and both hold in a process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.utils import onednn_cache
-from lightrft.utils.onednn_cache import BYTES, CACHES, KEPT, bound_products, products_bytes
+from lightrft.utils import cpu_memory
+from lightrft.utils.cpu_memory import (
+    BYTES,
+    CACHES,
+    KEPT,
+    SETTINGS,
+    bound_products,
+    products_bytes,
+)
 
 GROWTH = """
 import json, sys, torch
@@ -63,9 +70,54 @@ def test_336_shapes_take_no_more_than_the_products_that_are_kept() -> None:
         "MALLOC_TRIM_THRESHOLD_": "262144",
         "OMP_NUM_THREADS": "1",
     }
-    path = str(Path(onednn_cache.__file__).resolve().parents[2])
+    path = str(Path(cpu_memory.__file__).resolve().parents[2])
     words = [sys.executable, "-c", GROWTH]
     said = subprocess.run(
         words, env={**kept, **back, "PYTHONPATH": path}, capture_output=True, text=True, check=True
     ).stdout
     assert json.loads(said) < 1.5 * KEPT * BYTES
+
+
+REUSE = """
+import resource
+from lightrft.utils.cpu_memory import keep_freed_memory
+import torch
+kept = keep_freed_memory() if {keep} else None
+torch.ones(2**20)
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def allocate():
+    # 48 MB, above every threshold of the C library
+    return torch.ones(12 * 2**20).sum()
+# An aligned tensor does not fit into the space of its equal. Two such spaces join first.
+for _ in range(10):
+    allocate()
+before = faults()
+for _ in range(5):
+    allocate()
+print(kept, faults() - before)
+"""
+PAGES = 5 * 48 * 2**20 // 4096
+
+
+def outcome(keep: bool, **environment: str) -> tuple[str, int]:
+    """Result of the call, and the page faults of five equal tensors after the first."""
+    clean = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    done = subprocess.run(
+        [sys.executable, "-c", REUSE.format(keep=keep)],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept, count = done.stdout.split()
+    return kept, int(count)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux is meant")
+def test_tensors_reuse_freed_memory_unless_the_environment_sets_the_allocator() -> None:
+    kept, few = outcome(keep=True)
+    assert kept == "True"
+    _, many = outcome(keep=False)
+    assert few < PAGES / 10 < many
+    assert outcome(keep=True, MALLOC_TOP_PAD_="131072")[0] == "False"
