@@ -9,8 +9,7 @@ from pathlib import Path
 
 from lightrft.cli.arguments import memory_errors, parse, quick_imports, set_threads, show_help
 from lightrft.cli.verbs import config_of
-from lightrft.config.verbs import DoctorConfig, PRMVerbConfig
-from lightrft.utils.errors import ConfigError
+from lightrft.config.verbs import DoctorConfig
 
 MARK = "doctor."
 
@@ -35,11 +34,6 @@ def run(arguments: Sequence[str]) -> int:
             others.append(argument)
     options = parse(DoctorConfig, own).settings
     config = config_of(options.verb, others).settings
-    if isinstance(config, PRMVerbConfig):
-        verb = f"lightrft {config.verb}"
-        raise ConfigError(
-            f"lightrft doctor does not know {verb} yet; run {verb} with train.steps=1"
-        )
     with quick_imports():
         set_threads(config.run.threads)
         from lightrft.diagnostics.doctor import run_doctor, to_json, to_text

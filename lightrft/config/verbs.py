@@ -347,9 +347,9 @@ JudgeConfigs: TypeAlias = JudgeSFTConfig | JudgeRLConfig | JudgeDPOConfig
 
 PolicyConfig: TypeAlias = RLConfig | SupervisedConfig
 """The settings of a verb that trains a policy."""
-EstimatedConfig: TypeAlias = PolicyConfig | RMConfig
-"""The settings of a verb whose memory and time ``lightrft doctor`` estimates."""
-TrainingConfig: TypeAlias = EstimatedConfig | PRMVerbConfig
+ScoringConfig: TypeAlias = RMConfig | PRMVerbConfig
+"""The settings of a verb that trains a model with a head for scores."""
+TrainingConfig: TypeAlias = PolicyConfig | ScoringConfig
 """The settings of a verb that trains."""
 
 
@@ -615,7 +615,7 @@ class DoctorConfig(Settings):
     the config that it examines."""
 
     verb: Literal[
-        "auto", "rl", "sft", "dpo", "kto", "rm", "distill", "grm-sft", "grm-rl", "grm-dpo"
+        "auto", "rl", "sft", "dpo", "kto", "rm", "prm", "distill", "grm-sft", "grm-rl", "grm-dpo"
     ] = "auto"
     """Verb whose config this is. ``auto`` takes the verb whose settings fit: ``rl`` where rewards
     or a teacher are named, else ``sft`` where it is possible."""

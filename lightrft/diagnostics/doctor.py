@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -20,25 +19,27 @@ from lightrft.config.verbs import (
     DistillVerbConfig,
     DoctorConfig,
     DPOConfig,
-    EstimatedConfig,
+    PRMVerbConfig,
     RLConfig,
     RMConfig,
+    ScoringConfig,
     SFTConfig,
     SupervisedConfig,
+    TrainingConfig,
 )
 from lightrft.datasets.chat_encoder import ChatEncoder, check_template
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
+from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import MOST_UNKNOWN, TOKENS, UNKNOWN
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.diagnostics import speed_probe
 from lightrft.diagnostics.doctor_distill import teacher_findings
+from lightrft.diagnostics.examined_device import device_of
 from lightrft.diagnostics.findings import Finding, Verdict
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers
-from lightrft.diagnostics.memory.formulas import size_of
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.diagnostics.memory.report import memory_findings, worker_findings
-from lightrft.models.attention import varlen_cuda
 from lightrft.models.families import context_length
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.models.loading.meta_device import dtype_of
@@ -50,6 +51,8 @@ from lightrft.trainer.checks.check_config import check
 from lightrft.trainer.checks.context_limits import check_bound
 from lightrft.trainer.distill.checks import check_distill
 from lightrft.trainer.preference.checks import check as check_preference_run
+from lightrft.trainer.process_model.run import check as check_process_run
+from lightrft.trainer.process_model.run import load_steps
 from lightrft.trainer.reward_model.checks import check as check_reward_run
 from lightrft.trainer.reward_model.run import load_examples
 from lightrft.trainer.supervised import check_supervised
@@ -79,7 +82,7 @@ class Report:
         return sum(f.verdict == "bad" for f in self.findings)
 
 
-def run_doctor(config: EstimatedConfig, options: DoctorConfig) -> Report:
+def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
     """Run all checks. A failed check becomes a finding and does not stop the others."""
     found: list[Finding] = []
     device = device_of(config, options)
@@ -97,7 +100,7 @@ def run_doctor(config: EstimatedConfig, options: DoctorConfig) -> Report:
     # Rewards and the probe need prompts.
     if data is None:
         return Report(tuple(found), memory, apart)
-    scores = not isinstance(config, RMConfig) and config.reward.calls_functions
+    scores = not isinstance(config, ScoringConfig) and config.reward.calls_functions
     if options.rows and scores:
         score = partial(_rewards, config, data, options.rows)
         _attempt(found, "reward", "terms", lambda: found.extend(score()))
@@ -105,58 +108,6 @@ def run_doctor(config: EstimatedConfig, options: DoctorConfig) -> Report:
         measure = partial(_measured, config, data, device, memory)
         _attempt(found, "time", "probe", lambda: found.extend(measure()))
     return Report(tuple(found), memory, apart)
-
-
-def device_of(config: EstimatedConfig, options: DoctorConfig) -> Device:
-    """Return the device of each process, as given or as found on this machine.
-
-    Raises ``ConfigError`` for an invalid memory size.
-    """
-    processes = config.launch.processes
-    kind = options.device
-    if kind == "auto":
-        kind = config.strategy.device
-        if kind == "auto":
-            kind = str(torch.accelerator.current_accelerator() or "cpu")
-        kind = kind.partition(":")[0]
-    if options.device_memory != "auto":
-        try:
-            return Device(kind, size_of(options.device_memory), processes, _kernel())
-        except ValueError as error:
-            raise ConfigError(f"doctor.device_memory = {error}") from None
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and kind == accelerator.type:
-        memory = _free_on_device()
-    elif kind == "cpu":
-        memory = _free_memory() // processes  # ranks on a CPU share its memory
-    else:
-        memory = 0
-    return Device(kind, memory, processes, _kernel())
-
-
-def _kernel() -> bool:
-    """Return True if torch has the GPU kernel for sequences of different lengths."""
-    return varlen_cuda.kernel() is not None
-
-
-def _free_on_device() -> int:
-    """Return the free bytes of the current accelerator, or 0 if torch cannot tell."""
-    try:
-        return torch.accelerator.get_memory_info()[0]
-    except (NotImplementedError, RuntimeError):  # not every backend reports its memory
-        return 0
-
-
-def _free_memory() -> int:
-    """Return the available bytes of CPU memory, or 0 if the system does not report them."""
-    file = Path("/proc/meminfo")
-    if not file.is_file():
-        return 0
-    for line in file.read_text(encoding="utf-8").splitlines():
-        # Not MemFree, which leaves out caches that the kernel gives up on demand.
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _attempt(
@@ -180,7 +131,7 @@ def _attempt(
         return None
 
 
-def _settings(config: EstimatedConfig, device: Device) -> Iterator[Finding]:
+def _settings(config: TrainingConfig, device: Device) -> Iterator[Finding]:
     found: list[Finding] = []
     if isinstance(config, RLConfig):
         _attempt(found, "settings", "algorithm, roles", lambda: check(config))
@@ -188,6 +139,8 @@ def _settings(config: EstimatedConfig, device: Device) -> Iterator[Finding]:
         _attempt(found, "settings", "preference", lambda: check_preference_run(config))
     elif isinstance(config, RMConfig):
         _attempt(found, "settings", "reward model", lambda: check_reward_run(config))
+    elif isinstance(config, PRMVerbConfig):
+        _attempt(found, "settings", "process model", lambda: check_process_run(config))
     elif isinstance(config, DistillVerbConfig):
         _attempt(found, "settings", "distill, teacher", lambda: check_distill(config))
     else:
@@ -201,7 +154,7 @@ def _settings(config: EstimatedConfig, device: Device) -> Iterator[Finding]:
     yield _dtype(dtype, device)
 
 
-def _strategy(config: EstimatedConfig, device: Device) -> Iterator[Finding]:
+def _strategy(config: TrainingConfig, device: Device) -> Iterator[Finding]:
     """Check the number of processes against the sharding settings."""
     strategy = config.strategy
     processes = device.processes
@@ -235,7 +188,7 @@ def _strategy(config: EstimatedConfig, device: Device) -> Iterator[Finding]:
 
 
 def _devices(
-    config: EstimatedConfig,
+    config: TrainingConfig,
     options: DoctorConfig,
     device: Device,
 ) -> Iterator[Finding]:
@@ -288,7 +241,7 @@ class _Data:
     prompts: PromptDataset | None
 
 
-def _data(config: EstimatedConfig, found: list[Finding]) -> _Data:
+def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
     """Check tokenizer, template and rows, and return them. Raises their errors."""
     tokenizer = local_tokenizer(config.model)
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
@@ -320,10 +273,12 @@ def _data(config: EstimatedConfig, found: list[Finding]) -> _Data:
     lengths = replace(_bounds(config), answer=max(1, longest - 1))
     if isinstance(examples, PreferenceDataset):
         lengths = replace(lengths, samples=examples.most_responses)
+    if isinstance(examples, ProcessDataset):
+        lengths = replace(lengths, steps=examples.most_steps)
     return _Data(tokenizer, lengths, None)
 
 
-def samples_preferences(config: EstimatedConfig) -> TypeGuard[DPOConfig]:
+def samples_preferences(config: TrainingConfig) -> TypeGuard[DPOConfig]:
     """Return True if the run compares responses that it samples."""
     return isinstance(config, DPOConfig) and config.online.group_size > 0
 
@@ -366,12 +321,14 @@ def _prompts(
 
 
 def _examples(
-    config: SupervisedConfig | RMConfig,
+    config: SupervisedConfig | ScoringConfig,
     tokenizer: PreTrainedTokenizerBase,
     processor: Processor | None,
-) -> SFTDataset | PreferenceDataset:
+) -> SFTDataset | PreferenceDataset | ProcessDataset:
     """Encode the rows that the run trains on."""
     max_tokens, seed = config.max_tokens, config.run.seed
+    if isinstance(config, PRMVerbConfig):
+        return load_steps(config, tokenizer, processor, config.data, "data")
     if isinstance(config, RMConfig):
         needs = reward_requirements(config.reward_model)
         return load_examples(config, needs, tokenizer, processor, config.data, "data")
@@ -391,7 +348,7 @@ def _examples(
     return SFTDataset(config.data, tokenizer, max_tokens=max_tokens, seed=seed, processor=processor)
 
 
-def _tokens(config: EstimatedConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def _tokens(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Check that a custom tokenizer agrees with the model's, and that a response can end."""
     if config.model.tokenizer is not None:
         own_model = config.model.model_copy(update={"tokenizer": None})
@@ -430,7 +387,7 @@ def _unknown(prompts: PromptDataset) -> Iterator[Finding]:
     yield Finding("data", verdict, "tokenizer", says)
 
 
-def _bounds(config: EstimatedConfig) -> Lengths:
+def _bounds(config: TrainingConfig) -> Lengths:
     """Return the lengths that settings allow, for when no data was loaded."""
     if isinstance(config, DistillVerbConfig) and config.distill.on_policy == 1:
         longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
@@ -438,7 +395,7 @@ def _bounds(config: EstimatedConfig) -> Lengths:
     if samples_preferences(config):
         longest, limit = config.data.max_prompt_tokens, config.sampling.max_new_tokens
         return Lengths(longest, limit, config.batch_size, config.online.group_size)
-    if isinstance(config, SupervisedConfig | RMConfig):
+    if isinstance(config, SupervisedConfig | ScoringConfig):
         # An example counts as one prompt token and a response, since all of its row is trained on.
         responses = RESPONSES if isinstance(config, DPOConfig | RMConfig) else 1
         return Lengths(1, config.max_tokens - 1, config.batch_size, responses)
@@ -450,7 +407,7 @@ def _bounds(config: EstimatedConfig) -> Lengths:
     )
 
 
-def _template(config: EstimatedConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
+def _template(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
     chat = config.data.apply_chat_template
     if chat == "auto":
         chat = config.data.template is None
@@ -526,7 +483,7 @@ def _context(config: SamplingVerb, longest: int) -> Finding:
     return Finding("data", "ok", "lengths", says)
 
 
-def _batch(config: EstimatedConfig, lengths: Lengths) -> Iterator[Finding]:
+def _batch(config: TrainingConfig, lengths: Lengths) -> Iterator[Finding]:
     budget = config.train.max_tokens_per_micro_batch
     if budget < lengths.longest:
         says = (
@@ -550,7 +507,7 @@ def _batch(config: EstimatedConfig, lengths: Lengths) -> Iterator[Finding]:
         yield Finding("settings", "warn", "launch.processes", says)
 
 
-def _rewards(config: EstimatedConfig, data: _Data, rows: int) -> Iterator[Finding]:
+def _rewards(config: TrainingConfig, data: _Data, rows: int) -> Iterator[Finding]:
     """Score the reference response of some rows, and an empty response.
 
     Args:
@@ -558,7 +515,7 @@ def _rewards(config: EstimatedConfig, data: _Data, rows: int) -> Iterator[Findin
         data: Its tokenizer and prompts.
         rows: Number of rows to score.
     """
-    if data.prompts is None or isinstance(config, RMConfig):
+    if data.prompts is None or isinstance(config, ScoringConfig):
         return
     count = min(rows, len(data.prompts))
     # Rewards do not read media, which may take long to decode.
@@ -615,7 +572,7 @@ def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
 
 
 def _measured(
-    config: EstimatedConfig,
+    config: TrainingConfig,
     data: _Data,
     device: Device,
     memory: MemoryEstimate | None,

@@ -324,3 +324,30 @@ def test_a_reward_model_is_examined_without_logits_and_without_rewards(
     bad = command(capsys, "doctor", *words, "reward_model.losses=[ordinal]")
     assert bad.status == 2
     assert "ordinal" in line(bad, "reward model")
+
+
+def test_a_process_reward_model_is_examined_with_the_steps_of_its_rows(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": f"{i}+1=", "completions": ["so", f"it is {i}", "done"], "labels": [1, 0, 1]}
+        for i in range(12)
+    ]
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    words = (
+        f"model={folder / 'model'}",
+        f"data.sources={steps}",
+        "doctor.verb=prm",
+        f"doctor.output={tmp_path / 'found.json'}",
+    )
+    found = command(capsys, "doctor", *words, "batch_size=4")
+    assert found.status == 0, found
+    assert "12 examples of 12 rows" in line(found, "rows")
+    said = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["memory"]
+    assert next(iter(said["models"])) == "process reward model"
+    names = [phase["name"] for phase in said["phases"]]
+    assert names == ["process reward model: forward", "process reward model: update"]
+    assert not said["problems"]
+    bad = command(capsys, "doctor", *words, "process_model.losses=[]")
+    assert bad.status == 2

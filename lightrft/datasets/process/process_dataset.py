@@ -23,6 +23,7 @@ from lightrft.datasets.row_tables import MalformedRow, Row
 from lightrft.datasets.row_warnings import UnknownText, note_text
 from lightrft.types import Media
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.lazy_imports import np
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -200,6 +201,11 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
     def ids(self) -> Sequence[str]:
         """Return the unique id of each example, in the order of the dataset."""
         return self._ids
+
+    @property
+    def most_steps(self) -> int:
+        """Return the largest number of steps of an example."""
+        return int(np.diff(np.asarray(self._kept["steps"], dtype=np.int64), prepend=0).max())
 
     def _separator(self) -> list[int]:
         """Return the tokens of the separator.

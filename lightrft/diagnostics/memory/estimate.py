@@ -14,9 +14,10 @@ from lightrft.config.train import TeacherConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
-    EstimatedConfig,
+    PRMVerbConfig,
     RLConfig,
-    RMConfig,
+    ScoringConfig,
+    TrainingConfig,
 )
 from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory, gradients, held, peak
 from lightrft.diagnostics.memory.phases import (
@@ -32,6 +33,7 @@ from lightrft.diagnostics.memory.phases import (
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.utils.cpu_memory import products_bytes
@@ -68,7 +70,7 @@ class MemoryEstimate:
         return peak(self.models, self.phases)[1]
 
 
-def estimate_memory(config: EstimatedConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
+def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
     """Return the memory of each of the ``device.processes`` ranks of ``config``.
 
     Raises ``ModelError`` for a model whose config cannot be used.
@@ -106,7 +108,7 @@ def estimate_memory(config: EstimatedConfig, lengths: Lengths, device: Device) -
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
 
 
-def workers(config: EstimatedConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
+def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
     """Return the memory of each worker of ``launch.ray`` with a model, by role.
 
     Args:
@@ -140,7 +142,7 @@ def workers(config: EstimatedConfig, lengths: Lengths, device: Device) -> dict[s
     return found
 
 
-def staffed(config: EstimatedConfig) -> list[str]:
+def staffed(config: TrainingConfig) -> list[str]:
     """Return the roles with a model that run in workers."""
     if not isinstance(config, RLConfig):
         return []
@@ -148,11 +150,11 @@ def staffed(config: EstimatedConfig) -> list[str]:
     return [role for name, role in ROLES.items() if staff[name]]
 
 
-def _models(config: EstimatedConfig) -> Iterator[Model]:
+def _models(config: TrainingConfig) -> Iterator[Model]:
     """Yield the models that a run loads, the policy first."""
     model = config.model
-    if isinstance(config, RMConfig):
-        yield _reward_model(config)
+    if isinstance(config, ScoringConfig):
+        yield _scoring_model(config)
         return
     yield _of("policy", model, trained=True)
     alone = model.model_copy(update={"lora": None})
@@ -211,14 +213,21 @@ def _teacher(name: str, policy: ModelConfig, teacher: TeacherConfig) -> Model:
     return _of(name, teacher_settings(policy, teacher), trained=False)
 
 
-def _reward_model(config: RMConfig) -> Model:
+def _scoring_model(config: ScoringConfig) -> Model:
     """Return the reward model that ``config`` trains. No weight of a language model is read."""
-    base, settings = config.model, config.reward_model
-    model = RewardModel.around(meta_model(base), base, settings, read_form(base.path))
+    base, inner = config.model, meta_model(config.model)
+    model: RewardModel | ProcessRewardModel
+    if isinstance(config, PRMVerbConfig):
+        name = "process reward model"
+        # the ids of the tokens of right and wrong steps do not change the memory
+        model = ProcessRewardModel(inner, base, config.process_model, verdicts=(0, 1))
+    else:
+        name = "reward model"
+        model = RewardModel.around(inner, base, config.reward_model, read_form(base.path))
     if base.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # heads are built on the host
-    return Model("reward model", model.to("meta"), True, base.load_in_4bit)
+    return Model(name, model.to("meta"), True, base.load_in_4bit)
 
 
 def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:

@@ -24,6 +24,7 @@ from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.attention.layouts import Packed, pack
 from lightrft.models.critic import Critic
+from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.strategy.activation_offload import stays
 from lightrft.strategy.base import TrainState
@@ -184,6 +185,7 @@ def largest_batch(
     answer_tokens: int,
     budget: int,
     layout: str,
+    steps: int = 1,
 ) -> Batch:
     """Build the largest micro-batch of a step, with prompts and responses of full length.
 
@@ -196,6 +198,7 @@ def largest_batch(
         answer_tokens: length of a response.
         budget: maximum number of tokens of the micro-batch.
         layout: layout of the model. In ``prefix_shared``, a prompt counts once per group.
+        steps: scored steps of a response, which a process reward model reads.
     """
     prompt_of: list[int] = []
     used = 0
@@ -204,21 +207,24 @@ def largest_batch(
             shares = layout == "prefix_shared" and sample
             cost = answer_tokens if shares else prompt_tokens + answer_tokens
             if prompt_of and used + cost > budget:
-                return _batch(prompt_of, prompt_tokens, answer_tokens)
+                return _batch(prompt_of, prompt_tokens, answer_tokens, steps)
             prompt_of.append(group)
             used += cost
-    return _batch(prompt_of, prompt_tokens, answer_tokens)
+    return _batch(prompt_of, prompt_tokens, answer_tokens, steps)
 
 
-def _batch(prompt_of: list[int], prompt_tokens: int, answer_tokens: int) -> Batch:
+def _batch(prompt_of: list[int], prompt_tokens: int, answer_tokens: int, steps: int) -> Batch:
     # Any token serves, since the meta device has no values.
     prompts = Segments.of([[0] * prompt_tokens for _ in range(max(prompt_of) + 1)])
     answers = Segments.of([[0] * answer_tokens for _ in prompt_of])
+    # The places of the steps do not change the memory.
+    ends = torch.arange(answer_tokens) < steps
     return Batch(
         prompts,
         answers,
         torch.tensor(prompt_of),
         sampled=torch.ones(answers.tokens.numel(), dtype=torch.bool),
+        step_ends=ends.repeat(len(prompt_of)),
     )
 
 
@@ -333,9 +339,13 @@ def _called(
     is_scored = isinstance(model, RewardModel)
     if is_scored:
         batch = model.ended(batch)
-    packed = pack(batch, model.layout, final=is_scored)
+    is_process = isinstance(model, ProcessRewardModel)
+    packed = pack(batch, model.layout, final=is_scored or is_process)
     targets = batch.responses.tokens.to("meta")
     longest = int(batch.prompts.lengths.max() + batch.lengths.max())
+    # One place in the rows for each step, whichever.
+    count = 0 if batch.step_ends is None else int(batch.step_ends.sum())
+    steps = torch.zeros(count, dtype=torch.long, device="meta")
     watch = AllocationTracker()
     plan = _Attention(watch)
     if written:
@@ -348,11 +358,15 @@ def _called(
         if isinstance(model, RewardModel):
             heads = model.outputs_of(every, packed, batch).values()
             return torch.stack([head.scores.sum() + head.outputs.sum() for head in heads]).sum()
+        if isinstance(model, ProcessRewardModel):
+            return model.logits_of(every.index_select(0, steps)).sum()
         states = every.index_select(0, packed.gather)
         if isinstance(model, Critic):
             return model.value(states).sum()
         if not isinstance(model, Actor):
-            raise TypeError(f"{type(model).__name__} is no actor, critic or reward model")
+            raise TypeError(
+                f"{type(model).__name__} is no actor, critic, reward model or process model"
+            )
         scores = model.score_states(states, targets, entropy=entropy)
         loss = scores.logprobs.sum()
         return loss if scores.entropy is None else loss + scores.entropy.sum()

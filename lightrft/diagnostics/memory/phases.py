@@ -12,7 +12,13 @@ from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import StrategyConfig
-from lightrft.config.verbs import DistillVerbConfig, DPOConfig, EstimatedConfig, RLConfig, RMConfig
+from lightrft.config.verbs import (
+    DistillVerbConfig,
+    DPOConfig,
+    RLConfig,
+    ScoringConfig,
+    TrainingConfig,
+)
 from lightrft.diagnostics.memory import meta_trace
 from lightrft.diagnostics.memory.formulas import (
     QUANTISED,
@@ -56,13 +62,15 @@ CHECKED_ROWS = 4
 class Lengths:
     """Lengths of the longest prompt and response in tokens, and the size of a step.
 
-    A step has ``groups`` prompts with ``samples`` responses each.
+    A step has ``groups`` prompts with ``samples`` responses each. A process reward model scores up
+    to ``steps`` steps of a response.
     """
 
     prompt: int
     answer: int
     groups: int
     samples: int
+    steps: int = 1
 
     @property
     def longest(self) -> int:
@@ -162,7 +170,7 @@ class ProcessProfile:
     computed.
     """
 
-    config: EstimatedConfig
+    config: TrainingConfig
     lengths: Lengths
     device: Device
     strategy: StrategyConfig
@@ -209,7 +217,7 @@ def drawing_answers(
     """
     config = place.config
     lengths = place.lengths
-    if isinstance(config, RMConfig):
+    if isinstance(config, ScoringConfig):
         return
     if evaluating or not generates(config):
         if not config.eval.data.sources:
@@ -274,6 +282,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
         lengths.answer,
         config.train.max_tokens_per_micro_batch,
         model.layout,
+        lengths.steps,
     )
     options = _trace_options(place, m)
     whole = _whole(place, m, backward=False)
@@ -357,7 +366,7 @@ def _updates(
         yield MemoryPhase(f"{m.name}: last gradients", last)
 
 
-def generates(config: EstimatedConfig) -> bool:
+def generates(config: TrainingConfig) -> bool:
     """Return True if training steps generate responses."""
     if isinstance(config, DistillVerbConfig):
         return config.distill.on_policy > 0
@@ -366,14 +375,14 @@ def generates(config: EstimatedConfig) -> bool:
     return isinstance(config, RLConfig)
 
 
-def compares_distributions(config: EstimatedConfig) -> bool:
+def compares_distributions(config: TrainingConfig) -> bool:
     """Return True if a loss compares the policy with a teacher over the vocabulary."""
     if isinstance(config, RLConfig):
         return config.algorithm.distill.whole
     return isinstance(config, DistillVerbConfig)
 
 
-def scored(config: EstimatedConfig) -> bool:
+def scored(config: TrainingConfig) -> bool:
     """Return True if the policy runs over the batch once more, without gradient."""
     if isinstance(config, DPOConfig):
         # Losses that couple the batch compute all log-probs first, and so does the reference of

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightrft.config.launch import LaunchConfig
-from lightrft.config.verbs import EstimatedConfig
+from lightrft.config.verbs import TrainingConfig
 from lightrft.diagnostics.findings import Finding
 from lightrft.diagnostics.memory.estimate import ROLES, MemoryEstimate
 from lightrft.diagnostics.memory.formulas import shown
@@ -45,7 +45,7 @@ def _resident() -> int:
 def memory_findings(
     found: MemoryEstimate,
     device: Device,
-    config: EstimatedConfig,
+    config: TrainingConfig,
 ) -> Iterator[Finding]:
     """Check the memory of each rank.
 
@@ -78,7 +78,7 @@ def worker_findings(
     found: dict[str, MemoryEstimate],
     ranks: MemoryEstimate | None,
     device: Device,
-    config: EstimatedConfig,
+    config: TrainingConfig,
 ) -> Iterator[Finding]:
     """Check the memory of workers with a model, and of devices shared by several processes.
 
@@ -171,7 +171,7 @@ def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(tuple(each) for each in living if len(each) > 1))
 
 
-def _spread(config: EstimatedConfig, device: Device) -> str:
+def _spread(config: TrainingConfig, device: Device) -> str:
     """Describe the part of a trained model that each process stores."""
     shares = shares_of(config.strategy, device.processes, device.kind, trained=True)
     parts = {

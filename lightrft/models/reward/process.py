@@ -269,12 +269,13 @@ class ProcessRewardModel(Backbone):
         at = torch.where(is_last, packed.final[row[places]], packed.gather[following])
         read = self.read_at(states, packed, at)
         # clone: hooks that wrap the output (FSDP) must not get a view
-        logits = read.part.whole(self._logits(read.states)).clone()
+        logits = read.part.whole(self.logits_of(read.states)).clone()
         scores = logits if self.settings.head == "regression" else logits.sigmoid()
         steps = torch.bincount(row[places], minlength=len(batch))
         return StepScores(scores, places, steps, logits)
 
-    def _logits(self, states: Tensor) -> Tensor:
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Return the logits ``[S]`` of steps from the states ``[S, H]`` at their ends."""
         if self.step_head is not None:
             return self.step_head(states)
         softcap, scale = head_transform(self.base.config, self.family)

@@ -10,6 +10,7 @@ import torch
 from lightrft.config.base import build
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.diagnostics.memory.formulas import kept_by_blocks
 from lightrft.diagnostics.memory.meta_trace import AllocationTracker, forward, largest_batch, update
@@ -17,6 +18,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import tiny_config, tiny_model
@@ -107,6 +109,28 @@ def test_a_traced_update_of_a_reward_model_holds_what_a_real_one_does(
         outputs = real.score(BATCH).values()
         loss = torch.stack([head.scores.sum() + head.outputs.sum() for head in outputs]).sum()
         strategy.backward(state, loss, last=True)
+        assert watch.live == pytest.approx(found.gradients, rel=0.01)
+    assert found.peak == pytest.approx(watch.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("head", ["mlp", "tokens"])
+def test_a_traced_update_of_a_process_model_holds_what_a_real_one_does(
+    tmp_path: Path, head: str
+) -> None:
+    settings = build(ProcessModelConfig, {"head": head})
+    config = saved(tmp_path, 3)
+    batch = largest_batch(2, 3, 16, 48, 400, "prefix_shared", steps=6)
+    assert batch.step_ends is not None and int(batch.step_ends.sum()) == 6 * len(batch)
+    traced = ProcessRewardModel(meta_model(config), config, settings, verdicts=(5, 6)).to("meta")
+    found = update(traced, batch, 1)
+    inner = tiny_model("qwen2", num_hidden_layers=3, **SIZES)
+    real = ProcessRewardModel(inner, config, settings, verdicts=(5, 6))
+    parameters = {name: p for name, p in real.named_parameters() if p.requires_grad}
+    state = TrainState(real, None, OptimizerConfig(), Masters(parameters, dict(parameters)))  # ty: ignore[invalid-argument-type]
+    strategy = SingleStrategy(StrategyConfig(device="cpu"))
+    real.train()
+    with AllocationTracker() as watch:
+        strategy.backward(state, real.score_steps(batch).logits.sum(), last=True)
         assert watch.live == pytest.approx(found.gradients, rel=0.01)
     assert found.peak == pytest.approx(watch.peak, rel=0.05)
 
