@@ -15,7 +15,9 @@ from lightrft.models.actor import Backbone, HiddenStates
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.reward.heads import WideLinear, draw_value_weights
+from lightrft.models.reward.saved_form import read_form
 from lightrft.types import Batch
+from lightrft.utils.errors import ModelError
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -81,10 +83,19 @@ class Critic(Backbone):
         return critic
 
     def load_value_head(self, path: str | Path) -> None:
-        """Load the value head of folder ``path``, if it holds one."""
+        """Load the value head of folder ``path``, if it holds one.
+
+        The reward head of a saved reward model also becomes the value head. The first value is then
+        the score plus ``score_mean / score_std``, since a value head has no bias. Raises
+        ``ModelError`` if that head is no linear function of the last state.
+        """
         saved = Path(path).expanduser() / VALUE_HEAD
         if saved.is_file():
             self.value_head.load_state_dict(load_file(saved))
+            return
+        weight = reward_weight(path)
+        if weight is not None:
+            self.value_head.load_state_dict({"weight": weight})
 
     def save(self, tokenizer: PreTrainedTokenizerBase | None, path: str | Path) -> None:
         """Write a folder that ``load`` reads back, value head included."""
@@ -120,3 +131,31 @@ class Critic(Backbone):
     def value(self, states: Tensor) -> Tensor:
         """Return V ``[...]`` of hidden ``states [..., H]``."""
         return self.value_head(states).squeeze(-1)
+
+
+def reward_weight(path: str | Path) -> Tensor | None:
+    """Return the weight ``[1, H]`` of the reward head in folder ``path``; ``None`` without one.
+
+    The deviation of the scores is divided out. Raises ``ModelError`` if the score is no linear
+    function of the state of the last token.
+    """
+    form = read_form(path)
+    if form is None:
+        return None
+    settings, head = form.settings, form.settings.heads[0]
+    why = ""
+    if settings.gate:
+        why = "its score is a mixture of heads by a gate"
+    elif head.kind != "linear":
+        why = f"its head {head.name!r} is of kind {head.kind}, not linear"
+    elif settings.pooling != "last":
+        why = f"its pooling is {settings.pooling}, not last"
+    elif form.is_cut:
+        why = f"it scores the inner layer {settings.layer}"
+    if why:
+        raise ModelError(
+            f"critic.path = {str(path)!r} holds a reward model that cannot start a critic: {why}; "
+            "name a reward model with a linear head on the last token, or a language model"
+        )
+    weight = form.tensors[f"heads.{head.name}.layers.weight"]
+    return weight / form.tensors["score_std"][0].to(weight.dtype)
