@@ -13,6 +13,7 @@ WORKERS = {
     "scorers": "scorer",
     "references": "reference",
     "teachers": "teacher",
+    "reward_models": "reward_model",
 }
 """Settings of ``RayConfig`` that give a role workers, mapped to the name of one such worker."""
 
@@ -49,6 +50,9 @@ class RayConfig(Settings):
     """Number of workers that each hold a copy of the reference; 0 holds it in the ranks."""
     teachers: int = Field(0, ge=0)
     """Number of workers that each hold a copy of the teacher; 0 holds it in the ranks."""
+    reward_models: int = Field(0, ge=0)
+    """Number of workers that each hold a copy of all reward models and judges; 0 holds them in the
+    ranks."""
     worker_cpus: float = Field(1.0, ge=0)
     """Processors that each worker asks for."""
     engine_devices: float | None = Field(None, gt=0, le=1)
@@ -71,7 +75,11 @@ class RayConfig(Settings):
     @property
     def staff(self) -> dict[str, int]:
         """Number of workers that each setting asks for."""
-        models = {"references": self.references, "teachers": self.teachers}
+        models = {
+            "references": self.references,
+            "teachers": self.teachers,
+            "reward_models": self.reward_models,
+        }
         return {"engines": self.engines, "scorers": self.scorers, **models}
 
     @property
@@ -92,7 +100,7 @@ class RayConfig(Settings):
             "engine_devices": ("engines",),
             "weights": ("engines",),
             "bucket_mb": ("engines",),
-            "model_devices": ("references", "teachers"),
+            "model_devices": ("references", "teachers", "reward_models"),
             "worker_cpus": tuple(self.staff),
             "call_timeout_minutes": tuple(self.staff),
         }

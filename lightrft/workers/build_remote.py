@@ -6,22 +6,28 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.requirements import Requirements
+from lightrft.config.model import ModelConfig
+from lightrft.config.reward import RewardConfig
 from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Maker, Worker
 from lightrft.models.actor import Actor
 from lightrft.models.processors import Processor
+from lightrft.rewards.base import RewardScorer
 from lightrft.roles import Roles
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
 from lightrft.workers.local import local_roles, reference_model, teacher_model
 from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
+from lightrft.workers.reward_model_workers import RemoteModelScorer, reward_model_worker
 from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
+from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.weight_sync import WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 
@@ -128,6 +134,19 @@ class RemoteRoleBuilder:
         )
         return RemoteTeacher(workers, self.limits, strategy.device)
 
+    def reward_model(
+        self,
+        scorer: RewardScorer,
+        reward: RewardConfig,
+        policy: ModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+    ) -> RewardScorer:
+        """Build the scorer by reward models. See ``with_reward_models`` for the arguments."""
+        make = partial(reward_model_worker, reward, policy, self.strategy, self.threads)
+        found = RemoteModelScorer(scorer, reward, self.hire("reward_model", make), self.limits)
+        return CombiningScorer(found, reward, found.names()) if reward.combines else found
+
 
 def check_workers(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` for workers of a role that the run lacks or cannot run remotely."""
@@ -136,6 +155,8 @@ def check_workers(config: RLConfig, requirements: Requirements) -> None:
     idle: dict[str, str] = {}
     if not config.reward.calls_functions:
         idle["scorers"] = "reward.terms is empty"
+    if not config.reward.models and not config.reward.judges:
+        idle["reward_models"] = "reward.models and reward.judges are empty"
     if not requirements.reference:
         idle["references"] = "no part in force reads a reference; set algorithm.kl"
     if algorithm.distill.kind == "none":

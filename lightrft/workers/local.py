@@ -141,13 +141,38 @@ def with_reward_models(
         tokenizer: tokenizer of the policy.
         device: device of the reward models.
     """
+    names: list[str] = []
+    for made in model_scorers(config, policy, tokenizer, device):
+        made.inner = scorer
+        scorer = made
+        if isinstance(made, ModelScorer):
+            names = [model.name for model in made.models]
+    return CombiningScorer(scorer, config, names) if config.combines else scorer
+
+
+def model_scorers(
+    config: RewardConfig,
+    policy: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> list[ModelScorer | JudgeScorer]:
+    """Load the models of ``reward.models`` and ``reward.judges``, each with its scorer.
+
+    The scorers have no other scorer inside yet.
+
+    Args:
+        config: settings of the rewards.
+        policy: settings of the policy.
+        tokenizer: tokenizer of the policy.
+        device: device of the models.
+    """
+    found: list[ModelScorer | JudgeScorer] = []
     models = scoring_models(config.models, policy, tokenizer, device)
     if models:
-        scorer = ModelScorer(scorer, models, device)
+        found.append(ModelScorer(NullScorer(None), models, device))
     if config.judges:
-        scorer = JudgeScorer(scorer, open_judges(config, policy, device))
-    names = [model.name for model in models]
-    return CombiningScorer(scorer, config, names) if config.combines else scorer
+        found.append(JudgeScorer(NullScorer(None), open_judges(config, policy, device)))
+    return found
 
 
 def policy_scorer(
@@ -199,7 +224,8 @@ def local_roles(
         policy = TrainableModel(
             actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step))
         )
-        scorer = with_reward_models(scorer, config.reward, config.model, tokenizer, strategy.device)
+        with_models = apart.get("reward_model", with_reward_models)
+        scorer = with_models(scorer, config.reward, config.model, tokenizer, strategy.device)
         return Roles(
             strategy=strategy,
             reference=apart["reference"]()

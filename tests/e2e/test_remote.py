@@ -13,13 +13,20 @@ import pytest
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import build, deep_merge
+from lightrft.config.model import ModelConfig
+from lightrft.config.reward_model import RewardModelConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Maker
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.roles import Roles
 from lightrft.trainer import rl
+from lightrft.utils.errors import ConfigError
+from lightrft.workers.build_remote import check_workers
 from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
 from lightrft.workers.local import local_roles
 from lightrft.workers.model_workers import RemoteReference, frozen_model_worker
@@ -161,6 +168,63 @@ def test_a_run_with_a_moving_reference_goes_on_with_its_whole_teacher_in_a_worke
         row["policy/divergence"] > 0 and row["prm/optimizer_steps"]
         for row in read_rows(whole / "metrics.jsonl")[1:]
     )
+
+
+class TwoEach(Office):
+    """Two workers of each kind."""
+
+    workers: dict[str, ProcessWorker]
+
+    def __init__(self) -> None:
+        self.workers = {}
+
+    def hire(self, kind: str, make: Maker) -> list[ProcessWorker]:
+        self.workers |= {f"{kind} {i}": ProcessWorker(f"{kind} {i}", make) for i in range(2)}
+        return [self.workers[f"{kind} {i}"] for i in range(2)]
+
+
+def test_reward_models_and_judges_in_workers_give_the_numbers_of_one_process_also_when_killed(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = ModelConfig(path=tree["model"]["path"])
+    tokenizer = load_tokenizer(base)
+    RewardModel.load(base, RewardModelConfig(), seed=3).save(tokenizer, tmp_path / "rm")
+    other = tiny_tokenizer(chars="0123456789+= ")
+    stranger = tiny_model("llama", seed=4, hidden_size=32, vocab_size=len(other))
+    RewardModel(stranger, ModelConfig(), RewardModelConfig(), seed=5).save(
+        other, tmp_path / "other"
+    )
+    reward = {
+        "models": [
+            {"path": str(tmp_path / "rm"), "name": "own"},
+            {"path": str(tmp_path / "other"), "name": "other", "weight": 0.5},
+        ],
+        "judges": [{"path": base.path, "form": "rating", "read": "probability", "scale": [0, 9]}],
+        "gates": {"own": "other"},
+        "gate_threshold": -100.0,
+    }
+    tree = deep_merge(tree, {**PRESETS["grpo"], "reward": reward, "train": {"steps": 2}})
+    one = train(tree, "one")
+    office = TwoEach()
+    monkeypatch.setattr(rl, "current_allocator", lambda: office)
+    found = train(
+        tree,
+        "workers",
+        Killer(office, "reward_model 1"),  # type: ignore[arg-type]
+        launch={"kind": "ray", "ray": {"reward_models": 2}},
+    )
+    check_equal(found, one)
+    assert restarts(found) == {"scorer": 1}
+    rows = read_rows(found / "metrics.jsonl")
+    assert all(row["scorer/scored"] and row["scorer/judgements"] for row in rows if "loss" in row)
+
+
+def test_workers_of_reward_models_without_a_model_are_refused(tree: dict[str, Any]) -> None:
+    config = build(
+        RLConfig, deep_merge(tree, {"launch": {"kind": "ray", "ray": {"reward_models": 1}}})
+    )
+    with pytest.raises(ConfigError, match=r"launch.ray.reward_models = 1 changes nothing"):
+        check_workers(config, Requirements.of(config.algorithm))
 
 
 def test_pictures_reach_roles_in_workers(

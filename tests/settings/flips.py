@@ -516,6 +516,7 @@ FLIPS: dict[str, Flip] = {
     "launch.ray.scorers": Flip(2, "on_ray", RAY),
     "launch.ray.references": Flip(2, "on_ray", RAY),
     "launch.ray.teachers": Flip(2, "on_ray", RAY),
+    "launch.ray.reward_models": Flip(2, "on_ray", RAY),
     "launch.ray.worker_cpus": Flip(0.5, "on_ray", STAFF),
     "launch.ray.engine_devices": Flip(0.5, "on_ray", STAFF),
     "launch.ray.model_devices": Flip(0.5, "on_ray", STAFF),

@@ -65,7 +65,9 @@ class CollectingScorer:
     def take_counts(self) -> dict[str, int]:
         """See ``HasEventCounts``. The counts of ``inner`` are among them."""
         found, self.counts = self.counts, Counter(dict.fromkeys(self.events, 0))
-        return {**counts_of(self.inner), **found}
+        # Scorers by models of several kinds count some events by the same name.
+        found.update(counts_of(self.inner))
+        return dict(found)
 
     def close(self) -> None:
         """See ``RewardScorer.close``."""
