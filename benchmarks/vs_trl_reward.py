@@ -1,10 +1,10 @@
 """Compare steps of reward models with TRL's ``RewardTrainer``: time, CPU time and memory.
 
-    python benchmarks/vs_trl_reward.py [--rounds 3] [--cases pairs ranked image] [--out DIR]
+    python benchmarks/vs_trl_reward.py [--rounds 3] [--cases pairs ranked image image_ranked] [--out DIR]
 
 As ``vs_trl_preference.py``, whose rounds and report these are. ``pairs`` are texts. ``ranked`` are
 four ranked responses to a prompt: one row of lightrft, and all six pairs of it for TRL. ``image``
-has a picture in each prompt. TRL's trainer reads texts alone, so that its side gets tokens and
+and ``image_ranked`` have a picture in each prompt. TRL's trainer reads texts alone, so that its side gets tokens and
 pixels from a collator here, and a Qwen2.5-VL with a linear head. Both sides compute the same loss
 and gradients (``tests/numbers/test_reward_losses.py`` has the loss of TRL).
 
@@ -40,6 +40,7 @@ CASES = {
     "pairs": Case("rm", 256, 256, 8, 4, {"seconds": 1.5}),
     "ranked": Case("ranked", 256, 256, 4, 4, {"seconds": 2.5}),
     "image": Case("rm", 64, 64, 4, 3, {"seconds": 2.5}, side=16),
+    "image_ranked": Case("ranked", 64, 64, 2, 3, {"seconds": 2.5}, side=16),
 }
 RANKED = 4
 """Responses of a ranking."""

@@ -389,6 +389,11 @@ class EvalRMConfig(Settings):
     """Generation of judgements, for ``judgement``."""
     data: RewardDataConfig = RewardDataConfig(shuffle=False)
     """Prompts with their responses."""
+    steps: ProcessDataConfig | None = None
+    """Responses whose steps have labels, such as ProcessBench, for a process reward model. They
+    take the place of ``data``."""
+    threshold: float | None = Field(None, gt=0, lt=1)
+    """Smallest score of a right step, for ``steps``; ``null`` takes the threshold of the model."""
     max_tokens: int = Field(4096, ge=2)
     """Longest prompt with one response, in tokens. ``data.overlong_prompts`` says what happens to
     longer ones."""

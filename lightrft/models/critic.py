@@ -15,7 +15,8 @@ from lightrft.models.actor import Backbone, HiddenStates
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.reward.heads import WideLinear, draw_value_weights
-from lightrft.models.reward.saved_form import read_form
+from lightrft.models.reward.other_layouts import read_other_form
+from lightrft.models.reward.saved_form import PROCESS_FILE, read_form
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
 
@@ -139,7 +140,12 @@ def reward_weight(path: str | Path) -> Tensor | None:
     The deviation of the scores is divided out. Raises ``ModelError`` if the score is no linear
     function of the state of the last token.
     """
-    form = read_form(path)
+    if (Path(path).expanduser() / PROCESS_FILE).is_file():
+        raise ModelError(
+            f"critic.path = {str(path)!r} holds a process reward model, whose head scores steps "
+            "alone; name a reward model with a linear head on the last token, or a language model"
+        )
+    form = read_form(path) or read_other_form(ModelConfig(path=str(path)), None)
     if form is None:
         return None
     settings, head = form.settings, form.settings.heads[0]

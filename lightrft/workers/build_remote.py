@@ -142,7 +142,15 @@ class RemoteRoleBuilder:
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
     ) -> RewardScorer:
-        """Build the scorer by reward models. See ``with_reward_models`` for the arguments."""
+        """Build the scorer by reward models and judges.
+
+        Args:
+            scorer: scores responses by functions.
+            reward: settings of the rewards.
+            policy: settings of the policy.
+            tokenizer: tokenizer of the policy. Workers load their own.
+            device: device of the ranks. Workers have their own.
+        """
         make = partial(reward_model_worker, reward, policy, self.strategy, self.threads)
         found = RemoteModelScorer(scorer, reward, self.hire("reward_model", make), self.limits)
         return CombiningScorer(found, reward, found.names()) if reward.combines else found

@@ -18,11 +18,10 @@ from lightrft.learner.process_model.step import (
     process_to_batch,
     step_hits,
 )
-from lightrft.learner.reward_model.step import verify_layout
+from lightrft.learner.reward_model.step import LayoutChecked, verify_layout
 from lightrft.learner.sft_step import with_sources
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.observability.metrics import Mean, Metrics, Sum
-from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, rows_of
 
@@ -32,7 +31,7 @@ Judged = dict[str, list[tuple[int, int]]]
 
 def evaluate_process_model(
     strategy: Strategy,
-    trained: TrainableModel[ProcessRewardModel],
+    trained: LayoutChecked[ProcessRewardModel],
     dataset: ProcessDataset,
     settings: ProcessModelSettings,
     batch_size: int,

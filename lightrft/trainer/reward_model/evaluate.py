@@ -42,6 +42,7 @@ from lightrft.rollout.eval_results.summary import EvalSummary
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.inference import run_eval
+from lightrft.trainer.process_model.evaluate import process_folder, run_eval_steps
 from lightrft.trainer.reward_model.judge_evaluation import as_evaluation
 from lightrft.trainer.reward_model.results import (
     RESULTS,
@@ -86,6 +87,13 @@ def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
             model has no such head.
         DataError: If no two responses to a prompt can be compared.
     """
+    if config.steps is not None:
+        return run_eval_steps(config)
+    if config.threshold is not None:
+        raise ConfigError(
+            f"threshold = {config.threshold} changes nothing: it judges steps, and steps is not "
+            "set; name rows with labelled steps, or leave it out"
+        )
     if not config.data.sources:
         raise ConfigError(
             "data.sources is empty; name rows with chosen and rejected, ranked or rated "
@@ -132,6 +140,11 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
     """Load model and rows."""
     settings = config.model.model_copy(update={"path": model_folder(config.model.path)})
     tokenizer = local_tokenizer(settings)
+    if process_folder(config.model.path):
+        raise ConfigError(
+            f"model.path = {config.model.path!r} is a process reward model, which scores steps; "
+            "set steps, e.g. steps.sources=processbench.jsonl"
+        )
     if not (read_form(settings.path) or find_other_head(settings)):
         raise ConfigError(
             f"model.path = {settings.path!r} has no head of a reward model; to evaluate it as a "

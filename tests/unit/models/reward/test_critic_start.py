@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from lightrft.config.model import ModelConfig
+from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.models.critic import Critic
 from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError
@@ -56,3 +59,22 @@ def test_other_reward_heads_are_refused(tmp_path: Path, form: dict[str, Any], wh
     reward.save(tiny_tokenizer(), config.path)
     with pytest.raises(ModelError, match=why):
         Critic.load(config)
+
+
+def test_the_head_of_a_classifier_of_transformers_starts_a_critic_and_its_bias_is_left_out(
+    tmp_path: Path,
+) -> None:
+    classifier = AutoModelForSequenceClassification.from_config(
+        tiny_model("qwen2").config, num_labels=1
+    )
+    classifier.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    critic = Critic.load(ModelConfig(path=str(tmp_path), dtype="float32"))
+    assert torch.equal(critic.value_head.weight, classifier.score.weight)
+
+
+def test_a_process_reward_model_is_refused(tmp_path: Path) -> None:
+    reward = ProcessRewardModel(tiny_model("qwen2"), None, ProcessModelConfig())
+    reward.save(tiny_tokenizer(), tmp_path)
+    with pytest.raises(ModelError, match="process reward model, whose head scores steps"):
+        Critic.load(ModelConfig(path=str(tmp_path)))
