@@ -90,8 +90,11 @@ class Seen:
 
 
 @contextmanager
-def judge_at(folder: Path, seconds: float = 0.0) -> Generator[tuple[str, Seen]]:
-    """Serve ``folder``, each request for at least ``seconds``, and yield what the server sees."""
+def judge_at(folder: Path, seconds: float = 0.0, together: int = 1) -> Generator[tuple[str, Seen]]:
+    """Serve ``folder``, each request for at least ``seconds``, and yield what the server sees.
+
+    A request waits for others until ``together`` of them are open, but not for long.
+    """
     seen = Seen()
     with judge_server(folder) as (url, server):
         enter = server.http._answer
@@ -103,6 +106,11 @@ def judge_at(folder: Path, seconds: float = 0.0) -> Generator[tuple[str, Seen]]:
             seen.open += 1
             seen.most = max(seen.most, seen.open)
             await asyncio.sleep(seconds)
+            for _ in range(100):
+                # A busy machine may start the threads of a client one after the other.
+                if seen.most >= together:
+                    break
+                await asyncio.sleep(0.01)
             seen.open -= 1
             return await enter(endpoint, request)
 

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lightrft.config.base import build, deep_merge
-from lightrft.config.verbs import DistillVerbConfig, DPOConfig, KTOConfig, RMConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, KTOConfig, PRMVerbConfig, RMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceExample
 from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.models.families import FAMILIES
@@ -26,6 +26,7 @@ from lightrft.models.tiny import save_tiny_media
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.distill.run import run_distill
 from lightrft.trainer.preference.run import run_preference
+from lightrft.trainer.process_model.run import run_process_model
 from lightrft.trainer.reward_model.run import run_reward_model
 from lightrft.types import Batch
 from tests.e2e.command import command
@@ -39,6 +40,7 @@ VERBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "kto": (KTOConfig, run_preference),
     "distill": (DistillVerbConfig, run_distill),
     "rm": (RMConfig, run_reward_model),
+    "prm": (PRMVerbConfig, run_process_model),
 }
 POLICIES = ("dpo", "kto", "distill")
 ADAPTERS = {"lora": {"rank": 4}, "dora": {"rank": 4, "dora": True}}
@@ -71,7 +73,7 @@ def media_of(kind: str, folder: Path, i: int) -> Row:
 
 def write_rows(folder: Path, kinds: list[str]) -> None:
     """Write the rows of every verb: two with each of ``kinds``, one of whose responses is right."""
-    pairs, labelled, answered = [], [], []
+    pairs, labelled, answered, steps = [], [], [], []
     for kind in kinds:
         for i in range(2):
             asked = {"prompt": f"{kind} {i}?", **media_of(kind, folder, i)}
@@ -79,7 +81,9 @@ def write_rows(folder: Path, kinds: list[str]) -> None:
             answer = f"{kind[0]}{i}" if i else "none at all"
             labelled.append({**asked, "completion": answer, "label": bool(i)})
             answered.append({**asked, "response": f"{kind[0]}{i}"})
-    for verb, rows in zip(VERBS, (pairs, labelled, answered, pairs), strict=True):
+            taken = [f"{kind[0]}{i}", "none at all"]
+            steps.append({**asked, "completions": taken, "labels": [True, False]})
+    for verb, rows in zip(VERBS, (pairs, labelled, answered, pairs, steps), strict=True):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{verb}.jsonl").write_text(text)
 
@@ -119,7 +123,7 @@ def train(tmp_path: Path) -> Run:
             "model": {"path": str(folder / "model"), "dtype": "float32"},
             "data": {"sources": [{"path": str(folder / f"{verb}.jsonl")}]},
             "batch_size": len((folder / f"{verb}.jsonl").read_text().splitlines()),
-            "optimizer": {"lr": 1e-2},
+            "optimizer": {"lr": 1e-3 if verb == "prm" else 1e-2},
             "train": {"steps": 2},
             "log": {"tensorboard": False},
         }
@@ -165,11 +169,11 @@ def test_adapters_alone_are_trained_and_resume_bit_for_bit(train, plain, tmp_pat
     lora = {"model": {"lora": ADAPTERS[adapters]}}
     rows = train(verb, plain, lora)
     assert rows[1]["loss"] < rows[0]["loss"]
-    role = "reward_model" if verb == "rm" else "policy"
+    role = "reward_model" if verb in ("rm", "prm") else "policy"
     state = load_file(tmp_path / f"run/checkpoints/step_000002/{role}/state.safetensors")
     trained = {name for name in state if name.startswith("weights/")}
-    heads = {name for name in trained if name.startswith("weights/heads.")}
-    assert bool(heads) == (verb == "rm")
+    heads = {name for name in trained if "head" in name}
+    assert bool(heads) == (verb in ("rm", "prm"))
     trained -= heads
     assert trained and all("lora_" in name for name in trained)
     assert any("magnitude" in name for name in trained) == (adapters == "dora")

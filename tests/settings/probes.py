@@ -453,7 +453,7 @@ def verdicts(tree: Tree, folder: Path) -> Any:
 def asked_over_http(tree: Tree, folder: Path) -> Any:
     """The scores by a served judge, the keys that the server got, and the most requests at once."""
     (root,) = {Path(tree["model"]["path"]).parent}
-    with judge_at(root / "policy", seconds=0.3) as (url, seen):
+    with judge_at(root / "policy", seconds=0.3, together=2) as (url, seen):
         judges = [
             {**term, "url": url if term["url"] == "http://judge" else term["url"]}
             for term in tree["reward"]["judges"]

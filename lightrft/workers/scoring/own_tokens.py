@@ -16,7 +16,10 @@ from lightrft.datasets.conversations.conversation_encoder import ConversationEnc
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
 from lightrft.types import Batch, Prompt, Rollout, Segments
-from lightrft.utils.errors import ConfigError, DataError
+from lightrft.utils.errors import ConfigError, DataError, ModelError
+
+EXCHANGE = ({"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "It is 2."})
+"""A conversation that every template can render."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,8 @@ def own_tokens(
         context: Most tokens that the reward model reads. ``None`` for no limit.
 
     Raises:
-        ConfigError: The model must read the policy's tokens, and has another vocabulary.
+        ConfigError: The model must read the policy's tokens, and has another vocabulary. Or its
+            chat template changes a prompt once a response follows.
     """
     theirs = load_tokenizer(config)
     differ = len(tokenizer.get_vocab().items() ^ theirs.get_vocab().items())
@@ -151,8 +155,12 @@ def own_tokens(
     wanted = bool(differ) or other_template if term.reencode is None else term.reencode
     if not wanted:
         return None
-    processor = load_processor(config, theirs)
-    return OwnTokens(ConversationEncoder(theirs, processor, MediaConfig()), context)
+    encoder = ConversationEncoder(theirs, load_processor(config, theirs), MediaConfig())
+    try:
+        encoder.sample(EXCHANGE, key)
+    except ModelError as error:
+        raise ConfigError(f"{key}.path = {term.path!r}: {error}") from error
+    return OwnTokens(encoder, context)
 
 
 def _asked(prompt: Prompt) -> list[dict[str, object]]:

@@ -149,6 +149,16 @@ def test_the_setting_decides_and_the_same_tokens_and_template_are_not_rendered_a
     assert load(folder, own, reencode=False).own is None
 
 
+def test_a_template_that_changes_the_prompt_once_a_response_follows_is_refused(
+    folder: Path, policy: object, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
+    RewardModel.open(folder).save(tokenizer, tmp_path)
+    with pytest.raises(ConfigError, match=r"reward.models.0.path.*chat template"):
+        load(tmp_path, policy)
+
+
 def test_pictures_are_read_by_the_model_s_own_processor_as_in_its_training(tmp_path: Path) -> None:
     Image.new("RGB", (24, 20), (250, 10, 90)).save(tmp_path / "a.png")
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which colour?"}]
