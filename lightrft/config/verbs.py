@@ -389,7 +389,7 @@ class EvalRMConfig(Settings):
     """Generation of judgements, for ``judgement``."""
     data: RewardDataConfig = RewardDataConfig(shuffle=False)
     """Prompts with their responses."""
-    steps: ProcessDataConfig | None = None
+    steps: ProcessDataConfig = ProcessDataConfig(shuffle=False)
     """Responses whose steps have labels, such as ProcessBench, for a process reward model. They
     take the place of ``data``."""
     threshold: float | None = Field(None, gt=0, lt=1)

@@ -72,7 +72,8 @@ class Critic(Backbone):
             dtype: Dtype of the weights. ``None`` uses ``config.dtype``.
             seed: Seed of the head's initial weights.
         """
-        model, unread = build_model(config, device, dtype)
+        # files of reward models often lack the output head, which is not used
+        model, unread = build_model(config, device, dtype, output_head=False)
         critic = cls(model, config, seed=seed)
         critic.unread = unread
         if unread is not None:  # the head is initialised here, not read with the other weights

@@ -33,6 +33,7 @@ VERBS = (
         configs.PRMVerbConfig,
         configs.EvaluateConfig,
         configs.EvalRMConfig,
+        configs.LabelStepsConfig,
         configs.GenerateConfig,
         configs.ChatConfig,
         configs.DistillVerbConfig,

@@ -111,14 +111,14 @@ def test_another_threshold_and_smaller_parts_change_what_they_should(
         (
             "prm",
             ["data.sources={folder}/gsm8k.jsonl"],
-            "is a process reward model, which scores steps; set steps",
+            "is a process reward model, which scores steps; set steps.sources",
         ),
-        ("prm", ["steps.shuffle=false"], "steps.sources is empty"),
-        ("prm", ["threshold=0.2"], "threshold = 0.2 changes nothing"),
+        ("prm", ["steps.shuffle=true"], "steps changes nothing"),
+        ("prm", ["threshold=0.2"], "threshold changes nothing"),
         (
             "prm",
             ["steps.sources={folder}/gsm8k.jsonl", "data.sources={folder}/gsm8k.jsonl"],
-            "data and steps are both set",
+            "data.sources and steps.sources are both set",
         ),
         ("plain", ["steps.sources={folder}/gsm8k.jsonl"], "holds no process reward model"),
     ],

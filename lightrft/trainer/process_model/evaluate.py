@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
 
-from lightrft.config.data import ProcessDataConfig
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.row_warnings import check_text
@@ -53,19 +52,17 @@ def run_eval_steps(config: EvalRMConfig) -> EvalSummary:
     (arXiv 2412.06559) reports it over its subsets.
 
     Args:
-        config: Settings of the evaluation, with ``steps``.
+        config: Settings of the evaluation, with rows in ``steps``.
 
     Raises:
         ConfigError: There are rows of responses too, or the run folder belongs to another
             evaluation.
         DataError: A row cannot be used.
     """
-    steps = config.steps
-    assert steps is not None
     if config.data.sources:
-        raise ConfigError("data and steps are both set; evaluate responses and steps one by one")
-    if not steps.sources:
-        raise ConfigError("steps.sources is empty; name rows with labelled steps")
+        raise ConfigError(
+            "data.sources and steps.sources are both set; evaluate responses and steps one by one"
+        )
     path = Path(config.run.dir).expanduser() / config.run.name
     began = time.perf_counter()
     ignored = ("run", "batch_size", "max_tokens_per_micro_batch", "strategy.device")
@@ -73,7 +70,7 @@ def run_eval_steps(config: EvalRMConfig) -> EvalSummary:
         path, config, resume=config.run.resume, overwrite=config.run.overwrite, ignore=ignored
     )
     with folder:
-        metrics, rows = _measured(config, steps)
+        metrics, rows = _measured(config)
         about = {
             "verb": "eval-rm",
             "model": config.model.path,
@@ -85,10 +82,9 @@ def run_eval_steps(config: EvalRMConfig) -> EvalSummary:
     return EvalSummary(metrics, {})
 
 
-def _measured(
-    config: EvalRMConfig, steps: ProcessDataConfig
-) -> tuple[dict[str, float], dict[str, int]]:
+def _measured(config: EvalRMConfig) -> tuple[dict[str, float], dict[str, int]]:
     """Return the metrics of the steps, and the counts of their rows."""
+    steps = config.steps
     own = process_folder(config.model.path) or config.model.path
     settings = config.model.model_copy(update={"path": own})
     tokenizer = local_tokenizer(settings)

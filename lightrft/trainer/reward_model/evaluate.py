@@ -87,12 +87,15 @@ def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
             model has no such head.
         DataError: If no two responses to a prompt can be compared.
     """
-    if config.steps is not None:
+    if config.steps.sources:
         return run_eval_steps(config)
-    if config.threshold is not None:
+    unread = "threshold" if config.threshold is not None else ""
+    if config.steps != EvalRMConfig().steps:
+        unread = "steps"
+    if unread:
         raise ConfigError(
-            f"threshold = {config.threshold} changes nothing: it judges steps, and steps is not "
-            "set; name rows with labelled steps, or leave it out"
+            f"{unread} changes nothing: it is for labelled steps, and steps.sources is empty; name "
+            "rows with labelled steps, or leave it out"
         )
     if not config.data.sources:
         raise ConfigError(
@@ -143,7 +146,7 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
     if process_folder(config.model.path):
         raise ConfigError(
             f"model.path = {config.model.path!r} is a process reward model, which scores steps; "
-            "set steps, e.g. steps.sources=processbench.jsonl"
+            "set steps.sources, e.g. to processbench.jsonl"
         )
     if not (read_form(settings.path) or find_other_head(settings)):
         raise ConfigError(

@@ -61,12 +61,12 @@ def test_other_reward_heads_are_refused(tmp_path: Path, form: dict[str, Any], wh
         Critic.load(config)
 
 
-def test_the_head_of_a_classifier_of_transformers_starts_a_critic_and_its_bias_is_left_out(
+def test_the_head_of_a_classifier_of_transformers_starts_a_critic(
     tmp_path: Path,
 ) -> None:
-    classifier = AutoModelForSequenceClassification.from_config(
-        tiny_model("qwen2").config, num_labels=1
-    )
+    config = tiny_model("qwen2").config
+    config.num_labels = 1
+    classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     critic = Critic.load(ModelConfig(path=str(tmp_path), dtype="float32"))
