@@ -15,6 +15,7 @@ from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model import RewardModelConfig
 from lightrft.config.verbs import RMConfig
+from lightrft.learner.reward_model import outputs
 from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
 from lightrft.models.processors import load_processor
 from lightrft.models.reward.reward_model import RewardModel
@@ -226,6 +227,65 @@ def test_bad_rows_and_settings_are_refused_or_counted(world, evaluate, tmp_path)
     assert_refused(evaluate(only, name="ties"), "no prompt has two responses with different")
     assert_refused(evaluate(mixed, "head=othr", name="head"), "did you mean 'other'")
     assert_refused(evaluate("[]", name="none"), "data.sources is empty")
+
+
+def test_worst_limits_the_pairs_of_the_report_to_the_most_wrong(world, evaluate, tmp_path):
+    turned = [
+        {**row, "chosen": row["rejected"], "rejected": row["chosen"]}
+        for row in lines(world / "pairs.jsonl")
+    ]
+    rows = str(write(tmp_path / "turned.jsonl", turned))
+
+    def shown(count: int) -> list[Row]:
+        found = evaluate(rows, f"worst={count}", name=f"worst{count}")
+        assert found.status == 0, found
+        page = tmp_path / f"worst{count}" / "reward_scores.json"
+        return json.loads(page.read_text(encoding="utf-8"))["worst"]
+
+    everything = shown(24)
+    assert len(everything) > 3
+    assert shown(3) == everything[:3]
+    assert shown(0) == []
+
+
+def test_max_tokens_cuts_a_prompt_with_one_response(world, evaluate, tmp_path):
+    given = lines(world / "pairs.jsonl")[:4]
+    rows = str(write(tmp_path / "rows.jsonl", [*given, {**given[0], "rejected": "1" * 60}]))
+
+    def truncated(limit: int) -> int:
+        found = evaluate(rows, f"max_tokens={limit}", name=f"tokens{limit}")
+        assert found.status == 0, found
+        summary = tmp_path / f"tokens{limit}" / "summary.json"
+        return json.loads(summary.read_text(encoding="utf-8"))["rows"]["truncated"]
+
+    assert truncated(200) == 0
+    assert truncated(50) == 1
+
+
+def test_max_tokens_per_micro_batch_splits_the_forward_pass_and_changes_no_score(
+    world, evaluate, tmp_path, monkeypatch
+):
+    passed: list[int] = []
+    inner = outputs.local_micro_batches
+
+    def micro_batches(*args: Any) -> Any:
+        for part in inner(*args):
+            passed.append(1)
+            yield part
+
+    monkeypatch.setattr(outputs, "local_micro_batches", micro_batches)
+    scores, passes = [], []
+    for limit in (16384, 64):
+        passed.clear()
+        words = (f"max_tokens_per_micro_batch={limit}", "batch_size=24")
+        found = evaluate(str(world / "pairs.jsonl"), *words, name=f"micro{limit}")
+        assert found.status == 0, found
+        passes.append(len(passed))
+        rows = lines(tmp_path / f"micro{limit}" / "results.jsonl")[1:]
+        scores.append([score for row in rows for score in row["scores"]["preference"]])
+    assert passes[0] == 1
+    assert passes[1] > 3
+    assert scores[1] == pytest.approx(scores[0], abs=1e-5)
 
 
 def test_a_run_of_rm_shows_the_scores_of_its_held_out_rows(world):
