@@ -248,18 +248,18 @@ def test_worst_limits_the_pairs_of_the_report_to_the_most_wrong(world, evaluate,
     assert shown(0) == []
 
 
-def test_max_tokens_cuts_a_prompt_with_one_response(world, evaluate, tmp_path):
+def test_a_prompt_with_a_response_beyond_max_tokens_is_left_out_and_counted(world, evaluate, tmp_path):
     given = lines(world / "pairs.jsonl")[:4]
     rows = str(write(tmp_path / "rows.jsonl", [*given, {**given[0], "rejected": "1" * 60}]))
 
-    def truncated(limit: int) -> int:
+    def overlong(limit: int) -> int:
         found = evaluate(rows, f"max_tokens={limit}", name=f"tokens{limit}")
         assert found.status == 0, found
         summary = tmp_path / f"tokens{limit}" / "summary.json"
-        return json.loads(summary.read_text(encoding="utf-8"))["rows"]["truncated"]
+        return json.loads(summary.read_text(encoding="utf-8"))["rows"]["overlong"]
 
-    assert truncated(200) == 0
-    assert truncated(50) == 1
+    assert overlong(200) == 0
+    assert overlong(50) == 1
 
 
 def test_max_tokens_per_micro_batch_splits_the_forward_pass_and_changes_no_score(
