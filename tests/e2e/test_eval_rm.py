@@ -248,7 +248,9 @@ def test_worst_limits_the_pairs_of_the_report_to_the_most_wrong(world, evaluate,
     assert shown(0) == []
 
 
-def test_a_prompt_with_a_response_beyond_max_tokens_is_left_out_and_counted(world, evaluate, tmp_path):
+def test_a_prompt_with_a_response_beyond_max_tokens_is_left_out_and_counted(
+    world, evaluate, tmp_path
+):
     given = lines(world / "pairs.jsonl")[:4]
     rows = str(write(tmp_path / "rows.jsonl", [*given, {**given[0], "rejected": "1" * 60}]))
 
