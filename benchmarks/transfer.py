@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from lightrft.engines.native import checksum
+from lightrft.engines.fingerprint import checksum
 from lightrft.engines.weight_transport import WeightBuffer, build_transport, fill
 from tests.worker_helpers import ProcessWorker
 

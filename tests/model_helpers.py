@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedTokenizerFast, TrOCRConfig
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, TrOCRConfig
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
@@ -86,6 +87,29 @@ def byte_pairs(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def vllm_model(folder: Path, seed: int = 0) -> Any:
+    """Save a model that vLLM can compute on a CPU, where heads have 32 channels or more, with its tokenizer. Return the model."""
+    tokenizer = byte_pairs(["the quick brown fox jumps", "one + two = three"], 280)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        # the logits of the usual range are so alike that any weights sample the same tokens
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(folder)
+    return model
 
 
 class Float64(TorchFunctionMode):

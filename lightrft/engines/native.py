@@ -5,7 +5,6 @@ Each distinct prompt is computed once.
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -20,11 +19,19 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines import sampling as draws
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.decoder_protocol import DecoderProtocol
+from lightrft.engines.fingerprint import INTEGERS, checksums
+from lightrft.engines.requests import (
+    check_requests,
+    response_end,
+    response_limit,
+    response_room,
+    rollout_of,
+)
 from lightrft.engines.stop_strings import StopStrings
 from lightrft.types import FinishReason, Prompt, Request, Rollout
 from lightrft.utils.cpu_threads import threads_for
 from lightrft.utils.device_transfer import to_device
-from lightrft.utils.errors import ModelError, ResourceError
+from lightrft.utils.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,100 +146,6 @@ class NativeEngine:
         self.sleep(2)
 
 
-def check_requests(
-    requests: Iterable[Request],
-    sampling: SamplingConfig,
-    config: EngineConfig,
-) -> None:
-    """Check that every request asks for tokens and fits the cache.
-
-    Args:
-        requests: The requests to check.
-        sampling: Holds ``max_new_tokens`` for requests without a limit.
-        config: Holds ``max_cache_tokens``, in tokens of one prompt with its response.
-
-    Raises:
-        ResourceError: A request exceeds ``max_cache_tokens``.
-        ValueError: A request has no tokens left to generate.
-    """
-    for request in requests:
-        limit = _limit(request, sampling)
-        if limit < 1:
-            given = f"max_new_tokens {request.max_new_tokens} of a request"
-            raise ValueError(f"{given} must be at least 1")
-        prompt = f"{request.prompt.id!r}"
-        end = _end(request, sampling)
-        if request.num_generated >= end:
-            held = f"{request.num_generated} tokens of a response to {prompt} are there"
-            raise ValueError(f"{held}; it ends at {end}")
-        prompt_tokens = len(request.prompt.token_ids)
-        tokens = prompt_tokens + limit
-        if tokens > config.max_cache_tokens:
-            needed = f"{prompt_tokens} prompt tokens + max_new_tokens {limit} = {tokens}"
-            raise ResourceError(
-                f"engine.max_cache_tokens = {config.max_cache_tokens} cannot hold prompt "
-                f"{prompt}: {needed}; raise engine.max_cache_tokens to at least {tokens}, or "
-                "lower max_new_tokens or the prompt length"
-            )
-
-
-def _limit(request: Request, sampling: SamplingConfig) -> int:
-    return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
-
-
-def _end(request: Request, sampling: SamplingConfig) -> int:
-    """Return the response length at which a response is returned, finished or not."""
-    limit = _limit(request, sampling)
-    return limit if request.pause_after_tokens is None else min(limit, request.pause_after_tokens)
-
-
-def _room(request: Request, sampling: SamplingConfig) -> int:
-    """Return the number of tokens that the response may grow by in this call."""
-    return _end(request, sampling) - request.num_generated
-
-
-CHECKSUM_PART = 1 << 22
-# by bytes per element. Sums of integers are exact in any order, unlike sums of floats.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksum(tensor: Tensor) -> str:
-    """Return type, shape and two sums over the raw bits, exact on any device.
-
-    One sum covers all elements. The other is a CRC of about 4096 elements, so it depends on their
-    order.
-    """
-    return checksums([("", tensor)])[""]
-
-
-def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
-    """Return the ``checksum`` of each of the named ``tensors``.
-
-    The host waits once per device, not once per tensor.
-    """
-    made: dict[torch.device, list[tuple[str, str, Tensor, Tensor]]] = {}
-    for name, tensor in tensors:
-        # A sharded tensor (DTensor) counts by this rank's shard alone.
-        tensor = getattr(tensor, "to_local", lambda t=tensor: t)()
-        bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-        # In parts: a sum in another dtype first converts its input, which for a whole embedding is
-        # twice its size.
-        sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(CHECKSUM_PART)])
-        sampled = bits[:: max(1, bits.numel() // 4096)].contiguous()
-        about = f"{tensor.dtype}{list(tensor.shape)}"
-        made.setdefault(tensor.device, []).append((name, about, sums, sampled))
-    found: Fingerprint = {}
-    for rows in made.values():
-        raw = torch.cat([x.view(torch.uint8) for _, _, *both in rows for x in both]).cpu().numpy()
-        start = 0
-        for name, about, sums, sampled in rows:
-            middle, end = start + sums.nbytes, start + sums.nbytes + sampled.nbytes
-            total = sum(raw[start:middle].view(np.int64).tolist())
-            found[name] = f"{about}:{total:x}:{zlib.crc32(raw[middle:end].tobytes()):x}"
-            start = end
-    return found
-
-
 @dataclass(slots=True, eq=False)
 class _Group:
     """The requests of one prompt. ``logits [V]`` of its first response token are kept while some
@@ -329,7 +242,7 @@ class _Rows:
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Copy ``tokens [R]`` and ``logprobs [R]`` to the host in one transfer, since each transfer
     waits for the device."""
-    bits = logprobs.view(_INTEGERS[logprobs.element_size()])
+    bits = logprobs.view(INTEGERS[logprobs.element_size()])
     both = torch.stack([tokens, bits.long()]).cpu()
     return both[0].numpy(), both[1].to(bits.dtype).view(logprobs.dtype).numpy()
 
@@ -481,13 +394,15 @@ class GenerationBatch:
             prompts=len(self._open),
             prompt_tokens=max((len(group.prompt.token_ids) for group in self._open), default=0),
             rows=len(self._rows),
-            answer_tokens=max((_room(r, self._sampling) for r in self._rows.requests), default=0),
+            answer_tokens=max(
+                (response_room(r, self._sampling) for r in self._rows.requests), default=0
+            ),
         )
         while self._waiting and shape.rows < self._config.max_num_seqs:
             group = self._waiting[0]
             request = group.waiting[0]
             new = group.handle < 0 and (not fresh or fresh[-1] is not group)
-            room = max(shape.answer_tokens, _room(request, self._sampling))
+            room = max(shape.answer_tokens, response_room(request, self._sampling))
             larger = shape._replace(rows=shape.rows + 1, answer_tokens=room)
             if new:
                 longest = max(shape.prompt_tokens, len(group.prompt.token_ids))
@@ -521,7 +436,7 @@ class GenerationBatch:
         groups = [group for group, _ in entering]
         requests = [request for _, request in entering]
         logits = [group.logits for group in groups if group.logits is not None]
-        self._rows.append(requests, groups, [_end(r, self._sampling) for r in requests])
+        self._rows.append(requests, groups, [response_end(r, self._sampling) for r in requests])
         if self._sampling.repetition_penalty != 1:
             shape = (len(groups), logits[0].shape[0])
             seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
@@ -551,7 +466,7 @@ class GenerationBatch:
         for row in finished.tolist():
             reason: FinishReason = "stop"
             if not stopped[row]:
-                limit = _limit(rows.requests[row], self._sampling)
+                limit = response_limit(rows.requests[row], self._sampling)
                 # a row before its limit was paused, and can be resumed, or nobody watches it
                 reason = "length" if rows.steps[row] >= limit else "abort"
             done.append(self._rollout(row, reason, cuts.get(row)))
@@ -587,19 +502,8 @@ class GenerationBatch:
         token_ids = rows.tokens[row, :length].tolist()
         if text is None:
             text = str(self._engine.tokenizer.decode(token_ids, skip_special_tokens=True))
-        # a partial response may hold tokens of an environment, which the policy did not sample
-        resumed = [] if request.partial is None else request.partial.sampled
-        return Rollout(
-            prompt=request.prompt,
-            token_ids=token_ids,
-            sampled=resumed + [True] * (length - request.num_generated),
-            logprobs=rows.logprobs[row, :length].tolist(),
-            versions=rows.versions[row, :length].tolist(),
-            finish_reason=reason,
-            seed=request.seed,
-            sample=request.sample,
-            text=text,
-        )
+        logprobs, versions = rows.logprobs[row, :length], rows.versions[row, :length]
+        return rollout_of(request, token_ids, logprobs.tolist(), versions.tolist(), reason, text)
 
     def _evict(self, finished: np.ndarray) -> None:
         """Free the finished rows. The last rows move into their places, so that rows stay

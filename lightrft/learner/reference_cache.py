@@ -18,7 +18,7 @@ from lightrft.datasets.column_cache import ColumnCache, Entry
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset, PreferenceExample
 from lightrft.datasets.sampler import in_order
 from lightrft.distributed.process_group import ProcessGroup
-from lightrft.engines.native import checksums
+from lightrft.engines.fingerprint import checksums
 from lightrft.learner.forward_passes import compute_logprobs, verify_layouts
 from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.models.actor import Actor

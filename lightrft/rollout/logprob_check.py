@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines import sampling as draws
 from lightrft.engines.base import Engine, Fingerprint, never_stop
-from lightrft.engines.native import checksum
+from lightrft.engines.fingerprint import checksum
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.roles import Roles

@@ -23,7 +23,7 @@ from lightrft.roles import Roles
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
-from lightrft.workers.local import local_roles, reference_model, teacher_model
+from lightrft.workers.local import check_native, local_roles, reference_model, teacher_model
 from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
 from lightrft.workers.reward_model_workers import RemoteModelScorer, reward_model_worker
 from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
@@ -101,6 +101,7 @@ class RemoteRoleBuilder:
 
     def _engines(self, actor: Actor, strategy: Strategy, ranks: ProcessGroup) -> EngineWorkerGroup:
         config = self.config
+        check_native(config.engine, "launch.ray.engines", config.launch.ray.engines)
         # Workers load the frozen weights themselves, so only these are sent in each step.
         trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
         asked = config.launch.ray

@@ -19,7 +19,9 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfi
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint, never_stop
-from lightrft.engines.native import GenerationBatch, NativeEngine, check_requests, checksums
+from lightrft.engines.fingerprint import checksums
+from lightrft.engines.native import GenerationBatch, NativeEngine
+from lightrft.engines.requests import check_requests
 from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer

@@ -34,6 +34,7 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.local_vllm import local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
@@ -111,6 +112,8 @@ def local_policy(
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
     decoder = KVDecoder(actor.model)
     together = strategy.tensor_parallel
+    if engine.kind == "vllm":
+        return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks)
     native = NativeEngine(decoder, tokenizer, engine, whole=whole, together=together)
     return placed, actor, native
 
@@ -325,6 +328,21 @@ def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
     return frozen.eval()
 
 
+def check_native(engine: EngineConfig, setting: str, value: object) -> None:
+    """Raise ``ConfigError`` if ``setting`` needs the native engine and another one is set.
+
+    Args:
+        engine: Settings of the engine.
+        setting: Name of the setting.
+        value: Its value.
+    """
+    if engine.kind != "native":
+        raise ConfigError(
+            f"{setting} = {value} generates with the native engine, and engine.kind is "
+            f"{engine.kind}; leave out {setting}, or set engine.kind=native"
+        )
+
+
 def local_async_engine(
     config: RLConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase, strategy: Strategy
 ) -> Engine | None:
@@ -340,6 +358,7 @@ def local_async_engine(
     """
     if not config.rollout.staleness:
         return None
+    check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
         decoder = KVDecoder(actor.model).apart()
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.native import checksum
+from lightrft.engines.fingerprint import checksum
 from lightrft.engines.weight_transport import (
     Layout,
     RayObject,

@@ -8,7 +8,8 @@ import pytest
 
 from lightrft.config.base import build
 from lightrft.config.verbs import ChatConfig, EvaluateConfig, GenerateConfig
-from lightrft.engines.native import NativeEngine, checksums
+from lightrft.engines.fingerprint import checksums
+from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.rollout import async_generation
 from lightrft.trainer.inference import Chat, run_eval

@@ -446,6 +446,7 @@ FLIPS: dict[str, Flip] = {
     "rollout.max_tokens_per_step": Flip(
         2, "run", {**FAR, **LONG, "rollout": {"partial": True, "max_tokens_per_step": 3}}
     ),
+    "engine.kind": Flip("vllm", "run", ADAPTERS, refused=True),
     "engine.max_cache_tokens": Flip(64, "run"),
     "engine.max_num_seqs": Flip(2, "run"),
     "engine.check_logprobs": Flip(False, "run"),

@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
-from lightrft.engines.native import NativeEngine, checksum
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.native import NativeEngine
 from lightrft.models.attention import interface
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer

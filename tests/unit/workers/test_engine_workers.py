@@ -21,7 +21,8 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.distributed.worker_api import WorkerLost
 from lightrft.engines.base import Fingerprint, never_stop
-from lightrft.engines.native import NativeEngine, checksum
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.native import NativeEngine
 from lightrft.engines.weight_transport import (
     Layout,
     Way,

@@ -1,0 +1,95 @@
+"""Requests of every engine: their limits, and the rollouts that answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.types import FinishReason, Request, Rollout
+from lightrft.utils.errors import ResourceError
+
+
+def check_requests(
+    requests: Iterable[Request],
+    sampling: SamplingConfig,
+    config: EngineConfig,
+) -> None:
+    """Check that every request asks for tokens and fits the cache.
+
+    Args:
+        requests: The requests to check.
+        sampling: Holds ``max_new_tokens`` for requests without a limit.
+        config: Holds ``max_cache_tokens``, in tokens of one prompt with its response.
+
+    Raises:
+        ResourceError: A request exceeds ``max_cache_tokens``.
+        ValueError: A request has no tokens left to generate.
+    """
+    for request in requests:
+        limit = response_limit(request, sampling)
+        if limit < 1:
+            given = f"max_new_tokens {request.max_new_tokens} of a request"
+            raise ValueError(f"{given} must be at least 1")
+        prompt = f"{request.prompt.id!r}"
+        end = response_end(request, sampling)
+        if request.num_generated >= end:
+            held = f"{request.num_generated} tokens of a response to {prompt} are there"
+            raise ValueError(f"{held}; it ends at {end}")
+        prompt_tokens = len(request.prompt.token_ids)
+        tokens = prompt_tokens + limit
+        if tokens > config.max_cache_tokens:
+            needed = f"{prompt_tokens} prompt tokens + max_new_tokens {limit} = {tokens}"
+            raise ResourceError(
+                f"engine.max_cache_tokens = {config.max_cache_tokens} cannot hold prompt "
+                f"{prompt}: {needed}; raise engine.max_cache_tokens to at least {tokens}, or "
+                "lower max_new_tokens or the prompt length"
+            )
+
+
+def response_limit(request: Request, sampling: SamplingConfig) -> int:
+    """Return the number of tokens at which a response has finish reason ``length``."""
+    return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+
+
+def response_end(request: Request, sampling: SamplingConfig) -> int:
+    """Return the response length at which a response is returned, finished or not."""
+    limit = response_limit(request, sampling)
+    return limit if request.pause_after_tokens is None else min(limit, request.pause_after_tokens)
+
+
+def response_room(request: Request, sampling: SamplingConfig) -> int:
+    """Return the number of tokens that the response may grow by in this call."""
+    return response_end(request, sampling) - request.num_generated
+
+
+def rollout_of(
+    request: Request,
+    token_ids: list[int],
+    logprobs: list[float],
+    versions: list[int],
+    reason: FinishReason,
+    text: str,
+) -> Rollout:
+    """Return the rollout of a response. Lists have one entry per token, resumed tokens included.
+
+    Args:
+        request: The request.
+        token_ids: The response tokens.
+        logprobs: Their log-probs.
+        versions: Versions of the policy that sampled them.
+        reason: Why the response ended.
+        text: The response as text.
+    """
+    # a partial response may hold tokens of an environment, which the policy did not sample
+    resumed = [] if request.partial is None else request.partial.sampled
+    return Rollout(
+        prompt=request.prompt,
+        token_ids=token_ids,
+        sampled=resumed + [True] * (len(token_ids) - request.num_generated),
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=reason,
+        seed=request.seed,
+        sample=request.sample,
+        text=text,
+    )

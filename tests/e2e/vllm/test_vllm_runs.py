@@ -1,0 +1,151 @@
+"""Whole runs that sample with vLLM: the numbers are the trainer's, and wrong weights end the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import ChatConfig, RLConfig
+from lightrft.engines import vllm
+from lightrft.trainer.inference import Chat
+from lightrft.trainer.rl import run_rl
+from lightrft.utils.errors import ConfigError, ModelError
+from tests.model_helpers import vllm_model
+
+Weights = Iterator[tuple[str, Tensor]]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, Any]:
+    vllm_model(tmp_path / "model")
+    rows = [{"prompt": f"{a} + {b} =", "label": str(a + b)} for a in range(3) for b in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    reward = "def short(rollout):\n    return float(sum(t % 7 for t in rollout.token_ids)) / 7\n"
+    (tmp_path / "reward.py").write_text(reward)
+    return {
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"sources": [str(tmp_path / "rows.jsonl")]},
+        "reward": {"terms": [f"{tmp_path}/reward.py:short"]},
+        "algorithm": {"preset": "grpo"},
+        "rollout": {"prompts_per_step": 3, "group_size": 4},
+        "sampling": {"max_new_tokens": 8},
+        "optimizer": {"lr": 0.01},
+        "train": {"steps": 3},
+        "engine": {"kind": "vllm"},
+        "run": {"dir": str(tmp_path / "runs")},
+    }
+
+
+def lines(tmp_path: Path) -> list[dict[str, Any]]:
+    [file] = (tmp_path / "runs").rglob("metrics.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_run_trains_on_the_log_probs_that_vllm_sampled_from(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    run_rl(build(RLConfig, tree))
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+
+
+def test_a_killed_and_resumed_run_samples_from_the_weights_of_its_checkpoint(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    kept = deep_merge(tree, {"checkpoint": {"every": 1}})
+    run_rl(build(RLConfig, deep_merge(kept, {"train": {"steps": 2}})))
+    run_rl(build(RLConfig, deep_merge(kept, {"train": {"steps": 4}, "run": {"resume": "auto"}})))
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+
+
+def skipped(load: Callable[..., None], worker: Any, weights: Weights) -> None:
+    list(weights)
+
+
+def half_done(load: Callable[..., None], worker: Any, weights: Weights) -> None:
+    everything = list(weights)
+    load(worker, iter(everything[: len(everything) // 2]))
+
+
+def of_the_wrong_layer(load: Callable[..., None], worker: Any, weights: Weights) -> None:
+    swap = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    renamed = []
+    for name, tensor in list(weights):
+        layer = next((part for part in swap if part in name), "")
+        renamed.append((name.replace(layer, swap[layer]) if layer else name, tensor))
+    load(worker, iter(renamed))
+
+
+def with_swapped_shards(load: Callable[..., None], worker: Any, weights: Weights) -> None:
+    def swapped(name: str, tensor: Tensor) -> Tensor:
+        if "down_proj" not in name:
+            return tensor
+        return torch.cat(tensor.chunk(2)[::-1])
+
+    load(worker, iter([(name, swapped(name, tensor)) for name, tensor in list(weights)]))
+
+
+@pytest.mark.parametrize(
+    "fault", [skipped, half_done, of_the_wrong_layer, with_swapped_shards], ids=lambda f: f.__name__
+)
+def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
+    fault: Callable[..., None],
+    tree: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load, calls = vllm._reload, []
+
+    def reload(worker: Any, weights: Weights) -> None:
+        calls.append(worker)
+        # the first one loads the weights that the run starts with
+        if len(calls) == 1:
+            load(worker, weights)
+        else:
+            fault(load, worker, weights)
+
+    monkeypatch.setattr(vllm, "_reload", reload)
+    with pytest.raises(ModelError, match="Cause: "):
+        run_rl(build(RLConfig, tree))
+    assert len(lines(tmp_path)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("over", "named"),
+    [
+        ({"sampling": {"temperature": 0.001}}, r"temperature = 0\.001"),
+        ({"sampling": {"min_p": 0.1, "top_p": 0.9}}, r"min_p = 0\.1 with top_p = 0\.9"),
+        ({"model": {"lora": {"rank": 2, "alpha": 4.0}}}, r"model\.lora"),
+        ({"rollout": {"staleness": 1}}, r"rollout\.staleness = 1"),
+    ],
+    ids=["temperature", "min_p", "lora", "staleness"],
+)
+def test_settings_that_vllm_cannot_keep_are_refused_with_the_way_out(
+    over: dict[str, Any], named: str, tree: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=named) as found:
+        run_rl(build(RLConfig, deep_merge(tree, over)))
+    assert "engine.kind=native" in str(found.value)
+
+
+def test_chat_answers_by_vllm(tree: dict[str, Any]) -> None:
+    config = {
+        "model": tree["model"],
+        "engine": tree["engine"],
+        "sampling": {"max_new_tokens": 4, "temperature": 0.0},
+    }
+    found = Chat(build(ChatConfig, config)).say("one + two")
+    config["engine"] = {"kind": "native"}
+    expected = Chat(build(ChatConfig, config)).say("one + two")
+    assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
