@@ -62,6 +62,7 @@ VERBS: dict[str, type[Settings]] = {
     "generate": verbs.GenerateConfig,
     "label-steps": verbs.LabelStepsConfig,
     "chat": verbs.ChatConfig,
+    "serve": serving.ServeConfig,
     "serve-rm": serving.ServeRMConfig,
     "export": verbs.ExportConfig,
     "merge": model.MergeConfig,

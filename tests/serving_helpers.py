@@ -18,12 +18,13 @@ import torch
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model import RewardModelConfig
-from lightrft.config.serving import HTTPConfig, ServeRMConfig
+from lightrft.config.serving import HTTPConfig, ServeConfig, ServeRMConfig
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.serving.generation_server import ModelServer, open_server
 from lightrft.serving.http_server import Endpoint, HTTPServer
 from lightrft.serving.problems import HTTPCall
-from lightrft.serving.reward_server import RewardServer, open_reward_server
+from lightrft.serving.reward_server import open_reward_server
 from lightrft.serving.server_metrics import ServerMetrics
 from tests import warm
 from tests.e2e.command import ROOT
@@ -68,11 +69,25 @@ def answering(*endpoints: Endpoint, **settings: Any) -> Generator[tuple[str, HTT
 
 
 @contextmanager
-def judge_server(folder: Path, **settings: Any) -> Generator[tuple[str, RewardServer]]:
+def judge_server(folder: Path, **settings: Any) -> Generator[tuple[str, ModelServer]]:
     """Serve the model of ``folder`` in a thread."""
     tree = {"model": {"path": str(folder), "dtype": "float32"}, "device": "cpu", **settings}
     tree["http"] = {"port": 0, **tree.get("http", {})}
-    server = open_reward_server(build(ServeRMConfig, tree))
+    with served(open_reward_server(build(ServeRMConfig, tree))) as found:
+        yield found
+
+
+@contextmanager
+def model_server(folder: Path, **settings: Any) -> Generator[tuple[str, ModelServer]]:
+    """Serve the generative model of ``folder`` in a thread."""
+    tree = {"model": {"path": str(folder), "dtype": "float32"}, "device": "cpu", **settings}
+    tree["http"] = {"port": 0, **tree.get("http", {})}
+    with served(open_server(build(ServeConfig, tree))) as found:
+        yield found
+
+
+@contextmanager
+def served(server: ModelServer) -> Generator[tuple[str, ModelServer]]:
     try:
         with running(server.http) as url:
             yield url, server
@@ -127,12 +142,14 @@ def echo(call: HTTPCall) -> Any:
     return answered()
 
 
-def serve_process(folder: Path, port: int, *words: str) -> warm.Process:
-    """Start ``lightrft serve-rm`` in a process of its own."""
+def serve_process(
+    folder: Path, port: int, *words: str, verb: str = "serve-rm"
+) -> warm.Process:
+    """Start ``lightrft serve-rm``, or another ``verb`` that serves, in a process of its own."""
     import os
 
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    given = ["-m", "lightrft", "serve-rm", folder, f"http.port={port}", "device=cpu", *words]
+    given = ["-m", "lightrft", verb, folder, f"http.port={port}", "device=cpu", *words]
     return warm.Process(given, env, folder)
 
 

@@ -34,6 +34,7 @@ VERBS = {
     "generate": "generate responses to a file of prompts, or training rows from them",
     "label-steps": "label the steps of solutions by responses that continue them",
     "chat": "talk to a model",
+    "serve": "answer requests for text by a model, as OpenAI and Anthropic do",
     "serve-rm": "answer requests for scores of a reward model",
     "export": "write a Hugging Face folder from a run or a checkpoint",
     "merge": "write one model folder from several models, or from adapters",
@@ -48,7 +49,7 @@ VERBS = {
 IN_TABLE = (
     *("rl", "sft", "dpo", "kto", "rm", "prm", "distill"),
     *("eval", "eval-rm", "generate", "label-steps", "export", "merge", "convert"),
-    "serve-rm",
+    *("serve", "serve-rm"),
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
 
@@ -75,6 +76,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("iterative-dpo", "iterative_dpo", "iter_dpo", "spin", "star"), "iterate"),
     **dict.fromkeys(("label_steps", "math-shepherd", "omegaprm", "mc-labels"), "label-steps"),
     **dict.fromkeys(("talk", "repl", "ask"), "chat"),
+    **dict.fromkeys(("vllm-serve", "vllm", "api-server", "api", "server"), "serve"),
     **dict.fromkeys(("serve_rm", "reward-server", "serve-reward", "get_reward"), "serve-rm"),
     **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
     **dict.fromkeys(("describe", "formula"), "explain"),

@@ -16,7 +16,7 @@ from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching, with_report
 from lightrft.config.base import Loaded
 from lightrft.config.model import ConvertConfig, MergeConfig
-from lightrft.config.serving import ServeRMConfig
+from lightrft.config.serving import ServeConfig, ServeRMConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
@@ -82,7 +82,7 @@ class ServingVerb:
     ``path_setting`` is the setting for a folder that is given without a key.
     """
 
-    settings: type[ServeRMConfig]
+    settings: type[ServeConfig] | type[ServeRMConfig]
     about: str
     function: str
     path_setting: str
@@ -207,6 +207,13 @@ ONE_PROCESS = {
     ),
 }
 SERVING = {
+    "serve": ServingVerb(
+        ServeConfig,
+        "Answer requests for text by a model, in the APIs of OpenAI and Anthropic: lightrft serve "
+        "MODEL_OR_RUN http.port=8000",
+        "lightrft.serving.generation_server:open_server",
+        "model.path",
+    ),
     "serve-rm": ServingVerb(
         ServeRMConfig,
         "Answer requests for scores of a reward model: lightrft serve-rm MODEL http.port=8000",

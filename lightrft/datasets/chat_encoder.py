@@ -177,17 +177,29 @@ class ChatEncoder:
                 return full[:k]
         return []
 
-    def ask(self, messages: Sequence[Message], where: str) -> Prompt:
+    def ask(self, messages: Sequence[Message], where: str, tools: Sequence[object] = ()) -> Prompt:
         """Return a prompt, without id, for chat messages.
 
         The content of a message is text or a list of parts. A part is a dictionary such as
         ``{"type": "image", "image": "cat.png"}``.
 
-        Raises ``MalformedRow``, which is a ``DataError``, if a message or its media cannot be read.
-        The message of the error begins with ``where``.
+        Args:
+            messages: the messages.
+            where: location of the conversation, for messages.
+            tools: JSON schemas of the tools that the chat template describes.
+
+        Raises:
+            MalformedRow: a message or its media cannot be read, or the chat template writes no
+                tools. It is a ``DataError``, and begins with ``where``.
         """
+        if tools and not self._writes_tools:
+            raise MalformedRow(
+                f"{where}: the chat template writes no tools; set model.chat_template to a "
+                "template with tools"
+            )
         record = read_conversation(messages, where, self.reads)
-        shown = self.render(self.shielded(record.messages), where, generate=True)
+        shielded = [self._shield_all(tool, False) for tool in tools]
+        shown = self.render(self.shielded(record.messages), where, generate=True, tools=shielded)
         (texts,) = self.expanded([(record, [shown])])
         if isinstance(texts, MalformedRow):
             raise texts

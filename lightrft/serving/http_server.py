@@ -64,10 +64,13 @@ class EventStream:
     Attributes:
         events: JSON data of each event.
         close: Called once, after the last event, or when the client has left.
+        has_names: Events are named by their ``type``, and the last one ends the stream, as in the
+            API of Anthropic. Else ``[DONE]`` ends it.
     """
 
     events: AsyncIterator[object]
     close: Callable[[], None]
+    has_names: bool = False
 
 
 class HTTPServer:
@@ -189,7 +192,10 @@ class HTTPServer:
             is_text = isinstance(answer, str)
             return PlainTextResponse(answer) if is_text else JSONResponse(answer)
         if self.tokens is not None:
-            self.tokens.check(request.headers.get("authorization", ""))
+            # the header of Anthropic's clients holds the token alone
+            bare = request.headers.get("x-api-key")
+            given = f"Bearer {bare}" if bare else ""
+            self.tokens.check(request.headers.get("authorization", given))
         if self._open >= self.config.max_requests:
             after = max(1, math.ceil(self._seconds))
             raise HTTPProblem(
@@ -260,11 +266,11 @@ class HTTPServer:
 
     async def _events(self, stream: EventStream, call: HTTPCall) -> AsyncIterator[str]:
         """Yield the events of ``stream`` as text, and a last one that says how it ended."""
-        last = "data: [DONE]\n\n"
+        last = "" if stream.has_names else "data: [DONE]\n\n"
         try:
             async with asyncio.timeout(max(0.0, call.deadline - time.monotonic())):
                 async for event in stream.events:
-                    yield _event(event)
+                    yield _event(event, stream.has_names)
         except TimeoutError:
             limit = f"{self.config.timeout:g} s (http.timeout)"
             last = _failure(HTTPProblem(504, f"no whole answer within {limit}; ask for less"))
@@ -275,7 +281,8 @@ class HTTPServer:
         except Exception as error:
             _log.exception("a stream failed")
             last = _failure(HTTPProblem(500, f"the server failed: {first_line(error)}"))
-        yield last
+        if last:
+            yield last
 
     async def _read(self, request: Request) -> HTTPCall:
         """Return the JSON body of ``request``, which must be an object."""
@@ -340,9 +347,10 @@ def _error(problem: HTTPProblem) -> dict[str, object]:
     return {"error": {"message": str(problem), "type": "refused", "code": problem.status}}
 
 
-def _event(data: object) -> str:
+def _event(data: Any, has_name: bool = False) -> str:
     """Return a server-sent event."""
-    return f"data: {json.dumps(data)}\n\n"
+    name = f"event: {data['type']}\n" if has_name else ""
+    return f"{name}data: {json.dumps(data)}\n\n"
 
 
 def _failure(problem: HTTPProblem) -> str:

@@ -39,7 +39,7 @@ VERBS = (
         configs.DistillVerbConfig,
         configs.IterateConfig,
     ),
-    serving.ServeRMConfig,
+    *(serving.ServeConfig, serving.ServeRMConfig),
     *(configs.DemoConfig, configs.DoctorConfig, model.MergeConfig, model.ConvertConfig),
 )
 DOTTED = re.compile(r"(?<![\w./{}-])[a-z_]+(?:\.[a-z_0-9]+)+(?![\w(/:])")

@@ -205,7 +205,7 @@ JUDGES: dict[str, Flip] = {
     "reward.judges.url": Flip(
         "http://127.0.0.1:9",
         "asked_over_http",
-        {"reward": {"judges": [{"url": "http://judge", "deadline": 0.5}]}},
+        {"reward": {"judges": [{"url": "http://judge", "deadline": 5.0}]}},
         refused=True,
     ),
     "reward.judges.served_model": Flip("other", "asked_over_http", ASKED, refused=True),
@@ -462,7 +462,7 @@ FLIPS: dict[str, Flip] = {
     "reward.models.url": Flip(
         "http://127.0.0.1:9",
         "served",
-        {"reward": {"models": [{"url": "http://judge", "deadline": 0.5}]}},
+        {"reward": {"models": [{"url": "http://judge", "deadline": 5.0}]}},
         refused=True,
     ),
     "reward.models.digest": Flip("sha256:000000000000", "served", SERVED, refused=True),

@@ -50,6 +50,31 @@ class BatchingConfig(Settings):
     """Longest time in milliseconds that a request waits for others to share its batch."""
 
 
+class ServeConfig(Settings):
+    """The settings of ``lightrft serve``: a generative model behind HTTP."""
+
+    model: ModelConfig = ModelConfig()
+    """Model, run folder or checkpoint."""
+    name: str | None = None
+    """Name of the model in answers; ``null`` takes ``model.path``."""
+    http: HTTPConfig = HTTPConfig()
+    """Address, tokens and limits."""
+    media: MediaConfig = MediaConfig(allow=AllowConfig(roots=()))
+    """Images, video and audio of requests. Without ``allow.roots``, no request can name a file of
+    the server."""
+    sampling: SamplingConfig = SamplingConfig(max_new_tokens=512)
+    """Generation, where a request sets nothing else."""
+    engine: EngineConfig = EngineConfig()
+    """Engine of the server."""
+    max_tokens_per_micro_batch: int = Field(16384, ge=1)
+    """Largest number of tokens of a forward pass that computes ``logprobs`` of a request."""
+    device: str = "auto"
+    """Device of the model, such as ``cpu`` or ``cuda:1``; ``auto`` takes an accelerator where there
+    is one."""
+    threads: int = Field(0, ge=0)
+    """Number of CPU threads; 0 leaves it to torch."""
+
+
 class ServeRMConfig(Settings):
     """The settings of ``lightrft serve-rm``: a reward model behind HTTP."""
 
@@ -60,7 +85,8 @@ class ServeRMConfig(Settings):
     http: HTTPConfig = HTTPConfig()
     """Address, tokens and limits."""
     batching: BatchingConfig = BatchingConfig()
-    """Batches of waiting requests."""
+    """Batches of requests that wait for scores. A generative model generates for all requests at
+    once, and takes only ``max_tokens``, for log-probs."""
     media: MediaConfig = MediaConfig(allow=AllowConfig(roots=()))
     """Images, video and audio of requests. Without ``allow.roots``, no request can name a file of
     the server."""

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrft.engines.native import GenerationBatch
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
-from lightrft.serving.chat_service import ChatService
-from lightrft.serving.reward_server import RewardServer
+from lightrft.serving.generation_server import GenerationService, ModelServer
 from tests.serving_helpers import judge_server
 
 ASK = {"messages": [{"role": "user", "content": "1+1"}], "seed": 3}
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[str, RewardServer]]:
+def served(folder: Path) -> Iterator[tuple[str, ModelServer]]:
     with judge_server(folder, sampling={"max_new_tokens": 24}) as found:
         yield found
 
@@ -83,39 +83,40 @@ def test_the_pieces_of_a_stream_make_the_whole_answer(served, stop):
     assert "usage" not in events_of(url)[0]
 
 
-def test_a_client_that_leaves_ends_its_generation_and_no_other(served):
+def test_a_client_that_leaves_ends_its_generation_and_no_other(served, monkeypatch):
     url, server = served
     service = server.service
-    assert isinstance(service, ChatService)
-    compute, made = service.batcher.compute, []  # ty: ignore[unresolved-attribute]
+    assert isinstance(service, GenerationService)
+    made: list[Any] = []
+    end = service.generator.loop._end
 
-    def seen(works: Any) -> Any:
-        found = compute(works)
-        made.extend(one.rollout for row in found for one in row)
-        return found
+    def seen(opened: Any) -> None:
+        made.extend(opened.found.values())
+        end(opened)
 
-    service.batcher.compute = seen  # ty: ignore[invalid-assignment, unresolved-attribute]
+    monkeypatch.setattr(service.generator.loop, "_end", seen)
     long = {**ASK, "stream": True, "max_tokens": 8_000, "min_tokens": 8_000, "temperature": 1.0}
-    try:
-        with httpx.stream("POST", url + PATH, json=long) as answer:
-            next(answer.iter_lines())
-        start = time.monotonic()
-        assert len(whole(url, max_tokens=2)["choices"]) == 1
-        assert time.monotonic() - start < 20
-    finally:
-        service.batcher.compute = compute  # ty: ignore[invalid-assignment, unresolved-attribute]
-    assert made[0].finish_reason == "abort" and len(made[0]) < 8_000
+    with httpx.stream("POST", url + PATH, json=long) as answer:
+        next(answer.iter_lines())
+    start = time.monotonic()
+    assert len(whole(url, max_tokens=2)["choices"]) == 1
+    assert time.monotonic() - start < 20
+    until = time.monotonic() + 20
+    while not any(r.finish_reason == "abort" for r in made) and time.monotonic() < until:
+        time.sleep(0.01)
+    (left,) = [rollout for rollout in made if rollout.finish_reason == "abort"]
+    assert len(left) < 8_000
     assert metric(url, "broken_streams_total") == 1
     assert metric(url, "open_requests") == 1  # this one
 
 
 def test_a_stream_that_fails_ends_with_the_reason(served, monkeypatch):
-    url, server = served
+    url, _ = served
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(server.service.engine, "generate", fail)  # ty: ignore
+    monkeypatch.setattr(GenerationBatch, "advance", fail)
     (failure,) = events_of(url)
     assert "the device is lost" in failure["error"]["message"]
 

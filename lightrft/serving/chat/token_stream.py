@@ -61,7 +61,11 @@ class TokenStream:
         """Return the number of tokens of all finished responses."""
         return sum(map(len, self._done.values()))
 
-    async def choices(self) -> AsyncIterator[dict[str, object]]:
+    def rollout(self, k: int) -> Rollout:
+        """Return the finished response ``k``."""
+        return self._done[k]
+
+    async def choices(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the pieces of all responses, in the form of the API of OpenAI.
 
         Tokens that arrive while an event is sent are sent together.
@@ -107,5 +111,5 @@ class TokenStream:
             self._loop.call_soon_threadsafe(self._changed.set)
 
 
-def _piece(k: int, delta: dict[str, str], reason: str | None = None) -> dict[str, object]:
+def _piece(k: int, delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
     return {"index": k, "delta": delta, "finish_reason": reason}

@@ -1,0 +1,216 @@
+"""Chat completions, as in the API of OpenAI."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightrft.config.data import DataConfig, MediaConfig
+from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.models.processors import Processor
+from lightrft.serving.chat.text_generator import (
+    MOST_LIKELY,
+    TextGenerator,
+    token_fields,
+    usage,
+)
+from lightrft.serving.chat.token_logprobs import ChatAnswer, shown_logprobs
+from lightrft.serving.chat.token_stream import TokenStream
+from lightrft.serving.chat.tool_calls import find_calls, read_tools, with_parsed_arguments
+from lightrft.serving.http_server import Endpoint, EventStream
+from lightrft.serving.problems import HTTPCall, bad
+from lightrft.types import Prompt
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The prompt of a chat request, and the tools that its answer may call."""
+
+    prompt: Prompt
+    tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+
+class ChatCompletions:
+    """Answers chat completions.
+
+    Args:
+        generator: Generates the answers.
+        processor: Media processor of the model. ``None`` for a model that reads text alone.
+        media: What requests may name, and limits.
+    """
+
+    def __init__(
+        self, generator: TextGenerator, processor: Processor | None, media: MediaConfig
+    ) -> None:
+        self.generator = generator
+        self.tokenizer = generator.tokenizer
+        self.encoder = ChatEncoder(
+            DataConfig(apply_chat_template=True, media=media), self.tokenizer, processor
+        )
+        self._lock = threading.Lock()
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return the addresses."""
+        return [Endpoint(("/v1/chat/completions",), self.complete)]
+
+    async def complete(self, call: HTTPCall) -> object:
+        """Answer ``/v1/chat/completions``, at once or as a stream."""
+        body = call.body
+        wanted = self.generator.wanted(call, self._likely(call))
+        asked = await asyncio.to_thread(self.read, body)
+        future, stream = self.generator.begin([asked.prompt], wanted, call.deadline)
+        if stream is not None:
+            return self._stream(stream, future, asked, body)
+        answers = await asyncio.wrap_future(future)
+        return self._answer(asked, answers, body)
+
+    def read(self, body: Mapping[str, Any]) -> Conversation:
+        """Return the conversation of a request.
+
+        Raises:
+            HTTPProblem: The messages or the tools are malformed.
+        """
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise bad("messages must be a list of messages with role and content")
+        tools = read_tools(body)
+        messages = with_parsed_arguments(messages)
+        begun = ""
+        if body.get("continue_final_message"):
+            messages, last = messages[:-1], messages[-1]
+            begun = last.get("content") if isinstance(last, Mapping) else None
+            if not messages or not isinstance(begun, str) or last.get("role") != "assistant":
+                raise bad("continue_final_message needs a text of the assistant as last message")
+        with self._lock:
+            prompt = self.encoder.ask(messages, "messages", tools)
+            if begun:
+                shown = self.encoder.escape_special_tokens(begun, answer=True)
+                prompt.token_ids = [*prompt.token_ids, *self.encoder.encode([shown])[0]]
+        return Conversation(prompt, tools)
+
+    def _stream(
+        self, stream: TokenStream, future: Future, asked: Conversation, body: Mapping[str, Any]
+    ) -> EventStream:
+        """Return the events of a request.
+
+        Args:
+            stream: Gets the tokens.
+            future: Gets the error if the computation fails.
+            asked: The conversation.
+            body: The request.
+        """
+        options = body.get("stream_options")
+        wants_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
+
+        async def events() -> AsyncIterator[object]:
+            shared = self._heading("chat.completion.chunk")
+            async for piece in pieces(stream, asked.tools):
+                choice = dict(piece)
+                if choice["finish_reason"] is not None:
+                    choice.update(token_fields(body, stream.rollout(piece["index"])))
+                yield {**shared, "choices": [choice], **({"usage": None} if wants_usage else {})}
+            if wants_usage:
+                made = usage([asked.prompt], stream.count_tokens())
+                yield {**shared, "choices": [], "usage": made}
+
+        return opened(stream, future, events())
+
+    def _likely(self, call: HTTPCall) -> int | None:
+        """Return the number of likely tokens that a request asks for at each place."""
+        if not call.body.get("logprobs"):
+            if call.body.get("top_logprobs"):
+                raise bad("top_logprobs needs logprobs = true")
+            return None
+        if call.body.get("stream"):
+            raise bad("logprobs are given with the whole answer; leave out stream or logprobs")
+        return int(call.number("top_logprobs", 0, 0, MOST_LIKELY))
+
+    def _answer(
+        self, asked: Conversation, answers: Sequence[ChatAnswer], body: Mapping[str, Any]
+    ) -> dict[str, object]:
+        choices = []
+        for k, answer in enumerate(answers):
+            message, reason = said(answer.rollout.text, answer.rollout.finish_reason, asked.tools)
+            choice: dict[str, object] = {
+                "index": k,
+                "message": message,
+                "finish_reason": reason,
+                **token_fields(body, answer.rollout),
+            }
+            if answer.logprobs is not None:
+                choice["logprobs"] = {"content": shown_logprobs(answer, self.tokenizer)}
+            choices.append(choice)
+        made = sum(len(answer.rollout) for answer in answers)
+        ids = {"prompt_token_ids": asked.prompt.token_ids} if body.get("return_token_ids") else {}
+        heading = self._heading("chat.completion")
+        return {**heading, **ids, "choices": choices, "usage": usage([asked.prompt], made)}
+
+    def _heading(self, kind: str) -> dict[str, object]:
+        """Return the first fields of an answer or of an event."""
+        served = self.generator.served
+        return {**served.named("chatcmpl"), "object": kind, "system_fingerprint": served.digest}
+
+
+def said(
+    text: str, reason: str, tools: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, object], str]:
+    """Return the message of a response, and why it ended.
+
+    Args:
+        text: The response.
+        reason: Finish reason of the response.
+        tools: Tools that it may call.
+    """
+    message: dict[str, object] = {"role": "assistant", "content": text}
+    if not tools:
+        return message, reason
+    left, calls = find_calls(text, tools)
+    if not calls:
+        return message, reason
+    shown = [call.shown() for call in calls]
+    return {**message, "content": left or None, "tool_calls": shown}, "tool_calls"
+
+
+async def pieces(
+    stream: TokenStream, tools: Sequence[Mapping[str, Any]]
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the pieces of a stream. With ``tools``, a response is sent once it is finished, since
+    its first tokens do not tell whether it calls one."""
+    async for piece in stream.choices():
+        if tools and piece["finish_reason"] is None:
+            if "role" in piece["delta"]:
+                yield piece
+            continue
+        if tools:
+            index = piece["index"]
+            left, calls = find_calls(stream.rollout(index).text, tools)
+            delta: dict[str, object] = {"content": left} if left else {}
+            if calls:
+                delta["tool_calls"] = [call.shown(k) for k, call in enumerate(calls)]
+                piece = {**piece, "finish_reason": "tool_calls"}
+            yield {"index": index, "delta": delta, "finish_reason": None}
+        yield piece
+
+
+def opened(
+    stream: TokenStream, future: Future, events: AsyncIterator[object], *, has_names: bool = False
+) -> EventStream:
+    """Return an event stream that ends the generation once the client leaves.
+
+    Args:
+        stream: Gets the tokens.
+        future: Gets the error if the computation fails.
+        events: The events.
+        has_names: Events are named by their ``type``.
+    """
+    future.add_done_callback(stream.ended)
+
+    def left() -> None:
+        stream.leave()
+        future.cancel()
+
+    return EventStream(events, left, has_names)

@@ -1,0 +1,185 @@
+"""Completions of texts and tokens, as in the API of OpenAI, and the tokenizer as in vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from lightrft.serving.chat.chat_completions import ChatCompletions, opened
+from lightrft.serving.chat.text_generator import (
+    MOST_LIKELY,
+    TextGenerator,
+    Wanted,
+    token_fields,
+    usage,
+)
+from lightrft.serving.chat.token_logprobs import ChatAnswer, TokenLogprobs
+from lightrft.serving.chat.token_stream import TokenStream
+from lightrft.serving.http_server import Endpoint, EventStream
+from lightrft.serving.problems import HTTPCall, bad
+from lightrft.types import Prompt
+
+MOST_PROMPTS = 1024
+"""Most prompts of a request."""
+
+
+class Completions:
+    """Answers completions, and requests for tokens.
+
+    Args:
+        generator: Generates the answers.
+        chat: Renders the messages of ``/tokenize``.
+    """
+
+    def __init__(self, generator: TextGenerator, chat: ChatCompletions) -> None:
+        self.generator = generator
+        self.chat = chat
+        self.tokenizer = generator.tokenizer
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return the addresses."""
+        return [
+            Endpoint(("/v1/completions",), self.complete),
+            Endpoint(("/tokenize",), self.tokenize),
+            Endpoint(("/detokenize",), self.detokenize),
+        ]
+
+    async def complete(self, call: HTTPCall) -> object:
+        """Answer ``/v1/completions``, at once or as a stream."""
+        body = call.body
+        echo = bool(body.get("echo"))
+        likely = None
+        if body.get("logprobs") is not None:
+            likely = int(call.number("logprobs", 0, 0, MOST_LIKELY))
+        if body.get("stream") and (echo or likely is not None):
+            raise bad("echo and logprobs are given with the whole answer; leave out stream")
+        prompts = await asyncio.to_thread(self._prompts, body)
+        if echo and body.get("max_tokens") == 0:
+            # one token is generated to share the code, and is not shown
+            call = HTTPCall({**body, "max_tokens": 1, "n": 1}, call.deadline)
+        wanted = self.generator.wanted(call, likely, echo)
+        future, stream = self.generator.begin(prompts, wanted, call.deadline)
+        if stream is not None:
+            return self._stream(stream, future, prompts, body)
+        return self._answer(prompts, await asyncio.wrap_future(future), body, wanted)
+
+    def _prompts(self, body: Mapping[str, Any]) -> list[Prompt]:
+        given = body.get("prompt")
+        is_ids = isinstance(given, list) and bool(given) and isinstance(given[0], int)
+        several = given if isinstance(given, list) and not is_ids else [given]
+        if len(several) > MOST_PROMPTS:
+            raise bad(f"{len(several)} prompts; send {MOST_PROMPTS} at most in a request")
+        return [Prompt(str(k), self._ids(one)) for k, one in enumerate(several)]
+
+    def _ids(self, given: Any) -> list[int]:
+        if isinstance(given, str) and given:
+            # as in vLLM, special tokens that the text spells are special tokens
+            return list(self.tokenizer(given)["input_ids"])
+        vocabulary = len(self.tokenizer)
+        is_ids = isinstance(given, list) and bool(given)
+        if is_ids and all(type(id) is int and 0 <= id < vocabulary for id in given):
+            return given
+        raise bad(
+            f"prompt must be a text, or token ids from 0 to {vocabulary - 1}, or a list of such"
+        )
+
+    def _stream(
+        self,
+        stream: TokenStream,
+        future: Future,
+        prompts: Sequence[Prompt],
+        body: Mapping[str, Any],
+    ) -> EventStream:
+        async def events() -> AsyncIterator[object]:
+            heading = self._heading()
+            async for piece in stream.choices():
+                index, reason = piece["index"], piece["finish_reason"]
+                ids = token_fields(body, stream.rollout(index)) if reason is not None else {}
+                text = piece["delta"].get("content", "")
+                if not text and reason is None:
+                    continue
+                choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+                yield {**heading, "choices": [{**choice, **ids}]}
+            options = body.get("stream_options")
+            if isinstance(options, Mapping) and options.get("include_usage"):
+                made = usage(prompts, stream.count_tokens())
+                yield {**heading, "choices": [], "usage": made}
+
+        return opened(stream, future, events())
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        answers: Sequence[ChatAnswer],
+        body: Mapping[str, Any],
+        wanted: Wanted,
+    ) -> dict[str, object]:
+        is_scored_alone = wanted.echo and body.get("max_tokens") == 0
+        choices = []
+        for k, answer in enumerate(answers):
+            rollout = answer.rollout
+            prompt = rollout.prompt
+            ids = [] if is_scored_alone else rollout.token_ids
+            text = "" if is_scored_alone else rollout.text
+            if wanted.echo:
+                text = str(self.tokenizer.decode(prompt.token_ids)) + text
+            choice: dict[str, object] = {
+                "index": k,
+                "text": text,
+                "logprobs": None,
+                "finish_reason": "length" if is_scored_alone else rollout.finish_reason,
+                **token_fields(body, rollout),
+            }
+            if answer.logprobs is not None:
+                before = prompt.token_ids if wanted.echo else []
+                choice["logprobs"] = self._logprobs([*before, *ids], answer.logprobs, wanted.echo)
+            if body.get("return_token_ids"):
+                choice["prompt_token_ids"] = prompt.token_ids
+            choices.append(choice)
+        made = 0 if is_scored_alone else sum(len(answer.rollout) for answer in answers)
+        return {**self._heading(), "choices": choices, "usage": usage(prompts, made)}
+
+    def _logprobs(self, ids: list[int], found: TokenLogprobs, echo: bool) -> dict[str, object]:
+        """Return log-probs as the API of OpenAI has them. The first token of a text has none."""
+        tokens = [str(self.tokenizer.decode([id])) for id in ids]
+        chosen: list[float | None] = list(found.chosen)
+        likely: list[dict[str, float] | None] = [
+            {str(self.tokenizer.decode([id])): value for id, value in row} for row in found.likely
+        ]
+        if echo:
+            chosen, likely = [None, *chosen], [None, *likely]
+        offsets, at = [], 0
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        n = len(ids)
+        return {
+            "tokens": tokens,
+            "token_logprobs": chosen[:n],
+            "top_logprobs": likely[:n],
+            "text_offset": offsets,
+        }
+
+    def _heading(self) -> dict[str, object]:
+        served = self.generator.served
+        named = served.named("cmpl")
+        return {**named, "object": "text_completion", "system_fingerprint": served.digest}
+
+    async def tokenize(self, call: HTTPCall) -> object:
+        """Answer ``/tokenize`` for a text or for messages."""
+        body = call.body
+        if body.get("messages") is not None:
+            ids = (await asyncio.to_thread(self.chat.read, body)).prompt.token_ids
+        elif isinstance(text := body.get("prompt"), str):
+            special = bool(body.get("add_special_tokens", True))
+            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        else:
+            raise bad("give a text as prompt, or messages")
+        limit = self.generator.context
+        return {"tokens": list(ids), "count": len(ids), "max_model_len": limit}
+
+    async def detokenize(self, call: HTTPCall) -> object:
+        """Answer ``/detokenize``."""
+        return {"prompt": str(self.tokenizer.decode(self._ids(call.body.get("tokens"))))}

@@ -1,0 +1,248 @@
+"""Generate the responses of all open requests together. New requests join between two tokens."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightrft.config.strategy import SamplingConfig
+from lightrft.engines.native import GenerationBatch, NativeEngine
+from lightrft.engines.requests import check_requests
+from lightrft.serving.batcher import Work
+from lightrft.serving.chat.token_stream import TokenStream
+from lightrft.serving.problems import HTTPProblem
+from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.types import Request, Rollout
+
+MOST_BATCHES = 4
+"""Most sampling settings that generate in turns. Each has a cache. Requests with further ones
+wait."""
+TURN_SECONDS = 0.05
+"""Seconds that the requests of one sampling setting generate before those of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The responses that a request asks for.
+
+    Attributes:
+        requests: A request for each choice. ``Request.sample`` is its index.
+        sampling: Sampling settings of all of them.
+        likely: Number of likely tokens at each place. ``None`` for no log-probs.
+        echo: Log-probs are of the tokens of the prompt too.
+        stream: Gets the tokens as they are generated. ``None`` for a whole answer.
+    """
+
+    requests: Sequence[Request]
+    sampling: SamplingConfig
+    likely: int | None = None
+    echo: bool = False
+    stream: TokenStream | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request whose responses grow, and those that are finished, by their index."""
+
+    work: Work[Asked]
+    found: dict[int, Rollout] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.found) == len(self.work.payload.requests)
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """The open requests of one sampling setting."""
+
+    sampling: SamplingConfig
+    growing: GenerationBatch
+    # by the identity of a prompt, which an ``_Open`` keeps alive
+    open: dict[int, _Open] = field(default_factory=dict)
+
+
+class GenerationLoop:
+    """A thread that generates.
+
+    If a token cannot be computed, each request of its batch is computed alone, so that a request
+    fails only by itself.
+
+    Args:
+        engine: Generates the responses.
+        finish: Returns the result of a request from its responses, in the order of its requests.
+        metrics: Counts requests and tokens.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        finish: Callable[[Asked, Sequence[Rollout]], object],
+        metrics: ServerMetrics,
+    ) -> None:
+        self.engine = engine
+        self.finish = finish
+        self.metrics = metrics
+        self._waiting: deque[Work[Asked]] = deque()
+        self._batches: list[_Batch] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        metrics.gauges["queued_requests"] = lambda: float(len(self._waiting))
+        metrics.gauges["generating_requests"] = lambda: float(
+            sum(len(batch.open) for batch in self._batches)
+        )
+        self._thread = threading.Thread(target=self._loop, name="generation", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work[Asked]) -> Any:
+        """Queue ``work`` and return its future.
+
+        Raises:
+            HTTPProblem: The server is stopping.
+            ResourceError: A request is longer than the engine's limit.
+        """
+        check_requests(work.payload.requests, work.payload.sampling, self.engine.config)
+        with self._changed:
+            if self._closed:
+                raise HTTPProblem(503, "the server is stopping; repeat the request later")
+            self._waiting.append(work)
+            self._changed.notify()
+        return work.future
+
+    def close(self) -> None:
+        """Finish all requests, then stop the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while self._begin_waiting():
+            for batch in list(self._batches):
+                try:
+                    self._advance(batch)
+                except Exception as error:  # an error of one request must not end the server
+                    self._batches.remove(batch)
+                    self._retry_alone(batch, error)
+
+    def _begin_waiting(self) -> bool:
+        """Begin the requests that can join. Return False once the loop is closed and empty."""
+        with self._changed:
+            while not self._waiting and not self._batches:
+                if self._closed:
+                    return False
+                self._changed.wait()
+            works, self._waiting = self._waiting, deque()
+        kept = [work for work in works if not self._begun(work)]
+        with self._changed:
+            self._waiting.extendleft(reversed(kept))
+        return True
+
+    def _begun(self, work: Work[Asked]) -> bool:
+        """Begin ``work``. Return False if it must wait for another sampling setting to end."""
+        asked = work.payload
+        if not _is_wanted(work):
+            self._end(_Open(work))
+            return True
+        batch = next((b for b in self._batches if b.sampling == asked.sampling), None)
+        if batch is None:
+            if len(self._batches) == MOST_BATCHES:
+                return False
+            batch = _Batch(asked.sampling, GenerationBatch(self.engine, (), asked.sampling))
+            self._batches.append(batch)
+        opened = _Open(work)
+        for request in asked.requests:
+            request.watch = _while_wanted(work, request.watch)
+            batch.open[id(request.prompt)] = opened
+        batch.growing.add(asked.requests)
+        return True
+
+    def _advance(self, batch: _Batch) -> None:
+        """Generate until a response is finished, requests wait, or another batch has its turn."""
+        tokens, until = itertools.count(), time.monotonic() + TURN_SECONDS
+
+        def over() -> bool:
+            # one token at least, so that waiting requests cannot stop the others
+            if next(tokens) == 0:
+                return False
+            return bool(self._waiting) or (len(self._batches) > 1 and time.monotonic() > until)
+
+        for rollout in batch.growing.advance(over):
+            opened = batch.open[id(rollout.prompt)]
+            self._take(opened, rollout)
+            if opened.is_whole:
+                for request in opened.work.payload.requests:
+                    batch.open.pop(id(request.prompt), None)
+                self._end(opened)
+        if not batch.growing.unfinished:
+            self._batches.remove(batch)
+
+    def _take(self, opened: _Open, rollout: Rollout) -> None:
+        opened.found[rollout.sample] = rollout
+        self.metrics.count("generated_tokens", len(rollout))
+        stream = opened.work.payload.stream
+        if stream is not None:
+            stream.finished(rollout)
+
+    def _retry_alone(self, batch: _Batch, error: Exception) -> None:
+        """Compute each request of a failed batch alone. A lone request fails by ``error``."""
+        works = list({id(opened): opened.work for opened in batch.open.values()}.values())
+        for work in works:
+            if len(works) == 1:
+                _settle(work, error=error)
+                continue
+            opened = _Open(work)
+            try:
+                for rollout in self.engine.generate(work.payload.requests, work.payload.sampling):
+                    self._take(opened, rollout)
+            except Exception as own:
+                _settle(work, error=own)
+            else:
+                self._end(opened)
+
+    def _end(self, opened: _Open) -> None:
+        """Give the result of a request to those who wait for it."""
+        work = opened.work
+        if not _is_wanted(work):
+            self.metrics.count("expired_requests")
+            late = "the answer took longer than http.timeout; ask for less at once"
+            _settle(work, error=HTTPProblem(504, late))
+            return
+        try:
+            result = self.finish(
+                work.payload, [rollout for _, rollout in sorted(opened.found.items())]
+            )
+        except Exception as error:
+            _settle(work, error=error)
+        else:
+            _settle(work, result)
+
+
+def _is_wanted(work: Work[Asked]) -> bool:
+    return not work.future.cancelled() and time.monotonic() < work.deadline
+
+
+def _while_wanted(
+    work: Work[Asked], inner: Callable[[list[int]], bool] | None
+) -> Callable[[list[int]], bool]:
+    """Return a ``Request.watch`` that ends a response once nobody waits for its request."""
+
+    def watch(token_ids: list[int]) -> bool:
+        return _is_wanted(work) and (inner is None or inner(token_ids))
+
+    return watch
+
+
+def _settle(work: Work[Asked], result: object = None, error: Exception | None = None) -> None:
+    # False for a future that was cancelled meanwhile
+    if not work.future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        work.future.set_exception(error)
+    else:
+        work.future.set_result(result)

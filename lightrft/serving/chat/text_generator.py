@@ -1,0 +1,209 @@
+"""Turn the fields of a request into sampling settings, requests and answers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from lightrft.config.strategy import SamplingConfig
+from lightrft.engines.native import NativeEngine
+from lightrft.serving.batcher import Work
+from lightrft.serving.chat.generation_loop import Asked, GenerationLoop
+from lightrft.serving.chat.token_logprobs import ChatAnswer, TokenLogprobs
+from lightrft.serving.chat.token_stream import TokenStream
+from lightrft.serving.problems import HTTPCall, bad
+from lightrft.serving.reward_service import ServedModel
+from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.types import Prompt, Request, Rollout
+from lightrft.utils.errors import first_line
+from lightrft.utils.seeding import derive_seed
+
+MOST_CHOICES = 64
+"""Largest ``n`` of a request."""
+MOST_LIKELY = 20
+"""Largest number of likely tokens of a request, as in the API of OpenAI."""
+NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_token_ids": "stop_token_ids",
+}
+"""Field of a request to the setting ``sampling`` of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks for, for each of its prompts.
+
+    Attributes:
+        sampling: The sampling settings.
+        count: Number of responses to each prompt.
+        seed: Seed of the request.
+        likely: Number of likely tokens at each place. ``None`` for no log-probs.
+        echo: Log-probs are of the tokens of the prompts too.
+        is_stream: The answer is sent as it grows.
+    """
+
+    sampling: SamplingConfig
+    count: int = 1
+    seed: int = 0
+    likely: int | None = None
+    echo: bool = False
+    is_stream: bool = False
+
+
+class TextGenerator:
+    """Generates the answers of every address.
+
+    Args:
+        engine: Generates the responses.
+        likely: Returns the log-probs of the tokens of responses, and the likeliest tokens.
+        tokenizer: The tokenizer of the model.
+        sampling: Settings for requests that set nothing else.
+        served: Name and digest of the model.
+        context: Context length of the model in tokens. ``None`` for no limit.
+        metrics: Counters of the server.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        likely: Callable[[Sequence[Rollout], int], list[TokenLogprobs]],
+        tokenizer: Any,
+        sampling: SamplingConfig,
+        served: ServedModel,
+        context: int | None,
+        metrics: ServerMetrics,
+    ) -> None:
+        self.engine = engine
+        self.likely = likely
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.served = served
+        self.context = context
+        self.loop = GenerationLoop(engine, self._weighed, metrics)
+
+    def wanted(self, call: HTTPCall, likely: int | None = None, echo: bool = False) -> Wanted:
+        """Return what ``call`` asks for.
+
+        Args:
+            call: The request.
+            likely: Number of likely tokens at each place. ``None`` for no log-probs.
+            echo: Log-probs are of the tokens of the prompts too.
+
+        Raises:
+            HTTPProblem: A field is malformed.
+        """
+        return Wanted(
+            self._sampling(call.body),
+            int(call.number("n", 1, 1, MOST_CHOICES)),
+            int(call.number("seed", 0, 0, 2**63 - 1)),
+            likely,
+            echo,
+            bool(call.body.get("stream")),
+        )
+
+    def begin(
+        self, prompts: Sequence[Prompt], wanted: Wanted, deadline: float
+    ) -> tuple[Future[list[ChatAnswer]], TokenStream | None]:
+        """Queue the responses to ``prompts``.
+
+        Args:
+            prompts: The prompts. Each has ``wanted.count`` responses, one after another.
+            wanted: What the request asks for.
+            deadline: Time of ``time.monotonic`` after which nobody waits for the answer.
+
+        Returns:
+            The future of the answers, and their stream if one is wanted.
+
+        Raises:
+            HTTPProblem: A prompt leaves no room for a response.
+        """
+        sampling, total = wanted.sampling, len(prompts) * wanted.count
+        stream = TokenStream(self.tokenizer, total, sampling.stop) if wanted.is_stream else None
+        requests = []
+        for p, prompt in enumerate(prompts):
+            room = self._room(prompt, sampling)
+            for k in range(p * wanted.count, (p + 1) * wanted.count):
+                seed = derive_seed(wanted.seed, "choice", k)
+                request = Request(prompt, seed, k, max_new_tokens=room)
+                if stream is not None:
+                    request.watch = functools.partial(stream.grown, k)
+                requests.append(request)
+        # requests with other limits share a batch: each has its own limit
+        shared = sampling.model_copy(update={"max_new_tokens": self.sampling.max_new_tokens})
+        asked = Asked(requests, shared, wanted.likely, wanted.echo, stream)
+        return self.loop.submit(Work(asked, 0, deadline)), stream
+
+    def close(self) -> None:
+        """Finish the requests that wait, and stop."""
+        self.loop.close()
+
+    def _sampling(self, body: Mapping[str, Any]) -> SamplingConfig:
+        given: dict[str, Any] = {}
+        for name, setting in NAMES.items():
+            if body.get(name) is not None:
+                given[setting] = body[name]
+        if (stop := body.get("stop")) is not None:
+            given["stop"] = (stop,) if isinstance(stop, str) else stop
+        try:
+            return SamplingConfig.model_validate({**self.sampling.model_dump(), **given})
+        except ValidationError as error:
+            raise bad(f"sampling of the request: {first_line(error)}: {error.errors()}") from error
+
+    def _room(self, prompt: Prompt, sampling: SamplingConfig) -> int:
+        """Return the longest response to ``prompt`` in tokens."""
+        room = sampling.max_new_tokens
+        if self.context is not None:
+            room = min(room, self.context - len(prompt.token_ids))
+        if room < max(1, sampling.min_new_tokens):
+            raise bad(
+                f"{len(prompt.token_ids)} tokens of the prompt leave no room in the context of "
+                f"{self.context}"
+            )
+        return room
+
+    def _weighed(self, asked: Asked, rollouts: Sequence[Rollout]) -> list[ChatAnswer]:
+        """Return the responses of a request, with log-probs if it asks for them."""
+        if asked.likely is None:
+            return [ChatAnswer(rollout) for rollout in rollouts]
+        shown = [echoed(rollout) for rollout in rollouts] if asked.echo else rollouts
+        rows = self.likely(shown, asked.likely)
+        return [ChatAnswer(rollout, row) for rollout, row in zip(rollouts, rows, strict=True)]
+
+
+def echoed(rollout: Rollout) -> Rollout:
+    """Return ``rollout`` with all tokens of the prompt but the first as response tokens."""
+    first, *rest = rollout.prompt.token_ids
+    prompt = Prompt(rollout.prompt.id, [first], media=rollout.prompt.media)
+    ids = [*rest, *rollout.token_ids]
+    n = len(ids)
+    return Rollout(prompt, ids, [True] * n, [0.0] * n, [0] * n, "length", rollout.seed)
+
+
+def usage(prompts: Sequence[Prompt], made: int) -> dict[str, int]:
+    """Return the numbers of tokens of a request with ``made`` response tokens."""
+    asked = sum(len(prompt.token_ids) for prompt in prompts)
+    return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+
+def token_fields(body: Mapping[str, Any], rollout: Rollout) -> dict[str, object]:
+    """Return the fields of a choice that training reads, if ``return_token_ids`` is set."""
+    if not body.get("return_token_ids"):
+        return {}
+    return {
+        "token_ids": rollout.token_ids,
+        # of the distribution that was sampled from, after temperature and filters
+        "sampled_logprobs": rollout.logprobs,
+        "policy_version": max(rollout.versions, default=0),
+    }

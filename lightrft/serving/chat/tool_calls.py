@@ -1,0 +1,117 @@
+"""Tools in chat requests, and the calls of tools in responses."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.serving.problems import bad
+
+MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+"""A call in the format of Hermes and Qwen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        name: Name of the tool.
+        arguments: Its arguments.
+        id: Id by which the result refers to the call.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str
+
+    def shown(self, index: int | None = None) -> dict[str, object]:
+        """Return the call as the API of OpenAI has it, with its ``index`` in a stream."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
+        place = {} if index is None else {"index": index}
+        return {**place, "id": self.id, "type": "function", "function": function}
+
+
+def read_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the tools of a chat request. It is empty if the request forbids their use.
+
+    Raises:
+        HTTPProblem: ``tools`` is malformed, or ``tool_choice`` forces a call.
+    """
+    tools = body.get("tools") or []
+    choice = body.get("tool_choice") or "auto"
+    named = isinstance(tools, list) and all(
+        isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools
+    )
+    if not named:
+        raise bad("tools must be a list of {type: function, function: {name, parameters}}")
+    if choice not in ("auto", "none"):
+        raise bad(f"tool_choice = {choice!r} is not supported; use auto or none")
+    return [] if choice == "none" else tools
+
+
+def with_parsed_arguments(messages: Sequence[Any]) -> list[Any]:
+    """Return ``messages`` with the arguments of earlier calls as objects, as templates read them.
+
+    Raises:
+        HTTPProblem: The arguments of a call are not JSON.
+    """
+    return [
+        {**message, "tool_calls": [_parsed(call) for call in message["tool_calls"]]}
+        if isinstance(message, Mapping) and message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _parsed(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError as error:
+        raise bad(f"the arguments of tool call {call.get('id')!r} are not JSON: {error}") from error
+
+
+def find_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+    """Return the text of a response without its calls, and the calls.
+
+    A call is JSON with ``name`` and ``arguments`` between ``<tool_call>`` tags (Hermes, Qwen), or
+    the whole response is such an object or a list of them (Llama 3, Mistral). Text that is no call
+    of one of ``tools`` stays text.
+    """
+    names = {tool["function"].get("name") for tool in tools}
+    calls: list[ToolCall] = []
+
+    def taken(match: re.Match[str]) -> str:
+        found = _calls(match[1], names)
+        calls.extend(found)
+        return "" if found else match[0]
+
+    left = MARKED.sub(taken, text)
+    if calls:
+        return left.strip(), calls
+    whole = _calls(text.strip(), names)
+    return ("", whole) if whole else (text, [])
+
+
+def _calls(text: str, names: set[Any]) -> list[ToolCall]:
+    """Return the calls that JSON ``text`` holds; none unless all of it is calls."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls: list[ToolCall] = []
+    for item in found if isinstance(found, list) else [found]:
+        if not isinstance(item, Mapping):
+            return []
+        arguments = item.get("arguments", item.get("parameters"))
+        if item.get("name") not in names or not isinstance(arguments, Mapping):
+            return []
+        calls.append(ToolCall(item["name"], arguments, f"call_{uuid.uuid4().hex[:24]}"))
+    return calls

@@ -1,0 +1,177 @@
+"""Load a model and serve it: ``lightrft serve``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightrft.config.serving import ServeConfig, ServeRMConfig
+from lightrft.config.strategy import StrategyConfig
+from lightrft.engines.native import NativeEngine
+from lightrft.models.families import context_length
+from lightrft.models.processors import load_processor
+from lightrft.serving.chat.chat_completions import ChatCompletions
+from lightrft.serving.chat.completions import Completions
+from lightrft.serving.chat.messages import Messages
+from lightrft.serving.chat.text_generator import TextGenerator
+from lightrft.serving.chat.token_logprobs import likely_tokens
+from lightrft.serving.http_server import Endpoint, HTTPServer
+from lightrft.serving.problems import HTTPCall
+from lightrft.serving.reward_service import ServedModel
+from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.trainer.saved_policy import resolved
+from lightrft.utils.errors import ConfigError
+from lightrft.workers.local import local_policy, local_tokenizer
+from lightrft.workers.scoring.reward_wire import vocabulary_digest, weights_digest
+
+
+class Service(Protocol):
+    """What answers requests."""
+
+    served: ServedModel
+
+    def endpoints(self) -> list[Endpoint]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class ModelServer:
+    """A model behind HTTP that listens, and answers once ``run`` is called.
+
+    Attributes:
+        http: The HTTP side.
+        service: Computes the answers.
+        url: The address.
+    """
+
+    http: HTTPServer
+    service: Service
+    url: str
+
+    @property
+    def served(self) -> ServedModel:
+        """The name and the digest of the model."""
+        return self.service.served
+
+    def ready_line(self) -> str:
+        """Return a line about the model and its address."""
+        kind = ", ".join(self.served.heads) or "generative"
+        return f"{self.served.name} ({kind}; {self.served.digest}) at {self.url}"
+
+    def run(self) -> None:
+        """Answer until SIGTERM or Ctrl-C, then finish the accepted requests."""
+        try:
+            self.http.run()
+        finally:
+            self.service.close()
+
+
+class GenerationService:
+    """All addresses of a generative model.
+
+    Args:
+        generator: Generates the answers.
+        chat: Answers chat completions.
+    """
+
+    def __init__(self, generator: TextGenerator, chat: ChatCompletions) -> None:
+        self.generator = generator
+        self.chat = chat
+        self.served = generator.served
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return the addresses."""
+        return [
+            *self.chat.endpoints(),
+            *Completions(self.generator, self.chat).endpoints(),
+            *Messages(self.generator, self.chat).endpoints(),
+        ]
+
+    def close(self) -> None:
+        """Finish the requests that wait, and stop."""
+        self.generator.close()
+
+
+def open_server(config: ServeConfig) -> ModelServer:
+    """Load the model, listen, and return the server.
+
+    Args:
+        config: Settings of the server.
+
+    Raises:
+        ConfigError: No model is named, or the address or the token file cannot be used.
+        ModelError: The model cannot be loaded.
+    """
+    metrics = ServerMetrics()
+    service = generation_service(config, metrics, config.max_tokens_per_micro_batch)
+    return listening(service, config, metrics)
+
+
+def listening(
+    service: Service, config: ServeConfig | ServeRMConfig, metrics: ServerMetrics
+) -> ModelServer:
+    """Return a server of ``service`` that listens.
+
+    Args:
+        service: Computes the answers. It is closed if the address cannot be used.
+        config: Settings of the server.
+        metrics: Counters of the server.
+    """
+    served = service.served
+
+    async def health(call: HTTPCall) -> dict[str, str]:
+        return {"status": "ok", "model": served.name, "digest": served.digest}
+
+    async def shown(call: HTTPCall) -> str:
+        return metrics.text()
+
+    endpoints: Sequence[Endpoint] = [
+        *service.endpoints(),
+        Endpoint(("/health",), health, "GET", is_open=True),
+        Endpoint(("/metrics",), shown, "GET"),
+        Endpoint(("/v1/models",), served.listed, "GET"),
+    ]
+    try:
+        http = HTTPServer(endpoints, config.http, metrics)
+        return ModelServer(http, service, http.bind())
+    except BaseException:
+        service.close()
+        raise
+
+
+def generation_service(
+    config: ServeConfig | ServeRMConfig, metrics: ServerMetrics, budget: int
+) -> GenerationService:
+    """Load a generative model and an engine over it.
+
+    Args:
+        config: Settings of the server.
+        metrics: Counters of the server.
+        budget: Largest number of tokens of a forward pass that computes log-probs.
+    """
+    if config.engine.kind != "native":
+        raise ConfigError(
+            f"engine.kind = {config.engine.kind}: this server generates with the native engine; "
+            "set engine.kind=native, or start that engine's own server"
+        )
+    model, saved = resolved(config.model)
+    tokenizer = local_tokenizer(model)
+    placed = StrategyConfig(device=config.device)
+    weights = None if saved is None else saved.weights
+    _, actor, engine = local_policy(model, placed, config.engine, tokenizer, weights=weights)
+    assert isinstance(engine, NativeEngine)
+    name = config.name or config.model.path
+    generator = TextGenerator(
+        engine,
+        functools.partial(likely_tokens, actor, budget),
+        tokenizer,
+        config.sampling,
+        ServedModel(name, weights_digest(actor), vocabulary_digest(tokenizer)),
+        context_length(actor.base.config),
+        metrics,
+    )
+    processor = load_processor(model, tokenizer)
+    return GenerationService(generator, ChatCompletions(generator, processor, config.media))
