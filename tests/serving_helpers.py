@@ -142,9 +142,7 @@ def echo(call: HTTPCall) -> Any:
     return answered()
 
 
-def serve_process(
-    folder: Path, port: int, *words: str, verb: str = "serve-rm"
-) -> warm.Process:
+def serve_process(folder: Path, port: int, *words: str, verb: str = "serve-rm") -> warm.Process:
     """Start ``lightrft serve-rm``, or another ``verb`` that serves, in a process of its own."""
     import os
 

@@ -69,7 +69,7 @@ class ChatEncoder:
         self._media_parts = {} if self.media is None else self.media.parts
         has_template = bool(tokenizer.chat_template)
         if config.apply_chat_template is True and not has_template:
-            problem = f"the tokenizer {_name(tokenizer)} has no chat template"
+            problem = f"the tokenizer {tokenizer_name(tokenizer)} has no chat template"
             raise ModelError(f"data.apply_chat_template is true, but {problem}; {WAYS_OUT}")
         if config.apply_chat_template == "auto":
             self.chat = has_template and config.template is None
@@ -162,7 +162,7 @@ class ChatEncoder:
         """
         eos = self.tokenizer.eos_token_id
         if eos is None:
-            name = _name(self.tokenizer)
+            name = tokenizer_name(self.tokenizer)
             raise ModelError(f"the tokenizer {name} has no eos token, so no response could end")
         return eos
 
@@ -585,7 +585,7 @@ class ChatEncoder:
             ids = list(itertools.chain.from_iterable(rows))
             if not self._control_ids & set(ids):
                 return ids
-        name = _name(self.tokenizer)
+        name = tokenizer_name(self.tokenizer)
         raise ModelError(f"the tokenizer {name} cannot write {text!r} as plain text")
 
     def _plain_ids(
@@ -601,59 +601,6 @@ class ChatEncoder:
             verbose=False,
             **options,
         )["input_ids"]
-
-
-def check_template(
-    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object] | None = None
-) -> None:
-    """Check the prefix property of the chat template.
-
-    The tokens of a conversation up to a turn must be a prefix of the tokens of the longer
-    conversation. Several turns can only then share one sequence.
-
-    Raises ``ModelError`` with the first violation and the possible settings.
-    """
-    encoder = ChatEncoder(
-        DataConfig(apply_chat_template=True, chat_template_options=dict(options or {})), tokenizer
-    )
-    where = f"the tokenizer {_name(tokenizer)}"
-    turns: list[Message] = [
-        {"role": "user", "content": "1+1=?"},
-        {"role": "assistant", "content": "It is 2."},
-        {"role": "user", "content": "2+1=?"},
-        {"role": "assistant", "content": "It is 3."},
-    ]
-    shorter: list[int] = []
-    shown = ""
-    for upto, last in enumerate(turns, start=1):
-        # after a user's turn, the prompt includes the start of the answer
-        text = encoder.render(turns[:upto], where, generate=last["role"] == "user")
-        ids = encoder.encode([text])[0]
-        # Tokens, not text: a merge across the border would change the earlier ones.
-        if ids[: len(shorter)] != shorter:
-            raise prefix_error(tokenizer, shown, text)
-        shorter = ids
-        shown = text
-
-
-def prefix_error(tokenizer: PreTrainedTokenizerBase, shorter: str, longer: str) -> ModelError:
-    """Return the error for a chat template that changes earlier text.
-
-    Args:
-        tokenizer: the tokenizer, for its name.
-        shorter: the text of the shorter conversation.
-        longer: the text of the longer conversation, which should begin with ``shorter``.
-    """
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(shorter, longer))
-    at = sum(1 for _ in same)
-    near = slice(max(0, at - 20), at + 40)
-    change = f"{shorter[near]!r} becomes {longer[near]!r} once the conversation continues"
-    return ModelError(
-        f"the chat template of {_name(tokenizer)} does not keep what came before: {change}, "
-        "so its turns cannot share one row of tokens. Set data.turns: each (or last) "
-        "if it is earlier turns that change, model.chat_template to a template without this, "
-        "or data.chat_template_options to switch it off"
-    )
 
 
 def asking(prompt: Sequence[Message], where: str) -> Sequence[Message]:
@@ -702,7 +649,8 @@ def _refuse_chat_settings(config: DataConfig) -> None:
     raise ConfigError(f"{problem}; put the text in data.template, or: {WAYS_OUT}")
 
 
-def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the name of ``tokenizer`` in messages."""
     return tokenizer.name_or_path or type(tokenizer).__name__
 
 

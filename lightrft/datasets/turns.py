@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightrft.config.data import DataConfig
-from lightrft.datasets.chat_encoder import ChatEncoder, check_template, prefix_error
+from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.conversations.prefix_check import check_template, prefix_error
 from lightrft.datasets.media.items import marks
 from lightrft.datasets.row_parser import Message, ParsedRow
 from lightrft.datasets.row_tables import MalformedRow

@@ -27,7 +27,8 @@ from lightrft.config.verbs import (
     SupervisedConfig,
     TrainingConfig,
 )
-from lightrft.datasets.chat_encoder import ChatEncoder, check_template
+from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.conversations.prefix_check import check_template
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.prompt_dataset import PromptDataset

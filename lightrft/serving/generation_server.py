@@ -28,7 +28,7 @@ from lightrft.workers.scoring.reward_wire import vocabulary_digest, weights_dige
 
 
 class Service(Protocol):
-    """What answers requests."""
+    """A model that answers requests, and the addresses that it answers."""
 
     served: ServedModel
 

@@ -62,7 +62,12 @@ def test_the_client_of_openai_reads_every_kind_of_answer(url):
 
 def test_the_client_of_anthropic_reads_every_kind_of_answer(url):
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    given: Any = {"model": "tiny", "messages": ASK, "max_tokens": 8, "extra_body": {"temperature": 0}}
+    given: Any = {
+        "model": "tiny",
+        "messages": ASK,
+        "max_tokens": 8,
+        "extra_body": {"temperature": 0},
+    }
     whole = client.messages.create(**given, system="short")
     assert whole.stop_reason in ("end_turn", "max_tokens")
     with client.messages.stream(**given, system="short") as stream:

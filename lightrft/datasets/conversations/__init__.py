@@ -1,1 +1,1 @@
-"""Conversations as the input of a model that scores or judges them."""
+"""Conversations as input of models that score them, and the check of chat templates."""

@@ -43,7 +43,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request asks for, for each of its prompts.
+    """The settings of one request, for each of its prompts.
 
     Attributes:
         sampling: The sampling settings.

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.config.data import Columns, DataConfig
-from lightrft.datasets.chat_encoder import CLOSE, OPEN, ChatEncoder, check_template
+from lightrft.datasets.chat_encoder import CLOSE, OPEN, ChatEncoder
+from lightrft.datasets.conversations.prefix_check import check_template
 from lightrft.datasets.row_parser import read_record
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.models.tiny.text import tiny_tokenizer
