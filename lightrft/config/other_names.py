@@ -80,6 +80,8 @@ OTHER_NAMES: dict[str, str] = {
     "generate_max_len": "sampling.max_new_tokens",
     "rollout.temperature": "sampling.temperature",
     "temperature": "sampling.temperature",
+    "use_fire": "sampling.first_token_temperature",
+    "first_token_temperature": "sampling.first_token_temperature",
     "top_p": "sampling.top_p",
     "top_k": "sampling.top_k",
     "min_p": "sampling.min_p",

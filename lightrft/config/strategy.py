@@ -130,6 +130,10 @@ class SamplingConfig(Settings):
 
     temperature: float = Field(1.0, ge=0)
     """Divisor of the logits; 0 is greedy."""
+    first_token_temperature: float | None = Field(None, gt=0)
+    """Temperature of the first token of a response (FIRE, arXiv 2410.21236), e.g. 10; ``null``
+    takes ``temperature``. A high value makes responses to one prompt more diverse, and filters
+    apply as to other tokens. For the native engine."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens whose probabilities sum to this share; 1 keeps all."""
     top_k: int = Field(0, ge=0)

@@ -28,6 +28,7 @@ from lightrft.engines.requests import (
     rollout_of,
 )
 from lightrft.engines.stop_strings import StopStrings
+from lightrft.engines.token_sampler import Places, TokenSampler
 from lightrft.types import FinishReason, Prompt, Request, Rollout
 from lightrft.utils.cpu_threads import threads_for
 from lightrft.utils.device_transfer import to_device
@@ -260,14 +261,13 @@ class GenerationBatch:
         sampling: SamplingConfig,
     ) -> None:
         self._engine, self._sampling, self._config = engine, sampling, engine.config
-        # settings of greedy rows: temperature 0 turns every filter off
-        self._likeliest = sampling.model_copy(update={"temperature": 0.0})
         self._device = engine.decoder.device
         self._session = engine.decoder.session()
         # the tokenizer may name another end token than the model's configs
         eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
         ends = [*engine.decoder.eos_token_ids, *eos, *sampling.stop_token_ids]
         self._ends = np.unique(np.array(ends, dtype=np.int64))
+        self._sampler = TokenSampler(sampling, self._ends, self._device)
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
         self._waiting: deque[_Group] = deque()
         self._open: list[_Group] = []  # groups whose prompt is in the cache
@@ -352,38 +352,11 @@ class GenerationBatch:
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._rows
-        sampling = self._sampling
-        suppress = self._suppressed(logits)
-        if sampling.temperature == 0 or rows.greedy.all():
-            processed = draws.process(logits, self._likeliest, self._seen, suppress)
-            tokens, logprobs = draws.greedy(processed)
-        else:
-            u = to_device(torch.from_numpy(draws.uniforms(rows.keys, rows.steps)), self._device)
-            tokens, logprobs = draws.sample_tokens(
-                draws.process(logits, sampling, self._seen, suppress), u
-            )
-            # one call may mix both kinds: greedy rows replace the tokens sampled for them
-            if rows.greedy.any():
-                at = to_device(torch.from_numpy(np.flatnonzero(rows.greedy)), self._device)
-                part = [None if mask is None else mask[at] for mask in (self._seen, suppress)]
-                processed = draws.process(logits[at], self._likeliest, *part)
-                tokens[at], logprobs[at] = draws.greedy(processed)
+        places = Places(rows.keys, rows.steps, rows.greedy)
+        tokens, logprobs = self._sampler.sample(logits, places, self._seen)
         if self._seen is not None:
             self._seen[torch.arange(len(rows), device=self._device), tokens] = True
         return tokens, logprobs
-
-    def _suppressed(self, logits: Tensor) -> Tensor | None:
-        """Return ``[R, V]`` bool, the ends that rows below ``min_new_tokens`` must not sample."""
-        least = self._sampling.min_new_tokens
-        if not least or not len(self._ends):
-            return None
-        early = self._rows.steps < least
-        if not early.any():
-            return None
-        # built on the host, where the steps are, and copied in one transfer
-        mask = np.zeros(tuple(logits.shape), dtype=bool)
-        mask[np.ix_(early, self._ends)] = True
-        return to_device(torch.from_numpy(mask), self._device)
 
     def _admit(self) -> list[Tensor]:
         """Admit the waiting requests that fit, in order. Return the logits ``[V]`` of each new

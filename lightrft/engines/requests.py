@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.types import FinishReason, Request, Rollout
-from lightrft.utils.errors import ResourceError
+from lightrft.utils.errors import ConfigError, ResourceError
+
+NATIVE_SETTINGS = ("first_token_temperature",)
+"""Settings ``sampling`` that only the native engine applies. ``None`` is their default."""
 
 
 def check_requests(
@@ -44,6 +47,25 @@ def check_requests(
                 f"{prompt}: {needed}; raise engine.max_cache_tokens to at least {tokens}, or "
                 "lower max_new_tokens or the prompt length"
             )
+
+
+def unsupported_settings(sampling: SamplingConfig) -> list[str]:
+    """Return the settings in use that only the native engine applies."""
+    return [name for name in NATIVE_SETTINGS if getattr(sampling, name) is not None]
+
+
+def refuse_native_settings(sampling: SamplingConfig, kind: str) -> None:
+    """Raise ``ConfigError`` for settings that only the native engine applies.
+
+    Args:
+        sampling: The sampling settings.
+        kind: The setting ``engine.kind`` of another engine.
+    """
+    for name in unsupported_settings(sampling):
+        raise ConfigError(
+            f"{name} = {getattr(sampling, name)}: engine.kind = {kind} cannot apply it; set "
+            f"engine.kind=native, or leave out {name}"
+        )
 
 
 def response_limit(request: Request, sampling: SamplingConfig) -> int:

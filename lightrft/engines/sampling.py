@@ -85,6 +85,13 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(logits < bound, -torch.inf)
 
 
+def of_first_token(sampling: SamplingConfig) -> SamplingConfig:
+    """Return the settings of the first token of a response (FIRE, arXiv 2410.21236)."""
+    if sampling.first_token_temperature is None:
+        return sampling
+    return sampling.model_copy(update={"temperature": sampling.first_token_temperature})
+
+
 def process(
     logits: Tensor,
     sampling: SamplingConfig,

@@ -25,6 +25,7 @@ from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.requests import (
     check_requests,
+    refuse_native_settings,
     response_limit,
     response_room,
     rollout_of,
@@ -376,7 +377,8 @@ def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def check_sampling(sampling: SamplingConfig) -> None:
-    """Raise ``ConfigError`` for settings that vLLM would apply in another way."""
+    """Raise ``ConfigError`` for settings that vLLM would apply in another way, or not at all."""
+    refuse_native_settings(sampling, "vllm")
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise ConfigError(
             f"temperature = {sampling.temperature:g}: vLLM samples at {LOWEST_TEMPERATURE} in its "

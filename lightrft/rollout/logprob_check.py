@@ -66,6 +66,7 @@ class LogprobComparison:
         seen: ``[n, V]`` bool. Tokens before each token, for the repetition penalty. ``None``
             without a penalty.
         dtype: The coarsest type of states and weights during a call.
+        first: ``[n]`` bool. The token is the first of its response. ``None`` if none is.
         before: ``[n]``. Log-probs of the tokens under older weights, NaN where there are none.
             ``None`` if there are none at all.
     """
@@ -76,6 +77,7 @@ class LogprobComparison:
     greedy: Tensor
     seen: Tensor | None
     dtype: torch.dtype
+    first: Tensor | None = None
     before: Tensor | None = None
 
     def gap(self, sampling: SamplingConfig) -> float:
@@ -86,13 +88,21 @@ class LogprobComparison:
         """
         likeliest = sampling.model_copy(update={"temperature": 0.0})
         gaps = torch.empty_like(self.reported)
-        for where, settings in ((self.greedy, likeliest), (~self.greedy, sampling)):
+        first = torch.zeros_like(self.greedy)
+        if self.first is not None and sampling.first_token_temperature is not None:
+            first = self.first & ~self.greedy
+        kinds = (
+            (self.greedy, likeliest),
+            (first, draws.of_first_token(sampling)),
+            (~(self.greedy | first), sampling),
+        )
+        for where, settings in kinds:
             seen = None
             if self.seen is not None and settings.repetition_penalty != 1:
                 seen = self.seen[where]
             logits = draws.process(self.logits[where], settings, seen)
             chosen = logits.gather(1, self.tokens[where, None])[:, 0]
-            if settings is likeliest:
+            if settings.temperature == 0:
                 gaps[where] = logits.amax(-1) - chosen
             else:
                 gaps[where] = (chosen - logits.logsumexp(-1) - self.reported[where]).abs()
@@ -143,7 +153,10 @@ def compare_logprobs(
     places = places[chosen.to(places.device)]
     logits, dtype = logits_at(actor, few, places)
     assert few.behavior_logprobs is not None
+    first = steps_of(few)[places] == 0
     greedy = torch.full_like(places, sampling.temperature == 0, dtype=torch.bool)
+    if sampling.first_token_temperature is not None:
+        greedy &= ~first
     sums = torch.zeros(len(few), device=places.device).index_add_(
         0, few.row_of, few.behavior_logprobs.abs().float()
     )
@@ -151,7 +164,7 @@ def compare_logprobs(
     greedy |= sums[few.row_of[places]] == 0
     seen = seen_before(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
     tokens, reported = few.responses.tokens[places], few.behavior_logprobs[places].float()
-    return LogprobComparison(logits, tokens, reported, greedy, seen, dtype)
+    return LogprobComparison(logits, tokens, reported, greedy, seen, dtype, first)
 
 
 def room(actor: Actor) -> int:
@@ -184,11 +197,15 @@ def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch
     return logits, max(kinds, key=ROUNDING.__getitem__)
 
 
+def steps_of(batch: Batch) -> Tensor:
+    """Return the index of each token within its response, ``[N]``."""
+    starts = batch.lengths.cumsum(0) - batch.lengths
+    return torch.arange(batch.tokens, device=starts.device) - starts[batch.row_of]
+
+
 def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> Tensor:
     """Return a mask ``[N]`` of tokens sampled by ``version`` with no end token suppressed."""
-    starts = batch.lengths.cumsum(0) - batch.lengths
-    step = torch.arange(batch.tokens, device=starts.device) - starts[batch.row_of]
-    chosen = batch.mask & (step >= sampling.min_new_tokens)
+    chosen = batch.mask & (steps_of(batch) >= sampling.min_new_tokens)
     if version is not None and batch.versions is not None:
         chosen = chosen & (batch.versions == version)
     return chosen
@@ -329,8 +346,10 @@ def _variants(sampling: SamplingConfig) -> Iterator[tuple[str, SamplingConfig]]:
     """Yield sampling settings that an engine could have used instead, with a description."""
     open_ = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     temperature = {"temperature": 1.0}
+    same_first = {"first_token_temperature": None}
     for words, other in (
         ("at temperature 1", temperature),
+        ("the first token at the temperature of the others", same_first),
         ("without the filters", open_),
         ("at temperature 1 without the filters", open_ | temperature),
         ("at half the temperature", {"temperature": sampling.temperature / 2}),
@@ -342,10 +361,10 @@ def _variants(sampling: SamplingConfig) -> Iterator[tuple[str, SamplingConfig]]:
 
 
 def _said(sampling: SamplingConfig) -> str:
-    return ", ".join(
-        f"{name} {getattr(sampling, name)}"
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    )
+    names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
+    if sampling.first_token_temperature is not None:
+        names.insert(1, "first_token_temperature")
+    return ", ".join(f"{name} {getattr(sampling, name)}" for name in names)
 
 
 def unequal_weight(found: Fingerprint, given: Iterable[tuple[str, Tensor]]) -> str:

@@ -28,6 +28,7 @@ from lightrft.rollout.logprob_check import (
     refuse_weights,
     room,
     seen_before,
+    steps_of,
 )
 from lightrft.types import Request, Rollout
 
@@ -123,12 +124,17 @@ class WeightProbe:
         if not rows:
             return None
         places, tokens, reported, before = (torch.tensor(column) for column in zip(*rows))
+        logits, seen = self.logits, None
+        batch = batch_of(self.responses)
+        first = steps_of(batch)[places] == 0
         greedy = torch.full_like(places, self.sampling.temperature == 0, dtype=torch.bool)
-        logits = self.logits
-        seen = None
+        if self.sampling.first_token_temperature is not None:
+            greedy &= ~first
         if self.sampling.repetition_penalty != 1:
-            seen = seen_before(batch_of(self.responses), places, logits.shape[1])
-        return LogprobComparison(logits[places], tokens, reported, greedy, seen, self.dtype, before)
+            seen = seen_before(batch, places, logits.shape[1])
+        return LogprobComparison(
+            logits[places], tokens, reported, greedy, seen, self.dtype, first, before
+        )
 
     def refuse(self, roles: Roles) -> None:
         """Raise ``ModelError`` with the cause if the log-probs of engine and trainer differ."""

@@ -85,6 +85,7 @@ def algorithm(**tree: Any) -> Tree:
 
 SAMPLING: dict[str, tuple[Any, Tree]] = {
     "temperature": (0.5, {}),
+    "first_token_temperature": (30.0, {}),
     "top_p": (0.2, {}),
     "top_k": (2, {}),
     "min_p": (0.9, {}),

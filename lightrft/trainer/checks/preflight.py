@@ -19,6 +19,7 @@ from lightrft.config.verbs import (
     RLConfig,
     SFTConfig,
 )
+from lightrft.engines.requests import unsupported_settings
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.statistics.repeated_samples import powers_of_two
 
@@ -63,6 +64,8 @@ NAMESPACES = (
 """Prefixes of the other metrics."""
 BARE = ("loss", "seconds", "tokens_per_second")
 """Metrics without a prefix."""
+GENERATING = (RLConfig, DPOConfig, DistillVerbConfig)
+"""Settings with ``sampling``."""
 VALIDATED = (SFTConfig, DistillVerbConfig, DPOConfig)
 """Settings with ``validation``."""
 
@@ -96,10 +99,27 @@ def evaluation_problems(config: PolicyConfig) -> list[str]:
     """Return the problems of ``eval`` and ``checkpoint.best``."""
     validates = isinstance(config, VALIDATED) and bool(config.validation.sources)
     return [
+        *_engine(config),
         *_without_data(config.eval, validates),
         *_stop_at(config.eval),
         *_best(config, validates),
     ]
+
+
+def _engine(config: PolicyConfig) -> Iterator[str]:
+    """Yield settings ``sampling`` that the engine cannot apply."""
+    settings = {"eval.sampling": config.eval.sampling}
+    if isinstance(config, GENERATING):
+        settings["sampling"] = config.sampling
+    for branch, sampling in settings.items():
+        if config.engine.kind == "native":
+            break
+        for field in unsupported_settings(sampling):
+            name = f"{branch}.{field}"
+            yield (
+                f"{name} = {getattr(sampling, field)}: engine.kind = {config.engine.kind} cannot "
+                f"apply it; set engine.kind=native, or leave out {name}"
+            )
 
 
 def check_best(best: str | None, values: Mapping[str, float]) -> None:
@@ -156,7 +176,9 @@ def greedy_setting(sampling: SamplingConfig) -> str:
     """Return the setting that makes sampling greedy, as ``name = value``, or "" if none does."""
     # Each leaves only the most probable token.
     for name, value in (("temperature", 0), ("top_k", 1), ("min_p", 1)):
-        if getattr(sampling, name) == value:
+        # The filters act on the first token too, which has its own temperature.
+        is_varied = name == "temperature" and sampling.first_token_temperature is not None
+        if getattr(sampling, name) == value and not is_varied:
             return f"sampling.{name} = {value}"
     return ""
 
