@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightrft.utils.device_transfer import to_device
 from lightrft.utils.lazy_imports import Tensor, torch
+
+if TYPE_CHECKING:
+    from lightrft.config.decoding import ConstraintConfig
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -191,6 +194,7 @@ class Request:
             finish reason ``abort``, to be continued later. ``None`` for no pause.
         watch: Called with the tokens of the growing response after each token. Once it returns
             ``False``, the response is returned as it is, with finish reason ``abort``.
+        constraint: Form of this response. ``None`` takes that of the sampling settings.
     """
 
     prompt: Prompt
@@ -201,6 +205,7 @@ class Request:
     partial: Rollout | None = None
     pause_after_tokens: int | None = None
     watch: Callable[[list[int]], bool] | None = None
+    constraint: ConstraintConfig | None = None
 
     @property
     def num_generated(self) -> int:

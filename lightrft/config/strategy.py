@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lightrft.config.base import Settings, changed_fields
+from lightrft.config.decoding import ConstraintConfig
 
 LARGEST_LR = 1.0
 """Learning rate above which one step of AdamW replaces every weight."""
@@ -152,6 +153,9 @@ class SamplingConfig(Settings):
     """Strings that end a response. They stay in its tokens and are cut from its text."""
     stop_token_ids: tuple[int, ...] = ()
     """Further token ids that end a response."""
+    constraint: ConstraintConfig | None = None
+    """Form that every response must have. Log-probs are of the constrained distribution. It needs
+    the extra ``constrained`` and the native engine; training by its responses is refused."""
 
     @model_validator(mode="after")
     def _bounds(self) -> SamplingConfig:

@@ -18,6 +18,8 @@ from torch import Tensor
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines import sampling as draws
 from lightrft.engines.base import Fingerprint, never_stop
+from lightrft.engines.constrained.grammars import GrammarCompiler, request_constraint
+from lightrft.engines.constrained.rows import ConstrainedRows, ConstrainedTokens
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.fingerprint import INTEGERS, checksums
 from lightrft.engines.requests import (
@@ -78,6 +80,7 @@ class NativeEngine:
         self.awake = whole is None
         self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._grammars: GrammarCompiler | None = None
         self.size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
     def generate(
@@ -88,7 +91,8 @@ class NativeEngine:
     ) -> Iterator[Rollout]:
         """Yield responses, see ``Engine.generate``.
 
-        Raise ``ResourceError`` at once for a request that exceeds ``max_cache_tokens``.
+        Raise ``ResourceError`` at once for a request that exceeds ``max_cache_tokens``, and
+        ``ConfigError`` for a constraint that cannot be followed.
 
         Args:
             requests: The prompts to respond to, with their seeds and token limits.
@@ -98,6 +102,8 @@ class NativeEngine:
         wanted = list(requests)
         # checked here: the body of a generator would not run before the first response is asked for
         check_requests(wanted, sampling, self.config)
+        for constraint in filter(None, (request_constraint(r, sampling) for r in wanted)):
+            self.grammars().matcher(constraint)
         return self._answers(wanted, sampling, stopped)
 
     def _answers(
@@ -117,6 +123,27 @@ class NativeEngine:
         if stop not in self._stops:
             self._stops[stop] = StopStrings(self.tokenizer, stop)
         return self._stops[stop]
+
+    def ends(self, sampling: SamplingConfig) -> np.ndarray:
+        """Return ``[E]``, the sorted token ids that end a response."""
+        # the tokenizer may name another end token than the model's configs
+        eos = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        ends = [*self.decoder.eos_token_ids, *eos, *sampling.stop_token_ids]
+        return np.unique(np.array(ends, dtype=np.int64))
+
+    def grammars(self) -> GrammarCompiler:
+        """Return the compiler of constraints. Raises ``ConfigError`` if the model has none."""
+        if self._grammars is None:
+            eos = self.tokenizer.eos_token_id
+            end = next(iter(self.decoder.eos_token_ids), None) if eos is None else eos
+            self._grammars = GrammarCompiler(self.tokenizer, end)
+        return self._grammars
+
+    def constrained_tokens(
+        self, rollouts: Sequence[Rollout], sampling: SamplingConfig
+    ) -> ConstrainedTokens:
+        """Return the tokens that the constraints of ``sampling`` allowed in ``rollouts``."""
+        return ConstrainedTokens(self.grammars(), rollouts, sampling, self.ends(sampling))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
         """Set the policy version, see ``Engine.load_weights``.
@@ -263,10 +290,8 @@ class GenerationBatch:
         self._engine, self._sampling, self._config = engine, sampling, engine.config
         self._device = engine.decoder.device
         self._session = engine.decoder.session()
-        # the tokenizer may name another end token than the model's configs
-        eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
-        ends = [*engine.decoder.eos_token_ids, *eos, *sampling.stop_token_ids]
-        self._ends = np.unique(np.array(ends, dtype=np.int64))
+        self._ends = engine.ends(sampling)
+        self._constrained = ConstrainedRows(engine.grammars, sampling, self._ends)
         self._sampler = TokenSampler(sampling, self._ends, self._device)
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
         self._waiting: deque[_Group] = deque()
@@ -338,6 +363,7 @@ class GenerationBatch:
                 "its weights have diverged"
             )
         self._rows.record(host_tokens, host_logprobs, self._engine.version)
+        self._constrained.consume(host_tokens[:, None].tolist())
         return self._finish(host_tokens)
 
     def abort(self) -> list[Rollout]:
@@ -353,7 +379,8 @@ class GenerationBatch:
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._rows
         places = Places(rows.keys, rows.steps, rows.greedy)
-        tokens, logprobs = self._sampler.sample(logits, places, self._seen)
+        allowed = self._constrained.allowed(logits.shape[1], self._device)
+        tokens, logprobs = self._sampler.sample(logits, places, self._seen, allowed)
         if self._seen is not None:
             self._seen[torch.arange(len(rows), device=self._device), tokens] = True
         return tokens, logprobs
@@ -410,6 +437,7 @@ class GenerationBatch:
         requests = [request for _, request in entering]
         logits = [group.logits for group in groups if group.logits is not None]
         self._rows.append(requests, groups, [response_end(r, self._sampling) for r in requests])
+        self._constrained.append(requests)
         if self._sampling.repetition_penalty != 1:
             shape = (len(groups), logits[0].shape[0])
             seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
@@ -426,9 +454,10 @@ class GenerationBatch:
 
     def _finish(self, tokens: np.ndarray) -> list[Rollout]:
         rows = self._rows
-        # end tokens are suppressed before the minimum, but stop strings can occur in any text
+        # before the minimum, no end token is sampled unless a constraint leaves nothing else
+        stopped = np.isin(tokens, self._ends)
+        # stop strings can occur in any text
         late = rows.steps >= self._sampling.min_new_tokens
-        stopped = np.isin(tokens, self._ends) & late
         cuts = self._cuts(tokens, ~stopped & late)
         stopped[list(cuts)] = True
         ended = stopped | (rows.steps >= rows.limits)
@@ -490,6 +519,7 @@ class GenerationBatch:
         # cache and host state must move alike: both know a response by its row number
         self._session.evict(moves, kept)
         self._rows.evict(moves, kept)
+        self._constrained.evict(moves, kept)
         left = np.arange(kept)
         left[[dst for dst, _ in moves]] = [src for _, src in moves]
         # the tensors on the device are reordered in the same way

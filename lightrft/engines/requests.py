@@ -8,7 +8,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.types import FinishReason, Request, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
 
-NATIVE_SETTINGS = ("first_token_temperature",)
+NATIVE_SETTINGS = ("first_token_temperature", "constraint")
 """Settings ``sampling`` that only the native engine applies. ``None`` is their default."""
 
 

@@ -43,7 +43,11 @@ class TokenSampler:
         self._first = draws.of_first_token(sampling)
 
     def sample(
-        self, logits: Tensor, places: Places, seen: Tensor | None = None
+        self,
+        logits: Tensor,
+        places: Places,
+        seen: Tensor | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the tokens ``[T]`` and their log-probs ``[T]``.
 
@@ -51,8 +55,11 @@ class TokenSampler:
             logits: ``[T, V]``.
             places: Where the tokens are sampled.
             seen: ``[T, V]`` bool, tokens before each place. ``None`` without a repetition penalty.
+            allowed: ``[T, V]`` bool, tokens that a constraint allows. ``None`` allows all.
         """
         suppress = self._suppressed(logits, places.steps)
+        if allowed is not None:
+            suppress = _banned(allowed, suppress)
         u = to_device(torch.from_numpy(draws.uniforms(places.keys, places.steps)), self._device)
         main, *others = self._kinds(places)
         tokens, logprobs = _sample(logits, main[0], u, seen, suppress)
@@ -89,6 +96,17 @@ class TokenSampler:
         mask = np.zeros(tuple(logits.shape), dtype=bool)
         mask[np.ix_(early, self._ends)] = True
         return to_device(torch.from_numpy(mask), self._device)
+
+
+def _banned(allowed: Tensor, suppress: Tensor | None) -> Tensor:
+    """Return ``[T, V]`` bool, the tokens that are not in ``allowed``, and those of ``suppress``.
+
+    Where a constraint leaves nothing but an end token, it ends before ``min_new_tokens``.
+    """
+    if suppress is None:
+        return ~allowed
+    both = suppress | ~allowed
+    return torch.where(both.all(-1, keepdim=True), ~allowed, both)
 
 
 def _sample(

@@ -19,6 +19,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines import sampling as draws
 from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum
+from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.roles import Roles
@@ -67,6 +68,7 @@ class LogprobComparison:
             without a penalty.
         dtype: The coarsest type of states and weights during a call.
         first: ``[n]`` bool. The token is the first of its response. ``None`` if none is.
+        banned: ``[n, V]`` bool. Tokens that a constraint did not allow. ``None`` without one.
         before: ``[n]``. Log-probs of the tokens under older weights, NaN where there are none.
             ``None`` if there are none at all.
     """
@@ -78,6 +80,7 @@ class LogprobComparison:
     seen: Tensor | None
     dtype: torch.dtype
     first: Tensor | None = None
+    banned: Tensor | None = None
     before: Tensor | None = None
 
     def gap(self, sampling: SamplingConfig) -> float:
@@ -100,7 +103,8 @@ class LogprobComparison:
             seen = None
             if self.seen is not None and settings.repetition_penalty != 1:
                 seen = self.seen[where]
-            logits = draws.process(self.logits[where], settings, seen)
+            banned = None if self.banned is None else self.banned[where]
+            logits = draws.process(self.logits[where], settings, seen, banned)
             chosen = logits.gather(1, self.tokens[where, None])[:, 0]
             if settings.temperature == 0:
                 gaps[where] = logits.amax(-1) - chosen
@@ -127,9 +131,18 @@ class LogprobComparison:
         return float(gaps.mean() if self.dtype in HALF else gaps.max())
 
 
+AllowedTokens = Callable[[list[int], list[int], int], Tensor]
+"""Returns ``[n, V]`` bool, the tokens that constraints allowed. Its arguments are the response and
+the step of each place, and V."""
+
+
 @torch.no_grad()
 def compare_logprobs(
-    actor: Actor, batch: Batch, sampling: SamplingConfig, version: int | None
+    actor: Actor,
+    batch: Batch,
+    sampling: SamplingConfig,
+    version: int | None,
+    allowed: AllowedTokens | None = None,
 ) -> LogprobComparison | None:
     """Score a few tokens of ``batch`` that policy ``version`` sampled.
 
@@ -140,20 +153,22 @@ def compare_logprobs(
         batch: Has ``behavior_logprobs [N]``.
         sampling: The sampling settings.
         version: Version of the policy. ``None`` accepts any version.
+        allowed: Finds the tokens that constraints allowed. ``None`` without constraints.
 
     Returns:
         The tokens with both log-probs, or ``None`` if there is no such token.
     """
-    few = _few(batch, _comparable(batch, sampling, version))
-    if few is None:
+    rows = _few(batch, _comparable(batch, sampling, version))
+    if rows is None:
         return None
-    few = few.to(actor.device)
+    few = batch.select(rows).to(actor.device)
     places = _comparable(few, sampling, version).nonzero()[:, 0]
     chosen = torch.linspace(0, len(places) - 1, min(len(places), room(actor))).round().long()
     places = places[chosen.to(places.device)]
     logits, dtype = logits_at(actor, few, places)
     assert few.behavior_logprobs is not None
-    first = steps_of(few)[places] == 0
+    steps = steps_of(few)[places]
+    first = steps == 0
     greedy = torch.full_like(places, sampling.temperature == 0, dtype=torch.bool)
     if sampling.first_token_temperature is not None:
         greedy &= ~first
@@ -164,7 +179,11 @@ def compare_logprobs(
     greedy |= sums[few.row_of[places]] == 0
     seen = seen_before(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
     tokens, reported = few.responses.tokens[places], few.behavior_logprobs[places].float()
-    return LogprobComparison(logits, tokens, reported, greedy, seen, dtype, first)
+    banned = None
+    if allowed is not None:
+        of = rows[few.row_of[places].cpu()].tolist()
+        banned = ~allowed(of, steps.tolist(), logits.shape[1]).to(places.device)
+    return LogprobComparison(logits, tokens, reported, greedy, seen, dtype, first, banned)
 
 
 def room(actor: Actor) -> int:
@@ -211,15 +230,15 @@ def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> 
     return chosen
 
 
-def _few(batch: Batch, comparable: Tensor) -> Batch | None:
-    """Return the longest row with comparable tokens, and others spread over the batch."""
+def _few(batch: Batch, comparable: Tensor) -> Tensor | None:
+    """Return the longest row with comparable tokens, and others spread over the batch, sorted."""
     counts = torch.zeros_like(batch.lengths).index_add_(0, batch.row_of, comparable.long())
     rows = counts.nonzero()[:, 0]
     if not len(rows):
         return None
     longest = rows[(batch.lengths + batch.prompts.lengths[batch.prompt_of])[rows].argmax()]
     others = rows[torch.linspace(0, len(rows) - 1, min(ROWS - 1, len(rows))).round().long()]
-    return batch.select(torch.unique(torch.cat([longest[None], others])))
+    return torch.unique(torch.cat([longest[None], others]))
 
 
 def seen_before(batch: Batch, places: Tensor, vocabulary: int) -> Tensor:
@@ -502,7 +521,11 @@ class CheckedEngine:
             return
         if self.actor.config.check_layout:
             check_layout(self.actor, batch.to(self.actor.device))
-        refuse_gap(self.actor, compare_logprobs(self.actor, batch, sampling, None), sampling, None)
+        allowed = None
+        if sampling.constraint is not None and isinstance(self.engine, NativeEngine):
+            allowed = self.engine.constrained_tokens(rollouts, sampling).at
+        found = compare_logprobs(self.actor, batch, sampling, None, allowed)
+        refuse_gap(self.actor, found, sampling, None)
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:

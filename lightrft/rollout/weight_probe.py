@@ -133,7 +133,7 @@ class WeightProbe:
         if self.sampling.repetition_penalty != 1:
             seen = seen_before(batch, places, logits.shape[1])
         return LogprobComparison(
-            logits[places], tokens, reported, greedy, seen, self.dtype, first, before
+            logits[places], tokens, reported, greedy, seen, self.dtype, first, None, before
         )
 
     def refuse(self, roles: Roles) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from lightrft.config.serving import ServeConfig, ServeRMConfig
 from lightrft.config.strategy import StrategyConfig
+from lightrft.engines.constrained.grammars import refuse_column
 from lightrft.engines.native import NativeEngine
 from lightrft.models.families import context_length
 from lightrft.models.processors import load_processor
@@ -157,12 +158,16 @@ def generation_service(
             f"engine.kind = {config.engine.kind}: this server generates with the native engine; "
             "set engine.kind=native, or start that engine's own server"
         )
+    refuse_column(config.sampling, "no request has")
     model, saved = resolved(config.model)
     tokenizer = local_tokenizer(model)
     placed = StrategyConfig(device=config.device)
     weights = None if saved is None else saved.weights
     _, actor, engine = local_policy(model, placed, config.engine, tokenizer, weights=weights)
     assert isinstance(engine, NativeEngine)
+    if config.sampling.constraint is not None:
+        # compiled at once: a constraint that cannot be followed must not fail each request
+        engine.grammars().matcher(config.sampling.constraint)
     name = config.name or config.model.path
     generator = TextGenerator(
         engine,

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightrft.config.data import DataConfig
 from lightrft.config.verbs import ChatConfig, EvaluateConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.engines.constrained.grammars import refuse_column
 from lightrft.models.decoding.kinds import length_bound
 from lightrft.models.families import FAMILIES, context_length
 from lightrft.models.processors import load_processor
@@ -153,6 +154,7 @@ class Chat:
 
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
+        refuse_column(config.sampling, "a chat has no")
         model, saved = resolved(config.model)
         tokenizer = local_tokenizer(model)
         self.processor = load_processor(model, tokenizer)

@@ -34,7 +34,7 @@ ALLOWED = {
 HEAVY = {
     *("vllm", "sglang", "deepspeed", "ray", "flash_attn", "bitsandbytes", "wandb"),
     *("peft", "datasets", "tensorboard", "math_verify", "starlette", "uvicorn"),
-    *("soundfile", "av", "torchvision"),
+    *("soundfile", "av", "torchvision", "llguidance"),
 }
 KERNELS = {("models", "attention", "varlen_cuda"), ("models", "logprobs")}
 DEVICES = {"strategy", "engines"}

@@ -98,6 +98,12 @@ SAMPLING: dict[str, tuple[Any, Tree]] = {
     ),
     "stop_token_ids": (list(range(4, 60)), {}),
 }
+CONSTRAINT: dict[str, Any] = {
+    "json_schema": {"type": "boolean"},
+    "regex": "[0-9]{2}",
+    "choices": ["12", "34"],
+    "column": "form",
+}
 OPTIMIZER: dict[str, tuple[Any, Tree]] = {
     "lr": (0.005, {}),
     "lr_of": ({"language": 0.005}, {}),
@@ -422,9 +428,11 @@ FLIPS: dict[str, Flip] = {
         )
         for k, (v, c) in SAMPLING.items()
     },
+    **{f"eval.sampling.constraint.{k}": Flip(v, "run", HELD) for k, v in CONSTRAINT.items()},
     "eval.threshold": Flip(0.0, "run", HELD),
     "eval.stop_at": Flip(0.0, "run", deep_merge(HELD, {"eval": {"every": 1}, **LONG})),
     **{f"sampling.{k}": Flip(v, "run", nested("sampling", c)) for k, (v, c) in SAMPLING.items()},
+    **{f"sampling.constraint.{k}": Flip(v, "run", refused=True) for k, v in CONSTRAINT.items()},
     "rollout.prompts_per_step": Flip(3, "run"),
     "rollout.group_size": Flip(3, "run"),
     "rollout.max_rounds": Flip(

@@ -152,6 +152,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "key": f"k{i}",
             "gear": [{"name": f"f{i}"}],
             "level": i + 1,
+            "form": {"regex": "[0-9]{2}"},
             "id": f"i{i}",
         }
         for i in range(8)

@@ -60,7 +60,7 @@ class ChatCompletions:
     async def complete(self, call: HTTPCall) -> object:
         """Answer ``/v1/chat/completions``, at once or as a stream."""
         body = call.body
-        wanted = self.generator.wanted(call, self._likely(call))
+        wanted = await asyncio.to_thread(self.generator.wanted, call, self._likely(call))
         asked = await asyncio.to_thread(self.read, body)
         future, stream = self.generator.begin([asked.prompt], wanted, call.deadline)
         if stream is not None:

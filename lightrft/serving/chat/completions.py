@@ -59,7 +59,7 @@ class Completions:
         if echo and body.get("max_tokens") == 0:
             # one token is generated to share the code, and is not shown
             call = HTTPCall({**body, "max_tokens": 1, "n": 1}, call.deadline)
-        wanted = self.generator.wanted(call, likely, echo)
+        wanted = await asyncio.to_thread(self.generator.wanted, call, likely, echo)
         future, stream = self.generator.begin(prompts, wanted, call.deadline)
         if stream is not None:
             return self._stream(stream, future, prompts, body)

@@ -45,7 +45,7 @@ class Messages:
         if call.body.get("max_tokens") is None:
             raise bad("max_tokens is missing")
         body = as_chat(call.body)
-        wanted = self.generator.wanted(HTTPCall(body, call.deadline))
+        wanted = await asyncio.to_thread(self.generator.wanted, HTTPCall(body, call.deadline))
         asked = await asyncio.to_thread(self.chat.read, body)
         future, stream = self.generator.begin([asked.prompt], wanted, call.deadline)
         if stream is not None:
@@ -130,10 +130,24 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         "stop": body.get("stop_sequences") or None,
         "tools": [_function(tool) for tool in tools],
         "tool_choice": choice.get("type") if isinstance(choice, Mapping) else choice,
+        "response_format": _format(body),
     }
 
 
 _SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stream")
+
+
+def _format(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the form of the response, as chat completions have it."""
+    config = body.get("output_config") or {}
+    if not isinstance(config, Mapping):
+        raise bad("output_config must be {format: {type: json_schema, schema}}")
+    given = config.get("format") or body.get("output_format")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+        raise bad("the format of the output must be {type: json_schema, schema}")
+    return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

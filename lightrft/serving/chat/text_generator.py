@@ -10,17 +10,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lightrft.config.decoding import ConstraintConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.serving.batcher import Work
 from lightrft.serving.chat.generation_loop import Asked, GenerationLoop
+from lightrft.serving.chat.response_format import read_constraint
 from lightrft.serving.chat.token_logprobs import ChatAnswer, TokenLogprobs
 from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.problems import HTTPCall, bad
 from lightrft.serving.reward_service import ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import first_line
+from lightrft.utils.errors import ConfigError, first_line
 from lightrft.utils.seeding import derive_seed
 
 MOST_CHOICES = 64
@@ -52,6 +54,7 @@ class Wanted:
         likely: Number of likely tokens at each place. ``None`` for no log-probs.
         echo: Log-probs are of the tokens of the prompts too.
         is_stream: The answer is sent as it grows.
+        constraint: Form of the responses. ``None`` takes that of the server's settings.
     """
 
     sampling: SamplingConfig
@@ -60,6 +63,7 @@ class Wanted:
     likely: int | None = None
     echo: bool = False
     is_stream: bool = False
+    constraint: ConstraintConfig | None = None
 
 
 class TextGenerator:
@@ -111,6 +115,7 @@ class TextGenerator:
             likely,
             echo,
             bool(call.body.get("stream")),
+            self._constraint(call.body),
         )
 
     def begin(
@@ -136,7 +141,8 @@ class TextGenerator:
             room = self._room(prompt, sampling)
             for k in range(p * wanted.count, (p + 1) * wanted.count):
                 seed = derive_seed(wanted.seed, "choice", k)
-                request = Request(prompt, seed, k, max_new_tokens=room)
+                constraint = wanted.constraint
+                request = Request(prompt, seed, k, max_new_tokens=room, constraint=constraint)
                 if stream is not None:
                     request.watch = functools.partial(stream.grown, k)
                 requests.append(request)
@@ -160,6 +166,16 @@ class TextGenerator:
             return SamplingConfig.model_validate({**self.sampling.model_dump(), **given})
         except ValidationError as error:
             raise bad(f"sampling of the request: {first_line(error)}: {error.errors()}") from error
+
+    def _constraint(self, body: Mapping[str, Any]) -> ConstraintConfig | None:
+        """Return the form that a request asks for, compiled, so that it cannot fail later."""
+        constraint = read_constraint(body)
+        if constraint is not None:
+            try:
+                self.engine.grammars().matcher(constraint)
+            except ConfigError as error:
+                raise bad(str(error)) from error
+        return constraint
 
     def _room(self, prompt: Prompt, sampling: SamplingConfig) -> int:
         """Return the longest response to ``prompt`` in tokens."""

@@ -19,6 +19,7 @@ from lightrft.config.verbs import (
     RLConfig,
     SFTConfig,
 )
+from lightrft.engines.constrained.grammars import check_constraint
 from lightrft.engines.requests import unsupported_settings
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.statistics.repeated_samples import powers_of_two
@@ -111,9 +112,20 @@ def _engine(config: PolicyConfig) -> Iterator[str]:
     settings = {"eval.sampling": config.eval.sampling}
     if isinstance(config, GENERATING):
         settings["sampling"] = config.sampling
+        if config.sampling.constraint is not None:
+            yield (
+                "sampling.constraint: training computes log-probs of the policy without the "
+                "constraint, so its updates would be of another distribution than the one that is "
+                "sampled from; leave it out and reward the form, or generate with lightrft "
+                "generate and train on its output"
+            )
     for branch, sampling in settings.items():
+        try:
+            check_constraint(sampling.constraint)
+        except ConfigError as error:
+            yield f"{branch}: {error}"
         if config.engine.kind == "native":
-            break
+            continue
         for field in unsupported_settings(sampling):
             name = f"{branch}.{field}"
             yield (

@@ -166,5 +166,7 @@ def test_a_probe_of_new_weights_compares_the_first_token_at_its_temperature(
 
 
 def test_another_engine_refuses_it_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"set engine\.kind=native, or leave out first_token_temp"):
+    with pytest.raises(
+        ConfigError, match=r"set engine\.kind=native, or leave out first_token_temp"
+    ):
         check_sampling(SamplingConfig(**HOT))

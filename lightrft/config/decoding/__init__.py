@@ -1,0 +1,49 @@
+"""Settings of constrained and of speculative decoding."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import field_validator, model_validator
+
+from lightrft.config.base import Settings
+
+
+class ConstraintConfig(Settings):
+    """The form that every response must have. Exactly one of the settings is given."""
+
+    json_schema: dict[str, Any] | None = None
+    """JSON Schema of the response, as a table or as text."""
+    regex: str | None = None
+    """Regular expression that the whole response matches, in the syntax of the Rust crate
+    ``regex``."""
+    choices: tuple[str, ...] | None = None
+    """Texts that the response is one of."""
+    column: str | None = None
+    """Column of the data that holds the constraint of each row: a table with one of the settings
+    above. A row without one is free."""
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _parse(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        try:
+            return json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"json_schema is not JSON: {error}") from error
+
+    @model_validator(mode="after")
+    def _is_one(self) -> ConstraintConfig:
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ValueError(
+                f"give exactly one of json_schema, regex, choices and column, not {found}"
+            )
+        if self.choices is not None and not all(self.choices):
+            raise ValueError(f"choices = {list(self.choices)} must not have an empty text")
+        if self.choices == ():
+            raise ValueError("choices = [] allows no response; name at least one text")
+        return self
