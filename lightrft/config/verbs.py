@@ -18,7 +18,7 @@ from lightrft.config.data import (
 )
 from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.config.launch import LaunchConfig
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import ModelConfig, PolicyModelConfig
 from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.preference.online import OnlineConfig
 from lightrft.config.reward import RewardConfig, RewardTerm
@@ -47,7 +47,7 @@ class RLConfig(Settings):
     """The settings of this section that are paths."""
     run: RunConfig = RunConfig()
     """Run folder and start."""
-    model: ModelConfig = ModelConfig()
+    model: PolicyModelConfig = PolicyModelConfig()
     """Policy."""
     reference: str | None = None
     """Folder or name of the reference of the KL term; ``null`` takes the model that training starts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import PolicyModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Worker, WorkerLost
@@ -24,6 +24,7 @@ from lightrft.engines.native import GenerationBatch, NativeEngine
 from lightrft.engines.requests import check_requests
 from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
 from lightrft.strategy.single import SingleStrategy
@@ -43,7 +44,7 @@ LOOK_SECONDS = 0.05
 
 
 def engine_worker(
-    model: ModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int
+    model: PolicyModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int
 ) -> EngineWorker:
     """Make the object of an engine worker.
 
@@ -55,9 +56,9 @@ def engine_worker(
     """
     torch.set_num_threads(threads)
     actor = local_frozen(model, SingleStrategy(strategy))
-    return EngineWorker(
-        NativeEngine(KVDecoder(actor.model), load_tokenizer(model), config, shared=False)
-    )
+    experts = ExpertReplay(actor.model) if model.replay_routes else None
+    decoder = KVDecoder(actor.model, experts)
+    return EngineWorker(NativeEngine(decoder, load_tokenizer(model), config, shared=False))
 
 
 class EngineWorker:

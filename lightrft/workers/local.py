@@ -26,6 +26,7 @@ from lightrft.learner.reference_update import MovingReference
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import Processor
 from lightrft.rewards.base import NullScorer, RewardScorer
@@ -91,6 +92,7 @@ def local_policy(
     tokenizer: PreTrainedTokenizerBase,
     ranks: ProcessGroup = SINGLE_PROCESS,
     weights: Path | None = None,
+    replay_routes: bool = False,
 ) -> tuple[Strategy, Actor, Engine]:
     """Build the strategy, the policy on its device and an engine over the same weights.
 
@@ -102,7 +104,10 @@ def local_policy(
         ranks: all ranks of the run.
         weights: folder of the trained weights in a checkpoint, loaded by a single process. None
             keeps the weights of ``model``.
+        replay_routes: the engine records the experts of each token, and the policy replays them.
     """
+    if replay_routes:
+        check_native(engine, "model.replay_routes", "true")
     placed = strategy_of(strategy, ranks)
     with placed.loading() as device:
         actor = Actor.load(model, device=device)
@@ -110,7 +115,9 @@ def local_policy(
         load_weights(actor, weights)
     # The engine generates from the shards of the policy, which must be gathered for it.
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
-    decoder = KVDecoder(actor.model)
+    if replay_routes:
+        actor.experts = ExpertReplay(actor.model)
+    decoder = KVDecoder(actor.model, actor.experts)
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
         return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks)
@@ -219,7 +226,12 @@ def local_roles(
     scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
     try:
         strategy, actor, engine = local_policy(
-            config.model, config.strategy, config.engine, tokenizer, ranks
+            config.model,
+            config.strategy,
+            config.engine,
+            tokenizer,
+            ranks,
+            replay_routes=config.model.replay_routes,
         )
         per_step = config.train.ppo_epochs * config.train.num_mini_batches
         frozen = config.critic.warmup_steps if requirements.critic else 0
@@ -338,7 +350,7 @@ def check_native(engine: EngineConfig, setting: str, value: object) -> None:
     """
     if engine.kind != "native":
         raise ConfigError(
-            f"{setting} = {value} generates with the native engine, and engine.kind is "
+            f"{setting} = {value} needs the native engine, and engine.kind is "
             f"{engine.kind}; leave out {setting}, or set engine.kind=native"
         )
 
@@ -360,12 +372,12 @@ def local_async_engine(
         return None
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
-        decoder = KVDecoder(actor.model).apart()
+        decoder = KVDecoder(actor.model, actor.experts).apart()
     else:
         # Loading initializes adapters at random. That must not advance the generator of the run.
         with torch.random.fork_rng():
             copy = Actor.load(config.model, device=strategy.device).requires_grad_(False).eval()
-            decoder = KVDecoder(copy.model)
+            decoder = KVDecoder(copy.model, ExpertReplay(copy.model) if actor.experts else None)
     return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 

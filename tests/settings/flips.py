@@ -353,6 +353,7 @@ FLIPS: dict[str, Flip] = {
     "model.gradient_checkpointing": Flip(True, "loaded"),
     "model.logits_mb": Flip(1, "loaded"),
     "model.trust_remote_code": Flip(True, "asked_of_the_hub"),
+    "model.replay_routes": Flip(True, "run", {"model": {"path": "{root}/experts"}}),
     "model.freeze": Flip(["model.embed_tokens"], "loaded"),
     "reference": Flip("{root}/second", "run"),
     "teacher.path": Flip("{root}/policy", "run", TEACHER),
