@@ -184,6 +184,8 @@ class Rollout:
         failed: Reason why scoring failed; empty otherwise.
         step_rewards: Index of a token and the reward at it, for rewards of steps.
         experts: Experts of each token. ``None`` if the engine did not record them.
+        drafted: Number of tokens that speculative decoding drafted.
+        accepted: Number of drafted tokens that are in the response, or would be if it had not ended.
     """
 
     prompt: Prompt
@@ -202,6 +204,8 @@ class Rollout:
     failed: str = ""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     experts: ExpertChoices | None = None
+    drafted: int = 0
+    accepted: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)

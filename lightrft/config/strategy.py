@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lightrft.config.base import Settings, changed_fields
-from lightrft.config.decoding import ConstraintConfig
+from lightrft.config.decoding import ConstraintConfig, SpeculativeConfig
 
 LARGEST_LR = 1.0
 """Learning rate above which one step of AdamW replaces every weight."""
@@ -178,12 +178,24 @@ class EngineConfig(Settings):
     when memory runs out during generation."""
     max_num_seqs: int = Field(256, ge=1)
     """Most responses that grow at once."""
+    speculative: SpeculativeConfig | None = None
+    """Speculative decoding; ``null`` decodes a token per step. It pays where few responses grow at
+    once and their text repeats itself or the prompt. For ``native``."""
     check_logprobs: bool = True
     """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where
     they differ. The check runs on the first batch, and after each weight update of an engine with
     separate weights. It uses the batch that follows, or with ``rollout.staleness`` a few tokens
     generated at once. It costs a forward of a few rows. Turn it off for an engine that is meant to
     differ, e.g. one with quantised weights."""
+
+    @model_validator(mode="after")
+    def _speculates_natively(self) -> EngineConfig:
+        if self.speculative is not None and self.kind != "native":
+            raise ValueError(
+                f"engine.speculative is for the native engine, and engine.kind is {self.kind}; "
+                "set engine.kind=native, or leave out engine.speculative"
+            )
+        return self
 
 
 def in_worker(strategy: StrategyConfig) -> StrategyConfig:

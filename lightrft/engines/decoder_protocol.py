@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +19,12 @@ class ReadExperts(Protocol):
     Attributes:
         prompts: By the handle of a prompt, the experts of its tokens.
         rows: By row, the experts ``[layers, k]`` of the token of the last step.
+        runs: Of each row, the experts ``[c, layers, k]`` of the tokens of the last ``feed``.
     """
 
     prompts: dict[int, Tensor]
     rows: dict[int, Tensor]
+    runs: list[Tensor]
 
 
 class DecodeSession(Protocol):
@@ -81,6 +84,22 @@ class DecodeSession(Protocol):
         ...
 
     def release(self, handle: int) -> None: ...
+
+
+@runtime_checkable
+class RollbackSession(DecodeSession, Protocol):
+    """A session that can feed several tokens of a row at once, and remove them again."""
+
+    def feed(self, tokens: Tensor, counts: np.ndarray) -> Tensor:
+        """Feed ``tokens [T]``: the next ``counts [R]`` tokens of each row, row after row.
+
+        Return the logits ``[T, V]`` after each of them.
+        """
+        ...
+
+    def roll_back(self, counts: np.ndarray) -> None:
+        """Remove the last ``counts [R]`` fed tokens of each row."""
+        ...
 
 
 class DecoderProtocol(Protocol):

@@ -43,13 +43,11 @@ class GrowingExperts:
             resumed = torch.cat([earlier.response[:-1], resumed[-1:]])
         return GrowingExperts(prompt, list(resumed.unbind()))
 
-    def append(self, token: Tensor) -> None:
-        """Append the experts ``[layers, k]`` of a token."""
-        self.tokens.append(token)
-
     def choices(self, length: int) -> ExpertChoices:
         """Return the experts of a response of ``length`` tokens; -1 for tokens that were not
         fed."""
-        missing = torch.full((length - len(self.tokens), *self.prompt.shape[1:]), -1)
-        fed = torch.stack(self.tokens) if self.tokens else self.prompt[:0]
+        # a response may end before the last of several tokens that were fed in one step
+        kept = self.tokens[: length - 1]
+        missing = torch.full((length - len(kept), *self.prompt.shape[1:]), -1)
+        fed = torch.stack(kept) if kept else self.prompt[:0]
         return ExpertChoices(self.prompt, torch.cat([fed, missing.to(fed.dtype)]))

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
-from lightrft.engines import sampling as draws
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.constrained.grammars import GrammarCompiler, request_constraint
 from lightrft.engines.constrained.rows import ConstrainedRows, ConstrainedTokens
-from lightrft.engines.decoder_protocol import DecoderProtocol
-from lightrft.engines.fingerprint import INTEGERS, checksums
+from lightrft.engines.decoder_protocol import DecoderProtocol, RollbackSession
+from lightrft.engines.fingerprint import checksums
 from lightrft.engines.growing_experts import GrowingExperts
+from lightrft.engines.growing_rows import CacheShape, Group, Rows, to_host
 from lightrft.engines.requests import (
     check_requests,
     response_end,
@@ -30,9 +30,16 @@ from lightrft.engines.requests import (
     response_room,
     rollout_of,
 )
+from lightrft.engines.speculative.build import check_speculative, drafting, drafts_of
+from lightrft.engines.speculative.drafter import (
+    Acceptance,
+    accepted_tokens,
+    places_after,
+    seen_after,
+)
 from lightrft.engines.stop_strings import StopStrings
 from lightrft.engines.token_sampler import Places, TokenSampler
-from lightrft.types import FinishReason, Prompt, Request, Rollout
+from lightrft.types import FinishReason, Request, Rollout
 from lightrft.utils.cpu_threads import threads_for
 from lightrft.utils.device_transfer import to_device
 from lightrft.utils.errors import ModelError
@@ -54,6 +61,7 @@ class NativeEngine:
         version: Version of the weights that ``decoder`` holds.
         shared: ``decoder`` holds the policy's weights, so ``load_weights`` copies nothing. If
             ``False``, it holds the weights of the last ``load_weights``.
+        draft: Draft model of ``config.speculative``. ``None`` without one.
         whole: Context manager that gathers the policy's shards. ``wake`` enters it and ``sleep``
             leaves it. ``None`` for weights that are never sharded: the engine then starts awake.
         together: Number of ranks that shard the model, see ``Engine``.
@@ -69,6 +77,7 @@ class NativeEngine:
         version: int = 0,
         *,
         shared: bool = True,
+        draft: DecoderProtocol | None = None,
         whole: Callable[[], AbstractContextManager[None]] | None = None,
         together: int = 1,
     ) -> None:
@@ -82,6 +91,9 @@ class NativeEngine:
         self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._grammars: GrammarCompiler | None = None
+        self.draft = draft
+        if config.speculative is not None:
+            check_speculative(decoder, draft)
         self.size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
     def generate(
@@ -175,110 +187,6 @@ class NativeEngine:
         self.sleep(2)
 
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    """The requests of one prompt. ``logits [V]`` of its first response token are kept while some
-    requests wait.
-
-    The last ``begun`` tokens of ``prompt`` are a response that is resumed.
-    """
-
-    prompt: Prompt
-    # 0 for a prompt without a response
-    begun: int = 0
-    waiting: deque[Request] = field(default_factory=deque)
-    rows: int = 0
-    # the session's handle, -1 until the prompt is computed
-    handle: int = -1
-    logits: Tensor | None = None
-
-
-class _CacheShape(NamedTuple):
-    """Shape of the cache. Prompts are padded to the longest prompt, responses to the longest
-    response."""
-
-    prompts: int
-    prompt_tokens: int
-    rows: int
-    answer_tokens: int
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The host's state of growing responses, by row."""
-
-    requests: list[Request] = field(default_factory=list)
-    groups: list[_Group] = field(default_factory=list)
-    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
-    greedy: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    limits: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    # number of response tokens so far; it also counts the tokens of a resumed response
-    steps: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
-    versions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
-    # of each row, the experts of its tokens; empty if they are not recorded
-    experts: list[GrowingExperts] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def append(self, requests: list[Request], groups: list[_Group], limits: list[int]) -> None:
-        first = len(self)
-        self.requests += requests
-        self.groups += groups
-        self.keys = np.concatenate([self.keys, draws.seed_keys([r.seed for r in requests])])
-        self.greedy = np.concatenate(
-            [self.greedy, np.array([r.greedy for r in requests], dtype=bool)]
-        )
-        self.limits = np.concatenate([self.limits, np.array(limits, dtype=np.int64)])
-        held = np.array([r.num_generated for r in requests], dtype=np.int64)
-        self.steps = np.concatenate([self.steps, held])
-        self._resize(len(self), max(self.tokens.shape[1], int(held.max(initial=0))))
-        for row, request in enumerate(requests, start=first):
-            if request.partial is not None:
-                count = request.num_generated
-                self.tokens[row, :count] = request.partial.token_ids
-                self.logprobs[row, :count] = request.partial.logprobs
-                self.versions[row, :count] = request.partial.versions
-
-    def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Append one token to every row."""
-        if int(self.steps.max()) >= self.tokens.shape[1]:
-            # doubling keeps the total cost of copies linear in the length of the responses
-            self._resize(len(self), max(64, 2 * self.tokens.shape[1]))
-        at = np.arange(len(self)), self.steps
-        self.tokens[at], self.logprobs[at], self.versions[at] = tokens, logprobs, version
-        self.steps += 1
-
-    def evict(self, moves: list[tuple[int, int]], rows: int) -> None:
-        for dst, src in moves:
-            self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
-            self.experts[dst : dst + 1] = self.experts[src : src + 1]
-        del self.requests[rows:], self.groups[rows:], self.experts[rows:]
-        to = [dst for dst, _ in moves]
-        of = [src for _, src in moves]
-        for name in ("keys", "greedy", "limits", "steps", "tokens", "logprobs", "versions"):
-            column = getattr(self, name)
-            column[to] = column[of]
-            setattr(self, name, column[:rows])
-
-    def _resize(self, rows: int, columns: int) -> None:
-        for name in ("tokens", "logprobs", "versions"):
-            old = getattr(self, name)
-            new = np.zeros((rows, columns), dtype=old.dtype)
-            new[: old.shape[0], : old.shape[1]] = old
-            setattr(self, name, new)
-
-
-def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Copy ``tokens [R]`` and ``logprobs [R]`` to the host in one transfer, since each transfer
-    waits for the device."""
-    bits = logprobs.view(INTEGERS[logprobs.element_size()])
-    both = torch.stack([tokens, bits.long()]).cpu()
-    return both[0].numpy(), both[1].to(bits.dtype).view(logprobs.dtype).numpy()
-
-
 class GenerationBatch:
     """Responses in progress, advanced by the caller. More requests may join at any time.
 
@@ -298,9 +206,10 @@ class GenerationBatch:
         self._constrained = ConstrainedRows(engine.grammars, sampling, self._ends)
         self._sampler = TokenSampler(sampling, self._ends, self._device)
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
-        self._waiting: deque[_Group] = deque()
-        self._open: list[_Group] = []  # groups whose prompt is in the cache
-        self._rows = _Rows()
+        self._waiting: deque[Group] = deque()
+        self._open: list[Group] = []  # groups whose prompt is in the cache
+        self._rows = Rows()
+        self._drafts = drafts_of(self._config, engine.draft, sampling)
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)
         self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
         self.add(requests)
@@ -310,7 +219,7 @@ class GenerationBatch:
 
         They share the computation of a prompt with one another, but not with earlier requests.
         """
-        groups: dict[object, _Group] = {}
+        groups: dict[object, Group] = {}
         for request in requests:
             prompt = request.prompt
             if request.partial is not None and request.num_generated:
@@ -320,7 +229,7 @@ class GenerationBatch:
             # Equal tokens share a prefill. Placeholder tokens do not identify media, so those go by
             # object.
             key = (id(request.prompt) if prompt.media else None, *prompt.token_ids)
-            groups.setdefault(key, _Group(prompt, request.num_generated)).waiting.append(request)
+            groups.setdefault(key, Group(prompt, request.num_generated)).waiting.append(request)
         self._waiting.extend(groups.values())
 
     @property
@@ -343,35 +252,112 @@ class GenerationBatch:
         # a token costs about two operations per weight in each row
         threads = threads_for(2.0 * engine.size * width, engine.decoder.device)
         done: list[Rollout] = []
-        with threads, engine.decoder.running():
+        with threads, engine.decoder.running(), drafting(engine.draft):
             while self.unfinished and not done and not stopped():
                 done = self._advance()
         return done
 
     def _advance(self) -> list[Rollout]:
-        """Generate one token for every row and every newly admitted request. Return the responses
-        that this finished."""
+        """Generate a token for every row and every newly admitted request, or several where drafts
+        are right. Return the responses that this finished."""
+        drafts = self._propose()
+        fed = len(self._rows)
         # Step before admission: the prefill of admitted rows already yields their first logits.
-        parts = [self._session.step(self._last)] if len(self._rows) else []
-        if self._session.experts is not None and parts:
-            for row, experts in enumerate(self._rows.experts):
-                experts.append(self._session.experts.rows[row])
+        parts = [self._step(drafts)] if fed else []
         admitted = self._admit()
         if admitted:
             parts.append(torch.stack(admitted))
+            drafts = [*drafts, *([] for _ in admitted)]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._last, logprobs = self._draw(logits)
-        host_tokens, host_logprobs = _to_host(self._last, logprobs)
+        sampled, logprobs = self._draw(logits, drafts)
+        host_tokens, host_logprobs = to_host(sampled, logprobs)
+        found = accepted_tokens(drafts, host_tokens)
+        self._accept(sampled, found, fed)
+        return self._take(host_tokens, host_logprobs, found)
+
+    def _propose(self) -> list[list[int]]:
+        """Return the drafted tokens of each row; none without speculative decoding."""
+        rows = self._rows
+        if self._drafts is None or not len(rows):
+            return [[] for _ in range(len(rows))]
+        places = Places(rows.keys, rows.steps, rows.greedy)
+        drafts = self._drafts.propose(rows.limits - rows.steps, places)
+        return [draft[: self._constrained.accepted(k, draft)] for k, draft in enumerate(drafts)]
+
+    def _step(self, drafts: Sequence[Sequence[int]]) -> Tensor:
+        """Feed the last token and the drafts of each row. Return the logits ``[T, V]`` after each
+        of them."""
+        if not any(drafts):
+            return self._session.step(self._last)
+        assert isinstance(self._session, RollbackSession)
+        rows, flat = self._rows, []
+        for row, draft in enumerate(drafts):
+            flat += [int(rows.tokens[row, rows.steps[row] - 1]), *draft]
+        counts = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
+        return self._session.feed(to_device(torch.tensor(flat), self._device), counts)
+
+    def _accept(self, sampled: Tensor, found: Acceptance, fed: int) -> None:
+        """Keep the fed tokens that were sampled too, and drop the others.
+
+        Args:
+            sampled: ``[T]``. Sampled tokens.
+            found: What each row takes of them.
+            fed: Number of rows that were fed. Those after them were admitted in this step.
+        """
+        experts = self._session.experts
+        if experts is not None:
+            for row, own in enumerate(self._rows.experts[:fed]):
+                one = [experts.rows[row]] if not found.is_drafted else experts.runs[row]
+                own.tokens += one[: found.counts[row]]
+        row_of, at = torch.arange(len(found.counts), device=self._device), None
+        self._last = sampled
+        if found.is_drafted:
+            assert isinstance(self._session, RollbackSession)
+            self._session.roll_back(found.rejected)
+            ends = found.starts + found.counts
+            self._last = sampled[to_device(torch.from_numpy(ends - 1), self._device)]
+            spans = [np.arange(a, b) for a, b in zip(found.starts, ends)]
+            at = to_device(torch.from_numpy(np.concatenate(spans)), self._device)
+            counts = to_device(torch.from_numpy(found.counts), self._device)
+            row_of = torch.repeat_interleave(row_of, counts)
+        if self._seen is not None:
+            self._seen[row_of, sampled if at is None else sampled[at]] = True
+
+    def _take(self, tokens: np.ndarray, logprobs: np.ndarray, found: Acceptance) -> list[Rollout]:
+        """Append the sampled tokens to the rows. Return the responses that this finished.
+
+        Args:
+            tokens: ``[T]``. Sampled tokens.
+            logprobs: ``[T]``. Their log-probs.
+            found: What each row takes of them.
+        """
+        own = found.taken(tokens)
+        self._constrained.consume(own)
+        if self._drafts is not None:
+            self._drafts.take(found, own)
+        growing = np.arange(len(own))
+        done: dict[int, Rollout] = {}
+        for ahead in range(int(found.counts.max())):
+            growing = growing[found.counts[growing] > ahead]
+            if not len(growing):
+                break
+            at = found.starts[growing] + ahead
+            self._refuse_nan(growing, logprobs[at])
+            self._rows.record(growing, tokens[at], logprobs[at], self._engine.version)
+            done |= self._finish(growing, tokens[at])
+            growing = growing[~np.isin(growing, list(done))]
+        if done:
+            self._evict(np.array(sorted(done), dtype=np.int64))
+        return [done[row] for row in sorted(done)]
+
+    def _refuse_nan(self, rows: np.ndarray, logprobs: np.ndarray) -> None:
         # checked on the host, which has the numbers anyway; a check on the device would wait for it
-        if np.isnan(host_logprobs).any():
-            bad = self._rows.requests[int(np.flatnonzero(np.isnan(host_logprobs))[0])]
+        if np.isnan(logprobs).any():
+            bad = self._rows.requests[rows[np.flatnonzero(np.isnan(logprobs))[0]]]
             raise ModelError(
                 f"the policy gave logits that are not numbers after prompt {bad.prompt.id!r}; "
                 "its weights have diverged"
             )
-        self._rows.record(host_tokens, host_logprobs, self._engine.version)
-        self._constrained.consume(host_tokens[:, None].tolist())
-        return self._finish(host_tokens)
 
     def abort(self) -> list[Rollout]:
         """Return the unfinished responses as they are."""
@@ -383,21 +369,21 @@ class GenerationBatch:
                 aborted.append(request.partial or empty)
         return aborted
 
-    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Sample a token after the last token of each row, and after each of its drafts."""
         rows = self._rows
-        places = Places(rows.keys, rows.steps, rows.greedy)
-        allowed = self._constrained.allowed(logits.shape[1], self._device)
-        tokens, logprobs = self._sampler.sample(logits, places, self._seen, allowed)
-        if self._seen is not None:
-            self._seen[torch.arange(len(rows), device=self._device), tokens] = True
-        return tokens, logprobs
+        places, seen = Places(rows.keys, rows.steps, rows.greedy), self._seen
+        if any(drafts):
+            places, seen = places_after(places, drafts), seen_after(seen, drafts)
+        allowed = self._constrained.allowed(logits.shape[1], self._device, drafts)
+        return self._sampler.sample(logits, places, seen, allowed)
 
     def _admit(self) -> list[Tensor]:
         """Admit the waiting requests that fit, in order. Return the logits ``[V]`` of each new
         row's first token."""
-        entering: list[tuple[_Group, Request]] = []
-        fresh: list[_Group] = []
-        shape = _CacheShape(
+        entering: list[tuple[Group, Request]] = []
+        fresh: list[Group] = []
+        shape = CacheShape(
             prompts=len(self._open),
             prompt_tokens=max((len(group.prompt.token_ids) for group in self._open), default=0),
             rows=len(self._rows),
@@ -431,7 +417,7 @@ class GenerationBatch:
         self._session.admit([group.handle for group, _ in entering], sorted(sealed))
         return self._enter(entering)
 
-    def _prefill(self, fresh: list[_Group]) -> None:
+    def _prefill(self, fresh: list[Group]) -> None:
         if not fresh:
             return
         handles, logits = self._session.prefill([g.prompt for g in fresh], [g.begun for g in fresh])
@@ -439,12 +425,15 @@ class GenerationBatch:
             group.handle, group.logits = handle, row
         self._open += fresh
 
-    def _enter(self, entering: list[tuple[_Group, Request]]) -> list[Tensor]:
+    def _enter(self, entering: list[tuple[Group, Request]]) -> list[Tensor]:
         groups = [group for group, _ in entering]
         requests = [request for _, request in entering]
         logits = [group.logits for group in groups if group.logits is not None]
         self._rows.append(requests, groups, [response_end(r, self._sampling) for r in requests])
         self._constrained.append(requests)
+        if self._drafts is not None:
+            rooms = [response_room(r, self._sampling) for r in requests]
+            self._drafts.append([group.prompt for group in groups], rooms)
         if self._session.experts is not None:
             for group, request in entering:
                 prompt = self._session.experts.prompts[group.handle]
@@ -463,46 +452,43 @@ class GenerationBatch:
                 group.logits = None
         return logits
 
-    def _finish(self, tokens: np.ndarray) -> list[Rollout]:
-        rows = self._rows
+    def _finish(self, growing: np.ndarray, tokens: np.ndarray) -> dict[int, Rollout]:
+        """Return the responses that end, by row.
+
+        Args:
+            growing: ``[n]``. Rows that got a token.
+            tokens: ``[n]``. Their newest tokens.
+        """
+        rows, steps = self._rows, self._rows.steps[growing]
         # before the minimum, no end token is sampled unless a constraint leaves nothing else
         stopped = np.isin(tokens, self._ends)
         # stop strings can occur in any text
-        late = rows.steps >= self._sampling.min_new_tokens
-        cuts = self._cuts(tokens, ~stopped & late)
-        stopped[list(cuts)] = True
-        ended = stopped | (rows.steps >= rows.limits)
-        finished = np.flatnonzero(ended | self._abandoned(ended))
-        if not len(finished):
-            return []
-        done = []
-        for row in finished.tolist():
-            reason: FinishReason = "stop"
-            if not stopped[row]:
-                limit = response_limit(rows.requests[row], self._sampling)
-                # a row before its limit was paused, and can be resumed, or nobody watches it
-                reason = "length" if rows.steps[row] >= limit else "abort"
-            done.append(self._rollout(row, reason, cuts.get(row)))
-        self._evict(finished)
+        searched = ~stopped & (steps >= self._sampling.min_new_tokens)
+        cuts = self._cuts(growing[searched], tokens[searched])
+        stopped |= np.isin(growing, list(cuts))
+        ended = stopped | (steps >= rows.limits[growing])
+        done: dict[int, Rollout] = {}
+        for row in growing[stopped].tolist():
+            done[row] = self._rollout(row, "stop", cuts.get(row))
+        for row in growing[ended & ~stopped].tolist():
+            limit = response_limit(rows.requests[row], self._sampling)
+            # a row before its limit was paused, and can be resumed
+            done[row] = self._rollout(row, "length" if rows.steps[row] >= limit else "abort", None)
+        for row in growing[~ended].tolist():
+            watch = rows.requests[row].watch
+            if watch is not None and not watch(rows.tokens[row, : rows.steps[row]].tolist()):
+                done[row] = self._rollout(row, "abort", None)
         return done
 
-    def _abandoned(self, ended: np.ndarray) -> np.ndarray:
-        """Return ``[R]`` bool, the growing rows that nobody waits for. See ``Request.watch``."""
-        rows = self._rows
-        found = np.zeros(len(rows), dtype=bool)
-        for row, request in enumerate(rows.requests):
-            if request.watch is not None and not ended[row]:
-                found[row] = not request.watch(rows.tokens[row, : rows.steps[row]].tolist())
-        return found
-
-    def _cuts(self, tokens: np.ndarray, searched: np.ndarray) -> dict[int, str]:
-        """Return the text before a stop string of each ``searched`` row that ends in one."""
+    def _cuts(self, growing: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
+        """Return the text before a stop string of each row of ``growing [n]`` whose newest token
+        of ``tokens [n]`` ends in one."""
         cuts: dict[int, str] = {}
         if self._stops is None:
             return cuts
-        for row in np.flatnonzero(searched).tolist():
+        for row, token in zip(growing.tolist(), tokens.tolist()):
             # decoding a response is slow, and most tokens cannot end a stop string
-            if not self._stops.may_end(int(tokens[row])):
+            if not self._stops.may_end(token):
                 continue
             cut = self._stops.cut(self._rows.tokens[row, : self._rows.steps[row]])
             if cut is not None:
@@ -519,6 +505,10 @@ class GenerationBatch:
         found = rollout_of(request, token_ids, logprobs.tolist(), versions.tolist(), reason, text)
         if rows.experts:
             found.experts = rows.experts[row].choices(length)
+        if self._drafts is not None:
+            begun = request.partial
+            found.drafted = int(self._drafts.drafted[row]) + (begun.drafted if begun else 0)
+            found.accepted = int(self._drafts.accepted[row]) + (begun.accepted if begun else 0)
         return found
 
     def _evict(self, finished: np.ndarray) -> None:
@@ -534,6 +524,8 @@ class GenerationBatch:
         self._session.evict(moves, kept)
         self._rows.evict(moves, kept)
         self._constrained.evict(moves, kept)
+        if self._drafts is not None:
+            self._drafts.evict(moves, kept)
         left = np.arange(kept)
         left[[dst for dst, _ in moves]] = [src for _, src in moves]
         # the tensors on the device are reordered in the same way

@@ -159,7 +159,7 @@ def compare_logprobs(
     Returns:
         The tokens with both log-probs, or ``None`` if there is no such token.
     """
-    rows = _few(batch, _comparable(batch, sampling, version))
+    rows = _few_rows(batch, _comparable(batch, sampling, version))
     if rows is None:
         return None
     few = batch.select(rows).to(actor.device)
@@ -231,7 +231,13 @@ def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> 
     return chosen
 
 
-def _few(batch: Batch, comparable: Tensor) -> Tensor | None:
+def _few(batch: Batch, comparable: Tensor) -> Batch | None:
+    """Return the responses of ``_few_rows``."""
+    rows = _few_rows(batch, comparable)
+    return None if rows is None else batch.select(rows)
+
+
+def _few_rows(batch: Batch, comparable: Tensor) -> Tensor | None:
     """Return the longest row with comparable tokens, and others spread over the batch, sorted."""
     counts = torch.zeros_like(batch.lengths).index_add_(0, batch.row_of, comparable.long())
     rows = counts.nonzero()[:, 0]

@@ -165,7 +165,8 @@ class GrammarCompiler:
 
         found = kernels.allocate_token_bitmask(count, self._tokenizer.vocab_size)
         plain = [(row.matcher.inner, row.index) for row in rows if not row.drafts]
-        kernels.fill_next_token_bitmask_par(self._executor, plain, found)
+        if plain:
+            kernels.fill_next_token_bitmask_par(self._executor, plain, found)
         drafted = [(row.matcher.inner, row.index, list(row.drafts)) for row in rows if row.drafts]
         if drafted:
             kernels.fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, found)

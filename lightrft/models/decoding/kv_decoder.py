@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.models.attention import interface
-from lightrft.models.attention.segment_plan import Run, SegmentPlan
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kinds import decodes_by_plan
+from lightrft.models.decoding.plans import FeedPlan, PrefillPlan, Rectangle, RowPlaces, StepPlan
 from lightrft.models.decoding.recorded_experts import RecordedExperts
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
@@ -168,8 +168,8 @@ class PlanDecodeSession:
         self._family = family_of(self._model.config)
         self._decoder = decoder_of(self._model, self._family)
         self._device = next(model.parameters()).device
-        self._prompts = _Rectangle()
-        self._answers = _Rectangle()
+        self._prompts = Rectangle()
+        self._answers = Rectangle()
         self._handles: list[int] = []  # slot -> handle
         self._next_handle = 0
         self._prompt_lengths = np.zeros(0, dtype=np.int64)  # by slot
@@ -178,7 +178,7 @@ class PlanDecodeSession:
         self._handle_of = np.zeros(0, dtype=np.int64)  # by row
         self._lengths = np.zeros(0, dtype=np.int64)  # by row: response tokens whose keys are cached
         self._room = 0
-        self._rows: _Rows | None = None
+        self._rows: RowPlaces | None = None
         self._shift: Tensor | None = None  # by row
 
     def __len__(self) -> int:
@@ -274,7 +274,7 @@ class PlanDecodeSession:
         source = torch.arange(tokens.numel(), device=self._device)
         seen = merge_multimodal_inputs(self._model, self._family, runs, begun=begun)
         spans = [] if seen is None else seen.spans(source)
-        plan = _PrefillPlan(self._prompts, len(self._handles), lengths, self._device, spans)
+        plan = PrefillPlan(self._prompts, len(self._handles), lengths, self._device, spans)
         inputs: dict[str, object] = {"input_ids": tokens, "position_ids": plan.positions}
         if seen is not None:
             inputs = seen.inputs(self._model, tokens, source)
@@ -309,21 +309,8 @@ class PlanDecodeSession:
 
         Return the logits ``[R, V]`` of the next.
         """
-        needed = int(self._lengths.max()) + 1
-        if needed > self._answers.columns:
-            # doubling keeps the total cost of copies linear in the length of the responses
-            doubled = min(self._room, max(64, 2 * self._answers.columns))
-            self._answers.resize(len(self), max(needed, doubled), len(self), needed - 1)
-        rows = self._rows
-        if rows is None:
-            # release() moves prompts between slots, so rows keep handles
-            slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
-            slots = np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
-            rows = self._rows = _Rows(slots, self._prompt_lengths, self._lengths, self._device)
-            self._shift = None
-            if self._shifts.any():
-                self._shift = to_device(torch.from_numpy(self._shifts[slots]), self._device)
-        plan = _StepPlan(self._prompts, self._answers, rows)
+        rows = self._placed(int(self._lengths.max()) + 1)
+        plan = StepPlan(self._prompts, self._answers, rows)
         positions = rows.positions if self._shift is None else rows.positions + self._shift
         logits = self._logits({"input_ids": tokens[None], "position_ids": positions[None]}, plan)
         if self.experts is not None:
@@ -331,6 +318,51 @@ class PlanDecodeSession:
         rows.advance()
         self._lengths += 1
         return logits
+
+    def feed(self, tokens: Tensor, counts: np.ndarray) -> Tensor:
+        """Feed ``tokens [T]``: the next ``counts [R]`` tokens of each row, row after row.
+
+        Return the logits ``[T, V]`` after each of them.
+        """
+        rows = self._placed(int((self._lengths + counts).max()))
+        plan = FeedPlan(self._prompts, self._answers, rows, counts)
+        positions = plan.positions
+        if self._shift is not None:
+            row_of = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+            positions = positions + self._shift[to_device(row_of, self._device)]
+        logits = self._logits({"input_ids": tokens[None], "position_ids": positions[None]}, plan)
+        if self.experts is not None:
+            self.experts.read_runs(counts.tolist())
+        rows.move(counts)
+        self._lengths = self._lengths + counts
+        return logits
+
+    def roll_back(self, counts: np.ndarray) -> None:
+        """Remove the last ``counts [R]`` fed tokens of each row."""
+        if not counts.any():
+            return
+        self._lengths = self._lengths - counts
+        if self._rows is not None:
+            # their keys stay, hidden, until the next tokens overwrite them
+            self._rows.move(-counts)
+
+    def _placed(self, needed: int) -> RowPlaces:
+        """Return the places of the rows, with room for responses of ``needed`` tokens."""
+        if needed > self._answers.columns:
+            # doubling keeps the total cost of copies linear in the length of the responses
+            doubled = min(self._room, max(64, 2 * self._answers.columns))
+            used = int(self._lengths.max())
+            self._answers.resize(len(self), max(needed, doubled), len(self), used)
+        if self._rows is None:
+            # release() moves prompts between slots, so rows keep handles
+            slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
+            slots = np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
+            lengths = self._lengths.copy()
+            self._rows = RowPlaces(slots, self._prompt_lengths, lengths, self._device)
+            self._shift = None
+            if self._shifts.any():
+                self._shift = to_device(torch.from_numpy(self._shifts[slots]), self._device)
+        return self._rows
 
     def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
         """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
@@ -387,251 +419,3 @@ def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:
         part.append(i)
     if part:
         yield part
-
-
-class _Rectangle:
-    """Keys and values ``[rows, H_kv, columns, d]`` of every layer. A layer is allocated at its
-    first call.
-
-    Unused places must be finite (zero at first), since a masked value is still multiplied by a
-    probability of zero.
-    """
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.columns = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this layer's arrays of keys and values, shaped and typed like
-        ``key``/``value [.., H_kv, T, d]``."""
-        found = self._layers.get(index)
-        if found is None:
-            # key and value heads may differ in width
-            new_key = key.new_zeros(self.rows, key.shape[-3], self.columns, key.shape[-1])
-            new_value = value.new_zeros(self.rows, value.shape[-3], self.columns, value.shape[-1])
-            found = self._layers[index] = (new_key, new_value)
-        return found
-
-    def resize(self, rows: int, columns: int, used_rows: int, used_columns: int) -> None:
-        """Allocate new memory and copy the used part, layer by layer, so that only one layer exists
-        twice."""
-        if (rows, columns) == (self.rows, self.columns):
-            return
-        self.rows = rows
-        self.columns = columns
-        for index, (key, value) in self._layers.items():
-            new_key = _resized(key, rows, columns, used_rows, used_columns)
-            new_value = _resized(value, rows, columns, used_rows, used_columns)
-            self._layers[index] = new_key, new_value
-
-    def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
-        for pair in self._layers.values():
-            for x in pair:
-                to = to_device(torch.from_numpy(dst), x.device)
-                of = to_device(torch.from_numpy(src), x.device)
-                # only the used columns: a full copy would move memory that holds nothing yet
-                used = x[:, :, :used_columns]
-                used[to] = used[of]
-
-
-def _resized(old: Tensor, rows: int, columns: int, used_rows: int, used_columns: int) -> Tensor:
-    new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
-    new[:used_rows, :, :used_columns] = old[:used_rows, :, :used_columns]
-    return new
-
-
-class _PrefillPlan:
-    """Concatenated prompts. Each attends to itself, and its keys and values are stored in its
-    slot."""
-
-    def __init__(
-        self,
-        store: _Rectangle,
-        first: int,
-        lengths: np.ndarray,
-        device: torch.device,
-        spans: Sequence[Run] = (),
-    ) -> None:
-        self._store = store
-        self._first = first
-        self._count = len(lengths)
-        self._columns = int(lengths.max())
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        columns = np.arange(self._columns)
-        inside = columns < lengths[:, None]
-        # index in the rectangle -> token; padding takes token 0, since every place must be finite
-        gather = np.where(inside, starts[:, None] + columns, 0).reshape(-1)
-        self._gather = to_device(torch.from_numpy(gather), device)
-        places = torch.from_numpy(np.broadcast_to(columns, inside.shape)[inside])
-        self.positions = to_device(places, device).unsqueeze(0)
-        self.last = to_device(torch.from_numpy(ends - 1), device)
-        runs = list(zip(starts.tolist(), lengths.tolist()))
-        self._plan = SegmentPlan(runs, [], self.positions[0], spans=spans, places=places)
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> Tensor:
-        slots = slice(self._first, self._first + self._count)
-        for store, new in zip(self._store.layer(layer, key, value), (key, value)):
-            flat = new[0].index_select(1, self._gather)
-            rectangle = flat.unflatten(1, (self._count, self._columns)).transpose(0, 1)
-            # stored here, inside the layer: the plan sees keys after the rotary embedding
-            store[slots, :, : self._columns] = rectangle
-        options = {"scale": scale, "softcap": softcap, "window": window}
-        return self._plan.attend(layer, query, key, value, **options)
-
-
-class _Rows:
-    """The position of each row, and its lane among the rows of its prompt. Rebuilt when rows are
-    added or removed."""
-
-    def __init__(
-        self,
-        slots: np.ndarray,
-        prompt_lengths: np.ndarray,
-        lengths: np.ndarray,
-        device: torch.device,
-    ) -> None:
-        self.device = device
-        self.count = len(slots)
-        self.slots = len(prompt_lengths)
-        order = np.argsort(slots, kind="stable")
-        counts = np.bincount(slots, minlength=self.slots)
-        self.lanes = int(counts.max())
-        lane = np.empty_like(slots)
-        # the rows of a slot are numbered 0, 1, 2 ... in their order
-        firsts = np.cumsum(counts) - counts
-        lane[order] = np.arange(self.count) - np.repeat(firsts, counts)
-        self._slot = slots
-        self._lane = lane
-        own_prompt = prompt_lengths[slots]
-        self.prompt_columns = int(prompt_lengths.max())
-        self.longest = int(lengths.max())
-        self.prompt_end = to_device(torch.from_numpy(own_prompt), device)
-        self.positions = to_device(torch.from_numpy(own_prompt + lengths), device)
-        # rows of equal shape need no mask
-        padded_prompt = (own_prompt != self.prompt_columns).any()
-        padded_answer = (lengths != self.longest).any()
-        self._ragged = bool(padded_prompt or padded_answer)
-        self._last = int((own_prompt + lengths).max())
-        self._maps: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def advance(self) -> None:
-        # in place on the device, so that a step copies nothing from the host
-        self.positions += 1
-        self.longest += 1
-        self._last += 1
-
-    def maps(self, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(row, head) -> lane``, ``lane -> (row, head)`` and ``(row, head) -> index`` in
-        the flat responses.
-
-        Lanes are ordered (slot, head, lane). An unused lane repeats row 0, and its result is not
-        read.
-        """
-        found = self._maps.get(kv_heads)
-        if found is None:
-            head = np.arange(kv_heads)
-            to_lane = (self._slot[:, None] * kv_heads + head) * self.lanes + self._lane[:, None]
-            from_lane = np.zeros(self.slots * kv_heads * self.lanes, dtype=np.int64)
-            from_lane[to_lane.reshape(-1)] = np.arange(self.count * kv_heads)
-            index = np.arange(self.count * kv_heads)
-            arrays = to_lane.reshape(-1), from_lane, index
-            there, back, place = (to_device(torch.from_numpy(x), self.device) for x in arrays)
-            found = self._maps[kv_heads] = (there, back, place)
-        return found
-
-    def hidden(self, window: int | None) -> Tensor | None:
-        """Return ``[R, 1, prompt + response columns]``, ``True`` for keys that a row must not
-        attend to; ``None`` if there are none."""
-        windowed = window is not None and self._last >= window
-        if not self._ragged and not windowed:
-            return None
-        end, at = self.prompt_end.unsqueeze(1), self.positions.unsqueeze(1)
-        prompt_at = torch.arange(self.prompt_columns, device=self.device).expand(self.count, -1)
-        answer_at = torch.arange(self.longest + 1, device=self.device) + end
-        hidden = torch.cat([prompt_at >= end, answer_at > at], dim=1)
-        if windowed:
-            # a token attends to the last ``window`` keys, itself included
-            hidden |= torch.cat([prompt_at, answer_at], dim=1) <= at - window
-        return hidden.unsqueeze(1)
-
-
-class _StepPlan:
-    """One new token per row, which attends to its prompt, its response so far, and itself."""
-
-    def __init__(self, prompts: _Rectangle, answers: _Rectangle, rows: _Rows) -> None:
-        self._prompts, self._answers, self._rows = prompts, answers, rows
-        self._hidden: dict[int | None, Tensor | None] = {}
-        self._places: dict[int, Tensor] = {}
-
-    def _place(self, kv_heads: int) -> Tensor:
-        """Return ``[R * H_kv]``, the index of each row's and head's new key in the flat
-        responses."""
-        if kv_heads not in self._places:
-            _, _, index = self._rows.maps(kv_heads)
-            own = (self._rows.positions - self._rows.prompt_end).repeat_interleave(kv_heads)
-            self._places[kv_heads] = index * self._answers.columns + own
-        return self._places[kv_heads]
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> Tensor:
-        rows, kv_heads, repeats = self._rows, key.shape[1], query.shape[1] // key.shape[1]
-        to_lane, from_lane, _ = rows.maps(kv_heads)
-        place = self._place(kv_heads)
-        own = []
-        for store, new in zip(self._answers.layer(layer, key, value), (key, value)):
-            # written before it is read, since a token attends to itself
-            store.view(-1, store.shape[-1]).index_copy_(
-                0, place, new[0].transpose(0, 1).reshape(-1, new.shape[-1])
-            )
-            own.append(store[: rows.count, :, : rows.longest + 1].flatten(0, 1))
-        stored = self._prompts.layer(layer, key, value)
-        shared = [x[: rows.slots, :, : rows.prompt_columns].flatten(0, 1) for x in stored]
-
-        # scaling queries costs less than scaling scores, which have a column per key
-        flat = (query[0].transpose(0, 1) * scale).reshape(rows.count * kv_heads, -1)
-        # rows of one prompt become one batch entry, so that its keys are read once
-        lanes = rows.slots * kv_heads, rows.lanes * repeats, -1
-        by_lane = flat.index_select(0, from_lane).view(lanes) @ shared[0].transpose(1, 2)
-        on_prompt = by_lane.view(-1, repeats * rows.prompt_columns).index_select(0, to_lane)
-        on_own = flat.view(rows.count * kv_heads, repeats, -1) @ own[0].transpose(1, 2)
-        scores = torch.cat([on_prompt.view(rows.count * kv_heads, repeats, -1), on_own], dim=-1)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-
-        # layers with the same window share one mask
-        if window not in self._hidden:
-            self._hidden[window] = rows.hidden(window)
-        hidden = self._hidden[window]
-        if hidden is not None:
-            scores.view(rows.count, kv_heads * repeats, -1).masked_fill_(hidden, -torch.inf)
-        # one softmax over prompt and response, in float32 as in transformers' own attention
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
-        on_prompt, on_own = weights.split([rows.prompt_columns, rows.longest + 1], dim=-1)
-
-        by_lane = on_prompt.reshape(rows.count * kv_heads, -1).index_select(0, from_lane)
-        by_lane = by_lane.view(lanes) @ shared[1]
-        out = by_lane.view(-1, repeats * value.shape[-1]).index_select(0, to_lane)
-        out = out.view(rows.count * kv_heads, repeats, -1)
-        # the product with the response's values is added to the prompt's in one call
-        return torch.baddbmm(out, on_own, own[1]).view(1, rows.count, query.shape[1], -1)

@@ -18,11 +18,13 @@ class RecordedExperts:
         replay: Records the calls of the model.
         prompts: By handle, the experts ``[T, layers, k]`` of the tokens of a prompt.
         rows: By row, the experts ``[layers, k]`` of the token of the last step.
+        runs: Of each row, the experts ``[c, layers, k]`` of the tokens of the last ``feed``.
     """
 
     replay: ExpertReplay
     prompts: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, Tensor] = field(default_factory=dict)
+    runs: list[Tensor] = field(default_factory=list)
 
     @staticmethod
     def of(replay: ExpertReplay | None) -> RecordedExperts | None:
@@ -38,3 +40,7 @@ class RecordedExperts:
         """Read the experts of a call over ``rows``, each with the same number of tokens."""
         found = self.replay.recorded().cpu().unflatten(0, (len(rows), -1))[:, -1]
         self.rows.update(zip(rows, found.unbind(), strict=True))
+
+    def read_runs(self, counts: Sequence[int]) -> None:
+        """Read the experts of a call over ``counts`` tokens of each row, row after row."""
+        self.runs = list(self.replay.recorded().cpu().split(list(counts)))
