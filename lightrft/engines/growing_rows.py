@@ -17,7 +17,7 @@ from lightrft.types import Prompt, Request
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class PromptRequests:
     """The requests of one prompt. ``logits [V]`` of its first response token are kept while some
     requests wait.
 
@@ -45,11 +45,11 @@ class CacheShape(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rows:
+class GrowingRows:
     """The host's state of growing responses, by row."""
 
     requests: list[Request] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[PromptRequests] = field(default_factory=list)
     keys: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     greedy: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
     limits: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -64,7 +64,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def append(self, requests: list[Request], groups: list[Group], limits: list[int]) -> None:
+    def append(
+        self, requests: list[Request], groups: list[PromptRequests], limits: list[int]
+    ) -> None:
         first = len(self)
         self.requests += requests
         self.groups += groups

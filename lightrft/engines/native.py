@@ -22,7 +22,7 @@ from lightrft.engines.constrained.rows import ConstrainedRows, ConstrainedTokens
 from lightrft.engines.decoder_protocol import DecoderProtocol, RollbackSession
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.growing_experts import GrowingExperts
-from lightrft.engines.growing_rows import CacheShape, Group, Rows, to_host
+from lightrft.engines.growing_rows import CacheShape, GrowingRows, PromptRequests, to_host
 from lightrft.engines.requests import (
     check_requests,
     response_end,
@@ -206,9 +206,9 @@ class GenerationBatch:
         self._constrained = ConstrainedRows(engine.grammars, sampling, self._ends)
         self._sampler = TokenSampler(sampling, self._ends, self._device)
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
-        self._waiting: deque[Group] = deque()
-        self._open: list[Group] = []  # groups whose prompt is in the cache
-        self._rows = Rows()
+        self._waiting: deque[PromptRequests] = deque()
+        self._open: list[PromptRequests] = []  # groups whose prompt is in the cache
+        self._rows = GrowingRows()
         self._drafts = drafts_of(self._config, engine.draft, sampling)
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)
         self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
@@ -219,7 +219,7 @@ class GenerationBatch:
 
         They share the computation of a prompt with one another, but not with earlier requests.
         """
-        groups: dict[object, Group] = {}
+        groups: dict[object, PromptRequests] = {}
         for request in requests:
             prompt = request.prompt
             if request.partial is not None and request.num_generated:
@@ -229,7 +229,9 @@ class GenerationBatch:
             # Equal tokens share a prefill. Placeholder tokens do not identify media, so those go by
             # object.
             key = (id(request.prompt) if prompt.media else None, *prompt.token_ids)
-            groups.setdefault(key, Group(prompt, request.num_generated)).waiting.append(request)
+            groups.setdefault(key, PromptRequests(prompt, request.num_generated)).waiting.append(
+                request
+            )
         self._waiting.extend(groups.values())
 
     @property
@@ -381,8 +383,8 @@ class GenerationBatch:
     def _admit(self) -> list[Tensor]:
         """Admit the waiting requests that fit, in order. Return the logits ``[V]`` of each new
         row's first token."""
-        entering: list[tuple[Group, Request]] = []
-        fresh: list[Group] = []
+        entering: list[tuple[PromptRequests, Request]] = []
+        fresh: list[PromptRequests] = []
         shape = CacheShape(
             prompts=len(self._open),
             prompt_tokens=max((len(group.prompt.token_ids) for group in self._open), default=0),
@@ -417,7 +419,7 @@ class GenerationBatch:
         self._session.admit([group.handle for group, _ in entering], sorted(sealed))
         return self._enter(entering)
 
-    def _prefill(self, fresh: list[Group]) -> None:
+    def _prefill(self, fresh: list[PromptRequests]) -> None:
         if not fresh:
             return
         handles, logits = self._session.prefill([g.prompt for g in fresh], [g.begun for g in fresh])
@@ -425,7 +427,7 @@ class GenerationBatch:
             group.handle, group.logits = handle, row
         self._open += fresh
 
-    def _enter(self, entering: list[tuple[Group, Request]]) -> list[Tensor]:
+    def _enter(self, entering: list[tuple[PromptRequests, Request]]) -> list[Tensor]:
         groups = [group for group, _ in entering]
         requests = [request for _, request in entering]
         logits = [group.logits for group in groups if group.logits is not None]
@@ -456,7 +458,7 @@ class GenerationBatch:
         """Return the responses that end, by row.
 
         Args:
-            growing: ``[n]``. Rows that got a token.
+            growing: ``[n]``. GrowingRows that got a token.
             tokens: ``[n]``. Their newest tokens.
         """
         rows, steps = self._rows, self._rows.steps[growing]

@@ -265,6 +265,10 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
         metrics.add("response/length", Mean(len(rollout)))
         metrics.add("response/max_length", Max(len(rollout)))
         metrics.add("response/clip_ratio", Mean(float(rollout.finish_reason == "length")))
+    if drafted := sum(r.drafted for r in collected.rollouts):
+        accepted = sum(r.accepted for r in collected.rollouts)
+        metrics.add("rollout/draft_acceptance", Mean(accepted, drafted))
+        metrics.add("rollout/drafted_tokens", Sum(drafted))
     metrics.merge(_account(collected))
     for name, value in collected.curriculum.items():
         metrics.add(f"curriculum/{name}", Last(value))

@@ -31,6 +31,7 @@ from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import WorkerError
 from lightrft.workers.local import local_frozen
+from lightrft.workers.local_draft import draft_decoder
 from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig, led
 from lightrft.workers.worker_group import FaultPolicy, PendingCall, Reply, WorkerGroup
 
@@ -58,7 +59,9 @@ def engine_worker(
     actor = local_frozen(model, SingleStrategy(strategy))
     experts = ExpertReplay(actor.model) if model.replay_routes else None
     decoder = KVDecoder(actor.model, experts)
-    return EngineWorker(NativeEngine(decoder, load_tokenizer(model), config, shared=False))
+    tokenizer = load_tokenizer(model)
+    draft = draft_decoder(config, model, tokenizer, actor.device)
+    return EngineWorker(NativeEngine(decoder, tokenizer, config, shared=False, draft=draft))
 
 
 class EngineWorker:

@@ -35,6 +35,7 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.local_draft import draft_decoder
 from lightrft.workers.local_vllm import local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
@@ -121,7 +122,8 @@ def local_policy(
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
         return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks)
-    native = NativeEngine(decoder, tokenizer, engine, whole=whole, together=together)
+    draft = draft_decoder(engine, model, tokenizer, actor.device)
+    native = NativeEngine(decoder, tokenizer, engine, draft=draft, whole=whole, together=together)
     return placed, actor, native
 
 
@@ -378,7 +380,8 @@ def local_async_engine(
         with torch.random.fork_rng():
             copy = Actor.load(config.model, device=strategy.device).requires_grad_(False).eval()
             decoder = KVDecoder(copy.model, ExpertReplay(copy.model) if actor.experts else None)
-    return NativeEngine(decoder, tokenizer, config.engine, shared=False)
+    draft = draft_decoder(config.engine, config.model, tokenizer, actor.device)
+    return NativeEngine(decoder, tokenizer, config.engine, shared=False, draft=draft)
 
 
 def local_teacher(

@@ -65,6 +65,11 @@ BOTH: Tree = {
 HELD: Tree = {"eval": {"data": {"sources": [ROWS]}, "sampling": {"max_new_tokens": 5}}}
 WIDE: Tree = {"rollout": {"prompts_per_step": 6}}
 PENALTY: Tree = {"algorithm": {"preset": "ppo"}}
+COPIES: Tree = {
+    "engine": {"speculative": {"kind": "ngram"}},
+    "sampling": {"max_new_tokens": 24, "temperature": 0.3},
+}
+DRAFTS: Tree = {"engine": {"speculative": {"kind": "draft", "path": "{root}/second"}}}
 RAY: Tree = {"launch": {"kind": "ray", "processes": 2}}
 STAFF: Tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1, "references": 1}}}
 FAR: Tree = {"algorithm": {"preset": None, "old_logprobs": "rollout"}}
@@ -460,6 +465,10 @@ FLIPS: dict[str, Flip] = {
     "engine.max_cache_tokens": Flip(64, "run"),
     "engine.max_num_seqs": Flip(2, "run"),
     "engine.check_logprobs": Flip(False, "run"),
+    "engine.speculative.kind": Flip("draft", "run", COPIES, refused=True),
+    "engine.speculative.tokens": Flip(1, "run", COPIES),
+    "engine.speculative.longest_match": Flip(1, "run", COPIES),
+    "engine.speculative.path": Flip("{root}/policy", "run", DRAFTS),
     "reward.terms.function": Flip("{root}/reward.py:half", "run", BOTH),
     "reward.terms.weight": Flip(0.5, "run", BOTH),
     "reward.terms.name": Flip("sum", "run", BOTH),

@@ -185,6 +185,9 @@ class GenerationLoop:
     def _take(self, opened: _Open, rollout: Rollout) -> None:
         opened.found[rollout.sample] = rollout
         self.metrics.count("generated_tokens", len(rollout))
+        if rollout.drafted:
+            self.metrics.count("drafted_tokens", rollout.drafted)
+            self.metrics.count("accepted_tokens", rollout.accepted)
         stream = opened.work.payload.stream
         if stream is not None:
             stream.finished(rollout)

@@ -1,0 +1,51 @@
+"""Load the draft model of speculative decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import EngineConfig
+from lightrft.models.actor import Actor
+from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def draft_decoder(
+    engine: EngineConfig,
+    policy: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> KVDecoder | None:
+    """Load the draft model of ``engine.speculative``. Return ``None`` without one.
+
+    Args:
+        engine: Settings of the engine.
+        policy: Settings of the policy. The draft model is loaded in its dtype.
+        tokenizer: Tokenizer of the policy.
+        device: Device of the policy.
+
+    Raises:
+        ConfigError: The draft model has another vocabulary.
+    """
+    settings = engine.speculative
+    if settings is None or settings.kind != "draft":
+        return None
+    model = ModelConfig(
+        path=settings.path, dtype=policy.dtype, trust_remote_code=policy.trust_remote_code
+    )
+    if load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"engine.speculative.path = {settings.path!r} has another vocabulary than the policy; "
+            "take a model of the same family, or set engine.speculative.kind=ngram"
+        )
+    # loading must not advance the random generator of the run
+    with torch.random.fork_rng():
+        draft = Actor.load(model, device=device).requires_grad_(False).eval()
+    return KVDecoder(draft.model)
