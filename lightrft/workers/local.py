@@ -15,7 +15,7 @@ from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
-from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
+from lightrft.config.strategy import SERVED_KINDS, SHARDING, EngineConfig, StrategyConfig
 from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
@@ -34,6 +34,7 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.local_served import local_served
 from lightrft.workers.local_vllm import local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
@@ -91,6 +92,8 @@ def local_policy(
     tokenizer: PreTrainedTokenizerBase,
     ranks: ProcessGroup = SINGLE_PROCESS,
     weights: Path | None = None,
+    *,
+    trains: bool = True,
 ) -> tuple[Strategy, Actor, Engine]:
     """Build the strategy, the policy on its device and an engine over the same weights.
 
@@ -102,6 +105,7 @@ def local_policy(
         ranks: all ranks of the run.
         weights: folder of the trained weights in a checkpoint, loaded by a single process. None
             keeps the weights of ``model``.
+        trains: the weights will change, and the engine must follow them.
     """
     placed = strategy_of(strategy, ranks)
     with placed.loading() as device:
@@ -114,6 +118,9 @@ def local_policy(
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
         return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks)
+    if engine.kind in SERVED_KINDS:
+        served = local_served(model, engine, tokenizer, decoder, ranks, trains=trains)
+        return placed, actor, served
     native = NativeEngine(decoder, tokenizer, engine, whole=whole, together=together)
     return placed, actor, native
 

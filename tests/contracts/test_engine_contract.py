@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,17 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Engine
 from lightrft.engines.fingerprint import checksums
+from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ResourceError
 from tests.model_helpers import vllm_model
+from tests.serving_helpers import free_port, serve_process, wait_for
 
-ENGINES = ["native", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+ENGINES = ["native", "http", *(["vllm", "vllm_server"] if importlib.util.find_spec("vllm") else [])]
+KEY = "TEST_KEY_OF_SERVERS"
 WORDS = ["the quick brown fox", "jumps over the lazy dog", "one two three four"]
 
 
@@ -48,17 +53,41 @@ class Subject:
             return self.model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
 
 
+@contextmanager
+def own_server(folder: Path, keys: Path) -> Iterator[str]:
+    """Run ``lightrft serve`` in a process, and yield its address."""
+    port = free_port()
+    words = [f"weights_token_file={keys}", "model.dtype=float32", "engine.max_num_seqs=8"]
+    process = serve_process(folder, port, *words, verb="serve")
+    try:
+        wait_for(f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     folder: Path = tmp_path_factory.mktemp("model")
     model = vllm_model(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = EngineConfig(max_num_seqs=8)
+    ends = [tokenizer.eos_token_id]
+    if request.param == "http":
+        (folder / "keys").write_text("secret\n")
+        with own_server(folder, folder / "keys") as url, pytest.MonkeyPatch.context() as patch:
+            patch.setenv(KEY, "secret")
+            served = EngineConfig(kind="http", url=url, api_key_env=KEY, max_num_seqs=8)
+            engine = HTTPEngine.connect(served, tokenizer, ends)
+            engine.require_updates()
+            yield Subject(engine, model, tokenizer)
+            engine.close()
+        return
     if request.param == "native":
         copy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        engine: Engine = NativeEngine(KVDecoder(copy), tokenizer, settings, shared=False)
+        engine = NativeEngine(KVDecoder(copy), tokenizer, settings, shared=False)
     else:
-        ends = [tokenizer.eos_token_id]
         engine = VLLMEngine(ModelConfig(path=str(folder)), tokenizer, settings, ends, torch.float32)
     yield Subject(engine, model, tokenizer)
     engine.close()

@@ -242,7 +242,7 @@ def loaded_engine(
             functions.check_sources({prompt.data_source for prompt in prompts})
         weights = None if saved is None else saved.weights
         _, actor, engine = local_policy(
-            model, config.strategy, config.engine, inputs.tokenizer, weights=weights
+            model, config.strategy, config.engine, inputs.tokenizer, weights=weights, trains=False
         )
         check_lengths(actor, longest(prompts) + more, config.sampling, "sampling", "data")
         scorer = with_reward_models(functions, config.reward, model, inputs.tokenizer, actor.device)
