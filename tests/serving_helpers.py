@@ -166,7 +166,13 @@ def wait_for(url: str, seconds: float = 60.0) -> None:
 
 @contextmanager
 def killing_server(
-    folder: Path, port: int, started: list[warm.Process], most: int, after: float
+    folder: Path,
+    port: int,
+    started: list[warm.Process],
+    most: int,
+    after: float,
+    words: Sequence[str] = (),
+    verb: str = "serve-rm",
 ) -> Generator[list[int]]:
     """Kill and restart the last server of ``started``, and yield the numbers of the kills.
 
@@ -181,7 +187,7 @@ def killing_server(
             started[-1].wait(10)
             kills.append(started[-1].pid)
             time.sleep(0.2)
-            started.append(serve_process(folder, port))
+            started.append(serve_process(folder, port, *words, verb=verb))
             wait_for(f"http://127.0.0.1:{port}")
 
     thread = threading.Thread(target=disturb)

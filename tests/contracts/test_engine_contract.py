@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from lightrft.engines.native import NativeEngine
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import ResourceError
+from lightrft.utils.errors import ConfigError, ResourceError
 from tests.model_helpers import vllm_model
 from tests.serving_helpers import free_port, serve_process, wait_for
 
@@ -67,6 +70,26 @@ def own_server(folder: Path, keys: Path) -> Iterator[str]:
         process.wait(10)
 
 
+@contextmanager
+def vllm_server(folder: Path) -> Iterator[str]:
+    """Run vLLM's own server in a process, and yield its address."""
+    port = free_port()
+    words = ["--model", str(folder), "--port", str(port), "--dtype", "float32"]
+    words += ["--max-num-seqs", "8", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_for(f"http://127.0.0.1:{port}", 300)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     folder: Path = tmp_path_factory.mktemp("model")
@@ -81,6 +104,13 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
             served = EngineConfig(kind="http", url=url, api_key_env=KEY, max_num_seqs=8)
             engine = HTTPEngine.connect(served, tokenizer, ends)
             engine.require_updates()
+            yield Subject(engine, model, tokenizer)
+            engine.close()
+        return
+    if request.param == "vllm_server":
+        with vllm_server(folder) as url:
+            served = EngineConfig(kind="http", url=url, max_num_seqs=8)
+            engine = HTTPEngine.connect(served, tokenizer, ends)
             yield Subject(engine, model, tokenizer)
             engine.close()
         return
@@ -280,6 +310,10 @@ def test_new_weights_change_responses_versions_and_fingerprint(subject: Subject)
     new = {name: tensor * 1.2 for name, tensor in old.items()}
     asked = [Request(prompt, 3, greedy=True)]
     [before] = subject.run(asked, max_new_tokens=10)
+    if isinstance(subject.engine, HTTPEngine) and not subject.engine.is_own:
+        with pytest.raises(ConfigError, match="takes no new weights"):
+            subject.engine.load_weights(new.items(), 7)
+        return
     try:
         assert subject.engine.load_weights(new.items(), 7) == checksums(new.items())
         subject.model.load_state_dict(new)

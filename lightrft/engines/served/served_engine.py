@@ -25,7 +25,7 @@ from lightrft.utils.http_client.server_client import OpenStream, ServerClient, U
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 1.0
 """Longest time between two calls of ``stopped`` while no token comes."""
 
 
@@ -201,19 +201,21 @@ class ServedEngine(ABC):
         news: SimpleQueue[_News] = SimpleQueue()
         waiting = deque(_Call(self, group, news) for group in self.shared_calls(responses))
         mine: set[_Call] = set()
-        left = len(responses)
+        left, is_new = len(responses), True
         try:
             while left:
                 if self._is_asleep:
                     raise RuntimeError("the engine sleeps; call wake() before the next response")
                 self._begin(waiting, mine)
-                if stopped():
+                if is_new and stopped():
                     yield from self._abort(responses)
                     return
                 try:
                     one = news.get(timeout=LOOK_SECONDS)
                 except Empty:
+                    is_new = True
                     continue
+                is_new = one.piece is not None
                 for response in one.call.taken(one):
                     left -= 1
                     yield response.rollout(self.tokenizer)
