@@ -19,7 +19,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
-from lightrft.engines.served.served_engine import Piece, ServedEngine
+from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.weight_buckets import weight_buckets
 from lightrft.engines.vllm import check_sampling
 from lightrft.types import Prompt, Request
@@ -52,6 +52,14 @@ WAY_OUT = (
     "use lightrft serve, or a vLLM server started with --logprobs-mode processed_logprobs, or set "
     "engine.kind=native"
 )
+
+
+class TextAlone(ConfigError):
+    """The endpoint of ``engine`` returns text and no token ids."""
+
+    def __init__(self, message: str, engine: HTTPEngine) -> None:
+        super().__init__(message)
+        self.engine = engine
 
 
 class HTTPEngine(ServedEngine):
@@ -107,7 +115,10 @@ class HTTPEngine(ServedEngine):
             engine._check_server()
         except Unanswered as error:
             client.close()
-            raise engine.failure(error) from error
+            raise failure(error, engine.where) from error
+        except TextAlone:
+            # its caller may go on with the client
+            raise
         except BaseException:
             client.close()
             raise
@@ -179,7 +190,11 @@ class HTTPEngine(ServedEngine):
     def _piece(self, choice: Mapping[str, Any]) -> Piece:
         ids, reason = choice.get("token_ids"), choice.get("finish_reason")
         if ids is None:
-            raise ConfigError(f"{self.where}: the answers have no token_ids; {WAY_OUT}")
+            raise TextAlone(
+                f"{self.where}: the answers have no token_ids; {WAY_OUT}. Evaluation can do with "
+                "their text: set engine.check_logprobs=false",
+                self,
+            )
         logprobs = choice.get("sampled_logprobs")
         if logprobs is None:
             logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
@@ -234,7 +249,7 @@ class HTTPEngine(ServedEngine):
                 self.version = version
                 return self._send()
             except Unanswered as error:
-                raise self.failure(error) from error
+                raise failure(error, self.where) from error
 
     def _held(self) -> Mapping[str, Any]:
         """Return what the server says about its weights."""
@@ -267,7 +282,7 @@ class HTTPEngine(ServedEngine):
             held = self._held()
         except Unanswered as error:
             if not error.refused:
-                raise self.failure(error) from error
+                raise failure(error, self.where) from error
             raise ConfigError(f"{self.no_updates()} ({error})") from error
         self._first_digest = held["digest"]
         self._updates = True

@@ -108,9 +108,11 @@ def local_policy(
         trains: the weights will change, and the engine must follow them.
     """
     placed = strategy_of(strategy, ranks)
+    # A server that nothing is compared with needs no weights here.
+    is_hollow = engine.kind in SERVED_KINDS and not trains and not engine.check_logprobs
     with placed.loading() as device:
-        actor = Actor.load(model, device=device)
-    if weights is not None:
+        actor = Actor.load(model, device="meta" if is_hollow else device)
+    if weights is not None and not is_hollow:
         load_weights(actor, weights)
     # The engine generates from the shards of the policy, which must be gathered for it.
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)

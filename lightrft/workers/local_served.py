@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.distributed.process_group import ProcessGroup
+from lightrft.engines.base import Engine
 from lightrft.engines.decoder_protocol import DecoderProtocol
-from lightrft.engines.http import HTTPEngine
-from lightrft.engines.served.served_engine import ServedEngine
+from lightrft.engines.http import HTTPEngine, TextAlone
+from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError
 
@@ -25,7 +26,7 @@ def local_served(
     ranks: ProcessGroup,
     *,
     trains: bool,
-) -> ServedEngine:
+) -> Engine:
     """Connect to the server of ``engine``. Send it the policy's weights if they will change.
 
     Args:
@@ -53,7 +54,13 @@ def local_served(
                 f"others; leave out model.{name}, or set engine.kind=native"
             )
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    built = HTTPEngine.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
+    try:
+        built = HTTPEngine.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
+    except TextAlone as error:
+        if trains or engine.check_logprobs:
+            error.engine.close()
+            raise
+        return TextEndpoint(error.engine.client, tokenizer, engine, error.engine.model)
     if not trains:
         return built
     try:

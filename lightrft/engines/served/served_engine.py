@@ -248,15 +248,19 @@ class ServedEngine(ABC):
                 found.append(response.rollout(self.tokenizer))
         return found
 
-    def failure(self, error: Exception) -> Exception:
-        """Return the error that a failed call ends the run with."""
-        if not isinstance(error, Unanswered):
-            return error
-        if error.refused:
-            return ConfigError(f"{self.where}: {error}")
-        return ResourceError(
-            f"{self.where}: {error}; the same command resumes from the last checkpoint"
-        )
+
+def failure(error: Exception, where: str) -> Exception:
+    """Return the error that a failed request ends the run with.
+
+    Args:
+        error: The error of the request.
+        where: The setting that names the server.
+    """
+    if not isinstance(error, Unanswered):
+        return error
+    if error.refused:
+        return ConfigError(f"{where}: {error}")
+    return ResourceError(f"{where}: {error}; the same command resumes from the last checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +318,7 @@ class _Call:
     def taken(self, news: _News) -> list[GrowingResponse]:
         """Return the responses that ``news`` finishes. For the iterator."""
         if news.error is not None and not self.handle.is_closed:
-            raise self.engine.failure(news.error) from news.error
+            raise failure(news.error, self.engine.where) from news.error
         for response in news.restarted:
             if response.reason is None:
                 response.restart()
