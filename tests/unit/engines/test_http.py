@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightrft.config.base import build
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.config.verbs import EvaluateConfig
+from lightrft.engines import http
+from lightrft.engines.fingerprint import checksums
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
@@ -272,6 +274,33 @@ def test_an_endpoint_of_text_alone_evaluates_if_nothing_compares_its_log_probs(
         tree["engine"]["check_logprobs"] = False
         found = run_eval(build(EvaluateConfig, tree))
     assert found.metrics["eval/reward"] == expected.metrics["eval/reward"]
+
+
+def test_an_update_that_the_server_forgets_begins_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    (tmp_path / "keys").write_text("secret\n")
+    put, updates = http._put, []
+
+    def interrupted(client: Any, update: str, number: int, bucket: bytes) -> None:
+        if not updates:
+            # a restarted server knows no update, and neither does one that another has begun
+            client.ask("POST", "/v1/weights/begin", {"version": 0})
+        updates.append(update)
+        put(client, update, number, bucket)
+
+    monkeypatch.setattr(http, "_put", interrupted)
+    limits = {"max_body_mb": 0.05}
+    with model_server(folder, weights_token_file=str(tmp_path / "keys"), http=limits) as (url, _):
+        engine = opened(url, api_key_env=KEY).engine
+        engine.require_updates()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        weights = {name: tensor * 2 for name, tensor in model.named_parameters()}
+        assert engine.load_weights(weights.items(), 3) == checksums(weights.items())
+        assert len(set(updates)) == 2 and len(updates) > 3
+        [found] = engine.generate(requests(1), SamplingConfig(max_new_tokens=3))
+        assert found.versions == [3] * 3
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_server_answers_no_one_until_they_do(
