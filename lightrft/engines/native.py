@@ -276,6 +276,7 @@ class GenerationBatch:
         self._waiting: deque[_Group] = deque()
         self._open: list[_Group] = []  # groups whose prompt is in the cache
         self._rows = _Rows()
+        self._watched = 0  # the row whose ``Request.watch`` is being called
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)
         self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
         self.add(requests)
@@ -490,8 +491,14 @@ class GenerationBatch:
         found = np.zeros(len(rows), dtype=bool)
         for row, request in enumerate(rows.requests):
             if request.watch is not None and not ended[row]:
+                self._watched = row
                 found[row] = not request.watch(rows.tokens[row, : rows.steps[row]].tolist())
         return found
+
+    def watched_logprobs(self) -> list[float]:
+        """Return the log-probs of the response whose ``Request.watch`` is being called."""
+        rows, row = self._rows, self._watched
+        return rows.logprobs[row, : rows.steps[row]].tolist()
 
     def _cuts(self, tokens: np.ndarray, searched: np.ndarray) -> dict[int, str]:
         """Return the text before a stop string of each ``searched`` row that ends in one."""

@@ -12,10 +12,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,16 +21,11 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum
-from lightrft.engines.requests import (
-    check_requests,
-    response_limit,
-    response_room,
-    rollout_of,
-)
+from lightrft.engines.growing_response import GrowingResponse
+from lightrft.engines.requests import check_requests, response_limit, response_room
 from lightrft.engines.stop_strings import StopStrings
-from lightrft.types import FinishReason, Request, Rollout
+from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
-from lightrft.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +91,7 @@ class VLLMEngine:
         )
         self._core = self._llm.llm_engine
         self.context = int(self._llm.model_config.max_model_len)
-        self._growing: dict[str, _Response] = {}
+        self._growing: dict[str, GrowingResponse] = {}
         self._numbers = itertools.count()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._sleeping = False
@@ -147,12 +140,12 @@ class VLLMEngine:
         sampling: SamplingConfig,
         stopped: Callable[[], bool],
     ) -> Iterator[Rollout]:
-        mine: dict[str, _Response] = {}
+        mine: dict[str, GrowingResponse] = {}
         stops = self._stop_strings(sampling.stop)
         try:
             for request in requests:
                 name = str(next(self._numbers))
-                mine[name] = _Response.of(request, sampling, stops)
+                mine[name] = GrowingResponse.of(request, sampling, stops)
                 self._begin(name, mine[name])
             while mine:
                 # another open iterator may have advanced these responses too
@@ -166,7 +159,7 @@ class VLLMEngine:
         finally:
             self._drop(mine)
 
-    def _begin(self, name: str, response: _Response) -> None:
+    def _begin(self, name: str, response: GrowingResponse) -> None:
         request = response.request
         begun = [] if request.partial is None else request.partial.token_ids
         prompt = {
@@ -177,14 +170,10 @@ class VLLMEngine:
         self._growing[name] = response
         self._core.add_request(name, prompt, self._params(response))
 
-    def _params(self, response: _Response) -> Any:
+    def _params(self, response: GrowingResponse) -> Any:
         request, sampling = response.request, response.sampling
         room = response_room(request, sampling)
         greedy = request.greedy or sampling.temperature == 0
-        seed = request.seed
-        if request.num_generated:
-            # the same seed would repeat the random numbers of the first tokens
-            seed = derive_seed(seed, "resumed", request.num_generated)
         return self._vllm.SamplingParams(
             temperature=0.0 if greedy else sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
@@ -192,13 +181,13 @@ class VLLMEngine:
             min_p=0.0 if greedy else sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=room,
-            min_tokens=min(room, max(0, sampling.min_new_tokens - request.num_generated)),
+            min_tokens=response.min_tokens,
             ignore_eos=True,
             stop_token_ids=sorted({*self._ends, *sampling.stop_token_ids}),
             # of the sampled token alone
             logprobs=0,
             detokenize=False,
-            seed=seed & (2**63 - 1),
+            seed=response.seed,
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
@@ -216,7 +205,7 @@ class VLLMEngine:
                 if response.reason is None:
                     response.append(token, known[token].logprob, self.version)
             if response.reason is None and part.finish_reason is not None:
-                response.end(part.finish_reason)
+                response.end(part.finish_reason, "vLLM")
             if response.reason is not None:
                 del self._growing[output.request_id]
                 if part.finish_reason is None:
@@ -237,7 +226,7 @@ class VLLMEngine:
                     "gives no valid distribution; check the weights and the learning rate"
                 )
 
-    def _abort(self, mine: dict[str, _Response]) -> list[Rollout]:
+    def _abort(self, mine: dict[str, GrowingResponse]) -> list[Rollout]:
         """Return all responses as they are, and forget their requests."""
         found = []
         for response in mine.values():
@@ -246,7 +235,7 @@ class VLLMEngine:
         self._drop(mine)
         return found
 
-    def _drop(self, mine: dict[str, _Response]) -> None:
+    def _drop(self, mine: dict[str, GrowingResponse]) -> None:
         left = [name for name in mine if self._growing.pop(name, None) is not None]
         if left:
             self._core.abort_request(left)
@@ -299,75 +288,6 @@ class VLLMEngine:
     def close(self) -> None:
         self._growing.clear()
         self._core.engine_core.shutdown()
-
-
-@dataclass(slots=True, eq=False)
-class _Response:
-    """A growing response. Lists have one entry per token, resumed tokens included."""
-
-    request: Request
-    sampling: SamplingConfig
-    stops: StopStrings | None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
-    text: str | None = None
-
-    @classmethod
-    def of(cls, request: Request, sampling: SamplingConfig, stops: StopStrings | None) -> _Response:
-        partial = request.partial
-        if partial is None:
-            return cls(request, sampling, stops)
-        return cls(
-            request,
-            sampling,
-            stops,
-            list(partial.token_ids),
-            list(partial.logprobs),
-            list(partial.versions),
-        )
-
-    def append(self, token: int, logprob: float, version: int) -> None:
-        """Append a token. End the response if it completes a stop string or nobody waits for it."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        late = len(self.token_ids) >= self.sampling.min_new_tokens
-        if self.stops is not None and late and self.stops.may_end(token):
-            self.text = self.stops.cut(np.array(self.token_ids))
-        if self.text is not None:
-            self.reason = "stop"
-        elif self.request.watch is not None and not self.request.watch(list(self.token_ids)):
-            self.reason = "abort"
-
-    def end(self, reason: str) -> None:
-        """End the response for vLLM's ``reason``."""
-        if reason == "stop":
-            self.reason = "stop"
-        elif reason == "length":
-            # a response before its limit was paused, and can be resumed
-            limit = response_limit(self.request, self.sampling)
-            self.reason = "length" if len(self.token_ids) >= limit else "abort"
-        else:
-            raise ModelError(
-                f"vLLM ended the response to prompt {self.request.prompt.id!r} with finish reason "
-                f"{reason!r} after {len(self.token_ids)} tokens"
-            )
-
-    def rollout(self, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-        assert self.reason is not None
-        text = self.text
-        if text is None and self.token_ids:
-            text = str(tokenizer.decode(self.token_ids, skip_special_tokens=True))
-        return rollout_of(
-            self.request,
-            self.token_ids,
-            self.logprobs,
-            self.versions,
-            self.reason,
-            text or "",
-        )
 
 
 def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:

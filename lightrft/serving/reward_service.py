@@ -57,6 +57,7 @@ class ServedModel:
         heads: Names of its scores; empty for a generative model.
         reward: Name of the score that is the reward; empty for a generative model.
         layout: Layout of its inputs.
+        max_model_len: Most tokens of a prompt with its response. ``None`` for no limit.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ServedModel:
     heads: tuple[str, ...] = ()
     reward: str = ""
     layout: str = ""
+    max_model_len: int | None = None
 
     async def listed(self, call: HTTPCall) -> dict[str, object]:
         """Return the answer of ``/v1/models``."""
@@ -77,6 +79,7 @@ class ServedModel:
             "heads": list(self.heads),
             "reward": self.reward,
             "layout": self.layout,
+            "max_model_len": self.max_model_len,
         }
         return {"object": "list", "data": [entry]}
 

@@ -15,7 +15,7 @@ from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
-from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
+from lightrft.config.strategy import SERVED_KINDS, SHARDING, EngineConfig, StrategyConfig
 from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
@@ -35,6 +35,7 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.local_served import local_served
 from lightrft.workers.local_vllm import local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
@@ -92,6 +93,8 @@ def local_policy(
     tokenizer: PreTrainedTokenizerBase,
     ranks: ProcessGroup = SINGLE_PROCESS,
     weights: Path | None = None,
+    *,
+    trains: bool = True,
     replay_routes: bool = False,
 ) -> tuple[Strategy, Actor, Engine]:
     """Build the strategy, the policy on its device and an engine over the same weights.
@@ -104,14 +107,17 @@ def local_policy(
         ranks: all ranks of the run.
         weights: folder of the trained weights in a checkpoint, loaded by a single process. None
             keeps the weights of ``model``.
+        trains: the weights will change, and the engine must follow them.
         replay_routes: the engine records the experts of each token, and the policy replays them.
     """
     if replay_routes:
         check_native(engine, "model.replay_routes", "true")
     placed = strategy_of(strategy, ranks)
+    # A server that nothing is compared with needs no weights here.
+    is_hollow = engine.kind in SERVED_KINDS and not trains and not engine.check_logprobs
     with placed.loading() as device:
-        actor = Actor.load(model, device=device)
-    if weights is not None:
+        actor = Actor.load(model, device="meta" if is_hollow else device)
+    if weights is not None and not is_hollow:
         load_weights(actor, weights)
     # The engine generates from the shards of the policy, which must be gathered for it.
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
@@ -121,6 +127,9 @@ def local_policy(
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
         return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks)
+    if engine.kind in SERVED_KINDS:
+        served = local_served(model, engine, tokenizer, decoder, ranks, trains=trains)
+        return placed, actor, served
     native = NativeEngine(decoder, tokenizer, engine, whole=whole, together=together)
     return placed, actor, native
 

@@ -16,8 +16,8 @@ from lightrft.config.reward import ScoringModelConfig
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.types import Batch, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
+from lightrft.utils.http_client.server_client import ServerClient, Unanswered, check_digest
 from lightrft.workers.scoring.reward_wire import PATH, batch_to_json, vocabulary_digest
-from lightrft.workers.scoring.server_client import ServerClient, Unanswered, check_digest
 
 
 @dataclass(slots=True)
