@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +21,13 @@ from torch import Tensor
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
-from lightrft.engines.fingerprint import checksum
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import check_requests, response_limit, response_room
 from lightrft.engines.stop_strings import StopStrings
+from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights, adapter_options
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
+from lightrft.utils.seeding import capture_rng, restore_rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +52,7 @@ class VLLMEngine:
         ends: Token ids that end a response.
         dtype: Type of the weights and of the computation.
         version: Version of the weights.
+        adapter_shapes: Shapes of the tensors of the policy's adapters, by name.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -67,34 +70,47 @@ class VLLMEngine:
         ends: Sequence[int],
         dtype: torch.dtype,
         version: int = 0,
+        adapter_shapes: Shapes = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
         self._vllm = import_vllm()
         self._ends = sorted(set(ends))
-        self._llm: Any = self._vllm.LLM(
-            model=model.path,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            # ids go in and come out, so vLLM needs no tokenizer
-            skip_tokenizer_init=True,
-            # else the model's own generation_config changes the sampling
-            generation_config="vllm",
-            dtype=str(dtype).removeprefix("torch."),
-            max_num_seqs=config.max_num_seqs,
-            # of the distribution that was sampled from, after temperature and filters
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
-            disable_log_stats=True,
-            enforce_eager=True,
-        )
+        self._llm = self._load(model, dtype)
+        self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes)
         self._core = self._llm.llm_engine
         self.context = int(self._llm.model_config.max_model_len)
         self._growing: dict[str, GrowingResponse] = {}
         self._numbers = itertools.count()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._sleeping = False
+
+    def _load(self, model: ModelConfig, dtype: torch.dtype) -> Any:
+        """Return vLLM's ``LLM``. The random generators and threads of the process stay as they are."""
+        states, set_threads = capture_rng(), torch.set_num_threads
+        try:
+            return self._vllm.LLM(
+                model=model.path,
+                revision=model.revision,
+                trust_remote_code=model.trust_remote_code,
+                # ids go in and come out, so vLLM needs no tokenizer
+                skip_tokenizer_init=True,
+                # else the model's own generation_config changes the sampling
+                generation_config="vllm",
+                dtype=str(dtype).removeprefix("torch."),
+                max_num_seqs=self.config.max_num_seqs,
+                # of the distribution that was sampled from, after temperature and filters
+                logprobs_mode="processed_logprobs",
+                enable_prefix_caching=True,
+                disable_log_stats=True,
+                enforce_eager=True,
+                **adapter_options(self._vllm, model),
+            )
+        finally:
+            # vLLM seeds them, and replaces this function of torch
+            restore_rng(states)
+            torch.set_num_threads = set_threads
 
     def generate(
         self,
@@ -168,7 +184,8 @@ class VLLMEngine:
             "cache_salt": f"version-{self.version}",
         }
         self._growing[name] = response
-        self._core.add_request(name, prompt, self._params(response))
+        params, adapter = self._params(response), self.weights.adapter
+        self._core.add_request(name, prompt, params, lora_request=adapter)
 
     def _params(self, response: GrowingResponse) -> Any:
         request, sampling = response.request, response.sampling
@@ -260,14 +277,7 @@ class VLLMEngine:
                 f"{len(self._growing)} responses are unfinished; finish or abort them before new "
                 "weights are loaded"
             )
-        found: Fingerprint = {}
-
-        def read() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                found[name] = checksum(tensor)
-                yield name, tensor
-
-        self._llm.collective_rpc(_reload, args=(read(),))
+        found = self.weights.load(weights, version)
         if not self._core.reset_prefix_cache():
             raise ModelError("vLLM did not reset its prefix cache after the weight update")
         self.version = version
@@ -288,11 +298,6 @@ class VLLMEngine:
     def close(self) -> None:
         self._growing.clear()
         self._core.engine_core.shutdown()
-
-
-def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Load ``weights`` in vLLM's ``worker``."""
-    worker.reload_weights(weights_iterator=weights)
 
 
 def check_sampling(sampling: SamplingConfig) -> None:

@@ -11,6 +11,7 @@ from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.module_tensors import plain_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,8 @@ def local_vllm(
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     ends = [*decoder.eos_token_ids, *eos]
     dtype = next(iter(weights.values())).dtype
-    built = VLLMEngine(model, tokenizer, engine, ends, dtype)
+    shapes = {name: tuple(w.shape) for name, w in weights.items() if plain_name(name) is None}
+    built = VLLMEngine(model, tokenizer, engine, ends, dtype, adapter_shapes=shapes)
     # a checkpoint's weights are in the policy, and not in the folder that vLLM loaded
     refuse_weights(built.load_weights(weights.items(), 0), weights, 0)
     return built
@@ -54,9 +56,8 @@ def check_vllm(model: ModelConfig, ranks: ProcessGroup) -> None:
             f"engine.kind = vllm generates in one process, and this run has {ranks.size}; set "
             "launch.processes=1, or engine.kind=native"
         )
-    for name in ("lora", "load_in_4bit"):
-        if value := getattr(model, name):
-            raise ConfigError(
-                f"engine.kind = vllm loads whole weights, and model.{name} = {value} has others; "
-                f"leave out model.{name}, or set engine.kind=native"
-            )
+    if model.load_in_4bit:
+        raise ConfigError(
+            "engine.kind = vllm loads whole weights, and model.load_in_4bit = true has others; "
+            "leave out model.load_in_4bit, or set engine.kind=native"
+        )
