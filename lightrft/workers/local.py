@@ -34,7 +34,7 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
-from lightrft.workers.local_vllm import local_vllm
+from lightrft.workers.local_vllm import async_vllm, local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
@@ -113,7 +113,7 @@ def local_policy(
     decoder = KVDecoder(actor.model)
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
-        return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks)
+        return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks, together)
     native = NativeEngine(decoder, tokenizer, engine, whole=whole, together=together)
     return placed, actor, native
 
@@ -219,7 +219,7 @@ def local_roles(
     scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
     try:
         strategy, actor, engine = local_policy(
-            config.model, config.strategy, config.engine, tokenizer, ranks
+            config.model, config.strategy, _own_engine(config, apart), tokenizer, ranks
         )
         per_step = config.train.ppo_epochs * config.train.num_mini_batches
         frozen = config.critic.warmup_steps if requirements.critic else 0
@@ -258,6 +258,14 @@ def local_roles(
     except BaseException:
         scorer.close()
         raise
+
+
+def _own_engine(config: RLConfig, apart: Mapping[str, object]) -> EngineConfig:
+    """Return the settings of the engine that generates in this process between training steps."""
+    # The native one costs nothing, where another engine generates the batches.
+    if "engine" in apart or config.rollout.staleness:
+        return config.engine.model_copy(update={"kind": "native"})
+    return config.engine
 
 
 def local_reference(
@@ -358,6 +366,8 @@ def local_async_engine(
     """
     if not config.rollout.staleness:
         return None
+    if config.engine.kind == "vllm":
+        return async_vllm(config, actor.model, tokenizer, strategy.ranks)
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
         decoder = KVDecoder(actor.model).apart()

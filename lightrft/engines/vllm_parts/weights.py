@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.model import LoRAConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.vllm_parts.merged_adapters import merged
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 Weights = Iterable[tuple[str, Tensor]]
 Shapes = Mapping[str, tuple[int, ...]]
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's ``max_lora_rank``."""
 _STORED = re.compile(r"\.default(?=\.weight$|$)")
 
 
@@ -41,7 +39,7 @@ class VLLMWeights:
 
     Args:
         package: The package ``vllm``.
-        llm: Its ``LLM``, made with ``adapter_options``.
+        llm: Its ``LLM``, made with ``llm_options``.
         lora: Settings of the policy's adapters. ``None`` without adapters.
         shapes: Shapes of the adapters' tensors, by name.
 
@@ -152,41 +150,6 @@ class VLLMWeights:
 def reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Load whole ``weights`` in vLLM's ``worker``."""
     worker.reload_weights(weights_iterator=weights)
-
-
-def adapter_options(package: Any, model: ModelConfig) -> dict[str, Any]:
-    """Return the options of ``LLM`` to serve the adapters of ``model``; none if it cannot."""
-    lora = model.lora
-    if lora is None:
-        return {}
-    if (reason := unserved_reason(lora)) or not _supports_adapters(package, model):
-        reason = reason or "the model's class in vLLM supports no adapters"
-        log.info("vLLM cannot serve this adapter and gets merged weights: %s", reason)
-        return {}
-    rank = next(rank for rank in RANKS if rank >= lora.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-
-
-def unserved_reason(lora: LoRAConfig) -> str:
-    """Return why vLLM cannot serve adapters of these settings, or an empty string."""
-    if lora.dora:
-        return "it has no DoRA"
-    if lora.rank > RANKS[-1]:
-        return f"rank {lora.rank} is above its limit of {RANKS[-1]}"
-    if lora.parts != ("language",):
-        return f"it adapts the language model alone, and model.lora.parts = {list(lora.parts)}"
-    return ""
-
-
-def _supports_adapters(package: Any, model: ModelConfig) -> bool:
-    config = package.EngineArgs(
-        model=model.path,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        skip_tokenizer_init=True,
-    ).create_model_config()
-    found, _ = package.ModelRegistry.resolve_model_cls(config.architectures, config)
-    return bool(package.model_executor.models.supports_lora(found))
 
 
 def write_adapter(folder: Path, adapter: Mapping[str, Tensor], lora: LoRAConfig) -> None:
