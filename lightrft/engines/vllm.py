@@ -101,7 +101,13 @@ class VLLMEngine:
 
     def _load(self, model: ModelConfig, dtype: torch.dtype) -> Any:
         """Return vLLM's ``LLM``. The random generators and threads of the process stay as they are."""
-        options = llm_options(self._vllm, model, self.config, dtype, self._ranks)
+        try:
+            options = llm_options(self._vllm, model, self.config, dtype, self._ranks)
+        except ValueError as error:
+            raise ConfigError(
+                f"engine.kind = vllm cannot load model.path = {model.path}: {error}; set "
+                "engine.kind=native"
+            ) from error
         states, set_threads = capture_rng(), torch.set_num_threads
         try:
             return self._vllm.LLM(**options)

@@ -39,5 +39,5 @@ def check_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 
 
 def lines(tmp_path: Path) -> list[dict[str, Any]]:
-    [file] = (tmp_path / "runs").rglob("metrics.jsonl")
+    [file] = tmp_path.rglob("metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]

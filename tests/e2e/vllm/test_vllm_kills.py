@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from lightrft.trainer.rl import run_rl
 from tests.e2e.vllm.runs import ENVIRONMENT, lines
 
 DRIVER = Path(__file__).with_name("killed.py")
-KEPT = {"checkpoint": {"every": 1, "keep": 10}}
-DURING = {"rollout": {"staleness": 1}, "algorithm": {"importance_sampling": ["tis"]}}
+MEASURED = ("policy/", "response/", "reward/", "rollout/", "staleness/")
 
 
 def rollouts(folder: Path) -> list[Any]:
@@ -31,49 +29,43 @@ def rollouts(folder: Path) -> list[Any]:
     return found
 
 
-def steady(line: dict[str, Any]) -> dict[str, Any]:
-    """The metrics that do not measure time or memory."""
-    return {
-        name: value
-        for name, value in line.items()
-        if not name.startswith(("time", "memory", "perf", "throughput", "device", "tokens_per"))
-    }
+def steady(folder: Path) -> list[dict[str, Any]]:
+    """The metrics that measure no time or memory."""
+    return [
+        {name: value for name, value in line.items() if name.startswith(MEASURED)}
+        for line in lines(folder)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("phase", "over"),
-    [("generation", {}), ("sync", {}), ("sleep", {}), ("generation", DURING)],
-    ids=["generation", "sync", "sleep", "generation-during-training"],
+    ("kills", "over"),
+    [
+        ([("generation", 1), ("sync", 2), ("sleep", 3)], {}),
+        (
+            [("generation", 1)],
+            {"rollout": {"staleness": 1}, "algorithm": {"importance_sampling": ["tis"]}},
+        ),
+    ],
+    ids=["between-steps", "during-training"],
 )
-def test_a_run_killed_in_any_phase_resumes_with_the_same_numbers_and_tokens(
-    phase: str, over: dict[str, Any], tree: dict[str, Any], tmp_path: Path, undisturbed: Any
+def test_a_run_killed_in_every_phase_has_the_numbers_and_tokens_of_an_undisturbed_one(
+    kills: list[tuple[str, int]], over: dict[str, Any], tree: dict[str, Any], tmp_path: Path
 ) -> None:
-    kept = deep_merge(deep_merge(tree, KEPT), over)
-    file = tmp_path / "config.yaml"
-    file.write_text(json.dumps(kept))
-    words = [sys.executable, DRIVER, file, phase, "1"]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    # the kill came in the second step
-    assert 1 <= len(lines(tmp_path)) < 3
-    run_rl(build(RLConfig, deep_merge(kept, {"run": {"resume": "auto"}})))
-    expected, tokens = undisturbed(kept)
-    assert [steady(line) for line in lines(tmp_path)] == [steady(line) for line in expected]
-    assert rollouts(tmp_path) == tokens
-    assert all(len(step) == 12 for step in tokens)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Any]:
-    """Run a configuration without a kill, once for each algorithm. Return its metrics and tokens."""
-    known: dict[str, Any] = {}
-
-    def find(tree: dict[str, Any]) -> Any:
-        key = json.dumps(tree["rollout"], sort_keys=True)
-        if key not in known:
-            folder = tmp_path_factory.mktemp("whole")
-            run_rl(build(RLConfig, deep_merge(tree, {"run": {"dir": str(folder / "runs")}})))
-            known[key] = lines(folder), rollouts(folder)
-        return known[key]
-
-    return find
+    whole, file = tmp_path / "whole", tmp_path / "config.yaml"
+    kept = deep_merge(deep_merge(tree, over), {"train": {"steps": 5}, "checkpoint": {"every": 1}})
+    resumed = deep_merge(kept, {"run": {"resume": "auto"}})
+    for tries, (phase, version) in enumerate(kills):
+        file.write_text(json.dumps(resumed if tries else kept))
+        words = [sys.executable, DRIVER, file, phase, str(version)]
+        done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+        assert len(lines(tmp_path)) <= version + 1
+    run_rl(build(RLConfig, resumed))
+    found, tokens = steady(tmp_path / "runs"), rollouts(tmp_path / "runs")
+    run_rl(build(RLConfig, deep_merge(kept, {"run": {"dir": str(whole / "runs")}})))
+    assert found == steady(whole)
+    assert tokens == rollouts(whole)
+    # every sampled token is trained, filtered or failed
+    for line, step in zip(found, tokens, strict=True):
+        parts = sum(line[f"rollout/tokens_{part}"] for part in ("trained", "filtered", "failed"))
+        assert line["rollout/tokens_sampled"] == parts == sum(len(row[0]) for row in step)
