@@ -36,7 +36,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.local_served import local_served
-from lightrft.workers.local_vllm import local_vllm
+from lightrft.workers.local_vllm import async_vllm, local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
@@ -110,8 +110,6 @@ def local_policy(
         trains: the weights will change, and the engine must follow them.
         replay_routes: the engine records the experts of each token, and the policy replays them.
     """
-    if replay_routes:
-        check_native(engine, "model.replay_routes", "true")
     placed = strategy_of(strategy, ranks)
     # A server that nothing is compared with needs no weights here.
     is_hollow = engine.kind in SERVED_KINDS and not trains and not engine.check_logprobs
@@ -126,7 +124,7 @@ def local_policy(
     decoder = KVDecoder(actor.model, actor.experts)
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
-        return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks)
+        return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks, together)
     if engine.kind in SERVED_KINDS:
         served = local_served(model, engine, tokenizer, decoder, ranks, trains=trains)
         return placed, actor, served
@@ -231,13 +229,15 @@ def local_roles(
         ranks: all ranks of the run.
         apart: functions that build some roles in another way, by role name.
     """
+    if config.model.replay_routes:
+        check_native(config.engine, "model.replay_routes", "true")
     # Must come first: its processes start while models are loaded.
     scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
     try:
         strategy, actor, engine = local_policy(
             config.model,
             config.strategy,
-            config.engine,
+            _own_engine(config, apart),
             tokenizer,
             ranks,
             replay_routes=config.model.replay_routes,
@@ -279,6 +279,14 @@ def local_roles(
     except BaseException:
         scorer.close()
         raise
+
+
+def _own_engine(config: RLConfig, apart: Mapping[str, object]) -> EngineConfig:
+    """Return the settings of the engine that generates in this process between training steps."""
+    # The native one costs nothing, where another engine generates the batches.
+    if "engine" in apart or config.rollout.staleness:
+        return config.engine.model_copy(update={"kind": "native"})
+    return config.engine
 
 
 def local_reference(
@@ -379,6 +387,8 @@ def local_async_engine(
     """
     if not config.rollout.staleness:
         return None
+    if config.engine.kind == "vllm":
+        return async_vllm(config, actor.model, tokenizer, strategy.ranks)
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
         decoder = KVDecoder(actor.model, actor.experts).apart()

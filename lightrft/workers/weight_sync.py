@@ -41,6 +41,7 @@ class WeightSyncConfig:
     ``way`` is the transport and ``bucket`` the size of its buffers in bytes. Buckets are filled on
     ``device``. ``host`` is the address of this machine. ``trained`` names the parameters that
     training changes. After the first transfer only these are compared. None compares all of them.
+    Without ``only_changed``, all compared weights are sent, for engines that need whole layers.
     """
 
     way: Way = "message"
@@ -48,12 +49,13 @@ class WeightSyncConfig:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (a value that never changes)
     host: str = "127.0.0.1"
     trained: frozenset[str] | None = None
+    only_changed: bool = True
 
 
 class WeightSync:
     """Sends weights to ``workers`` with an ``EngineWorker`` each.
 
-    Only weights that changed since the last transfer are sent, in the workers' dtypes. A lost
+    Weights that changed since the last transfer are sent, in the workers' dtypes. A lost
     worker is restarted and receives the newest weights. This machine keeps a copy in CPU memory for
     that.
 
@@ -145,7 +147,7 @@ class WeightSync:
             if held.is_floating_point and tensor.is_floating_point():
                 tensor = tensor.to(held)
             total = checksum(tensor)
-            if sums.get(name) != total:
+            if sums.get(name) != total or not self.hand.only_changed:
                 sums[name] = total
                 yield name, tensor
 

@@ -36,8 +36,8 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
 from lightrft.workers.engine_workers import (
-    EngineWorker,
     EngineWorkerGroup,
+    NativeEngineWorker,
     engine_worker,
     split_requests,
 )
@@ -366,7 +366,7 @@ class Stalling:
         return
 
 
-class SmallHost(EngineWorker):
+class SmallHost(NativeEngineWorker):
     """Holds weights, and no engine."""
 
     def __init__(self) -> None:
