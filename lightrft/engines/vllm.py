@@ -173,7 +173,7 @@ class VLLMEngine:
                 if not batch.finished and stopped():
                     yield from batch.abort()
                     return
-                yield from batch.advance()
+                yield from batch.advance(stopped)
         finally:
             # the caller may stop iterating early
             batch.abort()
