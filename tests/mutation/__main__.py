@@ -98,7 +98,8 @@ TESTS = {
         for key in REWARD_MODEL
     },
     **{
-        f"process_reward.{name}": ["numbers/test_step_losses.py"] for name in ("losses", "objective")
+        f"process_reward.{name}": ["numbers/test_step_losses.py"]
+        for name in ("losses", "objective")
     },
     "constrained.lagrangian": ["numbers/test_lagrangian.py"],
     "reward_terms.combination": ["unit/algorithms/reward_terms/test_combination.py"],
