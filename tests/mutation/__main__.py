@@ -94,12 +94,18 @@ TESTS = {
     ],
     **{key: [f"unit/algorithms/preference/test_{name}.py" for name in OWN] for key in PREFERENCE},
     **{
-        key: [f"unit/algorithms/reward_model/test_{name}.py" for name in OF_REWARD_MODEL]
+        key: [
+            *(f"unit/algorithms/reward_model/test_{name}.py" for name in OF_REWARD_MODEL),
+            "numbers/test_reward_losses.py",
+        ]
         for key in REWARD_MODEL
     },
     **{
-        f"process_reward.{name}": ["numbers/test_step_losses.py"]
-        for name in ("losses", "objective")
+        f"process_reward.{name}": [
+            "numbers/test_step_losses.py",
+            "unit/algorithms/process_reward/test_step_quality.py",
+        ]
+        for name in ("losses", "objective", "quality")
     },
     "constrained.lagrangian": ["numbers/test_lagrangian.py"],
     "reward_terms.combination": ["unit/algorithms/reward_terms/test_combination.py"],
