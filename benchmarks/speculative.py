@@ -3,7 +3,8 @@
 
 The weights are random, but for the output layer: it prefers one token after each, and these run in circles of 5 to 20 tokens. So
 text at temperature 1 repeats itself, and text at temperature 20 does not. The draft model has fewer and narrower layers, and the
-same circles. Both sides must sample the same tokens by the same seeds, and the report counts them. Rounds are interleaved, and times are of this process's CPU.
+same circles. Both sides must sample the same tokens by the same seeds, and the report counts them. Rounds are interleaved, and
+times are of this process's CPU.
 
     python benchmarks/speculative.py [--rounds 5] [--machine NAME]
 """

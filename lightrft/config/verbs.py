@@ -406,7 +406,8 @@ class EvalRMConfig(Settings):
     """Largest n of the best-of-n curve. Prompts with fewer rated responses are left out of it.
     ``null`` takes the smallest number of responses to a prompt."""
     worst: int = Field(20, ge=0)
-    """Number of pairs in the report whose order is most wrong."""
+    """Number of pairs in the report whose order is most wrong, or of responses whose steps are
+    judged worst."""
     strategy: StrategyConfig = StrategyConfig()
     """Devices, sharding and parallelism."""
 

@@ -35,7 +35,8 @@ from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import MOST_UNKNOWN, TOKENS, UNKNOWN
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.diagnostics import speed_probe
-from lightrft.diagnostics.doctor_distill import teacher_findings
+from lightrft.diagnostics.doctor_parts.distill import teacher_findings
+from lightrft.diagnostics.doctor_parts.engine import engine_findings
 from lightrft.diagnostics.examined_device import device_of
 from lightrft.diagnostics.findings import Finding, Verdict
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers
@@ -89,6 +90,7 @@ def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
     device = device_of(config, options)
     found += _settings(config, device)
     found += _devices(config, options, device)
+    found += engine_findings(config)
     data = _attempt(found, "data", "rows", lambda: _data(config, found))
     # Memory is estimated without data too, from the lengths that the settings allow.
     lengths = _bounds(config) if data is None else data.lengths

@@ -21,8 +21,14 @@ from lightrft.engines.constrained.grammars import GrammarCompiler, request_const
 from lightrft.engines.constrained.rows import ConstrainedRows, ConstrainedTokens
 from lightrft.engines.decoder_protocol import DecoderProtocol, RollbackSession
 from lightrft.engines.fingerprint import checksums
-from lightrft.engines.growing_experts import GrowingExperts
-from lightrft.engines.growing_rows import CacheShape, GrowingRows, PromptRequests, to_host
+from lightrft.engines.native_parts.growing_experts import GrowingExperts
+from lightrft.engines.native_parts.growing_rows import (
+    CacheShape,
+    GrowingRows,
+    PromptRequests,
+    to_host,
+)
+from lightrft.engines.native_parts.token_sampler import Places, TokenSampler
 from lightrft.engines.requests import (
     check_requests,
     response_end,
@@ -38,7 +44,6 @@ from lightrft.engines.speculative.drafter import (
     seen_after,
 )
 from lightrft.engines.stop_strings import StopStrings
-from lightrft.engines.token_sampler import Places, TokenSampler
 from lightrft.types import FinishReason, Request, Rollout
 from lightrft.utils.cpu_threads import threads_for
 from lightrft.utils.device_transfer import to_device
@@ -210,6 +215,7 @@ class GenerationBatch:
         self._open: list[PromptRequests] = []  # groups whose prompt is in the cache
         self._rows = GrowingRows()
         self._drafts = drafts_of(self._config, engine.draft, sampling)
+        self._watched = 0  # the row whose ``Request.watch`` is being called
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)
         self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
         self.add(requests)
@@ -458,7 +464,7 @@ class GenerationBatch:
         """Return the responses that end, by row.
 
         Args:
-            growing: ``[n]``. GrowingRows that got a token.
+            growing: ``[n]``. Rows that got a token.
             tokens: ``[n]``. Their newest tokens.
         """
         rows, steps = self._rows, self._rows.steps[growing]
@@ -477,10 +483,15 @@ class GenerationBatch:
             # a row before its limit was paused, and can be resumed
             done[row] = self._rollout(row, "length" if rows.steps[row] >= limit else "abort", None)
         for row in growing[~ended].tolist():
-            watch = rows.requests[row].watch
+            watch, self._watched = rows.requests[row].watch, row
             if watch is not None and not watch(rows.tokens[row, : rows.steps[row]].tolist()):
                 done[row] = self._rollout(row, "abort", None)
         return done
+
+    def watched_logprobs(self) -> list[float]:
+        """Return the log-probs of the response whose ``Request.watch`` is being called."""
+        rows, row = self._rows, self._watched
+        return rows.logprobs[row, : rows.steps[row]].tolist()
 
     def _cuts(self, growing: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
         """Return the text before a stop string of each row of ``growing [n]`` whose newest token

@@ -11,29 +11,32 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
-from lightrft.engines.fingerprint import checksum
+from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import (
     check_requests,
     refuse_native_settings,
     response_limit,
     response_room,
-    rollout_of,
 )
 from lightrft.engines.stop_strings import StopStrings
-from lightrft.types import FinishReason, Request, Rollout
+from lightrft.engines.vllm_parts.options import llm_options
+from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
+from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
-from lightrft.utils.seeding import derive_seed
+from lightrft.utils.seeding import capture_rng, restore_rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,9 +61,15 @@ class VLLMEngine:
         ends: Token ids that end a response.
         dtype: Type of the weights and of the computation.
         version: Version of the weights.
+        adapter_shapes: Shapes of the tensors of the policy's adapters, by name.
+        ranks: Number of ranks of the run. Each makes a replica at the same time.
+
+    Attributes:
+        stays_awake: ``sleep`` does nothing, for an engine that generates during training.
 
     Raises:
         ConfigError: vLLM is not installed.
+        ResourceError: vLLM cannot start, e.g. for lack of memory.
     """
 
     shared_by_all_ranks = False
@@ -75,34 +84,49 @@ class VLLMEngine:
         ends: Sequence[int],
         dtype: torch.dtype,
         version: int = 0,
+        adapter_shapes: Shapes = MappingProxyType({}),
+        ranks: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
+        self._ranks = ranks
         self._vllm = import_vllm()
         self._ends = sorted(set(ends))
-        self._llm: Any = self._vllm.LLM(
-            model=model.path,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            # ids go in and come out, so vLLM needs no tokenizer
-            skip_tokenizer_init=True,
-            # else the model's own generation_config changes the sampling
-            generation_config="vllm",
-            dtype=str(dtype).removeprefix("torch."),
-            max_num_seqs=config.max_num_seqs,
-            # of the distribution that was sampled from, after temperature and filters
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
-            disable_log_stats=True,
-            enforce_eager=True,
-        )
+        self._llm = self._load(model, dtype)
+        self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes)
         self._core = self._llm.llm_engine
         self.context = int(self._llm.model_config.max_model_len)
-        self._growing: dict[str, _Response] = {}
+        self._growing: dict[str, GrowingResponse] = {}
         self._numbers = itertools.count()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._sleeping = False
+        self._sleeping = self._dropped = False
+        self._frees_memory = self._llm.model_config.enable_sleep_mode
+        self.stays_awake = False
+
+    def _load(self, model: ModelConfig, dtype: torch.dtype) -> Any:
+        """Return vLLM's ``LLM``. The random generators and threads of the process stay as they are."""
+        try:
+            options = llm_options(self._vllm, model, self.config, dtype, self._ranks)
+        except ValueError as error:
+            raise ConfigError(
+                f"engine.kind = vllm cannot load model.path = {model.path}: {error}; set "
+                "engine.kind=native"
+            ) from error
+        states, set_threads = capture_rng(), torch.set_num_threads
+        try:
+            return self._vllm.LLM(**options)
+        except ValueError as error:
+            size = options["kv_cache_memory_bytes"]
+            raise ResourceError(
+                f"vLLM cannot start: {error}\nengine.max_cache_tokens = "
+                f"{self.config.max_cache_tokens} takes {size / 2**30:.1f} GiB; lower it if memory "
+                "is short"
+            ) from error
+        finally:
+            # vLLM seeds them, and replaces this function of torch
+            restore_rng(states)
+            torch.set_num_threads = set_threads
 
     def generate(
         self,
@@ -148,27 +172,21 @@ class VLLMEngine:
         sampling: SamplingConfig,
         stopped: Callable[[], bool],
     ) -> Iterator[Rollout]:
-        mine: dict[str, _Response] = {}
-        stops = self._stop_strings(sampling.stop)
+        batch = VLLMBatch(self, requests, sampling)
         try:
-            for request in requests:
-                name = str(next(self._numbers))
-                mine[name] = _Response.of(request, sampling, stops)
-                self._begin(name, mine[name])
-            while mine:
-                # another open iterator may have advanced these responses too
-                if not any(response.reason for response in mine.values()):
-                    if stopped():
-                        yield from self._abort(mine)
-                        return
-                    self._step()
-                for name in [name for name, r in mine.items() if r.reason is not None]:
-                    yield mine.pop(name).rollout(self.tokenizer)
+            while batch.unfinished:
+                if not batch.finished and stopped():
+                    yield from batch.abort()
+                    return
+                yield from batch.advance(stopped)
         finally:
-            self._drop(mine)
+            # the caller may stop iterating early
+            batch.abort()
 
-    def _begin(self, name: str, response: _Response) -> None:
-        request = response.request
+    def begin(self, request: Request, sampling: SamplingConfig) -> tuple[str, GrowingResponse]:
+        """Queue ``request``. Return its name and its response, which ``step`` advances."""
+        response = GrowingResponse.of(request, sampling, self._stop_strings(sampling.stop))
+        name = str(next(self._numbers))
         begun = [] if request.partial is None else request.partial.token_ids
         prompt = {
             "prompt_token_ids": [*request.prompt.token_ids, *begun],
@@ -176,16 +194,14 @@ class VLLMEngine:
             "cache_salt": f"version-{self.version}",
         }
         self._growing[name] = response
-        self._core.add_request(name, prompt, self._params(response))
+        params, adapter = self._params(response), self.weights.adapter
+        self._core.add_request(name, prompt, params, lora_request=adapter)
+        return name, response
 
-    def _params(self, response: _Response) -> Any:
+    def _params(self, response: GrowingResponse) -> Any:
         request, sampling = response.request, response.sampling
         room = response_room(request, sampling)
         greedy = request.greedy or sampling.temperature == 0
-        seed = request.seed
-        if request.num_generated:
-            # the same seed would repeat the random numbers of the first tokens
-            seed = derive_seed(seed, "resumed", request.num_generated)
         return self._vllm.SamplingParams(
             temperature=0.0 if greedy else sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
@@ -193,20 +209,22 @@ class VLLMEngine:
             min_p=0.0 if greedy else sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=room,
-            min_tokens=min(room, max(0, sampling.min_new_tokens - request.num_generated)),
+            min_tokens=response.min_tokens,
             ignore_eos=True,
             stop_token_ids=sorted({*self._ends, *sampling.stop_token_ids}),
             # of the sampled token alone
             logprobs=0,
             detokenize=False,
-            seed=seed & (2**63 - 1),
+            seed=response.seed,
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Advance every response, of all iterators, by a step of vLLM."""
         if self._sleeping:
             raise RuntimeError("the engine sleeps; call wake() before the next response")
+        if self._dropped:
+            raise RuntimeError("sleep(2) dropped the weights; call load_weights() first")
         for output in self._core.step():
             response = self._growing.get(output.request_id)
             if response is None:
@@ -217,7 +235,7 @@ class VLLMEngine:
                 if response.reason is None:
                     response.append(token, known[token].logprob, self.version)
             if response.reason is None and part.finish_reason is not None:
-                response.end(part.finish_reason)
+                response.end(part.finish_reason, "vLLM")
             if response.reason is not None:
                 del self._growing[output.request_id]
                 if part.finish_reason is None:
@@ -238,20 +256,11 @@ class VLLMEngine:
                     "gives no valid distribution; check the weights and the learning rate"
                 )
 
-    def _abort(self, mine: dict[str, _Response]) -> list[Rollout]:
-        """Return all responses as they are, and forget their requests."""
-        found = []
-        for response in mine.values():
-            response.reason = response.reason or "abort"
-            found.append(response.rollout(self.tokenizer))
-        self._drop(mine)
-        return found
-
-    def _drop(self, mine: dict[str, _Response]) -> None:
-        left = [name for name in mine if self._growing.pop(name, None) is not None]
+    def forget(self, names: Iterable[str]) -> None:
+        """Abort the unfinished responses among ``names``."""
+        left = [name for name in names if self._growing.pop(name, None) is not None]
         if left:
             self._core.abort_request(left)
-        mine.clear()
 
     def _stop_strings(self, stop: tuple[str, ...]) -> StopStrings | None:
         if stop and stop not in self._stops:
@@ -272,108 +281,109 @@ class VLLMEngine:
                 f"{len(self._growing)} responses are unfinished; finish or abort them before new "
                 "weights are loaded"
             )
-        found: Fingerprint = {}
-
-        def read() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                found[name] = checksum(tensor)
-                yield name, tensor
-
-        self._llm.collective_rpc(_reload, args=(read(),))
+        if self._sleeping and self._frees_memory:
+            # the cache stays away until the next response
+            self._llm.wake_up(["weights"])
+        found = self.weights.load(weights, version)
+        self._dropped = False
         if not self._core.reset_prefix_cache():
             raise ModelError("vLLM did not reset its prefix cache after the weight update")
         self.version = version
         return found
 
     def sleep(self, level: int) -> None:
-        """See ``Engine.sleep``. vLLM frees memory on GPUs alone."""
-        if not self._sleeping and torch.cuda.is_available():
+        """See ``Engine.sleep``. vLLM frees memory on GPUs alone.
+
+        Level 1 moves the weights to host memory. Level 2 drops them, and the next update sends
+        frozen weights again.
+        """
+        if self._sleeping or self.stays_awake:
+            return
+        if self._frees_memory:
             self._llm.sleep(level)
+            self._dropped = level > 1
+        if level > 1:
+            self.weights.forget()
         self._sleeping = True
 
     def wake(self) -> None:
         """See ``Engine.wake``. After ``sleep(2)``, weights must be loaded before a response."""
-        if self._sleeping and torch.cuda.is_available():
+        if self._sleeping and self._frees_memory:
             self._llm.wake_up()
         self._sleeping = False
 
     def close(self) -> None:
         self._growing.clear()
-        self._core.engine_core.shutdown()
+        with keeping_process_group(self._ranks > 1):
+            self._core.engine_core.shutdown()
 
 
-@dataclass(slots=True, eq=False)
-class _Response:
-    """A growing response. Lists have one entry per token, resumed tokens included."""
+class VLLMBatch:
+    """Responses in progress, advanced by the caller. More requests may join at any time.
 
-    request: Request
-    sampling: SamplingConfig
-    stops: StopStrings | None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
-    text: str | None = None
+    Args:
+        engine: Computes the responses, with those of other batches.
+        requests: The first requests.
+        sampling: Sampling settings of all requests.
+    """
 
-    @classmethod
-    def of(cls, request: Request, sampling: SamplingConfig, stops: StopStrings | None) -> _Response:
-        partial = request.partial
-        if partial is None:
-            return cls(request, sampling, stops)
-        return cls(
-            request,
-            sampling,
-            stops,
-            list(partial.token_ids),
-            list(partial.logprobs),
-            list(partial.versions),
-        )
+    def __init__(
+        self, engine: VLLMEngine, requests: Sequence[Request], sampling: SamplingConfig
+    ) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._responses: dict[str, GrowingResponse] = {}
+        self.add(requests)
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        """Append a token. End the response if it completes a stop string or nobody waits for it."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        late = len(self.token_ids) >= self.sampling.min_new_tokens
-        if self.stops is not None and late and self.stops.may_end(token):
-            self.text = self.stops.cut(np.array(self.token_ids))
-        if self.text is not None:
-            self.reason = "stop"
-        elif self.request.watch is not None and not self.request.watch(list(self.token_ids)):
-            self.reason = "abort"
+    @property
+    def unfinished(self) -> bool:
+        """Some response has not been returned."""
+        return bool(self._responses)
 
-    def end(self, reason: str) -> None:
-        """End the response for vLLM's ``reason``."""
-        if reason == "stop":
-            self.reason = "stop"
-        elif reason == "length":
-            # a response before its limit was paused, and can be resumed
-            limit = response_limit(self.request, self.sampling)
-            self.reason = "length" if len(self.token_ids) >= limit else "abort"
-        else:
-            raise ModelError(
-                f"vLLM ended the response to prompt {self.request.prompt.id!r} with finish reason "
-                f"{reason!r} after {len(self.token_ids)} tokens"
-            )
+    @property
+    def finished(self) -> list[str]:
+        """Names of responses that have ended and were not returned.
 
-    def rollout(self, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-        assert self.reason is not None
-        text = self.text
-        if text is None and self.token_ids:
-            text = str(tokenizer.decode(self.token_ids, skip_special_tokens=True))
-        return rollout_of(
-            self.request,
-            self.token_ids,
-            self.logprobs,
-            self.versions,
-            self.reason,
-            text or "",
-        )
+        Another batch may have advanced them too.
+        """
+        return [name for name, r in self._responses.items() if r.reason is not None]
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue ``requests``."""
+        for request in requests:
+            name, response = self._engine.begin(request, self._sampling)
+            self._responses[name] = response
+
+    def advance(self, stopped: Callable[[], bool] = never_stop) -> list[Rollout]:
+        """Return the next finished responses. Return none once ``stopped`` returns ``True``."""
+        while self.unfinished and not self.finished:
+            self._engine.step()
+            if stopped():
+                break
+        tokenizer = self._engine.tokenizer
+        return [self._responses.pop(name).rollout(tokenizer) for name in self.finished]
+
+    def abort(self) -> list[Rollout]:
+        """Return all responses as they are, and forget their requests."""
+        found = []
+        for response in self._responses.values():
+            response.reason = response.reason or "abort"
+            found.append(response.rollout(self._engine.tokenizer))
+        self._engine.forget(self._responses)
+        self._responses.clear()
+        return found
 
 
-def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Load ``weights`` in vLLM's ``worker``."""
-    worker.reload_weights(weights_iterator=weights)
+@contextmanager
+def keeping_process_group(keep: bool) -> Generator[None]:
+    """Keep the default process group, which vLLM destroys at its end, if ``keep`` is set."""
+    destroy = dist.destroy_process_group
+
+    def destroy_other(group: dist.ProcessGroup | None = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    with patch.object(dist, "destroy_process_group", destroy_other if keep else destroy):
+        yield
 
 
 def check_sampling(sampling: SamplingConfig) -> None:
@@ -401,7 +411,6 @@ def import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # its warnings name tensors that no checkpoint has; what matters here is checked here
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     try:
         package = importlib.import_module("vllm")
     except ImportError as error:

@@ -15,6 +15,7 @@ from lightrft.models.families import family_of
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.multimodal.submodules import LANGUAGE, TOWER, check_parts, part_of, parts_of
 from lightrft.utils.errors import ModelError
+from lightrft.utils.module_tensors import plain_name
 
 # Projections between a tower and the language model, and towers themselves: trained only on
 # request.
@@ -187,17 +188,6 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside. Its layers keep their adapters."""
     # a peft model keeps the transformers model inside
     return model.get_base_model() if is_adapted(model) else model  # ty: ignore
-
-
-def plain_name(name: str) -> str | None:
-    """Return a parameter's name in the model without adapters.
-
-    It is ``None`` for a parameter of an adapter.
-    """
-    name = name.removeprefix("base_model.model.")
-    if any(part in name for part in (".lora_", ".modules_to_save.")):
-        return None
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def can_merge(model: nn.Module) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -299,6 +300,19 @@ def places_of(ranks: ProcessGroup, count: int, tensor_parallel_size: int = 1) ->
     return range(first, count, step)
 
 
+@contextmanager
+def _awake(engine: Engine) -> Generator[None]:
+    """Let an engine of this process with weights of its own free its memory afterwards."""
+    if engine.shares_weights or engine.shared_by_all_ranks:
+        yield
+        return
+    engine.wake()
+    try:
+        yield
+    finally:
+        engine.sleep(1)
+
+
 def generate_on_ranks(
     ranks: ProcessGroup,
     engine: Engine,
@@ -329,7 +343,10 @@ def generate_on_ranks(
         ready: Scored responses of each group from an earlier step.
     """
     if ranks.size == 1:
-        return generate_and_score(engine, scorer, requests, sampling, timers, stopped, quota, ready)
+        with _awake(engine):
+            return generate_and_score(
+                engine, scorer, requests, sampling, timers, stopped, quota, ready
+            )
     # Of an engine that all ranks share, the first rank makes all calls.
     leading = engine.shared_by_all_ranks and ranks.rank == 0
     places = places_of(ranks, len(requests), engine.tensor_parallel_size)

@@ -1,10 +1,45 @@
-"""Replacement of the parameters and buffers of a module."""
+"""Names of the parameters of a module, and replacement of its parameters and buffers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor, nn
+
+Factor = Literal["base", "a", "b", "magnitude"]
+"""A tensor that the weight of an adapted layer is computed from."""
+
+_PREFIX = "base_model.model."
+_FACTORS: dict[str, Factor] = {
+    "base_layer": "base",
+    "lora_A": "a",
+    "lora_B": "b",
+    "lora_magnitude_vector": "magnitude",
+}
+_FACTOR = re.compile(r"(.*)\.(base_layer|lora_A|lora_B|lora_magnitude_vector)(\.\w+)?\.weight")
+
+
+def plain_name(name: str) -> str | None:
+    """Return a parameter's name in the model without adapters.
+
+    It is ``None`` for a parameter of an adapter.
+    """
+    name = name.removeprefix(_PREFIX)
+    if any(part in name for part in (".lora_", ".modules_to_save.")):
+        return None
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def factor_of(name: str) -> tuple[str, Factor] | None:
+    """Return the adapted layer of a parameter, and the parameter's use there.
+
+    The layer has its name in the model without adapters. The result is ``None`` for a parameter
+    that no adapter changes.
+    """
+    found = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
+    return None if found is None else (found[1], _FACTORS[found[2]])
 
 
 def exchange(

@@ -6,10 +6,12 @@ import itertools
 import math
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +20,13 @@ from lightrft.config.model import PolicyModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Worker, WorkerLost
-from lightrft.engines.base import Fingerprint, never_stop
+from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.native import GenerationBatch, NativeEngine
 from lightrft.engines.requests import check_requests
+from lightrft.engines.vllm import VLLMBatch, VLLMEngine
 from lightrft.engines.weight_transport import WeightBuffer
+from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.loading.from_pretrained import load_tokenizer
@@ -32,6 +36,7 @@ from lightrft.types import Request, Rollout
 from lightrft.utils.errors import WorkerError
 from lightrft.workers.local import local_frozen
 from lightrft.workers.local_draft import draft_decoder
+from lightrft.workers.local_vllm import build_vllm
 from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig, led
 from lightrft.workers.worker_group import FaultPolicy, PendingCall, Reply, WorkerGroup
 
@@ -56,21 +61,52 @@ def engine_worker(
         threads: number of CPU threads.
     """
     torch.set_num_threads(threads)
+    if config.kind == "vllm":
+        return vllm_worker(model, config)
     actor = local_frozen(model, SingleStrategy(strategy))
     experts = ExpertReplay(actor.model) if model.replay_routes else None
     decoder = KVDecoder(actor.model, experts)
     tokenizer = load_tokenizer(model)
     draft = draft_decoder(config, model, tokenizer, actor.device)
-    return EngineWorker(NativeEngine(decoder, tokenizer, config, shared=False, draft=draft))
+    return NativeEngineWorker(NativeEngine(decoder, tokenizer, config, shared=False, draft=draft))
 
 
-class EngineWorker:
+class ResponseBatch(Protocol):
+    """Responses in progress, see ``GenerationBatch``."""
+
+    @property
+    def unfinished(self) -> bool: ...
+
+    def add(self, requests: Sequence[Request], /) -> None: ...
+
+    def advance(self, stopped: Callable[[], bool] = never_stop, /) -> list[Rollout]: ...
+
+    def abort(self) -> list[Rollout]: ...
+
+
+class EngineWorker(ABC):
     """An engine inside its worker. It generates in short turns, so other calls run in between."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.inbox = WeightBuffer(engine.decoder.load)
-        self._drawings: dict[str, GenerationBatch] = {}
+        self.inbox = WeightBuffer(self.receive)
+        self._drawings: dict[str, ResponseBatch] = {}
+
+    @abstractmethod
+    def begin(self, sampling: SamplingConfig) -> ResponseBatch:
+        """Return a batch without requests."""
+
+    @abstractmethod
+    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take weights that have arrived."""
+
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint:
+        """Return the checksums of the current weights that are known."""
+
+    @abstractmethod
+    def settle(self, version: int) -> Fingerprint:
+        """Finish the transfer of ``version`` once all its weights have arrived."""
 
     def draw(
         self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float
@@ -84,7 +120,9 @@ class EngineWorker:
             seconds: length of the turn.
         """
         ends, found = time.monotonic() + seconds, []
-        drawing = self._drawings.setdefault(job, GenerationBatch(self.engine, (), sampling))
+        if job not in self._drawings:
+            self._drawings[job] = self.begin(sampling)
+        drawing = self._drawings[job]
         drawing.add(requests)
         while drawing.unfinished and time.monotonic() < ends:
             # Turns are short, so that weights and abort requests need not wait for a long response.
@@ -107,14 +145,7 @@ class EngineWorker:
 
     def ping(self) -> None:
         """Do nothing: a reply proves that the worker is alive."""
-
-    def fingerprint(self) -> Fingerprint:
-        """Return the checksums of the current weights."""
-        return checksums(self.engine.decoder.parameters())
-
-    def settle(self, version: int) -> Fingerprint:
-        """Finish the transfer of ``version`` once all its weights have arrived."""
-        return self.engine.load_weights((), version)
+        return
 
     def sleep(self, level: int) -> None:
         """See ``Engine.sleep``."""
@@ -123,6 +154,72 @@ class EngineWorker:
     def wake(self) -> None:
         """See ``Engine.wake``."""
         self.engine.wake()
+
+
+class NativeEngineWorker(EngineWorker):
+    """A native engine with separate weights."""
+
+    engine: NativeEngine
+
+    def begin(self, sampling: SamplingConfig) -> GenerationBatch:
+        return GenerationBatch(self.engine, (), sampling)
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.engine.decoder.load(weights)
+
+    def fingerprint(self) -> Fingerprint:
+        return checksums(self.engine.decoder.parameters())
+
+    def settle(self, version: int) -> Fingerprint:
+        return self.engine.load_weights((), version)
+
+
+class VLLMEngineWorker(EngineWorker):
+    """An engine vLLM. Weights that have arrived are kept until the whole update is there.
+
+    Args:
+        engine: The engine.
+        keeps: Keep them after the update too, for policies of which only a part is trained and
+            sent. vLLM needs all weights of a fused layer in one update.
+    """
+
+    engine: VLLMEngine
+
+    def __init__(self, engine: VLLMEngine, keeps: bool) -> None:
+        super().__init__(engine)
+        self._keeps = keeps
+        self._arrived: dict[str, Tensor] = {}
+
+    def begin(self, sampling: SamplingConfig) -> VLLMBatch:
+        return VLLMBatch(self.engine, (), sampling)
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._arrived.update(weights)
+
+    def fingerprint(self) -> Fingerprint:
+        # vLLM packs its weights, so only those that were sent are known
+        return {}
+
+    def settle(self, version: int) -> Fingerprint:
+        found = self.engine.load_weights(self._arrived.items(), version)
+        if not self._keeps:
+            self._arrived = {}
+        return found
+
+
+def vllm_worker(model: PolicyModelConfig, config: EngineConfig) -> VLLMEngineWorker:
+    """Make the object of an engine worker with vLLM.
+
+    Args:
+        model: the model to load.
+        config: settings of the engine.
+    """
+    # no weights: vLLM reads them itself
+    actor = Actor.load(model, device=torch.device("meta"))
+    decoder, tokenizer = KVDecoder(actor.model), load_tokenizer(model)
+    engine = build_vllm(model, config, tokenizer, decoder, SINGLE_PROCESS)
+    trained = all(parameter.requires_grad for parameter in actor.model.parameters())
+    return VLLMEngineWorker(engine, keeps=not trained and not engine.weights.serves_adapters)
 
 
 class EngineWorkerGroup:

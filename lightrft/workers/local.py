@@ -15,7 +15,7 @@ from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
-from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
+from lightrft.config.strategy import SERVED_KINDS, SHARDING, EngineConfig, StrategyConfig
 from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
@@ -36,7 +36,8 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.local_draft import draft_decoder
-from lightrft.workers.local_vllm import local_vllm
+from lightrft.workers.local_served import local_served
+from lightrft.workers.local_vllm import async_vllm, local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
@@ -93,6 +94,8 @@ def local_policy(
     tokenizer: PreTrainedTokenizerBase,
     ranks: ProcessGroup = SINGLE_PROCESS,
     weights: Path | None = None,
+    *,
+    trains: bool = True,
     replay_routes: bool = False,
 ) -> tuple[Strategy, Actor, Engine]:
     """Build the strategy, the policy on its device and an engine over the same weights.
@@ -105,14 +108,15 @@ def local_policy(
         ranks: all ranks of the run.
         weights: folder of the trained weights in a checkpoint, loaded by a single process. None
             keeps the weights of ``model``.
+        trains: the weights will change, and the engine must follow them.
         replay_routes: the engine records the experts of each token, and the policy replays them.
     """
-    if replay_routes:
-        check_native(engine, "model.replay_routes", "true")
     placed = strategy_of(strategy, ranks)
+    # A server that nothing is compared with needs no weights here.
+    is_hollow = engine.kind in SERVED_KINDS and not trains and not engine.check_logprobs
     with placed.loading() as device:
-        actor = Actor.load(model, device=device)
-    if weights is not None:
+        actor = Actor.load(model, device="meta" if is_hollow else device)
+    if weights is not None and not is_hollow:
         load_weights(actor, weights)
     # The engine generates from the shards of the policy, which must be gathered for it.
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
@@ -121,7 +125,10 @@ def local_policy(
     decoder = KVDecoder(actor.model, actor.experts)
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
-        return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks)
+        return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks, together)
+    if engine.kind in SERVED_KINDS:
+        served = local_served(model, engine, tokenizer, decoder, ranks, trains=trains)
+        return placed, actor, served
     draft = draft_decoder(engine, model, tokenizer, actor.device)
     native = NativeEngine(decoder, tokenizer, engine, draft=draft, whole=whole, together=together)
     return placed, actor, native
@@ -224,13 +231,15 @@ def local_roles(
         ranks: all ranks of the run.
         apart: functions that build some roles in another way, by role name.
     """
+    if config.model.replay_routes:
+        check_native(config.engine, "model.replay_routes", "true")
     # Must come first: its processes start while models are loaded.
     scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
     try:
         strategy, actor, engine = local_policy(
             config.model,
             config.strategy,
-            config.engine,
+            _own_engine(config, apart),
             tokenizer,
             ranks,
             replay_routes=config.model.replay_routes,
@@ -272,6 +281,14 @@ def local_roles(
     except BaseException:
         scorer.close()
         raise
+
+
+def _own_engine(config: RLConfig, apart: Mapping[str, object]) -> EngineConfig:
+    """Return the settings of the engine that generates in this process between training steps."""
+    # The native one costs nothing, where another engine generates the batches.
+    if "engine" in apart or config.rollout.staleness:
+        return config.engine.model_copy(update={"kind": "native"})
+    return config.engine
 
 
 def local_reference(
@@ -372,6 +389,8 @@ def local_async_engine(
     """
     if not config.rollout.staleness:
         return None
+    if config.engine.kind == "vllm":
+        return async_vllm(config, actor.model, tokenizer, strategy.ranks)
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
         decoder = KVDecoder(actor.model, actor.experts).apart()

@@ -1,16 +1,21 @@
-"""Build the vLLM engine of a run in one process."""
+"""Build the vLLM engine of a run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
+from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.vllm import VLLMEngine
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.module_tensors import plain_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +27,7 @@ def local_vllm(
     tokenizer: PreTrainedTokenizerBase,
     decoder: DecoderProtocol,
     ranks: ProcessGroup,
+    together: int = 1,
 ) -> VLLMEngine:
     """Build an engine over a copy of the policy, and load the policy's weights into it.
 
@@ -30,33 +36,97 @@ def local_vllm(
         engine: Settings of the engine.
         tokenizer: Tokenizer of the model.
         decoder: Holds the weights of the policy.
-        ranks: All ranks of the run.
+        ranks: All ranks of the run. Each must call it.
+        together: The setting ``strategy.tensor_parallel``.
 
     Raises:
         ConfigError: vLLM is not installed, or cannot hold this policy.
         ModelError: vLLM read other weights than the policy has.
     """
-    check_vllm(model, ranks)
+    check_vllm(model, together)
+    built = build_vllm(model, engine, tokenizer, decoder, ranks)
+    # the weights of several ranks are read later, and each step sends them
+    if ranks.size == 1:
+        weights = dict(decoder.parameters())
+        # a checkpoint's weights are in the policy, and not in the folder that vLLM loaded
+        refuse_weights(built.load_weights(weights.items(), 0), weights, 0)
+    return built
+
+
+def build_vllm(
+    model: ModelConfig,
+    engine: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    decoder: DecoderProtocol,
+    ranks: ProcessGroup,
+) -> VLLMEngine:
+    """Build an engine over a copy of the model. It has the weights of the model's folder.
+
+    Args:
+        model: The model to load.
+        engine: Settings of the engine.
+        tokenizer: Tokenizer of the model.
+        decoder: Gives the types, end tokens and adapters of the policy.
+        ranks: All ranks of the run. Each must call it.
+    """
     weights = dict(decoder.parameters())
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     ends = [*decoder.eos_token_ids, *eos]
     dtype = next(iter(weights.values())).dtype
-    built = VLLMEngine(model, tokenizer, engine, ends, dtype)
-    # a checkpoint's weights are in the policy, and not in the folder that vLLM loaded
-    refuse_weights(built.load_weights(weights.items(), 0), weights, 0)
+    shapes = {name: tuple(w.shape) for name, w in weights.items() if plain_name(name) is None}
+    return VLLMEngine(
+        model, tokenizer, engine, ends, dtype, adapter_shapes=shapes, ranks=ranks.size
+    )
+
+
+def async_vllm(
+    config: RLConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: ProcessGroup,
+) -> VLLMEngine:
+    """Build an engine that generates during training, and gets the trained weights alone.
+
+    Args:
+        config: Settings of the run.
+        model: The policy.
+        tokenizer: Tokenizer of the model.
+        ranks: All ranks of the run. Each must call it.
+
+    Raises:
+        ConfigError: vLLM is not installed, or cannot hold this policy.
+    """
+    decoder, together = KVDecoder(model), config.strategy.tensor_parallel
+    built = local_vllm(config.model, config.engine, tokenizer, decoder, ranks, together)
+    built.stays_awake = True
+    if built.weights.serves_adapters:
+        return built
+    if ranks.size == 1:
+        # vLLM fuses layers, and needs all of their weights in one update
+        built.weights.frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    elif config.model.lora is not None:
+        raise ConfigError(
+            f"rollout.staleness = {config.rollout.staleness}: vLLM cannot serve the adapters of "
+            "model.lora, and merged ones need the frozen weights of all ranks; set "
+            "rollout.staleness=0, launch.processes=1, or engine.kind=native"
+        )
     return built
 
 
-def check_vllm(model: ModelConfig, ranks: ProcessGroup) -> None:
-    """Raise ``ConfigError`` for a run whose policy ``engine.kind = vllm`` cannot hold."""
-    if ranks.size > 1:
+def check_vllm(model: ModelConfig, together: int = 1) -> None:
+    """Raise ``ConfigError`` for a run whose policy ``engine.kind = vllm`` cannot hold.
+
+    Args:
+        model: The model to load.
+        together: The setting ``strategy.tensor_parallel``.
+    """
+    if together > 1:
         raise ConfigError(
-            f"engine.kind = vllm generates in one process, and this run has {ranks.size}; set "
-            "launch.processes=1, or engine.kind=native"
+            f"engine.kind = vllm keeps a whole model on each rank, and strategy.tensor_parallel = "
+            f"{together} shards it; set strategy.tensor_parallel=1, or engine.kind=native"
         )
-    for name in ("lora", "load_in_4bit"):
-        if value := getattr(model, name):
-            raise ConfigError(
-                f"engine.kind = vllm loads whole weights, and model.{name} = {value} has others; "
-                f"leave out model.{name}, or set engine.kind=native"
-            )
+    if model.load_in_4bit:
+        raise ConfigError(
+            "engine.kind = vllm loads whole weights, and model.load_in_4bit = true has others; "
+            "leave out model.load_in_4bit, or set engine.kind=native"
+        )

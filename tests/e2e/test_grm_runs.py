@@ -14,7 +14,7 @@ from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
-from lightrft.workers.scoring import server_client
+from lightrft.utils.http_client import server_client
 from tests import warm
 from tests.e2e.finished import assert_a_kill_changes_nothing, steady
 from tests.e2e.several import ENVIRONMENT, check_equal

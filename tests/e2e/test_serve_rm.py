@@ -17,7 +17,7 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
-from lightrft.workers.scoring import server_client
+from lightrft.utils.http_client import server_client
 from tests.e2e.command import assert_refused, command
 from tests.serving_helpers import (
     free_port,

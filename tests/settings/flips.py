@@ -74,6 +74,11 @@ RAY: Tree = {"launch": {"kind": "ray", "processes": 2}}
 STAFF: Tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1, "references": 1}}}
 FAR: Tree = {"algorithm": {"preset": None, "old_logprobs": "rollout"}}
 
+OVER_HTTP: Tree = {"engine": {"kind": "http", "url": "http://engine", "deadline": 3.0}}
+OVER_SGLANG: Tree = {
+    "engine": {"kind": "sglang", "url": "http://engine", "weights_dir": "{tmp}/weights"}
+}
+
 ADAPTIVE: Tree = {
     "reference": "{root}/second",
     "algorithm": {
@@ -469,6 +474,13 @@ FLIPS: dict[str, Flip] = {
     "engine.speculative.tokens": Flip(1, "run", COPIES),
     "engine.speculative.longest_match": Flip(1, "run", COPIES),
     "engine.speculative.path": Flip("{root}/policy", "run", DRAFTS),
+    "engine.url": Flip("http://127.0.0.1:9", "sampled_from_a_server", OVER_HTTP, refused=True),
+    "engine.served_model": Flip("other", "sampled_from_a_server", OVER_HTTP, refused=True),
+    "engine.digest": Flip("sha256:000000000000", "sampled_from_a_server", OVER_HTTP, refused=True),
+    "engine.api_key_env": Flip("HOME", "sampled_from_a_server", OVER_HTTP),
+    "engine.timeout": Flip(0.2, "sampled_from_a_server", OVER_HTTP),
+    "engine.deadline": Flip(0.05, "sampled_from_a_server", OVER_HTTP, refused=True),
+    "engine.weights_dir": Flip("{tmp}/other", "sampled_from_a_server", OVER_SGLANG),
     "reward.terms.function": Flip("{root}/reward.py:half", "run", BOTH),
     "reward.terms.weight": Flip(0.5, "run", BOTH),
     "reward.terms.name": Flip("sum", "run", BOTH),

@@ -9,7 +9,7 @@ from lightrft.algorithms.preference.reference_source import reference_source
 from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import in_worker
+from lightrft.config.strategy import EngineConfig, in_worker
 from lightrft.config.train import TeacherConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
@@ -19,7 +19,14 @@ from lightrft.config.verbs import (
     ScoringConfig,
     TrainingConfig,
 )
-from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory, gradients, held, peak
+from lightrft.diagnostics.memory.formulas import (
+    MemoryPhase,
+    ModelMemory,
+    gradients,
+    held,
+    key_value_cache,
+    peak,
+)
 from lightrft.diagnostics.memory.phases import (
     DRAWING,
     Device,
@@ -27,6 +34,8 @@ from lightrft.diagnostics.memory.phases import (
     Model,
     ProcessProfile,
     drawing_answers,
+    generates,
+    heads_of,
     passes,
     reading,
 )
@@ -85,17 +94,28 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
     models = [model for model in _models(config) if model.name not in apart]
     kept = {model.name: place.held(model) for model in models}
     loaded = dict(kept)  # what is added to ``kept`` below does not exist while models are loaded
-    phases = _drawing(place, models, apart)
+    # The policy itself then generates no training batch.
+    elsewhere = [*apart, "engine"] if _in_vllm(config, apart) else apart
+    phases = _drawing(place, models, elsewhere)
     for model in models:
         phases += passes(place, model)
     phases = _left_whole(place, models, phases)
     if isinstance(config, RLConfig) and config.rollout.staleness:
-        kept["sampling copies"] = _copies(place, models[0], "engine" in apart)
+        kept["sampling copies"] = _copies(place, models[0], "engine" in elsewhere)
         # Ranks generate the next batch while they train on this one.
-        if phases[0].name == DRAWING and "engine" not in apart:
+        if phases[0].name == DRAWING and "engine" not in elsewhere:
             at_the_same_time = {"generating at the same time": phases[0].total}
             for i, phase in enumerate(phases[1:], 1):
                 phases[i] = replace(phase, parts={**phase.parts, **at_the_same_time})
+    if _in_vllm(config, apart):
+        ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
+        assert not isinstance(config, ScoringConfig)
+        parts = vllm_bytes(config.engine, models[0])
+        # It frees memory between batches on GPUs alone.
+        if ahead or device.kind == "cpu":
+            kept |= {name: ModelMemory(size) for name, size in parts.items()}
+        else:
+            phases.append(MemoryPhase(DRAWING, parts))
     if device.processes > 1:
         phases.append(reading(place, models, loaded))
     if "engine" in apart:
@@ -128,11 +148,17 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
         if role == "engine":
             # An engine holds no gradients and no optimizer, whatever the ranks train.
             model = replace(model, trained=False)
-            phases = list(drawing_answers(place, model))
-            kept = {
-                "policy": place.held(model),
-                "weights on their way": ModelMemory(config.launch.ray.bucket_mb * MIB),
-            }
+            on_their_way = ModelMemory(config.launch.ray.bucket_mb * MIB)
+            if config.engine.kind == "vllm":
+                phases = [MemoryPhase(DRAWING, {})]
+                parts = vllm_bytes(config.engine, model)
+                kept = {name: ModelMemory(size) for name, size in parts.items()}
+                # whole updates are collected before vLLM loads them
+                on_their_way = ModelMemory(on_their_way.weights + place.held(model).weights)
+            else:
+                phases = list(drawing_answers(place, model))
+                kept = {"policy": place.held(model)}
+            kept["weights on their way"] = on_their_way
         else:
             phases = list(passes(place, model))
             kept = {role: place.held(model)}
@@ -277,6 +303,21 @@ def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> li
         else:
             resting += held_by_model.weights
     return [replace(phase, resting=resting) for phase in phases]
+
+
+def _in_vllm(config: TrainingConfig, apart: list[str]) -> bool:
+    """Return True if the ranks generate with vLLM. ``apart`` are the roles in workers."""
+    if isinstance(config, ScoringConfig) or "engine" in apart or not generates(config):
+        return False
+    return config.engine.kind == "vllm"
+
+
+def vllm_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
+    """Return the bytes of vLLM's copy of the weights, and of its cache, which has a fixed size."""
+    _, width = heads_of(policy.text)
+    widths = [width] * policy.text.num_hidden_layers
+    cache = key_value_cache(engine.max_cache_tokens, widths, policy.itemsize)
+    return {"vLLM's weights": held(policy.parameters).weights, "vLLM's cache": float(cache)}
 
 
 def _left_whole(

@@ -245,7 +245,7 @@ def drawing_answers(
         engine.max_num_seqs,
     )
     text = policy.text
-    heads, width = _heads(text)
+    heads, width = heads_of(text)
     keys = key_value_cache(tokens, [width] * text.num_hidden_layers, policy.itemsize)
     cache = keys + recurrent_states(rows, text.to_dict())
     at_once = max(1, min(slots, PREFILL_TOKENS // lengths.prompt))
@@ -530,7 +530,7 @@ def _by_formula(m: Model, batch: Batch, trained: bool) -> Traced:
     return Traced(kept + inputs + logits + summed, summed)
 
 
-def _heads(text: Any) -> tuple[int, int]:
+def heads_of(text: Any) -> tuple[int, int]:
     """Return the number of attention heads and the width of a layer's keys.
 
     Both are 0 for a model without attention.
@@ -548,7 +548,7 @@ def _heads(text: Any) -> tuple[int, int]:
 
 
 def _widths(text: Any) -> dict[str, int]:
-    heads, keys = _heads(text)
+    heads, keys = heads_of(text)
     head = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     # GPT-2 leaves the width of the MLP empty, which means four times the hidden size.
     inner = _first(text, "moe_intermediate_size", "intermediate_size") or 4 * text.hidden_size

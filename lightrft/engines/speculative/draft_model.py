@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.decoder_protocol import RollbackSession
-from lightrft.engines.token_sampler import Places, TokenSampler
+from lightrft.engines.native_parts.token_sampler import Places, TokenSampler
 from lightrft.types import Prompt
 from lightrft.utils.device_transfer import to_device
 from lightrft.utils.errors import ConfigError

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.engines.token_sampler import Places
+from lightrft.engines.native_parts.token_sampler import Places
 from lightrft.types import Prompt
 from lightrft.utils.device_transfer import to_device
 

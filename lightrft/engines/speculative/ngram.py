@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightrft.engines.token_sampler import Places
+from lightrft.engines.native_parts.token_sampler import Places
 from lightrft.types import Prompt
 
 SHORTEST = 2

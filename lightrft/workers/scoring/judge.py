@@ -27,6 +27,7 @@ from lightrft.models.processors import load_processor
 from lightrft.rewards.rules.verdicts import VerdictForm
 from lightrft.types import Batch, Prompt, Request, Rollout, Segments
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.http_client.server_client import Unanswered
 from lightrft.workers.scoring.collecting import batch_of
 from lightrft.workers.scoring.decisive_token import (
     JudgementTokens,
@@ -36,7 +37,6 @@ from lightrft.workers.scoring.decisive_token import (
 )
 from lightrft.workers.scoring.model_scorer import model_settings
 from lightrft.workers.scoring.served_judge import ServedJudge
-from lightrft.workers.scoring.server_client import Unanswered
 
 Weights = Sequence[float] | Unanswered | None
 """Probability of each verdict. ``None`` if a judgement has no verdict."""

@@ -18,11 +18,11 @@ from lightrft.rewards.base import RewardScorer
 from lightrft.rewards.rules.verdicts import Verdict, VerdictForm, read_verdict
 from lightrft.rewards.rules.verdicts import score as first_score
 from lightrft.types import Prompt, Rollout
+from lightrft.utils.http_client.server_client import Unanswered
 from lightrft.utils.seeding import derive_seed
 from lightrft.workers.scoring.collecting import CollectingScorer, add_term
 from lightrft.workers.scoring.decisive_token import possible, verdict_names
 from lightrft.workers.scoring.judge import Judge, Weights
-from lightrft.workers.scoring.server_client import Unanswered
 
 log = logging.getLogger(__name__)
 

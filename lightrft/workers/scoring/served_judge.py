@@ -15,8 +15,8 @@ from lightrft.datasets.judgement.question import Raw, lead
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.rewards.rules.verdicts import VerdictForm
 from lightrft.utils.errors import ConfigError, ResourceError, did_you_mean
+from lightrft.utils.http_client.server_client import ServerClient, Unanswered, check_digest
 from lightrft.workers.scoring.decisive_token import decisive_token, verdict_names
-from lightrft.workers.scoring.server_client import ServerClient, Unanswered, check_digest
 
 PATH = "/v1/chat/completions"
 

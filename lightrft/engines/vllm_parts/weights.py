@@ -1,0 +1,184 @@
+"""Weights of the policy in vLLM: whole weights, or an adapter over frozen ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightrft.config.model import LoRAConfig
+from lightrft.engines.base import Fingerprint
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.vllm_parts.merged_adapters import merged
+from lightrft.utils.errors import ModelError
+from lightrft.utils.module_tensors import plain_name
+
+log = logging.getLogger(__name__)
+
+Weights = Iterable[tuple[str, Tensor]]
+Shapes = Mapping[str, tuple[int, ...]]
+
+_STORED = re.compile(r"\.default(?=\.weight$|$)")
+
+
+class VLLMWeights:
+    """The policy's weights in vLLM.
+
+    An adapter that vLLM can serve is loaded alone, under a name that holds its version. Other
+    adapters are added to the weights that vLLM loads.
+
+    Args:
+        package: The package ``vllm``.
+        llm: Its ``LLM``, made with ``llm_options``.
+        lora: Settings of the policy's adapters. ``None`` without adapters.
+        shapes: Shapes of the adapters' tensors, by name.
+
+    Attributes:
+        adapter: The ``LoRARequest`` that every request must carry. ``None`` if none is served.
+        frozen: Parameters that ``load`` reads first, for callers that send the trained ones alone.
+    """
+
+    def __init__(self, package: Any, llm: Any, lora: LoRAConfig | None, shapes: Shapes) -> None:
+        self.adapter: Any = None
+        self.frozen: Mapping[str, Tensor] = {}
+        self._llm, self._lora = llm, lora
+        self._request = package.lora.request.LoRARequest
+        self._numbers = itertools.count(1)
+        self._held: Fingerprint = {}
+        self.serves_adapters = False
+        if lora is not None and llm.llm_engine.vllm_config.lora_config is not None:
+            self.serves_adapters = self._accepts(shapes)
+
+    def load(self, weights: Weights, version: int) -> Fingerprint:
+        """Load ``weights``. Return the checksums of all tensors that vLLM has read.
+
+        The first call must get all weights. Later calls may leave out frozen ones.
+
+        Args:
+            weights: Parameters of the policy, by name.
+            version: Their version.
+
+        Raises:
+            ModelError: vLLM does not hold the new adapter.
+        """
+        found: Fingerprint = {}
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in itertools.chain(self.frozen.items(), weights):
+                found[name] = checksum(tensor)
+                yield name, tensor
+
+        if self._lora is None:
+            self._reload(read())
+        elif not self.serves_adapters:
+            self._reload(merged(read(), self._lora))
+        else:
+            self._load_adapter(weights, version, found)
+        self._held |= found
+        return dict(self._held)
+
+    def forget(self) -> None:
+        """Load frozen weights again in the next call, after vLLM has discarded them."""
+        self._held = {}
+
+    def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._llm.collective_rpc(reload, args=(weights,))
+        # vLLM may stop early, and reading may be a collective call
+        deque(weights, maxlen=0)
+
+    def _load_adapter(self, weights: Weights, version: int, found: Fingerprint) -> None:
+        adapter: dict[str, Tensor] = {}
+
+        def unknown() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                plain = plain_name(name)
+                if plain is None:
+                    adapter[name] = tensor
+                elif name not in self._held:
+                    found[name] = checksum(tensor)
+                    yield plain, tensor
+
+        base = unknown()
+        for first in base:
+            self._reload(itertools.chain([first], base))
+        found |= self._serve(f"policy-v{version}", adapter)
+
+    def _serve(self, name: str, adapter: Mapping[str, Tensor]) -> Fingerprint:
+        """Replace the served adapter. Return the checksums of the tensors that vLLM has read."""
+        assert self._lora is not None
+        core = self._llm.llm_engine
+        # only its owner may read the folder
+        with tempfile.TemporaryDirectory(prefix="lightrft-adapter-") as folder:
+            write_adapter(Path(folder), adapter, self._lora)
+            for old in core.list_loras():
+                core.remove_lora(old)
+            request = self._request(name, next(self._numbers), folder)
+            core.add_lora(request)
+            read = read_adapter(Path(folder))
+        if core.list_loras() != {request.lora_int_id}:
+            raise ModelError(
+                f"Cause: the adapter {name!r} was not transferred, vLLM holds "
+                f"{len(core.list_loras())} adapters and none of that name"
+            )
+        self.adapter = request
+        return {name: checksum(read[stored_name(name)]) for name in adapter}
+
+    def _accepts(self, shapes: Shapes) -> bool:
+        """Return True if vLLM can serve an adapter of these ``shapes``."""
+        try:
+            self._serve("zeros", {name: torch.zeros(shape) for name, shape in shapes.items()})
+        except (ValueError, RuntimeError) as error:
+            log.info("vLLM cannot serve this adapter and gets merged weights: %s", error)
+            return False
+        finally:
+            for number in self._llm.llm_engine.list_loras():
+                self._llm.llm_engine.remove_lora(number)
+            self.adapter = None
+        return True
+
+
+def reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Load whole ``weights`` in vLLM's ``worker``."""
+    worker.reload_weights(weights_iterator=weights)
+
+
+def write_adapter(folder: Path, adapter: Mapping[str, Tensor], lora: LoRAConfig) -> None:
+    """Save the tensors of ``adapter`` into ``folder`` in the layout of peft.
+
+    Args:
+        folder: An existing folder.
+        adapter: Tensors by their name in the policy.
+        lora: Settings of the adapter.
+    """
+    tensors = {
+        stored_name(name): tensor.detach().cpu().contiguous() for name, tensor in adapter.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter}
+    settings = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(modules),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter in ``folder``, by their stored names."""
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def stored_name(name: str) -> str:
+    """Return the name of an adapter's tensor in a file of peft."""
+    return _STORED.sub("", name)

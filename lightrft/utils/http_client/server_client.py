@@ -1,0 +1,336 @@
+"""Ask a server over HTTP, with repetitions until a deadline."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.http_client.circuit_breaker import CircuitBreaker
+
+FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0
+"""Seconds before the first repetition of a request, and most seconds before a later one."""
+CONNECT_SECONDS = 10.0
+"""Limit of connecting to the server."""
+ALIVE = (401, 408, 425, 429, 503)
+"""HTTP statuses of a server that works, and may answer later. 401: tokens may be replaced."""
+SHORTEST_PREFIX = len("sha256:") + 12
+"""Fewest characters of a digest that names a model."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Unanswered(Exception):
+    """A request failed, or was not answered before its deadline.
+
+    Attributes:
+        refused: The server refused it, so that a repetition would not help.
+    """
+
+    refused = False
+
+
+class Passing(Exception):
+    """A trial of a request failed, and another one may succeed.
+
+    Args:
+        problem: The cause.
+        pause: Fewest seconds before the next trial.
+    """
+
+    def __init__(self, problem: str, pause: float = 0.0) -> None:
+        super().__init__(problem)
+        self.pause = pause
+
+
+class OpenStream:
+    """A stream of events that another thread may close."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+
+    def close(self) -> None:
+        """Close the connection. A thread that waits for its next event goes on at once."""
+        with self._lock:
+            self.is_closed = True
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    @contextmanager
+    def over(self, answer: httpx.Response) -> Generator[None]:
+        """Return the context in which the events of ``answer`` are read."""
+        with self._lock:
+            # documented by httpcore; other transports have no socket
+            found = answer.extensions.get("network_stream")
+            self._socket = None if found is None else found.get_extra_info("socket")
+        try:
+            yield
+        finally:
+            # the connection may serve another request from now on
+            with self._lock:
+                self._socket = None
+
+
+@dataclass(slots=True)
+class _Trials:
+    """The trials of one request: when it began or last got something new, and the next pause."""
+
+    start: float = field(default_factory=time.monotonic)
+    wait: float = FIRST_WAIT
+
+    def progressed(self) -> None:
+        self.start, self.wait = time.monotonic(), FIRST_WAIT
+
+
+class ServerClient:
+    """Sends requests to one server. Every method may be called from several threads.
+
+    Args:
+        url: Address of the server.
+        deadline: Time in seconds after which a request and all its repetitions have failed.
+        most: Largest number of requests at once.
+        authorization: Returns the headers with the token or the key, for each trial.
+        passing: HTTP statuses of a server that works, and may answer later.
+
+    Attributes:
+        breaker: Holds requests back while the server does not answer.
+        counts: Number of ``requests``, ``retries`` and ``unanswered`` ones.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        deadline: float,
+        most: int,
+        authorization: Callable[[], dict[str, str]],
+        passing: Collection[int] = ALIVE,
+    ) -> None:
+        self.url = url
+        self.deadline = deadline
+        self.most = most
+        self.authorization = authorization
+        self.passing = passing
+        self.breaker = CircuitBreaker()
+        self.counts: Counter[str] = Counter()
+        limits = httpx.Limits(max_connections=most)
+        self._client = httpx.Client(base_url=url.rstrip("/"), limits=limits)
+
+    def together(self, send: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Return ``send`` of each item. At most ``most`` are computed at once."""
+        with ThreadPoolExecutor(self.most) as threads:
+            return list(threads.map(send, items))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+    ) -> Mapping[str, Any]:
+        """Return the server's answer, after repetitions.
+
+        Args:
+            method: HTTP method.
+            path: Path of the endpoint.
+            body: JSON object to send. ``None`` for none.
+            headers: Further headers.
+            data: Bytes to send in place of a body.
+
+        Raises:
+            Unanswered: The server refuses the request, or does not answer before ``deadline``.
+        """
+
+        def trial(left: float) -> Mapping[str, Any]:
+            sent = {**(headers or {}), **self.authorization()}
+            answer = self._client.request(
+                method, path, json=body, content=data, headers=sent, timeout=_timeout(left, left)
+            )
+            self._check(answer)
+            return answer.json()
+
+        return self._repeated(trial, _Trials())
+
+    def stream(
+        self,
+        path: str,
+        body: Callable[[], Mapping[str, Any]],
+        take: Callable[[Mapping[str, Any]], bool],
+        silence: float,
+        handle: OpenStream,
+    ) -> None:
+        """Pass each server-sent event of an answer to ``take``, up to the last one.
+
+        A stream that breaks is asked for again. The deadline then counts from the last event that
+        brought something new.
+
+        Args:
+            path: Path of the endpoint.
+            body: Returns the JSON object to send, for each trial.
+            take: Takes an event. It returns True if the event brings something new.
+            silence: Seconds without an event after which the stream is asked for again.
+            handle: Closes the stream. No trial follows then.
+
+        Raises:
+            Unanswered: The server refuses the request, or does not answer before ``deadline``.
+        """
+        trials = _Trials()
+
+        def trial(left: float) -> None:
+            if handle.is_closed:
+                return
+            with self._client.stream(
+                "POST",
+                path,
+                json=body(),
+                headers=self.authorization(),
+                timeout=_timeout(silence, left),
+            ) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    answer.read()
+                self._check(answer)
+                with handle.over(answer):
+                    for event in self._events(answer, handle):
+                        if take(event):
+                            trials.progressed()
+
+        try:
+            self._repeated(trial, trials, handle)
+        except Unanswered:
+            if not handle.is_closed:
+                raise
+
+    def _events(self, answer: httpx.Response, handle: OpenStream) -> Iterator[Mapping[str, Any]]:
+        """Yield the JSON data of each event. Raise ``Passing`` if the last one does not come."""
+        try:
+            for line in answer.iter_lines():
+                if handle.is_closed:
+                    return
+                if not line.startswith("data:"):
+                    continue
+                text = line.removeprefix("data:").strip()
+                if text == "[DONE]":
+                    return
+                event = json.loads(text)
+                if isinstance(event.get("error"), Mapping):
+                    error = event["error"]
+                    # SGLang gives no code to a request that it refuses
+                    self._check_status(int(error.get("code") or 400), str(error.get("message")), 0)
+                yield event
+        except httpx.TransportError:
+            if handle.is_closed:
+                return
+            raise
+        if not handle.is_closed:
+            raise httpx.RemoteProtocolError("the stream ended before its last event")
+
+    def _repeated(
+        self, trial: Callable[[float], R], trials: _Trials, handle: OpenStream | None = None
+    ) -> R:
+        """Return the result of the first ``trial`` that succeeds.
+
+        Args:
+            trial: Sends the request. It gets the seconds that are left.
+            trials: When the request began, and the pause before its next trial.
+            handle: Ends the trials once it is closed.
+        """
+        # others may have waited for the server that long already: one trial only
+        is_last = self.breaker.silent_for > self.deadline
+        problem = ""
+        while self.breaker.enter(trials.start + (0.0 if is_last else self.deadline)):
+            # the last trial too has some time
+            shortest = min(CONNECT_SECONDS, self.deadline)
+            try:
+                result = trial(max(shortest, trials.start + self.deadline - time.monotonic()))
+            except Passing as error:
+                problem, pause = str(error), max(trials.wait, error.pause)
+            except (httpx.TransportError, ValueError) as error:
+                problem, pause = f"{type(error).__name__}: {error}", trials.wait
+                self.breaker.failed(problem)
+            except Exception:
+                # it has answered, whatever the caller thinks of that
+                self.breaker.succeeded()
+                raise
+            else:
+                self.breaker.succeeded()
+                return result
+            end = trials.start + (0.0 if is_last else self.deadline)
+            if time.monotonic() + pause >= end or (handle is not None and handle.is_closed):
+                break
+            self.counts["retries"] += 1
+            time.sleep(pause)
+            trials.wait = min(2 * trials.wait, LONGEST_WAIT)
+        raise Unanswered(
+            f"{self.url} did not answer within deadline = {self.deadline:g} s: "
+            f"{problem or self.breaker.problem}"
+        )
+
+    def _check(self, answer: httpx.Response) -> None:
+        """Raise ``Passing`` or ``Unanswered`` unless the server has answered."""
+        if answer.status_code != httpx.codes.OK:
+            pause = _seconds(answer.headers.get("retry-after", ""))
+            self._check_status(answer.status_code, answer.text[:300], pause)
+
+    def _check_status(self, status: int, text: str, pause: float) -> None:
+        """Raise ``Passing`` for a refusal that a repetition may change, else ``Unanswered``.
+
+        Args:
+            status: HTTP status of the refusal.
+            text: The reason.
+            pause: Fewest seconds before a repetition.
+        """
+        problem = f"status {status}: {text}"
+        if status in self.passing or status < httpx.codes.INTERNAL_SERVER_ERROR:
+            self.breaker.succeeded()
+        else:
+            self.breaker.failed(problem)
+        if status in self.passing or status >= httpx.codes.INTERNAL_SERVER_ERROR:
+            raise Passing(problem, pause)
+        refusal = Unanswered(f"{self.url} refused the request: {problem}")
+        refusal.refused = True
+        raise refusal
+
+
+def check_digest(wanted: str | None, found: str, model: str, key: str) -> None:
+    """Raise ``ConfigError`` unless ``wanted`` is the digest of a served model, or begins it.
+
+    Args:
+        wanted: The setting ``digest``. ``None`` takes any model.
+        found: Digest of the served model.
+        model: Name of the served model.
+        key: Key of the settings, for messages.
+    """
+    if wanted is None or (len(wanted) >= SHORTEST_PREFIX and found.startswith(wanted)):
+        return
+    raise ConfigError(
+        f"{key}.url serves the model {model!r} of digest {found or 'unknown'}, and {key}.digest = "
+        f"{wanted!r}; serve the named model, or name this one"
+    )
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds of a header ``Retry-After``, or 0 for a date."""
+    return min(float(text), LONGEST_WAIT) if text.isdigit() else 0.0
+
+
+def _timeout(silence: float, left: float) -> httpx.Timeout:
+    """Return the timeouts of a trial: of reading, and of the rest with ``left`` seconds."""
+    return httpx.Timeout(left, read=silence, connect=min(left, CONNECT_SECONDS))

@@ -1,0 +1,154 @@
+"""Adapters in vLLM: they are served alone by a name with their version, or merged."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.engines.vllm import VLLMEngine
+from lightrft.engines.vllm_parts import weights as vllm_weights
+from lightrft.trainer.rl import run_rl
+from lightrft.utils.errors import ModelError
+from tests.e2e.vllm.runs import lines
+
+LORA = {"rank": 3, "alpha": 12.0}
+
+
+@pytest.fixture
+def adapted(tree: dict[str, Any]) -> dict[str, Any]:
+    return deep_merge(tree, {"model": {"lora": LORA}, "optimizer": {"lr": 0.05}})
+
+
+def folders() -> set[str]:
+    return {path.name for path in Path(tempfile.gettempdir()).glob("lightrft-adapter-*")}
+
+
+def test_an_adapter_is_served_under_the_name_of_its_version_and_resumes(
+    adapted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    reloads: list[Any] = []
+    serve, reload = vllm_weights.VLLMWeights._serve, vllm_weights.reload
+
+    def note(self: Any, name: str, adapter: Any) -> Any:
+        names.append(name)
+        found = serve(self, name, adapter)
+        assert found.keys() == adapter.keys()
+        assert all(".lora_" in key for key in found)
+        return found
+
+    monkeypatch.setattr(vllm_weights.VLLMWeights, "_serve", note)
+    monkeypatch.setattr(vllm_weights, "reload", lambda *a: (reloads.append(1), reload(*a)))
+    before = folders()
+    kept = deep_merge(adapted, {"checkpoint": {"every": 1}})
+    run_rl(build(RLConfig, deep_merge(kept, {"train": {"steps": 2}})))
+    # tried with zeros, the weights that the run starts with twice, and after each step
+    assert names == ["zeros", "policy-v0", "policy-v0", "policy-v1", "policy-v2"]
+    # the frozen weights once
+    assert len(reloads) == 1
+    run_rl(build(RLConfig, deep_merge(kept, {"train": {"steps": 4}, "run": {"resume": "auto"}})))
+    assert names[5:] == ["zeros", "policy-v0", "policy-v2", "policy-v3", "policy-v4"]
+    assert folders() == before
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+    # else nothing above would tell an adapter from the base model
+    assert steps[-1]["policy/grad_norm"] > 0
+
+
+def test_an_adapter_that_vllm_cannot_serve_is_merged(
+    adapted: dict[str, Any], tmp_path: Path
+) -> None:
+    run_rl(build(RLConfig, deep_merge(adapted, {"model": {"lora": {"dora": True}}})))
+    steps = lines(tmp_path)
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+
+
+def never_loaded(monkeypatch: pytest.MonkeyPatch, engine: VLLMEngine) -> None:
+    monkeypatch.setattr(engine._core, "add_lora", lambda request: False)
+
+
+def of_the_base_model(monkeypatch: pytest.MonkeyPatch, engine: VLLMEngine) -> None:
+    add = engine._core.add_request
+    monkeypatch.setattr(engine._core, "add_request", lambda *given, lora_request=None: add(*given))
+
+
+def of_the_old_adapter(monkeypatch: pytest.MonkeyPatch, engine: VLLMEngine) -> None:
+    old = engine.weights.adapter
+    monkeypatch.setattr(engine._core, "add_lora", lambda request: True)
+    monkeypatch.setattr(engine._core, "remove_lora", lambda number: True)
+    serve = engine.weights._serve
+
+    def stale(name: str, adapter: Any) -> Any:
+        monkeypatch.setattr(engine._core, "list_loras", lambda: set(count))
+        count = [peek(engine.weights)]
+        found = serve(name, adapter)
+        engine.weights.adapter = old
+        return found
+
+    monkeypatch.setattr(engine.weights, "_serve", stale)
+
+
+def peek(weights: Any) -> int:
+    """Return the number of the next adapter."""
+    number = next(weights._numbers)
+    weights._numbers = iter(range(number, number + 100))
+    return number
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (never_loaded, r"Cause: the adapter 'policy-v1' was not transferred"),
+        (of_the_base_model, r"Cause: "),
+        (of_the_old_adapter, r"Cause: "),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_stale_adapter_stops_the_run_at_its_first_batch(
+    fault: Callable[..., None],
+    cause: str,
+    adapted: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = VLLMEngine.load_weights
+
+    def loads(self: VLLMEngine, weights: Any, version: int) -> Any:
+        if version == 1:
+            fault(monkeypatch, self)
+        return load(self, weights, version)
+
+    monkeypatch.setattr(VLLMEngine, "load_weights", loads)
+    with pytest.raises(ModelError, match=cause):
+        run_rl(build(RLConfig, adapted))
+    assert len(lines(tmp_path)) <= 1
+
+
+def test_vllm_leaves_the_generators_and_threads_of_the_process_alone(
+    adapted: dict[str, Any],
+) -> None:
+    import transformers
+
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    from lightrft.config.model import ModelConfig
+    from lightrft.config.strategy import EngineConfig
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(adapted["model"]["path"])
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    engine = VLLMEngine(
+        ModelConfig(path=adapted["model"]["path"]), tokenizer, EngineConfig(), [0], torch.float32
+    )
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.set_num_threads is set_threads
+    assert torch.get_num_threads() == threads
+    engine.close()

@@ -1,0 +1,71 @@
+"""Weights with adapters added in, against peft's own merge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft.config.model import LoRAConfig
+from lightrft.engines.vllm_parts.merged_adapters import merged
+from lightrft.models.lora import add_adapters, merged_state
+from lightrft.utils.errors import ModelError
+from lightrft.utils.module_tensors import factor_of
+from tests.model_helpers import small_model
+
+
+def adapted(lora: LoRAConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = add_adapters(small_model("qwen2", dtype), lora)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merged_weights_equal_those_of_peft(dora: bool, dtype: torch.dtype) -> None:
+    lora = LoRAConfig(rank=3, alpha=5.0, dora=dora)
+    model = adapted(lora, dtype)
+    found = dict(merged(model.named_parameters(), lora))
+    expected = merged_state(model)
+    assert found.keys() == {name for name in expected if name in found}
+    assert any(".q_proj.weight" in name for name in found)
+    for name, tensor in found.items():
+        # peft rounds the product and the sum, and here the sum alone is rounded
+        atol = 8 * torch.finfo(dtype).eps * float(expected[name].abs().max())
+        torch.testing.assert_close(tensor, expected[name], atol=atol, rtol=0, msg=name)
+
+
+def test_the_order_of_the_tensors_does_not_matter() -> None:
+    lora = LoRAConfig(rank=2, alpha=4.0)
+    weights = list(adapted(lora).named_parameters())
+    found, expected = dict(merged(weights[::-1], lora)), dict(merged(weights, lora))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_layer_without_all_of_its_tensors_is_refused() -> None:
+    lora = LoRAConfig(rank=2, alpha=4.0)
+    weights = [
+        (n, t) for n, t in adapted(lora).named_parameters() if "1.mlp.up_proj.lora_B" not in n
+    ]
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.*only base, a"):
+        list(merged(weights, lora))
+
+
+def test_an_adapter_of_an_embedding_is_refused() -> None:
+    lora = LoRAConfig(rank=2, alpha=4.0, targets=("embed_tokens",))
+    with pytest.raises(ModelError, match=r"engine\.kind=native"):
+        list(merged(adapted(lora).named_parameters(), lora))
+
+
+def test_factors_are_named_by_their_layer() -> None:
+    layer = "model.layers.0.self_attn.q_proj"
+    prefix = f"base_model.model.{layer}"
+    assert factor_of(f"{prefix}.base_layer.weight") == (layer, "base")
+    assert factor_of(f"{prefix}.lora_A.default.weight") == (layer, "a")
+    assert factor_of(f"{prefix}.lora_magnitude_vector.default.weight") == (layer, "magnitude")
+    assert factor_of(f"{prefix}.base_layer.bias") is None
+    assert factor_of("base_model.model.model.norm.weight") is None
