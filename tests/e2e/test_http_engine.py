@@ -22,7 +22,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client import server_client
-from tests.e2e.several import check_equal, train
+from tests.e2e.several import ENVIRONMENT, check_equal, train
 from tests.serving_helpers import (
     free_port,
     killing_server,
@@ -38,6 +38,7 @@ KEY = "TEST_KEY_OF_SERVERS"
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
     monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setitem(ENVIRONMENT, KEY, "secret")
 
 
 @pytest.fixture
@@ -227,5 +228,6 @@ def test_two_processes_that_share_a_server_have_the_numbers_of_one(
     uneven_tree: dict[str, Any], url: str, tmp_path: Path
 ) -> None:
     for name, processes in (("one", 1), ("two", 2)):
-        train(served(uneven_tree, url), tmp_path, name, processes)
+        over = {"train": {"steps": 1}, "eval": {"every": 1}}
+        train(served(uneven_tree, url, **over), tmp_path, name, processes)
     check_equal(tmp_path / "two", tmp_path / "one")
