@@ -216,7 +216,8 @@ class EngineConfig(Settings):
     timeout: float = Field(60.0, gt=0)
     """Seconds without a token from ``url`` after which a response is asked for again."""
     deadline: float = Field(600.0, gt=0)
-    """Seconds without anything new from ``url``, in spite of repetitions, after which the run ends."""
+    """Seconds without anything new from ``url``, in spite of repetitions, after which the run
+    ends."""
     weights_dir: str | None = None
     """Folder that this process and the server both read, for the weights of updates. It holds one
     copy. For ``sglang``."""

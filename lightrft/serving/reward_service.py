@@ -71,9 +71,9 @@ class ServedModel:
     heads: tuple[str, ...] = ()
     reward: str = ""
     layout: str = ""
-    max_model_len: int | None = None
     template: str = ""
     template_problem: str = ""
+    max_model_len: int | None = None
 
     async def listed(self, call: HTTPCall) -> dict[str, object]:
         """Return the answer of ``/v1/models``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ import torch
 from torch import Tensor
 
 from lightrft.config.base import build, deep_merge
-from lightrft.config.verbs import ChatConfig, EvaluateConfig, RLConfig
+from lightrft.config.verbs import ChatConfig, EvaluateConfig, RLConfig, SFTConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.observability.trackers import read_rows
 from lightrft.serving import weight_updates
 from lightrft.trainer.inference import Chat, run_eval
 from lightrft.trainer.rl import run_rl
+from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client import server_client
+from tests.e2e.several import ENVIRONMENT, check_equal, train
 from tests.serving_helpers import (
     free_port,
     killing_server,
@@ -35,6 +38,7 @@ KEY = "TEST_KEY_OF_SERVERS"
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
     monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setitem(ENVIRONMENT, KEY, "secret")
 
 
 @pytest.fixture
@@ -195,3 +199,35 @@ def test_eval_and_chat_over_http_give_what_the_native_engine_gives(
     talk = {"model": rl_tree["model"], "sampling": {"max_new_tokens": 4}}
     answer = Chat(build(ChatConfig, served(talk, url))).say("1+1=")
     assert answer.token_ids == Chat(build(ChatConfig, talk)).say("1+1=").token_ids
+
+
+def test_an_evaluation_of_supervised_training_samples_from_the_trained_weights(
+    rl_tree: dict[str, Any], url: str
+) -> None:
+    sources = rl_tree["data"]["sources"]
+    tree = {name: rl_tree[name] for name in ("model", "data", "reward", "optimizer", "log")}
+    tree |= {
+        "batch_size": 5,
+        "train": {"steps": 3},
+        "eval": {"data": {"sources": sources}, "every": 1, "sampling": {"max_new_tokens": 5}},
+        "run": {**rl_tree["run"], "name": "native"},
+    }
+    run_sft(build(SFTConfig, tree))
+    run_sft(build(SFTConfig, served(tree, url, run={"name": "served"})))
+    found: dict[str, list[Any]] = {}
+    for name in ("native", "served"):
+        files = sorted((Path(rl_tree["run"]["dir"]) / name / "rollouts").glob("*eval*.jsonl"))
+        lines = [line for file in files for line in file.read_text().splitlines()]
+        found[name] = [json.loads(line)["token_ids"] for line in lines]
+    assert len(found["native"]) == 40
+    assert found["served"] == found["native"]
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_server_have_the_numbers_of_one(
+    uneven_tree: dict[str, Any], url: str, tmp_path: Path
+) -> None:
+    for name, processes in (("one", 1), ("two", 2)):
+        over = {"train": {"steps": 1}, "eval": {"every": 1}}
+        train(served(uneven_tree, url, **over), tmp_path, name, processes)
+    check_equal(tmp_path / "two", tmp_path / "one")

@@ -201,6 +201,11 @@ QUESTION: dict[str, tuple[Any, Tree]] = {
 for _name, (_value, _tree) in QUESTION.items():
     DATA[f"judgement.{_name}"] = (_value, "prompts", _tree)
 DATA["judgement.order"] = ("given", "prompts", PAIRS)
+DATA["judgement.rate_best"] = (
+    True,
+    "prompts",
+    {"sources": ["{root}/pairs.jsonl"], "judgement": {"form": "rating"}},
+)
 DATA["judgement.column"] = ("notes", "prompts", PAIRS)
 
 
@@ -306,7 +311,7 @@ PTX: Tree = {"ptx": {"coef": 0.1, "batch_size": 2, "data": {"sources": [ROWS]}}}
 LESSONS = ("columns.response", "turns")
 COLUMNS = ("columns.label", "columns.reference", "columns.data_source", "columns.id")
 PROMPTS = (*COLUMNS, "sources.name", "max_prompt_tokens", "overlong_prompts")
-UNSEEN = ("judgement.pattern", "judgement.rubric.weight")
+UNSEEN = ("judgement.pattern", "judgement.rubric.weight", "judgement.rate_best")
 INERT = {
     **{f"{branch}.{key}": f"ptx.data.{key}" for branch in ("data", "eval.data") for key in LESSONS},
     **{f"ptx.data.{key}": f"data.{key}" for key in (*PROMPTS, *UNSEEN)},

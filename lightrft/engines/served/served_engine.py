@@ -165,7 +165,7 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def body(self, responses: Sequence[GrowingResponse]) -> dict[str, Any]:
-        """Return the JSON object that asks for ``responses``, which ``shared_calls`` has grouped."""
+        """Return the JSON object that asks for the ``responses`` of one call."""
 
     @abstractmethod
     def pieces(self, event: Mapping[str, Any], known: Mapping[int, int]) -> list[Piece]:
@@ -310,7 +310,7 @@ def failure(error: Exception, where: str) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """A message of a thread to its iterator: a piece, the start of a trial, or the end of a call."""
+    """A message of a thread to its iterator: a piece, a new trial, or the end of a call."""
 
     call: _Call
     response: GrowingResponse | None = None

@@ -63,7 +63,7 @@ class OpenStream:
         self._socket: socket.socket | None = None
 
     def close(self) -> None:
-        """Close the connection. A thread that waits for its next event goes on at once."""
+        """Close the connection. A thread that waits for its next event wakes at once."""
         with self._lock:
             self.is_closed = True
             if self._socket is not None:
