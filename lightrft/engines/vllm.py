@@ -100,7 +100,7 @@ class VLLMEngine:
         self.stays_awake = False
 
     def _load(self, model: ModelConfig, dtype: torch.dtype) -> Any:
-        """Return vLLM's ``LLM``. The random generators and threads of the process stay as they are."""
+        """Return vLLM's ``LLM``. The generators and threads of the process stay as they are."""
         try:
             options = llm_options(self._vllm, model, self.config, dtype, self._ranks)
         except ValueError as error:
@@ -173,7 +173,7 @@ class VLLMEngine:
                 if not batch.finished and stopped():
                     yield from batch.abort()
                     return
-                yield from batch.advance()
+                yield from batch.advance(stopped)
         finally:
             # the caller may stop iterating early
             batch.abort()

@@ -98,9 +98,8 @@ def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
     [
         ({"sampling": {"temperature": 0.001}}, r"temperature = 0\.001"),
         ({"sampling": {"min_p": 0.1, "top_p": 0.9}}, r"min_p = 0\.1 with top_p = 0\.9"),
-        ({"rollout": {"staleness": 1}}, r"rollout\.staleness = 1"),
     ],
-    ids=["temperature", "min_p", "staleness"],
+    ids=["temperature", "min_p"],
 )
 def test_settings_that_vllm_cannot_keep_are_refused_with_the_way_out(
     over: dict[str, Any], named: str, tree: dict[str, Any]
