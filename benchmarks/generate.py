@@ -1,22 +1,29 @@
 # ruff: noqa: E402 (the environment is set before torch is imported)
-"""Tokens per second of the native engine against transformers' ``generate``: skewed answer lengths, 8 answers per prompt.
+"""Tokens per second of the native engine against transformers (``generate`` and continuous batching), vLLM on CPUs, and a bare loop.
 
-Both sides sample the same number of tokens for each answer, drawn from a lognormal distribution. Rounds are interleaved, each
-side with the thread count (and, for transformers, the batch size) that a first round found best; compare ratios only.
+Skewed response lengths, 8 responses per prompt. Every side samples the same number of tokens for each response, from a
+lognormal distribution. The bare loop calls the model's own forward for as many rows as the engine has, with its own cache and without
+sampling; for it, all responses have one length on both sides. Rounds are interleaved; compare ratios only. vLLM is a side where the
+package is installed (``make test-vllm`` makes such an environment), and is loaded after all others were measured.
 
-    python benchmarks/generate.py [--prompts 8] [--rounds 3] [--machine NAME]
+    python benchmarks/generate.py [--prompt-tokens 256 2048] [--threads 1 2] [--rounds 3] [--sides generate continuous bare vllm]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
+import importlib.util
 import json
 import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 for _variable, _value in (
@@ -29,7 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import transformers
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
@@ -38,6 +51,9 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request
 
 Side = Callable[[], int]
+SIDES = ("generate", "continuous", "bare", "vllm")
+LONGEST_WAIT = 600
+"""Seconds without a response after which continuous batching counts as hung."""
 
 
 class PerRowLength(StoppingCriteria):
@@ -56,7 +72,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--answers", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[256, 2048])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--median", type=float, default=64)
     parser.add_argument("--sigma", type=float, default=0.9)
     parser.add_argument("--longest", type=int, default=512)
@@ -65,13 +82,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--family", default="qwen2")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=["native", "transformers"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--machine", default=f"{platform.machine()}-{os.cpu_count()}cores")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args()
 
 
-def build(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Prompt], torch.Tensor]:
+def build(
+    args: argparse.Namespace, prompt_tokens: int
+) -> tuple[PreTrainedModel, list[Prompt], torch.Tensor]:
     model = tiny_model(
         args.family,
         vocab_size=args.vocabulary,
@@ -81,10 +100,11 @@ def build(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Prompt], torc
         num_key_value_heads=max(1, args.hidden // 64),
         intermediate_size=args.hidden * 11 // 4,
         eos_token_id=None,
+        max_position_embeddings=prompt_tokens + args.longest,
     )
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(
-        4, args.vocabulary, (args.prompts, args.prompt_tokens), generator=generator
+        4, args.vocabulary, (args.prompts, prompt_tokens), generator=generator
     ).tolist()
     prompts = [Prompt(id=str(i), token_ids=row) for i, row in enumerate(rows)]
     draws = (
@@ -142,6 +162,80 @@ def transformers_generate(
     return run
 
 
+def continuous_batching(
+    model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor
+) -> Side:
+    """transformers' continuous batching, each request with its own length."""
+    answers = len(lengths) // len(prompts)
+    settings = GenerationConfig(
+        do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=int(lengths.max())
+    )
+
+    def run() -> int:
+        manager = model.init_continuous_batching(generation_config=settings)
+        manager.start()
+        total = 0
+        try:
+            rows = [p for p in prompts for _ in range(answers)]
+            for prompt, length in zip(rows, lengths.tolist(), strict=True):
+                manager.add_request(prompt.token_ids, max_new_tokens=length)
+            waiting = len(rows)
+            while waiting:
+                found = manager.get_result(timeout=LONGEST_WAIT)
+                assert found is not None, "continuous batching gave no response"
+                if found.is_finished():
+                    total += len(found.generated_tokens)
+                    waiting -= 1
+        finally:
+            manager.stop(block=True)
+        return total
+
+    return run
+
+
+def bare_loop(model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor) -> Side:
+    """The model's own forward for all rows at each step, with its cache. Prompts are computed once, nothing is sampled."""
+    answers, longest = len(lengths) // len(prompts), int(lengths.max())
+
+    @torch.no_grad()
+    def run() -> int:
+        ids = torch.tensor([p.token_ids for p in prompts])
+        cache = DynamicCache(config=model.config)
+        out = model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        cache.batch_repeat_interleave(answers)
+        last = out.logits[:, -1].argmax(-1).repeat_interleave(answers)
+        for _ in range(longest - 1):
+            out = model(input_ids=last[:, None], past_key_values=cache)
+            last = out.logits[:, -1].argmax(-1)
+        return len(lengths) * longest
+
+    return run
+
+
+def vllm_side(model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor) -> Side:
+    """vLLM in this process, with its own compilation and prefix cache."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    vllm = importlib.import_module("vllm")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        served = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype="float32")
+    answers = len(lengths) // len(prompts)
+    asked = [{"prompt_token_ids": p.token_ids} for p in prompts for _ in range(answers)]
+    settings = [
+        vllm.SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, logprobs=0)
+        for n in lengths.tolist()
+    ]
+
+    def run() -> int:
+        served.reset_prefix_cache()
+        found = served.generate(asked, settings, use_tqdm=False)
+        return sum(len(one.outputs[0].token_ids) for one in found)
+
+    return run
+
+
 def speed(side: Side, threads: int) -> float:
     """Tokens per second."""
     torch.set_num_threads(threads)
@@ -150,101 +244,118 @@ def speed(side: Side, threads: int) -> float:
     return tokens / (time.perf_counter() - start)
 
 
-def best(sides: dict[str, Side]) -> tuple[str, Side, int]:
-    """The fastest of ``sides`` and its thread count, each tried once after a warm-up."""
-    next(iter(sides.values()))()
-    tried = {
-        (name, threads): speed(side, threads)
-        for name, side in sides.items()
-        for threads in (1, os.cpu_count() or 1)
+def fastest_batch(
+    model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor, threads: int
+) -> tuple[str, Side]:
+    """``generate`` with the batch size that was fastest in one try."""
+    total, answers = len(lengths), len(lengths) // len(prompts)
+    sides = {
+        size: transformers_generate(model, prompts, lengths, size)
+        for size in sorted({total, max(answers, total // 2), max(answers, total // 4)})
     }
-    name, threads = max(tried, key=lambda key: tried[key])
-    for key, value in tried.items():
-        print(f"  {key[0]}, {key[1]} threads: {value:,.0f} tokens/s")
-    return name, sides[name], threads
+    size = max(sides, key=lambda size: speed(sides[size], threads))
+    return f"transformers generate, batches of {size}", sides[size]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One side against the native engine: tokens per second of both in each round."""
+
+    prompt_tokens: int
+    threads: int
+    side: str
+    rounds: list[tuple[float, float]]
+
+    @property
+    def ratios(self) -> list[float]:
+        return sorted(ours / theirs for ours, theirs in self.rounds)
+
+    def row(self) -> str:
+        """Return a line of the table."""
+        ours, theirs = (statistics.median(column) for column in zip(*self.rounds, strict=True))
+        low, *_, high = [self.ratios[0], *self.ratios]
+        return (
+            f"| {self.prompt_tokens} | {self.threads} | {self.side} | {ours:,.0f} | {theirs:,.0f} "
+            f"| {statistics.median(self.ratios):.2f} ({low:.2f}, {high:.2f}) |"
+        )
+
+
+def measure(args: argparse.Namespace, prompt_tokens: int, threads: int, kind: str) -> Measured:
+    """Run the side ``kind`` and the native engine in turn."""
+    model, prompts, lengths = build(args, prompt_tokens)
+    if kind == "bare":
+        lengths = torch.full_like(lengths, int(lengths.float().mean()))
+    ours = native(model, prompts, lengths)
+    torch.set_num_threads(threads)
+    if kind == "generate":
+        name, theirs = fastest_batch(model, prompts, lengths, threads)
+    else:
+        name, made = {
+            "continuous": ("transformers continuous batching", continuous_batching),
+            "bare": ("bare loop, equal lengths", bare_loop),
+            "vllm": ("vLLM", vllm_side),
+        }[kind]
+        theirs = made(model, prompts, lengths)
+        theirs()
+    ours()
+    rounds = [(speed(ours, threads), speed(theirs, threads)) for _ in range(args.rounds)]
+    return Measured(prompt_tokens, threads, name, rounds)
 
 
 def main() -> None:
     args = arguments()
-    model, prompts, lengths = build(args)
-    total = len(lengths)
-    print(
-        f"{total} answers, {int(lengths.sum())} tokens, mean {lengths.float().mean():.0f}, "
-        f"longest {int(lengths.max())}"
-    )
-    ours, theirs = {"native": native(model, prompts, lengths)}, {}
-    for batch in sorted(
-        {total, max(args.answers, total // 2), max(args.answers, total // 4)}, reverse=True
-    ):
-        theirs[f"transformers, batches of {batch}"] = transformers_generate(
-            model, prompts, lengths, batch
-        )
-    if args.only:
-        best(ours if args.only == "native" else theirs)
-        return
-    chosen = [best(ours), best(theirs)]
-    rounds = []
-    for _ in range(args.rounds):
-        speeds = [speed(side, threads) for _, side, threads in chosen]
-        rounds.append(
-            {"native": speeds[0], "transformers": speeds[1], "ratio": speeds[0] / speeds[1]}
-        )
-        print("  round: " + ", ".join(f"{k} {v:,.2f}" for k, v in rounds[-1].items()))
-    report(args, str(model.config._attn_implementation), lengths, chosen, rounds)
+    kinds = list(args.sides)
+    if "vllm" in kinds and importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed: no side of it")
+        kinds.remove("vllm")
+    # vLLM changes the threads of its process, so it comes last
+    kinds.sort(key=SIDES.index)
+    print(TABLE)
+    found: list[Measured] = []
+    for kind in kinds:
+        for prompt_tokens in args.prompt_tokens:
+            for threads in args.threads:
+                found.append(measure(args, prompt_tokens, threads, kind))
+                print(found[-1].row(), flush=True)
+    report(args, found)
 
 
-def report(
-    args: argparse.Namespace,
-    attention: str,
-    lengths: torch.Tensor,
-    chosen: list[tuple[str, Side, int]],
-    rounds: list[dict[str, float]],
-) -> None:
-    ratios = sorted(r["ratio"] for r in rounds)
+TABLE = """| prompt tokens | threads | side | native, tokens/s | side, tokens/s | ratio: median (lowest, highest) |
+|---|---|---|---|---|---|"""
+
+
+def report(args: argparse.Namespace, found: list[Measured]) -> None:
+    """Write the table, and all rounds as JSON."""
     command = " ".join(["python", "benchmarks/generate.py", *sys.argv[1:]])
-    result = {
-        "command": command,
+    _, _, lengths = build(args, args.prompt_tokens[0])
+    about = {
         "machine": f"{args.machine}, {platform.system()}, {os.cpu_count()} cores",
         "load": f"{os.getloadavg()[1]:.1f} on average over the last five minutes, this benchmark "
         "included",
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"python {platform.python_version()}",
         "model": f"{args.family}, {args.layers} layers of {args.hidden}, vocabulary "
-        f"{args.vocabulary}, float32 (transformers: {attention})",
-        "work": f"{args.prompts} prompts of {args.prompt_tokens} tokens x {args.answers} answers; "
-        f"answer lengths lognormal, median {args.median:g}, sigma {args.sigma:g}: mean "
-        f"{lengths.float().mean():.0f}, longest {int(lengths.max())}",
-        "sides": {name: f"{threads} threads" for name, _, threads in chosen},
-        "rounds": rounds,
-        "ratio": {"lowest": ratios[0], "median": statistics.median(ratios), "highest": ratios[-1]},
+        f"{args.vocabulary}, float32",
+        "work": f"{args.prompts} prompts x {args.answers} responses; lengths lognormal, median "
+        f"{args.median:g}, sigma {args.sigma:g}: mean {lengths.float().mean():.0f}, longest "
+        f"{int(lengths.max())}",
     }
+    rows = [dataclasses.asdict(one) for one in found]
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"generate-{args.machine}"
+    result = {"command": command, **about, "measured": rows}
     stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     lines = [
-        "# Native engine against transformers' generate",
+        "# The native engine against others",
         "",
         f"`{command}`",
         "",
-        *(
-            f"* {key}: {result[key]}"
-            for key in ("machine", "load", "versions", "model", "work", "sides")
-        ),
+        *(f"* {key}: {text}" for key, text in about.items()),
         "",
-        "| round | native, tokens/s | transformers, tokens/s | ratio |",
-        "|---|---|---|---|",
-        *(
-            f"| {i} | {r['native']:,.0f} | {r['transformers']:,.0f} | {r['ratio']:.2f} |"
-            for i, r in enumerate(rounds, 1)
-        ),
-        "",
-        f"Ratio: median {statistics.median(ratios):.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}.",
+        TABLE,
+        *(one.row() for one in found),
     ]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines[-1:]))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def groups_of_2(setting: str) -> Tree:
 
 
 APART = {"worker_cpus": 0.2, "engines": 1, "scorers": 1}
-OF_ROLLOUTS = ("grpo", "ppo", "lora", "pictures", "one row")
+OF_ROLLOUTS = ("grpo", "ppo", "lora", "pictures", "one row", "experts")
 OF_RESPONSES = (
     "sft",
     "sft pictures",
@@ -165,6 +165,8 @@ CASES: dict[str, Tree] = {
         "algorithm": {"preset": "reinforce"},
         "rollout": {"prompts_per_step": 1, "group_size": 1},
     },
+    # A mixture of experts, trained with the experts that generation picked.
+    "experts": {"algorithm": {"preset": "grpo"}, "model": {"replay_routes": True}},
     # The rows have weights, and each place in the batch its own noise.
     "sft": {"batch_size": 5, "neftune_alpha": 5.0},
     "sft pictures": {"batch_size": 5, "train": {"steps": 2}},
@@ -270,6 +272,7 @@ def make(folder: Path) -> None:
     from lightrft.models.loading.from_pretrained import save_model
     from lightrft.models.tiny import save_tiny_media
     from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+    from lightrft.models.tiny.text_families import family_model
 
     tokenizer = tiny_tokenizer()
     # Two ranks can share the heads.
@@ -280,6 +283,7 @@ def make(folder: Path) -> None:
     more = tiny_tokenizer(special=("<more>",))
     wider = {**sizes, "vocab_size": len(more)}
     save_model(tiny_model("llama", seed=3, **wider), more, folder / "stranger")
+    save_model(family_model("qwen3_moe"), tokenizer, folder / "experts")
     save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
     rows: list[Tree] = [
         {
@@ -351,6 +355,7 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
     from lightrft.config.base import deep_merge
 
     media = case.endswith("pictures")
+    model = "reader" if media else "experts" if case == "experts" else "model"
     verb = SUPERVISED.get(case, "rl")
     name = ROWS_OF[verb]
     if media:
@@ -363,7 +368,7 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
     prompts = {"sources": [{"path": str(folder / ("pictures.jsonl" if media else "rows.jsonl"))}]}
     own: Tree = {
         "run": {"dir": str(folder / way), "name": case},
-        "model": {"path": str(folder / ("reader" if media else "model"))},
+        "model": {"path": str(folder / model)},
         "data": sources,
         "eval": {"data": prompts, "every": 2, "sampling": {"max_new_tokens": 4}},
         "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},

@@ -6,6 +6,7 @@ keep them, in buckets of ``--bucket-mb``; the fastest of ``--rounds`` counts. Ea
 ``shared`` is CUDA IPC on one device, and ``broadcast`` (NCCL) needs a device for each worker.
 
     python benchmarks/transfer.py [--mb 512] [--bucket-mb 16 64 256] [--workers 1 2] [--ways message shared broadcast] [--smoke]
+                                  [--out benchmarks/results/transfer-MACHINE.md]
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smoke", action="store_true", help="a few megabytes, to see that it runs")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     args = parser.parse_args()
     if args.smoke:
         args.mb, args.bucket_mb, args.workers, args.rounds = 4, [1], [2], 1
@@ -115,11 +117,20 @@ def main() -> None:
     args = arguments()
     weights = model_like(args.mb, args.device)
     size = sum(t.numel() * t.element_size() for t in weights.values())
-    print(
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    say("# Weights to engines in other processes\n")
+    say(f"`{' '.join(['python', 'benchmarks/transfer.py', *sys.argv[1:]])}`\n")
+    say(
         f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, "
-        f"{args.device}; {size / 2**20:.0f} MiB of weights\n"
+        f"{args.device}; {size / 2**20:.0f} MiB of weights. Every worker then held every bit.\n"
     )
-    print("| way | workers | bucket, MiB | seconds | GB/s to each |\n|---|---|---|---|---|")
+    say("| transport | workers | bucket, MiB | bytes sent, MB | seconds | GB/s to each |")
+    say("|---|---|---|---|---|---|")
     for count in args.workers:
         workers = [ProcessWorker(f"shelf {i}", partial(Shelf, args.device)) for i in range(count)]
         for way in args.ways:
@@ -127,13 +138,16 @@ def main() -> None:
                 seconds = measure(
                     way, workers, weights, int(bucket * 2**20), args.rounds, args.device
                 )
-                print(
-                    f"| {way} | {count} | {bucket:g} | {seconds:.3f} | "
-                    f"{size / seconds / 1e9:.2f} |",
-                    flush=True,
+                # memory that is shared is written once for all workers
+                sent = size if way == "shared" else size * count
+                say(
+                    f"| {way} | {count} | {bucket:g} | {sent / 1e6:.0f} | {seconds:.3f} | "
+                    f"{size / seconds / 1e9:.2f} |"
                 )
         for worker in workers:
             worker.close()
+    if args.out is not None:
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ class Roles:
         async_engine: An engine with separate weights, for generation during training.
         async_process_group: Process group of the threads that generate with ``async_engine``.
         engine_fingerprint: Fingerprint of the engine's weights.
+        published: Version of the engine's weights. ``None`` before the first ones were sent.
         logprobs_checked: The engine's log-probs have been compared with the trainer's.
         kept_features: Features of this step. ``None`` before the first batch with media.
     """
@@ -180,6 +181,7 @@ class Roles:
     async_engine: Engine | None = None
     async_process_group: ProcessGroup | None = None
     engine_fingerprint: Fingerprint = field(default_factory=dict)
+    published: int | None = None
     logprobs_checked: bool = False
     kept_features: KeptFeatures | None = None
 
@@ -192,6 +194,7 @@ class Roles:
     def publish(self, version: int) -> None:
         """Load the policy's weights into the engine as ``version``."""
         self.engine_fingerprint = self.engine.load_weights(self.weights(), version)
+        self.published = version
 
     @property
     def trained(self) -> dict[str, TrainableModel]:

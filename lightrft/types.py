@@ -6,7 +6,9 @@ responses, N response tokens of all B responses, concatenated.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -131,6 +133,31 @@ class Prompt:
         return {**kept, "attachments": [a.name for a in self.attachments]}
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertChoices:
+    """Experts that a mixture-of-experts model sent each token to; -1 where they are unknown.
+
+    Attributes:
+        prompt: ``[T, layers, k]`` int16, for the tokens of the prompt. Responses of a group share
+            it.
+        response: ``[N, layers, k]`` int16, for the tokens of the response. The last token of a
+            response is never fed to the model.
+    """
+
+    prompt: Tensor
+    response: Tensor
+
+    def as_json(self) -> dict[str, object]:
+        """Return the shapes, and the bytes of both in little-endian order, compressed by zlib and
+        encoded in base64."""
+        found: dict[str, object] = {}
+        for name in ("prompt", "response"):
+            values = getattr(self, name).cpu().contiguous()
+            packed = zlib.compress(values.numpy().astype("<i2").tobytes())
+            found[name] = {"shape": list(values.shape), "zlib": base64.b64encode(packed).decode()}
+        return found
+
+
 @dataclass(slots=True)
 class Rollout:
     """One trajectory as plain lists, so that it can be pickled, printed and saved as JSON.
@@ -153,6 +180,7 @@ class Rollout:
         weights: Weight of each term that is part of ``reward``; other terms are only reported.
         failed: Reason why scoring failed; empty otherwise.
         step_rewards: Index of a token and the reward at it, for rewards of steps.
+        experts: Experts of each token. ``None`` if the engine did not record them.
     """
 
     prompt: Prompt
@@ -170,6 +198,7 @@ class Rollout:
     weights: dict[str, float] = field(default_factory=dict)
     failed: str = ""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
+    experts: ExpertChoices | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -255,6 +284,8 @@ class Segments:
             if they are not numbered.
         media_key: Equal keys of one step mean equal media of all sequences, on every rank. ``None``
             if the media may be those of any step.
+        experts: ``[N, layers, k]`` int16. Experts to replay for each token, -1 where the router
+            picks them. ``None`` replays none.
     """
 
     tokens: Tensor
@@ -263,6 +294,7 @@ class Segments:
     _sizes: HostCopy | None = field(default=None, repr=False, compare=False)
     numbers: Tensor | None = field(default=None, repr=False, compare=False)
     media_key: Hashable = field(default=None, repr=False, compare=False)
+    experts: Tensor | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.lengths.numel())
@@ -293,11 +325,13 @@ class Segments:
 
     def select(self, index: Tensor) -> Segments:
         """Return the sequences ``index [K]``, in this order."""
+        rows = rows_of(self.lengths, index)
         return Segments(
-            self.tokens[rows_of(self.lengths, index)],
+            self.tokens[rows],
             self.lengths[index],
             {k: r.select(index) for k, r in self.media.items()},
             numbers=None if self.numbers is None else self.numbers[index],
+            experts=None if self.experts is None else self.experts[rows],
         )
 
     def numbered(self) -> Segments:
@@ -317,6 +351,7 @@ class Segments:
             {k: r.to(device) for k, r in self.media.items()},
             known,
             media_key=self.media_key,
+            experts=None if self.experts is None else to_device(self.experts, device),
         )
 
     @staticmethod
@@ -326,7 +361,20 @@ class Segments:
             torch.cat([p.tokens for p in parts]),
             torch.cat([p.lengths for p in parts]),
             cat_media(parts),
+            experts=_cat_experts(parts),
         )
+
+
+def _cat_experts(parts: Sequence[Segments]) -> Tensor | None:
+    """Concatenate the experts of ``parts``; those of a part without any are unknown."""
+    example = next((p.experts for p in parts if p.experts is not None), None)
+    if example is None:
+        return None
+    found = []
+    for part in parts:
+        unknown = example.new_full((part.tokens.numel(), *example.shape[1:]), -1)
+        found.append(unknown if part.experts is None else part.experts)
+    return torch.cat(found)
 
 
 def cat_media(parts: Sequence[Segments]) -> Media:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import signal
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +24,8 @@ from lightrft.config.serving import HTTPConfig, ServeConfig, ServeRMConfig
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.serving.generation_server import ModelServer, open_server
-from lightrft.serving.http_server import Endpoint, HTTPServer
-from lightrft.serving.problems import HTTPCall
+from lightrft.serving.http_server import Endpoint, EventStream, HTTPServer
+from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.serving.reward_server import open_reward_server
 from lightrft.serving.server_metrics import ServerMetrics
 from tests import warm
@@ -93,6 +95,60 @@ def served(server: ModelServer) -> Generator[tuple[str, ModelServer]]:
             yield url, server
     finally:
         server.service.close()
+
+
+Edit = Callable[[int, dict[str, Any]], "dict[str, Any] | None"]
+
+
+@contextmanager
+def altered(url: str, edit: Edit, **settings: Any) -> Generator[str]:
+    """Serve what the server at ``url`` serves, after ``edit(number, event)`` of each event of a stream.
+
+    The number counts the events of all streams. ``None`` ends a stream there, and an ``edit`` that sleeps stalls it.
+    """
+    numbers = itertools.count()
+
+    async def get(call: HTTPCall) -> object:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{url}/v1/models")).json()
+
+    def passed(path: str) -> Any:
+        async def post(call: HTTPCall) -> object:
+            async with httpx.AsyncClient(timeout=60) as client:
+                answer = await client.post(url + path, json=dict(call.body))
+            if answer.status_code != 200:
+                raise HTTPProblem(answer.status_code, answer.text)
+            return answer.json()
+
+        return post
+
+    async def stream(call: HTTPCall) -> object:
+        if not call.body.get("stream"):
+            return await passed("/v1/completions")(call)
+
+        async def events() -> Any:
+            async with (
+                httpx.AsyncClient(timeout=60) as client,
+                client.stream("POST", f"{url}/v1/completions", json=dict(call.body)) as answer,
+            ):
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    found = await asyncio.to_thread(edit, next(numbers), event)
+                    if found is None:
+                        raise HTTPProblem(500, "the server broke")
+                    yield found
+
+        return EventStream(events(), lambda: None)
+
+    routes = [
+        Endpoint(("/v1/models",), get, "GET"),
+        Endpoint(("/tokenize",), passed("/tokenize")),
+        Endpoint(("/v1/completions",), stream),
+    ]
+    with answering(*routes, **settings) as (own, _):
+        yield own
 
 
 @dataclass
@@ -166,7 +222,13 @@ def wait_for(url: str, seconds: float = 60.0) -> None:
 
 @contextmanager
 def killing_server(
-    folder: Path, port: int, started: list[warm.Process], most: int, after: float
+    folder: Path,
+    port: int,
+    started: list[warm.Process],
+    most: int,
+    after: float,
+    words: Sequence[str] = (),
+    verb: str = "serve-rm",
 ) -> Generator[list[int]]:
     """Kill and restart the last server of ``started``, and yield the numbers of the kills.
 
@@ -181,7 +243,7 @@ def killing_server(
             started[-1].wait(10)
             kills.append(started[-1].pid)
             time.sleep(0.2)
-            started.append(serve_process(folder, port))
+            started.append(serve_process(folder, port, *words, verb=verb))
             wait_for(f"http://127.0.0.1:{port}")
 
     thread = threading.Thread(target=disturb)

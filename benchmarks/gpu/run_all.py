@@ -28,12 +28,13 @@ JOBS: dict[str, tuple[list[str], int]] = {
     "generate-0.5b": (["generate.py", "--size", "0.5b"], 100),
     "vs_trl": (["vs_trl.py", "--rounds", "1"], 240),
     "ranks": (["ranks.py"], 150),
+    "sglang": (["served_sglang.py"], 500),
     "step-7b": (["step.py", "--size", "7b", "--steps", "2", "--micro", "8192"], 200),
     "step-1.5b": (["step.py", "--size", "1.5b", "--steps", "2"], 150),
 }
 """Scripts with their arguments, most telling first, and the seconds that each may take at most."""
-AGAIN = ("step-7b", "step-1.5b")
-"""Left out of a smoke run: the same script once more."""
+AGAIN = ("sglang", "step-7b", "step-1.5b")
+"""Left out of a smoke run: the same script once more, and what needs a GPU."""
 NOT_RUN = 3
 LEAST = 20
 """Seconds below which nothing is begun."""

@@ -83,6 +83,15 @@ class ModelConfig(Settings):
     of parameters' names."""
 
 
+class PolicyModelConfig(ModelConfig):
+    """The policy that ``lightrft rl`` trains."""
+
+    replay_routes: bool = False
+    """Train a mixture of experts with the experts that generation picked for each token (R3, arXiv
+    2510.11370), since rounding can change the router's choice. It needs ``engine.kind`` native. Set
+    it if ``policy/rollout_logprob_diff`` of such a model is high."""
+
+
 MergeMethod = Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties"]
 TASK_VECTORS = frozenset(("task_arithmetic", "ties", "dare_linear", "dare_ties"))
 """Methods that add differences from ``base_model`` to it."""

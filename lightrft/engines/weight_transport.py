@@ -104,7 +104,7 @@ class WeightBuffer:
     def put(self, data: np.ndarray, layout: Layout) -> None:
         """Load a bucket that came as a call argument."""
         # a copy, since an argument of a Ray call is in read-only memory
-        self._take(torch.from_numpy(data.copy()), layout)
+        self.take(torch.from_numpy(data.copy()), layout)
 
     def attach(self, handles: Sequence[object]) -> None:
         """Map the sender's ``slots`` into this process, by their ``handles``."""
@@ -112,7 +112,7 @@ class WeightBuffer:
 
     def put_shared(self, slot: int, layout: Layout) -> None:
         """Load the contents of the sender's ``slot``."""
-        self._take(self._slots[slot], layout)
+        self.take(self._slots[slot], layout)
 
     def join(
         self,
@@ -146,7 +146,7 @@ class WeightBuffer:
         """Load the next bucket that is broadcast in the group."""
         part = self._slots[0][: used(layout)]
         self._group.broadcast(part, 0).wait()
-        self._take(part, layout)
+        self.take(part, layout)
 
     def leave(self) -> None:
         """Drop the sender's memory and process group, and any incomplete tensors."""
@@ -154,7 +154,8 @@ class WeightBuffer:
         self._slots = []
         self._group = None
 
-    def _take(self, bucket: Tensor, layout: Layout) -> None:
+    def take(self, bucket: Tensor, layout: Layout) -> None:
+        """Load the tensors that ``bucket [bytes]`` completes."""
         for piece in layout:
             # a tensor larger than a bucket comes in several pieces
             data = self._begun.get(piece.name)

@@ -20,6 +20,7 @@ from lightrft.models.attention.layout_check import LAYOUTS
 from lightrft.models.attention.layouts import Packed, pack
 from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
 from lightrft.models.divergence.token_divergence import AnyTarget, Target, divergence_of
+from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import (
     decoder_of,
     family_of,
@@ -89,6 +90,8 @@ class Backbone(nn.Module):
     kept_features: KeptFeatures | None = None
     """Outputs of the towers in the current step, shared with models of equal towers. ``None`` keeps
     none."""
+    experts: ExpertReplay | None = None
+    """Replays the experts that the sampler chose. ``None`` leaves the choice to the routers."""
 
     def __init__(self, model: nn.Module, config: ModelConfig | None = None) -> None:
         super().__init__()
@@ -233,6 +236,8 @@ class Backbone(nn.Module):
             inputs, source = self._own_tokens(packed)
         else:
             inputs, source = packed.inputs, packed.source
+        if self.experts is not None:
+            self.experts.replay(packed.experts_of(source))
         with noisy_embeddings(self.base, packed.noise, source):
             if seen is not None:
                 inputs |= seen.inputs(self.base, inputs.pop("input_ids"), source)
@@ -510,8 +515,14 @@ class Actor(Backbone):
         if not self.has_adapters:
             problem = "the policy has no adapters (model.lora is not set)"
             raise ModelError(f"{problem}, so it cannot be its own reference")
-        with self.model.disable_adapter():  # ty: ignore[not-callable]
-            yield self
+        experts, self.experts = self.experts, None
+        try:
+            if experts is not None:
+                experts.replay(None)
+            with self.model.disable_adapter():  # ty: ignore[not-callable]
+                yield self
+        finally:
+            self.experts = experts
 
     def merge(self) -> dict[str, Tensor]:
         """Return the weights with adapters added in; the actor is unchanged.
@@ -581,6 +592,8 @@ class Actor(Backbone):
         # the reference for all layouts, so by transformers' attention and not by a plan
         self.use_attention("padded")
         packed = pack(batch, "padded")
+        if self.experts is not None:
+            self.experts.replay(packed.experts_of(packed.source))
         gather = packed.gather
         targets = batch.responses.tokens
         if at is not None:

@@ -37,9 +37,11 @@ def collate(
     # The policy's oldest token decides how stale a response is.
     oldest = [min(r.versions, default=0) for r in rollouts]
     truncated = [r.finish_reason == "length" for r in rollouts]
+    asked, answered = Segments.of_prompts(prompts), Segments.of([r.token_ids for r in rollouts])
+    asked.experts, answered.experts = _experts(groups)
     return Batch(
-        Segments.of_prompts(prompts),
-        Segments.of([r.token_ids for r in rollouts]),
+        asked,
+        answered,
         torch.tensor(prompt_of, dtype=torch.long),
         sampled=_flat([r.sampled for r in rollouts], torch.bool),
         behavior_logprobs=_flat([r.logprobs for r in rollouts], dtype),
@@ -68,6 +70,33 @@ def attached(rollouts: Iterable[Rollout]) -> list[Attachment]:
 
 def _flat(rows: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:
     return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+
+
+def _experts(groups: Sequence[Sequence[Rollout]]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the experts of the tokens of prompts and of responses; ``None`` without any.
+
+    The prompt of a group is computed once in training. It takes the experts of the newest response,
+    since responses of a group that was interrupted have prompts of several policy versions.
+    """
+    rollouts = list(chain.from_iterable(groups))
+    known = [r.experts for r in rollouts if r.experts is not None]
+    if not known:
+        return None, None
+    shape = known[0].response.shape[1:]
+
+    def unknown(tokens: int) -> Tensor:
+        return torch.full((tokens, *shape), -1, dtype=torch.int16)
+
+    prompts = []
+    for group in groups:
+        own = [r for r in group if r.experts is not None]
+        newest = max(own, key=lambda r: max(r.versions, default=0), default=None)
+        if newest is None or newest.experts is None:
+            prompts.append(unknown(len(group[0].prompt.token_ids)))
+        else:
+            prompts.append(newest.experts.prompt)
+    responses = [unknown(len(r)) if r.experts is None else r.experts.response for r in rollouts]
+    return torch.cat(prompts), torch.cat(responses)
 
 
 def _baselines(rollouts: Sequence[Rollout]) -> Tensor | None:

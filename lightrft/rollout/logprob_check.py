@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
+from lightrft.observability.metrics import Mean, Metrics
 from lightrft.roles import Roles
 from lightrft.types import Batch, Prompt, Request, Rollout, Segments
 from lightrft.utils.errors import ModelError
@@ -411,6 +412,38 @@ def check_batch(
 
     refuse_gap(roles.actor, found, sampling, None if roles.engine.shares_weights else unequal)
     roles.logprobs_checked = True
+
+
+@torch.no_grad()
+def replay_metrics(roles: Roles, batch: Batch, temperature: float) -> Metrics:
+    """Measure on a few rows what a replay of experts changes. Every rank must call it.
+
+    Args:
+        roles: The policy.
+        batch: Has ``behavior_logprobs [N]``.
+        temperature: Divisor of the logits.
+
+    Returns:
+        The mean difference of the log-probs of engine and trainer, with the replay and without it.
+        Without a replay, there are no metrics.
+    """
+    metrics = Metrics()
+    few = _few(batch, batch.mask) if batch.responses.experts is not None else None
+    if few is None or few.behavior_logprobs is None:
+        return metrics
+    actor = roles.actor
+    free = few.replace()
+    free.prompts = replace(few.prompts, experts=None)
+    free.responses = replace(few.responses, experts=None)
+    training = actor.training
+    actor.eval()
+    for name, rows in (("", few), ("_no_replay", free)):
+        found = actor.score(rows, temperature=temperature).logprobs
+        reported = few.behavior_logprobs.to(found.device)
+        gaps = (found - reported).abs()
+        metrics.add(f"replay/logprob_diff{name}", Mean.of(gaps, few.mask.to(gaps.device)))
+    actor.train(training)
+    return metrics
 
 
 @dataclass(slots=True)

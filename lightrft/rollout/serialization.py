@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightrft.rollout.accounting import CollectedRollouts
-from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
+from lightrft.types import Batch, ExpertChoices, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.atomic_files import is_disk_full
 from lightrft.utils.errors import CheckpointError, ResourceError
 from lightrft.utils.state_io import SUFFIX, State, load_state, save_state
@@ -30,6 +30,9 @@ FindPrompts = Callable[[Sequence[str]], list[Prompt]]
 def pack_rollout(rollout: Rollout) -> PackedRollout:
     """Return ``rollout`` as plain data."""
     fields = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
+    experts = rollout.experts
+    if experts is not None:
+        fields["experts"] = {"prompt": experts.prompt, "response": experts.response}
     return {**fields, "prompt": rollout.prompt.id}
 
 
@@ -46,6 +49,8 @@ def unpack_rollouts(packed: Sequence[PackedRollout], find: FindPrompts) -> list[
 def unpack_rollout(packed: PackedRollout, prompt: Prompt) -> Rollout:
     """Invert ``pack_rollout`` for a response to ``prompt``."""
     whole: State = {**packed, "prompt": prompt}
+    if packed.get("experts") is not None:
+        whole["experts"] = ExpertChoices(**packed["experts"])
     return Rollout(**whole)
 
 
@@ -134,12 +139,13 @@ def _segments_state(segments: Segments) -> State:
         name: {"values": rows.values, "lengths": rows.lengths}
         for name, rows in segments.media.items()
     }
-    return {"tokens": segments.tokens, "lengths": segments.lengths, "media": media}
+    state: State = {"tokens": segments.tokens, "lengths": segments.lengths, "media": media}
+    return state if segments.experts is None else {**state, "experts": segments.experts}
 
 
 def _segments_of(state: State) -> Segments:
     media = {name: Ragged(**rows) for name, rows in state["media"].items()}
-    return Segments(state["tokens"], state["lengths"], media)
+    return Segments(state["tokens"], state["lengths"], media, experts=state.get("experts"))
 
 
 def with_outcomes(batch: Batch, collected: CollectedRollouts) -> Batch:

@@ -21,13 +21,15 @@ class BearerTokens:
 
     Args:
         path: The file.
+        setting: Name of the setting, for messages.
 
     Raises:
         ConfigError: The file cannot be read, or holds no token or a time that is none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, setting: str = "http.token_file") -> None:
         self.path = path
+        self.setting = setting
         self._stamp: tuple[int, int, int] | None = None
         self._tokens: dict[bytes, datetime | None] = {}
         self._read()
@@ -71,7 +73,7 @@ class BearerTokens:
                 return
             text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"http.token_file = {str(self.path)!r}: {error}") from error
+            raise ConfigError(f"{self.setting} = {str(self.path)!r}: {error}") from error
         self._tokens = self._parsed(text)
         self._stamp = stamp
 
@@ -85,12 +87,12 @@ class BearerTokens:
                 found[words[0].encode()] = _time(words[1]) if words[1:] else None
             except ValueError as error:
                 raise ConfigError(
-                    f"http.token_file = {str(self.path)!r}, line {number}: {words[1]!r} is no "
+                    f"{self.setting} = {str(self.path)!r}, line {number}: {words[1]!r} is no "
                     "time; write e.g. 2027-01-31T12:00:00Z"
                 ) from error
         if not found:
             raise ConfigError(
-                f"http.token_file = {str(self.path)!r} holds no token; write one a line"
+                f"{self.setting} = {str(self.path)!r} holds no token; write one a line"
             )
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from lightrft.config.serving import ServeConfig, ServeRMConfig
@@ -12,6 +13,7 @@ from lightrft.config.strategy import StrategyConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.families import context_length
 from lightrft.models.processors import load_processor
+from lightrft.serving.bearer_tokens import BearerTokens
 from lightrft.serving.chat.chat_completions import ChatCompletions
 from lightrft.serving.chat.completions import Completions
 from lightrft.serving.chat.messages import Messages
@@ -21,6 +23,7 @@ from lightrft.serving.http_server import Endpoint, HTTPServer
 from lightrft.serving.problems import HTTPCall
 from lightrft.serving.reward_service import ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.serving.weight_updates import WeightUpdates
 from lightrft.trainer.saved_policy import resolved
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import local_policy, local_tokenizer
@@ -30,7 +33,8 @@ from lightrft.workers.scoring.reward_wire import vocabulary_digest, weights_dige
 class Service(Protocol):
     """A model that answers requests, and the addresses that it answers."""
 
-    served: ServedModel
+    @property
+    def served(self) -> ServedModel: ...
 
     def endpoints(self) -> list[Endpoint]: ...
 
@@ -75,12 +79,23 @@ class GenerationService:
     Args:
         generator: Generates the answers.
         chat: Answers chat completions.
+        updates: Replaces the weights. ``None`` if nobody may.
     """
 
-    def __init__(self, generator: TextGenerator, chat: ChatCompletions) -> None:
+    def __init__(
+        self,
+        generator: TextGenerator,
+        chat: ChatCompletions,
+        updates: WeightUpdates | None = None,
+    ) -> None:
         self.generator = generator
         self.chat = chat
-        self.served = generator.served
+        self.updates = updates
+
+    @property
+    def served(self) -> ServedModel:
+        """The name and the digest of the model."""
+        return self.generator.served
 
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses."""
@@ -88,6 +103,7 @@ class GenerationService:
             *self.chat.endpoints(),
             *Completions(self.generator, self.chat).endpoints(),
             *Messages(self.generator, self.chat).endpoints(),
+            *([] if self.updates is None else self.updates.endpoints()),
         ]
 
     def close(self) -> None:
@@ -120,10 +136,13 @@ def listening(
         config: Settings of the server.
         metrics: Counters of the server.
     """
-    served = service.served
 
     async def health(call: HTTPCall) -> dict[str, str]:
+        served = service.served
         return {"status": "ok", "model": served.name, "digest": served.digest}
+
+    async def listed(call: HTTPCall) -> dict[str, object]:
+        return await service.served.listed(call)
 
     async def shown(call: HTTPCall) -> str:
         return metrics.text()
@@ -132,7 +151,7 @@ def listening(
         *service.endpoints(),
         Endpoint(("/health",), health, "GET", is_open=True),
         Endpoint(("/metrics",), shown, "GET"),
-        Endpoint(("/v1/models",), served.listed, "GET"),
+        Endpoint(("/v1/models",), listed, "GET"),
     ]
     try:
         http = HTTPServer(endpoints, config.http, metrics)
@@ -163,15 +182,37 @@ def generation_service(
     weights = None if saved is None else saved.weights
     _, actor, engine = local_policy(model, placed, config.engine, tokenizer, weights=weights)
     assert isinstance(engine, NativeEngine)
-    name = config.name or config.model.path
+    name, context = config.name or config.model.path, context_length(actor.base.config)
     generator = TextGenerator(
         engine,
         functools.partial(likely_tokens, actor, budget),
         tokenizer,
         config.sampling,
-        ServedModel(name, weights_digest(actor), vocabulary_digest(tokenizer)),
-        context_length(actor.base.config),
+        ServedModel(
+            name, weights_digest(actor), vocabulary_digest(tokenizer), max_model_len=context
+        ),
+        context,
         metrics,
     )
     processor = load_processor(model, tokenizer)
-    return GenerationService(generator, ChatCompletions(generator, processor, config.media))
+    chat = ChatCompletions(generator, processor, config.media)
+    try:
+        return GenerationService(generator, chat, _updates(config, generator))
+    except BaseException:
+        generator.close()
+        raise
+
+
+def _updates(config: ServeConfig | ServeRMConfig, generator: TextGenerator) -> WeightUpdates | None:
+    """Return the addresses that replace the weights, or None if nobody may."""
+    if isinstance(config, ServeRMConfig) or config.weights_token_file is None:
+        return None
+    tokens = BearerTokens(Path(config.weights_token_file).expanduser(), "weights_token_file")
+    return WeightUpdates(
+        generator.engine,
+        generator.loop,
+        generator.served.digest,
+        generator.replaced,
+        tokens,
+        int(config.http.max_body_mb * 2**20),
+    )

@@ -37,6 +37,8 @@ refusal before the connection ends."""
 KEEP_ALIVE = 75
 """Seconds after which an idle connection is closed."""
 REQUEST_ID = "x-request-id"
+BYTES = "application/octet-stream"
+"""Content type of a body that is no JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class Endpoint:
             ``UserError``.
         method: ``GET`` or ``POST``.
         is_open: It needs no token, and is answered also by a full server.
+        tokens: Who may ask. ``None`` for everybody who may ask the other addresses.
     """
 
     paths: tuple[str, ...]
     answer: Callable[[HTTPCall], Awaitable[object]]
     method: str = "POST"
     is_open: bool = False
+    tokens: BearerTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +195,12 @@ class HTTPServer:
             answer = await endpoint.answer(HTTPCall({}, math.inf))
             is_text = isinstance(answer, str)
             return PlainTextResponse(answer) if is_text else JSONResponse(answer)
-        if self.tokens is not None:
+        tokens = endpoint.tokens or self.tokens
+        if tokens is not None:
             # the header of Anthropic's clients holds the token alone
             bare = request.headers.get("x-api-key")
             given = f"Bearer {bare}" if bare else ""
-            self.tokens.check(request.headers.get("authorization", given))
+            tokens.check(request.headers.get("authorization", given))
         if self._open >= self.config.max_requests:
             after = max(1, math.ceil(self._seconds))
             raise HTTPProblem(
@@ -285,7 +290,7 @@ class HTTPServer:
             yield last
 
     async def _read(self, request: Request) -> HTTPCall:
-        """Return the JSON body of ``request``, which must be an object."""
+        """Return the body of ``request``: a JSON object, or bytes."""
         from starlette.requests import ClientDisconnect
 
         self._check_size(request)
@@ -303,8 +308,11 @@ class HTTPServer:
         except ClientDisconnect as error:
             self.metrics.count("truncated_uploads")
             raise bad(f"the upload was truncated after {len(data)} bytes") from error
-        tree = await asyncio.to_thread(_parsed, bytes(data))
         id = request.headers.get(REQUEST_ID, "")[:200]
+        if request.headers.get("content-type") == BYTES:
+            end = time.monotonic() + self.config.timeout
+            return HTTPCall(dict(request.query_params), end, data=bytes(data))
+        tree = await asyncio.to_thread(_parsed, bytes(data))
         query = hashlib.blake2b(request.url.path.encode() + b"\0" + data, digest_size=16)
         deadline = time.monotonic() + self.config.timeout
         return HTTPCall(tree, deadline, query.hexdigest(), id)

@@ -32,16 +32,18 @@ class HTTPCall:
     """A request that was read.
 
     Attributes:
-        body: The JSON object of the request; empty for GET.
+        body: The JSON object of the request; its query, if ``data`` is its body. Empty for GET.
         deadline: Time of ``time.monotonic`` after which nobody waits for the answer.
         query: Digest of the body.
         id: Request id that the client made; empty if it made none.
+        data: The body of a request that sends bytes and no JSON.
     """
 
     body: Mapping[str, Any]
     deadline: float
     query: str = ""
     id: str = field(default="")
+    data: bytes = b""
 
     def listed(self, *names: str) -> list[Any]:
         """Return the first given field of ``names`` as a list. One value is a list of one.

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.serving import ServeRMConfig
-from lightrft.datasets.conversations.conversation_encoder import Sample
+from lightrft.datasets.conversations.conversation_encoder import Sample, batch_of_answers
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.learner.reward_model.outputs import joined, separated
 from lightrft.models.families import context_length
@@ -32,9 +32,12 @@ from lightrft.serving.problems import HTTPCall, bad
 from lightrft.serving.sample_encoder import SampleEncoder
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Batch, Segments
+from lightrft.utils.errors import DataError
 from lightrft.workers.scoring.reward_wire import (
     PATH,
+    answers_from_json,
     batch_from_json,
+    template_digest,
     vocabulary_digest,
     weights_digest,
 )
@@ -57,6 +60,9 @@ class ServedModel:
         heads: Names of its scores; empty for a generative model.
         reward: Name of the score that is the reward; empty for a generative model.
         layout: Layout of its inputs.
+        max_model_len: Most tokens of a prompt with its response. ``None`` for no limit.
+        template: Digest of its chat template; empty if it has none.
+        template_problem: The reason why the template cannot render responses; empty if it can.
     """
 
     name: str
@@ -65,6 +71,9 @@ class ServedModel:
     heads: tuple[str, ...] = ()
     reward: str = ""
     layout: str = ""
+    template: str = ""
+    template_problem: str = ""
+    max_model_len: int | None = None
 
     async def listed(self, call: HTTPCall) -> dict[str, object]:
         """Return the answer of ``/v1/models``."""
@@ -77,6 +86,9 @@ class ServedModel:
             "heads": list(self.heads),
             "reward": self.reward,
             "layout": self.layout,
+            "max_model_len": self.max_model_len,
+            "template": self.template,
+            "template_problem": self.template_problem,
         }
         return {"object": "list", "data": [entry]}
 
@@ -123,6 +135,8 @@ class RewardService:
             tuple(model.score_names),
             model.reward_name,
             model.layout,
+            template_digest(tokenizer),
+            self.encoder.template_problem(),
         )
         self._threads = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         self.batcher: Batcher[Payload] = Batcher(self.compute, config.batching, metrics)
@@ -241,18 +255,52 @@ class RewardService:
         return {**self.served.named("pool"), "data": rows, "usage": usage(tokens)}
 
     async def rewards(self, call: HTTPCall) -> dict[str, object]:
-        """Return the scores of token ids in the form of ``reward_wire``, by head.
+        """Return the scores of token ids or conversations in a form of ``reward_wire``, by head.
 
-        The request is a batch of its own, so its scores do not depend on other requests.
+        The request is a batch of its own, so its scores do not depend on other requests. A
+        conversation that cannot be read has no score, and its reason is in ``problems``.
         """
+        about = {"model": self.served.name, "digest": self.served.digest}
+        if "conversations" in call.body:
+            return {**about, **await self._answers(call)}
         batch = await asyncio.to_thread(batch_from_json, call.body, self.vocabulary)
-        lengths = batch.prompts.lengths[batch.prompt_of] + batch.lengths
-        self._check_length(int(lengths.max()))
+        self._check_length(int(_lengths(batch).max()))
+        return {**about, "scores": await self._scores(batch, call)}
+
+    async def _answers(self, call: HTTPCall) -> dict[str, object]:
+        """Return the scores of conversations, and the problem of each that cannot be read."""
+        answers = answers_from_json(call.body)
+        loop = asyncio.get_running_loop()
+
+        def encode(k: int) -> Sample | str:
+            one = answers[k]
+            try:
+                sample = self.encoder.answered(
+                    one.messages, one.text, cut=one.cut, where="the conversation"
+                )
+            except DataError as error:
+                return str(error)
+            return self._length_problem(sample.tokens) or sample
+
+        asked = [loop.run_in_executor(self._threads, encode, k) for k in range(len(answers))]
+        found = list(enumerate(await asyncio.gather(*asked)))
+        problems = {str(k): one for k, one in found if isinstance(one, str)}
+        samples = {k: one for k, one in found if isinstance(one, Sample)}
+        scores: dict[str, list[float | None]] = {n: [None] * len(found) for n in self.served.heads}
+        if samples:
+            origins = [answers[k].conversation for k in samples]
+            batch = batch_of_answers(list(samples.values()), origins)
+            for name, values in (await self._scores(batch, call)).items():
+                for k, value in zip(samples, values, strict=True):
+                    scores[name][k] = value
+        return {"scores": scores, "problems": problems}
+
+    async def _scores(self, batch: Batch, call: HTTPCall) -> dict[str, list[float | None]]:
+        """Return the scores of ``batch``, computed by itself, by head."""
         # a key that equals no other
-        work = Work[Payload](batch, int(lengths.sum()), call.deadline, key=object())
+        work = Work[Payload](batch, int(_lengths(batch).sum()), call.deadline, key=object())
         outputs = await asyncio.wrap_future(self.batcher.submit(work))
-        scores = {name: numbers(head.scores) for name, head in outputs.items()}
-        return {"scores": scores, "model": self.served.name, "digest": self.served.digest}
+        return {name: numbers(head.scores) for name, head in outputs.items()}
 
     async def _items(self, call: HTTPCall) -> tuple[Outputs, int]:
         """Return the outputs of ``input`` or ``messages``, and the number of tokens."""
@@ -287,8 +335,19 @@ class RewardService:
         return name
 
     def _check_length(self, tokens: int) -> None:
-        if self.context is not None and tokens > self.context:
-            raise bad(f"{tokens} tokens of one item exceed the model's context of {self.context}")
+        problem = self._length_problem(tokens)
+        if problem:
+            raise bad(problem)
+
+    def _length_problem(self, tokens: int) -> str:
+        if self.context is None or tokens <= self.context:
+            return ""
+        return f"{tokens} tokens of one item exceed the model's context of {self.context}"
+
+
+def _lengths(batch: Batch) -> Tensor:
+    """Return the number of tokens of prompt and response of each row, ``[B]``."""
+    return batch.prompts.lengths[batch.prompt_of] + batch.lengths
 
 
 def batch_of_samples(samples: Sequence[Sample]) -> Batch:

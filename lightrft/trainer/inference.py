@@ -77,13 +77,13 @@ def run_eval(config: EvaluateConfig) -> EvalSummary:
         check_rewards(config.reward, prompts, tokenizer)
         with closing(local_scorer(config.reward)) as functions:
             weights = None if saved is None else saved.weights
-            _, actor, engine = local_policy(
-                model, config.strategy, config.engine, tokenizer, weights=weights
+            strategy, actor, engine = local_policy(
+                model, config.strategy, config.engine, tokenizer, weights=weights, trains=False
             )
             check_lengths(
                 actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data"
             )
-            scorer = with_reward_models(functions, config.reward, model, tokenizer, actor.device)
+            scorer = with_reward_models(functions, config.reward, model, tokenizer, strategy.device)
             with closing(CheckedEngine(engine, actor, config.engine)) as checked:
                 found = evaluate(checked, scorer, prompts, config.eval, config.run.seed)
         return _record(folder, config, found, len(prompts))
@@ -158,7 +158,7 @@ class Chat:
         self.processor = load_processor(model, tokenizer)
         weights = None if saved is None else saved.weights
         _, actor, engine = local_policy(
-            model, config.strategy, config.engine, tokenizer, weights=weights
+            model, config.strategy, config.engine, tokenizer, weights=weights, trains=False
         )
         self.engine = CheckedEngine(engine, actor, config.engine)
         bound, context = length_bound(actor.base.config), context_length(actor.base.config)

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightrft.config.rollout import EvalConfig
+from lightrft.config.strategy import EngineConfig
 from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
+from lightrft.engines.base import Engine
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.lora import can_merge
@@ -17,12 +19,14 @@ from lightrft.roles import Roles, TrainableModel
 from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
 from lightrft.rollout.evaluation import evaluate, reached
+from lightrft.rollout.logprob_check import CheckedEngine, unequal_weight
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_lengths, longest
 from lightrft.trainer.saved_policy import POLICY, write_policy
 from lightrft.trainer.training_loop import TrainingRun, best_checkpoint
 from lightrft.types import Prompt
 from lightrft.utils.atomic_files import whole_folder
+from lightrft.utils.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,11 @@ class PolicyRun(TrainingRun):
     roles: Roles
     eval: EvalConfig
     eval_prompts: Sequence[Prompt]
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """The settings ``engine``."""
+        raise NotImplementedError
 
     @property
     def strategy(self) -> Strategy:
@@ -151,13 +160,38 @@ def save_whole(actor: Actor, run: PolicyRun, *, merge: bool = True) -> None:
         save_model(actor, roles.tokenizer, temporary, processor=roles.processor, merge=merge)
 
 
+def current_engine(run: PolicyRun) -> Engine:
+    """Return the engine of ``run`` with the current weights.
+
+    Runs that train without sampling send weights only here. In one process, the engine compares the
+    log-probs of its first responses with the trainer's.
+
+    Raises:
+        ModelError: The engine has other weights than it received.
+    """
+    roles = run.roles
+    if roles.engine.shares_weights:
+        return roles.engine
+    if roles.published != run.step:
+        run.publish()
+        if name := unequal_weight(roles.engine_fingerprint, roles.weights()):
+            raise ModelError(
+                f"weights of version {run.step} were not transferred: the engine holds another "
+                f"{name!r} than the trainer"
+            )
+    if roles.strategy.ranks.size > 1:
+        return roles.engine
+    return CheckedEngine(roles.engine, roles.actor, run.engine_config)
+
+
 def evaluate_responses(run: PolicyRun) -> Metrics:
     """Generate responses to the eval set with the current policy, write them and return metrics."""
     # The scorer is shared, and asynchronous generation would mix its responses with these.
     run.wait_until_idle()
+    engine = current_engine(run)
     with run.roles.generation_mode():
         found = evaluate(
-            run.roles.engine,
+            engine,
             run.roles.scorer,
             run.eval_prompts,
             run.eval,

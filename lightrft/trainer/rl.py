@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.algorithms.requirements import Requirements
+from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import (
     ProcessGroup,
@@ -59,6 +60,11 @@ class RLRun(PolicyRun):
     controllers: Controllers
     async_generator: AsyncGenerator | None = None
     _drawn: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """See ``PolicyRun.engine_config``."""
+        return self.config.engine
 
     def start(self) -> None:
         """Start asynchronous generation, with the batches that the checkpoint contains."""

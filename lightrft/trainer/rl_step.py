@@ -39,7 +39,7 @@ from lightrft.roles import Roles
 from lightrft.rollout.accounting import CollectedRollouts, filter_and_select, rollout_metrics
 from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import CollectSettings, PromptSource, collect_rollouts
-from lightrft.rollout.logprob_check import check_batch
+from lightrft.rollout.logprob_check import check_batch, replay_metrics
 from lightrft.rollout.weight_probe import WeightProbe
 from lightrft.types import Batch, rows_of
 
@@ -169,6 +169,7 @@ def _learn_from(
     max_tokens = config.train.max_tokens_per_micro_batch
     temperature = sampling_temperature(config.sampling)
     with timers("logprobs"):
+        metrics.merge(replay_metrics(roles, batch, temperature))
         batch = with_policy(batch, roles, config, requirements)
     with timers("reference"):
         batch = with_reference(batch, roles, config, requirements)

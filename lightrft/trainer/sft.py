@@ -8,6 +8,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, SFTConfig
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
@@ -40,6 +41,11 @@ class SFTRun(PolicyRun):
     dataset: SFTDataset
     validation: SFTDataset | None = None
     sampler: PromptSampler
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """See ``PolicyRun.engine_config``."""
+        return self.config.engine
 
     @property
     def validates(self) -> bool:

@@ -24,11 +24,15 @@ from lightrft.viewer.plots import Plot
 from lightrft.viewer.reward_scores import reward_plots, reward_section
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
 from lightrft.viewer.samples import answers
+from lightrft.viewer.step_scores import is_of_steps
 
 JUDGED = {
     "Prompts": "eval/prompts",
     "Without a score": "eval/unscored",
+    "Scores that are not finite": "eval/nonfinite_scores",
     "Calibration error": "eval/calibration_error",
+    "Calibration error of steps": "eval/step_calibration_error",
+    "F1 of ProcessBench": "eval/process_bench_f1",
     "Length bias": "eval/length_bias",
     "Mean margin": "eval/margin",
 }
@@ -150,7 +154,9 @@ def _headline(run: RunData) -> str:
         points = (after - before) * 100
         # A minus sign, which is as wide as the plus. The names of the classes have no hyphen.
         delta = f'<p class="delta {css_of(points)}">{points:+.1f} points</p>'.replace("-", "−", 1)
-    of_pairs = "pair " if run.judged else ""
+    of_pairs = ""
+    if run.judged:
+        of_pairs = "step " if is_of_steps(run.judged) else "pair "
     return (
         f'<div class="headline card"><p class="label">Held-out {of_pairs}accuracy{when}</p><p '
         f'class="value">{value}</p>{delta}</div>'

@@ -1,4 +1,7 @@
-"""The section about a reward model: score distributions, calibration, subsets and worst pairs."""
+"""The section about a reward model: score distributions, calibration, subsets and worst pairs.
+
+``step_scores`` has the section about a process reward model.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from lightrft.viewer.formatting import compact, percent
 from lightrft.viewer.media import shown
 from lightrft.viewer.plots import Plot, Series
 from lightrft.viewer.run_data import RunData
+from lightrft.viewer.step_scores import is_of_steps, share_bar, step_plots, step_section
 
 SIDES = (("better", "Better, by its label"), ("worse", "Worse, with the higher score"))
 """Responses of a pair in wrong order, with their headings."""
-WIDTH = 1000
-"""Width of the bar of an accuracy, in units of its picture."""
 
 
 def reward_plots(run: RunData) -> list[Plot]:
     """Return the plots of ``reward_scores.json``, in the order of their cards."""
     judged = run.judged
+    if is_of_steps(judged):
+        return step_plots(judged)
     found = [_distribution(judged), _calibration(judged), _best_of_n(judged)]
     return [plot for plot in found if plot is not None]
 
@@ -36,6 +40,8 @@ def reward_section(run: RunData, plots: Sequence[Plot]) -> str:
     judged = run.judged
     if not judged:
         return ""
+    if is_of_steps(judged):
+        return step_section(run, plots)
     head, pairs = escape(str(judged.get("head", ""))), judged.get("pairs", 0)
     about = f"Scores of the head <code>{head}</code> for {pairs:,} pairs of responses."
     return (
@@ -122,7 +128,7 @@ def _subsets(judged: Mapping[str, Any]) -> str:
     for one in sorted(subsets, key=lambda one: one["mean"]):
         rows += (
             f'<tr><th scope="row">{escape(one["name"] or "unnamed")}</th>'
-            f"<td>{_interval(one)}</td><td>{percent(one['mean'])}</td>"
+            f"<td>{share_bar(one)}</td><td>{percent(one['mean'])}</td>"
             f"<td>{percent(one['low'])} to {percent(one['high'])}</td>"
             f"<td>{one['count']:,}</td></tr>"
         )
@@ -133,21 +139,6 @@ def _subsets(judged: Mapping[str, Any]) -> str:
     return (
         '<div class="card subsets"><table><thead><tr>'
         f"{top}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _interval(one: Mapping[str, Any]) -> str:
-    """Return a bar from 0 to 1 with a mark at 1/2, and the interval as a line.
-
-    Positions are attributes of SVG, because the policy of the page forbids attributes of style.
-    """
-    low, mean, high = (one[name] * WIDTH for name in ("low", "mean", "high"))
-    words = f"{percent(one['mean'])}, {percent(one['low'])} to {percent(one['high'])}"
-    return (
-        f'<svg class="share" viewBox="0 0 {WIDTH} 14" preserveAspectRatio="none" role="img" '
-        f'aria-label="{words}"><rect class="f2" width="{mean:.1f}" height="14"/>'
-        f'<rect class="fline" x="{low:.1f}" y="5.5" width="{max(high - low, 2):.1f}" height="3"/>'
-        f'<rect class="fline" x="{WIDTH / 2 - 1}" width="2" height="14"/></svg>'
     )
 
 

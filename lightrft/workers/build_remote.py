@@ -112,7 +112,12 @@ class RemoteRoleBuilder:
         trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
         asked = config.launch.ray
         hand = WeightSyncConfig(
-            asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained
+            asked.weights,
+            asked.bucket_mb * 2**20,
+            strategy.device,
+            self.host,
+            trained,
+            only_changed=config.engine.kind == "native",
         )
         make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)
         # Only rank 0 calls engines. The others would start workers that nobody uses.

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import PolicyModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Worker, WorkerLost
@@ -28,6 +28,7 @@ from lightrft.engines.vllm import VLLMBatch, VLLMEngine
 from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
 from lightrft.strategy.single import SingleStrategy
@@ -48,7 +49,7 @@ LOOK_SECONDS = 0.05
 
 
 def engine_worker(
-    model: ModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int
+    model: PolicyModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int
 ) -> EngineWorker:
     """Make the object of an engine worker.
 
@@ -62,9 +63,9 @@ def engine_worker(
     if config.kind == "vllm":
         return vllm_worker(model, config)
     actor = local_frozen(model, SingleStrategy(strategy))
-    return NativeEngineWorker(
-        NativeEngine(KVDecoder(actor.model), load_tokenizer(model), config, shared=False)
-    )
+    experts = ExpertReplay(actor.model) if model.replay_routes else None
+    decoder = KVDecoder(actor.model, experts)
+    return NativeEngineWorker(NativeEngine(decoder, load_tokenizer(model), config, shared=False))
 
 
 class ResponseBatch(Protocol):
@@ -203,7 +204,7 @@ class VLLMEngineWorker(EngineWorker):
         return found
 
 
-def vllm_worker(model: ModelConfig, config: EngineConfig) -> VLLMEngineWorker:
+def vllm_worker(model: PolicyModelConfig, config: EngineConfig) -> VLLMEngineWorker:
     """Make the object of an engine worker with vLLM.
 
     Args:

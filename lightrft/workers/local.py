@@ -15,7 +15,7 @@ from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
-from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
+from lightrft.config.strategy import SERVED_KINDS, SHARDING, EngineConfig, StrategyConfig
 from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
@@ -26,6 +26,7 @@ from lightrft.learner.reference_update import MovingReference
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import Processor
 from lightrft.rewards.base import NullScorer, RewardScorer
@@ -34,6 +35,7 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.local_served import local_served
 from lightrft.workers.local_vllm import async_vllm, local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
@@ -91,6 +93,9 @@ def local_policy(
     tokenizer: PreTrainedTokenizerBase,
     ranks: ProcessGroup = SINGLE_PROCESS,
     weights: Path | None = None,
+    *,
+    trains: bool = True,
+    replay_routes: bool = False,
 ) -> tuple[Strategy, Actor, Engine]:
     """Build the strategy, the policy on its device and an engine over the same weights.
 
@@ -102,18 +107,27 @@ def local_policy(
         ranks: all ranks of the run.
         weights: folder of the trained weights in a checkpoint, loaded by a single process. None
             keeps the weights of ``model``.
+        trains: the weights will change, and the engine must follow them.
+        replay_routes: the engine records the experts of each token, and the policy replays them.
     """
     placed = strategy_of(strategy, ranks)
+    # A server that nothing is compared with needs no weights here.
+    is_hollow = engine.kind in SERVED_KINDS and not trains and not engine.check_logprobs
     with placed.loading() as device:
-        actor = Actor.load(model, device=device)
-    if weights is not None:
+        actor = Actor.load(model, device="meta" if is_hollow else device)
+    if weights is not None and not is_hollow:
         load_weights(actor, weights)
     # The engine generates from the shards of the policy, which must be gathered for it.
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
-    decoder = KVDecoder(actor.model)
+    if replay_routes:
+        actor.experts = ExpertReplay(actor.model)
+    decoder = KVDecoder(actor.model, actor.experts)
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
         return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks, together)
+    if engine.kind in SERVED_KINDS:
+        served = local_served(model, engine, tokenizer, decoder, ranks, trains=trains)
+        return placed, actor, served
     native = NativeEngine(decoder, tokenizer, engine, whole=whole, together=together)
     return placed, actor, native
 
@@ -215,11 +229,18 @@ def local_roles(
         ranks: all ranks of the run.
         apart: functions that build some roles in another way, by role name.
     """
+    if config.model.replay_routes:
+        check_native(config.engine, "model.replay_routes", "true")
     # Must come first: its processes start while models are loaded.
     scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
     try:
         strategy, actor, engine = local_policy(
-            config.model, config.strategy, _own_engine(config, apart), tokenizer, ranks
+            config.model,
+            config.strategy,
+            _own_engine(config, apart),
+            tokenizer,
+            ranks,
+            replay_routes=config.model.replay_routes,
         )
         per_step = config.train.ppo_epochs * config.train.num_mini_batches
         frozen = config.critic.warmup_steps if requirements.critic else 0
@@ -346,7 +367,7 @@ def check_native(engine: EngineConfig, setting: str, value: object) -> None:
     """
     if engine.kind != "native":
         raise ConfigError(
-            f"{setting} = {value} generates with the native engine, and engine.kind is "
+            f"{setting} = {value} needs the native engine, and engine.kind is "
             f"{engine.kind}; leave out {setting}, or set engine.kind=native"
         )
 
@@ -370,12 +391,12 @@ def local_async_engine(
         return async_vllm(config, actor.model, tokenizer, strategy.ranks)
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
-        decoder = KVDecoder(actor.model).apart()
+        decoder = KVDecoder(actor.model, actor.experts).apart()
     else:
         # Loading initializes adapters at random. That must not advance the generator of the run.
         with torch.random.fork_rng():
             copy = Actor.load(config.model, device=strategy.device).requires_grad_(False).eval()
-            decoder = KVDecoder(copy.model)
+            decoder = KVDecoder(copy.model, ExpertReplay(copy.model) if actor.experts else None)
     return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 

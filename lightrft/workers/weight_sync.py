@@ -16,9 +16,9 @@ from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.weight_transport import (
-    Layout,
     RayObject,
     Way,
+    WeightBuffer,
     WeightTransport,
     build_transport,
     fill,
@@ -40,7 +40,8 @@ class WeightSyncConfig:
 
     ``way`` is the transport and ``bucket`` the size of its buffers in bytes. Buckets are filled on
     ``device``. ``host`` is the address of this machine. ``trained`` names the parameters that
-    training changes. After the first transfer only these are sent. None sends all of them.
+    training changes. After the first transfer only these are compared. None compares all of them.
+    Without ``only_changed``, all compared weights are sent, for engines that need whole layers.
     """
 
     way: Way = "message"
@@ -48,13 +49,15 @@ class WeightSyncConfig:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (a value that never changes)
     host: str = "127.0.0.1"
     trained: frozenset[str] | None = None
+    only_changed: bool = True
 
 
 class WeightSync:
     """Sends weights to ``workers`` with an ``EngineWorker`` each.
 
-    A lost worker is restarted and receives the newest weights. This machine keeps a copy in CPU
-    memory for that.
+    Weights that changed since the last transfer are sent, in the workers' dtypes. A lost
+    worker is restarted and receives the newest weights. This machine keeps a copy in CPU memory for
+    that.
 
     Args:
         workers: the workers. Empty on other ranks than 0.
@@ -73,30 +76,32 @@ class WeightSync:
         self.hand = hand
         self.version = 0
         self._begun = False
-        self._kept: list[tuple[Layout, Tensor]] = []
+        # of every weight that was sent or trained, in the version that workers hold
+        self._sums: Fingerprint = {}
+        self._copies: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._carrier: WeightTransport | None = None
         self._lives: tuple[int, ...] = ()
         self._found: dict[int, Fingerprint] = {}
-        self._known: list[Fingerprint] = []  # initial checksums of each worker
-        self._frozen: Fingerprint | None = None  # checksums of weights that are sent once only
-        self._kept_frozen: list[tuple[Layout, Tensor]] = []
         self._resent = 0
 
     @property
     def travelled(self) -> set[str]:
         """The names of weights that are kept for restarted workers."""
-        return {piece.name for layout, _ in [*self._kept_frozen, *self._kept] for piece in layout}
+        return set(self._copies)
 
     def sync(self, weights: Weights, version: int) -> Fingerprint:
         """Send ``weights`` of ``version`` to every worker and return their common fingerprint."""
         self.crew.settle()
         # This call also detects workers that were lost since the last transfer.
-        there = self.crew.each("fingerprint" if self._frozen is None else "ping")
-        self._known = [found for found in there if found is not None]
+        there = self.crew.each("ping" if self._begun else "fingerprint")
+        if not self._begun:
+            self._compare_start([found for found in there if found is not None])
         self.crew.settle()
-        sums: Fingerprint = {}
-        kept, arrived = self._send(self._travelling(weights, sums))
-        self._kept, self._begun, self.version, self._found = kept, True, version, {}
+        sums = dict(self._sums)
+        copies, arrived = self._send(self._travelling(weights, sums))
+        self._copies, self._sums, self._begun = copies, sums, True
+        self.version, self._found = version, {}
         if arrived:
             settled = self.crew.each("settle", version)
             for worker, found in zip(self.crew.workers, settled):
@@ -110,9 +115,7 @@ class WeightSync:
             for worker in self.crew.workers:
                 self.crew.beside(worker, self._give_again)
         self.crew.settle()  # restarted workers have received the weights now
-        if self._frozen is None:
-            self._keep_frozen(sums)
-        return self._agreed({**(self._frozen or {}), **sums})
+        return self._agreed(self._sums)
 
     def take_counts(self) -> dict[str, int]:
         """See ``HasEventCounts``."""
@@ -123,49 +126,49 @@ class WeightSync:
         """End the workers."""
         self.crew.close()
 
+    def _compare_start(self, known: Sequence[Fingerprint]) -> None:
+        """Read the dtypes of the workers' weights, and the checksums that all of them agree on.
+
+        Workers load the start model themselves, so they have most weights already.
+        """
+        for name, total in known[0].items() if known else ():
+            self._dtypes[name] = dtype_of(total)
+            if all(there.get(name) == total for there in known):
+                self._sums[name] = total
+
     def _travelling(self, weights: Weights, sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
-        """Yield the ``weights`` that workers lack, and store their checksums in ``sums``."""
-        trained, known = self.hand.trained, self._known
+        """Yield the ``weights`` that workers lack, in their dtypes. Update the checksums ``sums``
+        of all weights."""
+        trained = self.hand.trained
         for name, tensor in weights:
-            changes = trained is None or name in trained
-            if self._frozen is not None and not changes:
+            if self._begun and trained is not None and name not in trained:
                 continue
+            held = self._dtypes.get(name, tensor.dtype)
+            if held.is_floating_point and tensor.is_floating_point():
+                tensor = tensor.to(held)
             total = checksum(tensor)
-            # Workers load the start model themselves, so they have most frozen weights already.
-            everywhere = bool(known) and all(there.get(name) == total for there in known)
-            if changes or not everywhere:
+            if sums.get(name) != total or not self.hand.only_changed:
                 sums[name] = total
                 yield name, tensor
 
-    def _keep_frozen(self, sums: Fingerprint) -> None:
-        """Keep the weights of the first transfer that later ones omit, for restarted workers.
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], bool]:
+        """Send ``weights`` to all workers.
 
-        ``sums`` are the checksums of the first transfer.
+        Returns:
+            The newest copy of every weight that was ever sent, and True if all workers received
+            the weights.
         """
-        trained = frozenset(sums) if self.hand.trained is None else self.hand.trained
-        self._frozen = {name: total for name, total in sums.items() if name not in trained}
-        self._kept_frozen = []
-        for layout, data in self._kept:
-            frozen = tuple(piece for piece in layout if piece.name not in trained)
-            if frozen:
-                self._kept_frozen.append((frozen, data[: used(frozen)]))
-
-    def _send(
-        self, weights: Iterator[tuple[str, Tensor]]
-    ) -> tuple[list[tuple[Layout, Tensor]], bool]:
-        """Send ``weights`` to all workers. Return the copy to keep, and True if all workers
-        received them.
-        """
-        kept: list[tuple[Layout, Tensor]] = []
+        copies = dict(self._copies)
+        # Not ``_copies``: a worker that restarts meanwhile must get one version.
+        keeper = WeightBuffer(copies.update)
         carrier = self._open()
         arrived = carrier is not None
         # Without a transport the weights are still copied, since each worker is sent that copy.
         slots = RayObject((), self.hand.bucket, 0.0).slots if carrier is None else carrier.slots
         for slot, layout in fill(weights, slots):
-            # A copy, because the next bucket overwrites the slot.
-            kept.append((layout, slots[slot][: used(layout)].to("cpu", copy=True)))
+            keeper.take(slots[slot][: used(layout)].cpu(), layout)
             arrived = arrived and carrier is not None and self._carried(carrier.send, slot, layout)
-        return kept, arrived and carrier is not None and self._carried(carrier.flush)
+        return copies, arrived and carrier is not None and self._carried(carrier.flush)
 
     def _open(self) -> WeightTransport | None:
         """Return the transport, reopened if a worker was restarted, or None if that fails."""
@@ -218,9 +221,12 @@ class WeightSync:
             return
         silence = self.crew.limits.call_timeout
         # Messages, not the transport: that would need all workers of the group to take part.
-        for layout, data in [*self._kept_frozen, *self._kept]:
-            worker.call("weights", "put", data.numpy(), layout).result(silence)
+        slots = RayObject((), self.hand.bucket, 0.0).slots
+        for slot, layout in fill(self._copies.items(), slots):
+            data = slots[slot][: used(layout)].numpy()
+            worker.call("weights", "put", data, layout).result(silence)
         self._found[id(worker)] = worker.call("settle", self.version).result(silence)
+        # Among workers alone: a transfer may be replacing the weights that it was given.
         self._agreed({})
 
     def _agreed(self, sums: Fingerprint) -> Fingerprint:
@@ -231,11 +237,7 @@ class WeightSync:
         """
         first, *others = self._found.values()
         odd = {name for other in others for name, _ in first.items() ^ other.items()}
-        for name, total in sums.items():
-            # An engine may hold a weight in another dtype, where the sums cannot agree.
-            comparable = kind_of(total) == kind_of(first[name])
-            if comparable and total != first[name]:
-                odd.add(name)
+        odd |= {name for name, total in sums.items() if total != first.get(name)}
         if odd:
             names = ", ".join(worker.name for worker in self.crew.workers)
             raise ModelError(
@@ -270,6 +272,6 @@ def led(
     return run_on_all_ranks(ranks, work)[0]
 
 
-def kind_of(total: str) -> str:
-    """Return the part of a checksum that encodes the dtype and shape of the tensor."""
-    return total.partition(":")[0]
+def dtype_of(total: str) -> torch.dtype:
+    """Return the dtype of the tensor of a checksum."""
+    return getattr(torch, total.partition("[")[0].removeprefix("torch."))

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +21,24 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Engine
 from lightrft.engines.fingerprint import checksums
+from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import ResourceError
+from lightrft.utils.errors import ConfigError, ResourceError
 from tests.model_helpers import vllm_model
+from tests.serving_helpers import free_port, serve_process, wait_for
+from tests.sglang_server import sglang_server
 
-ENGINES = ["native", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+ENGINES = [
+    "native",
+    "http",
+    "sglang",
+    *(["vllm", "vllm_server"] if importlib.util.find_spec("vllm") else []),
+]
+KEY = "TEST_KEY_OF_SERVERS"
 WORDS = ["the quick brown fox", "jumps over the lazy dog", "one two three four"]
 
 
@@ -48,17 +63,77 @@ class Subject:
             return self.model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
 
 
+@contextmanager
+def own_server(folder: Path, keys: Path) -> Iterator[str]:
+    """Run ``lightrft serve`` in a process, and yield its address."""
+    port = free_port()
+    words = [f"weights_token_file={keys}", "model.dtype=float32", "engine.max_num_seqs=8"]
+    process = serve_process(folder, port, *words, verb="serve")
+    try:
+        wait_for(f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+
+
+@contextmanager
+def vllm_server(folder: Path) -> Iterator[str]:
+    """Run vLLM's own server in a process, and yield its address."""
+    port = free_port()
+    words = ["--model", str(folder), "--port", str(port), "--dtype", "float32"]
+    words += ["--max-num-seqs", "8", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_for(f"http://127.0.0.1:{port}", 300)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     folder: Path = tmp_path_factory.mktemp("model")
     model = vllm_model(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = EngineConfig(max_num_seqs=8)
+    ends = [tokenizer.eos_token_id]
+    if request.param == "http":
+        (folder / "keys").write_text("secret\n")
+        with own_server(folder, folder / "keys") as url, pytest.MonkeyPatch.context() as patch:
+            patch.setenv(KEY, "secret")
+            served = EngineConfig(kind="http", url=url, api_key_env=KEY, max_num_seqs=8)
+            engine = HTTPEngine.connect(served, tokenizer, ends)
+            engine.require_updates()
+            yield Subject(engine, model, tokenizer)
+            engine.close()
+        return
+    if request.param == "sglang":
+        with sglang_server(folder) as (url, _):
+            served = EngineConfig(
+                kind="sglang", url=url, max_num_seqs=8, weights_dir=str(folder / "updates")
+            )
+            engine = SGLangEngine.connect(served, tokenizer, ends)
+            yield Subject(engine, model, tokenizer)
+            engine.close()
+        return
+    if request.param == "vllm_server":
+        with vllm_server(folder) as url:
+            served = EngineConfig(kind="http", url=url, max_num_seqs=8)
+            engine = HTTPEngine.connect(served, tokenizer, ends)
+            yield Subject(engine, model, tokenizer)
+            engine.close()
+        return
     if request.param == "native":
         copy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        engine: Engine = NativeEngine(KVDecoder(copy), tokenizer, settings, shared=False)
+        engine = NativeEngine(KVDecoder(copy), tokenizer, settings, shared=False)
     else:
-        ends = [tokenizer.eos_token_id]
         engine = VLLMEngine(ModelConfig(path=str(folder)), tokenizer, settings, ends, torch.float32)
     yield Subject(engine, model, tokenizer)
     engine.close()
@@ -105,6 +180,10 @@ def test_greedy_tokens_are_the_likeliest_of_a_plain_forward_pass(subject: Subjec
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(
     subject: Subject, sampling: dict[str, Any]
 ) -> None:
+    if isinstance(subject.engine, SGLangEngine) and "top_k" in sampling:
+        with pytest.raises(ConfigError, match="top_k = 5: the log-probs of SGLang"):
+            subject.run(requests_of(prompts(subject)), max_new_tokens=12, **sampling)
+        return
     for rollout in subject.run(requests_of(prompts(subject)), max_new_tokens=12, **sampling):
         logits = subject.logits(rollout) / sampling.get("temperature", 1)
         if top_k := sampling.get("top_k"):
@@ -251,6 +330,10 @@ def test_new_weights_change_responses_versions_and_fingerprint(subject: Subject)
     new = {name: tensor * 1.2 for name, tensor in old.items()}
     asked = [Request(prompt, 3, greedy=True)]
     [before] = subject.run(asked, max_new_tokens=10)
+    if isinstance(subject.engine, HTTPEngine) and not subject.engine.is_own:
+        with pytest.raises(ConfigError, match="takes no new weights"):
+            subject.engine.load_weights(new.items(), 7)
+        return
     try:
         assert subject.engine.load_weights(new.items(), 7) == checksums(new.items())
         subject.model.load_state_dict(new)

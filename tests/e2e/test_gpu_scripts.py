@@ -17,6 +17,7 @@ from lightrft.types import Batch, Segments
 from tests import warm
 from tests.e2e.command import ROOT
 from tests.e2e.several import ENVIRONMENT
+from tests.sglang_server import sglang_server
 
 SCRIPTS = ROOT / "benchmarks" / "gpu"
 
@@ -61,6 +62,22 @@ def test_all_scripts_run_and_leave_two_files_with_the_machine_in_their_names(
         step["phases"]["step"], abs=0.01
     )
     assert found["results"]["ranks"][0]["gaps"]["grpo"]["weights"] < 1e-5
+
+
+@pytest.mark.slow
+def test_the_script_for_sglang_checks_a_server_of_its_protocol(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    script = str(SCRIPTS / "served_sglang.py")
+    with sglang_server(model_folder) as (url, server):
+        words = [script, "--smoke", "--url", url, "--model", str(model_folder)]
+        words += ["--out", str(tmp_path), "--machine", "here"]
+        done = warm.run(words, env=ENVIRONMENT, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        server.broken = lambda weights: {}
+        assert warm.run(words, env=ENVIRONMENT, timeout=240).returncode == 1
+    found = json.loads((tmp_path / "sglang-here.json").read_text(encoding="utf-8"))
+    assert "log-prob difference" in found["wrong"]
 
 
 def test_a_script_that_fails_is_told_with_its_last_words_and_one_without_its_package_is_not_run(

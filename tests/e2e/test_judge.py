@@ -147,6 +147,37 @@ def test_a_judge_scores_the_responses_of_an_rl_run(place, tmp_path, capsys):
         assert row["scorer/judgements"] == 12
 
 
+@pytest.mark.parametrize("form", ["best", "rating"])
+def test_eval_rm_scores_rewardbench_2_of_a_judge(place, tmp_path, capsys, form):
+    tied = {"prompt": "?", "rejected": ["00"], "subset": "Ties"}
+    rows = [
+        {"prompt": "B?", "chosen": ["1"], "rejected": ["0", "00", "01"], "subset": "Math", "id": 1},
+        {**tied, "chosen": ["1", "11"], "id": "tied:1"},
+        {**tied, "chosen": ["1"], "id": "ref:1"},
+    ]
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "question.jinja").write_text(TEMPLATE.replace("{{ letter }}", ""))
+    tree = {
+        "run.dir": tmp_path,
+        "data.sources": f"[{{path: {tmp_path / 'bench.jsonl'}, reader: reward_bench_2}}]",
+        "model.dtype": "float32",
+        "judgement.form": form,
+        "judgement.template": tmp_path / "question.jinja",
+        "judgement.verdict": "regex",
+        "judgement.pattern": "([AB01])",
+        "judgement.scale": "[0,1]",
+        "sampling.max_new_tokens": 4,
+        "strategy.device": "cpu",
+    }
+    words = [f"{key}={value}" for key, value in tree.items()]
+    outcome = command(capsys, "eval-rm", place / "model", *words)
+    assert outcome.status == 0, outcome.err
+    found = json.loads(outcome.out)
+    parts = [found["eval/reward_bench_2/Math"], found["eval/reward_bench_2/Ties"]]
+    assert found["eval/reward_bench_2/score"] == pytest.approx(sum(parts) / 2)
+    assert 0 <= found["eval/best_rated"] <= 1
+
+
 def test_eval_rm_measures_a_judge_in_both_orders_and_scores_rewardbench(place, tmp_path, capsys):
     subsets = {"alpacaeval-easy": "10", "donotanswer": "01"}
     rows = []
@@ -172,7 +203,9 @@ def test_eval_rm_measures_a_judge_in_both_orders_and_scores_rewardbench(place, t
     assert {"eval/consistency", "eval/both_right", "eval/unparsed"} <= set(found)
     sources = [found[f"eval/reward_bench/{subset}/accuracy"] for subset in subsets]
     sections = [found["eval/reward_bench/Chat"], found["eval/reward_bench/Safety"]]
-    assert sections == sources
+    # a judgement without a verdict is wrong, and counts one half in the benchmark
+    unparsed = [found[f"eval/reward_bench/{subset}/unparsed"] for subset in subsets]
+    assert sections == [a + lost / 2 for a, lost in zip(sources, unparsed, strict=True)]
     assert found["eval/reward_bench/score"] == pytest.approx(sum(sections) / 2)
     wrong = command(capsys, "eval-rm", place / "model", *words, "best_of=4", "run.name=x")
     assert_refused(wrong, "best_of", "judgement")

@@ -21,6 +21,7 @@ from lightrft.observability.trackers import read_rows
 from lightrft.trainer.process_model.run import run_process_model
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ConfigError
+from lightrft.viewer.report import write_report
 from tests import warm
 
 KILLING = Path(__file__).with_name("killing.py")
@@ -98,6 +99,9 @@ def test_a_run_learns_to_find_wrong_steps_and_leaves_a_model_that_scores(prm, tm
     assert last["eval/loss"] < rows[0]["eval/loss"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["heldout_before"] == rows[0]["eval/step_accuracy"]
+    shown = json.loads((tmp_path / "run" / "reward_scores.json").read_text())
+    assert (shown["responses"], shown["worst"]) == (12, [])
+    assert "Scores of steps" in write_report(tmp_path / "run").read_text(encoding="utf-8")
     assert summary["heldout_after"] == 1
     model = ProcessRewardModel.open(tmp_path / "run" / "model")
     assert model.separator is not None

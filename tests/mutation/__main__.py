@@ -36,12 +36,12 @@ REWARD_MODEL = [
     f"reward_model.{name}"
     for name in (
         *("registry", "inputs", "pair_losses", "tie_losses", "rating_losses", "objective"),
-        *("requirements", "compatibility", "step_scores", "benchmarks"),
+        *("requirements", "compatibility", "step_scores", "benchmarks", "quality"),
     )
 ]
 OF_REWARD_MODEL = (
     *("inputs", "by_hand", "objective", "reward_requirements", "compatibility"),
-    *("step_scores", "benchmarks", "declared_needs"),
+    *("step_scores", "benchmarks", "declared_needs", "quality"),
 )
 OWN = (
     *("by_hand", "identities", "declared_reads", "modifiers", "objective"),
@@ -94,9 +94,22 @@ TESTS = {
     ],
     **{key: [f"unit/algorithms/preference/test_{name}.py" for name in OWN] for key in PREFERENCE},
     **{
-        key: [f"unit/algorithms/reward_model/test_{name}.py" for name in OF_REWARD_MODEL]
+        key: [
+            *(f"unit/algorithms/reward_model/test_{name}.py" for name in OF_REWARD_MODEL),
+            "numbers/test_reward_losses.py",
+        ]
         for key in REWARD_MODEL
     },
+    **{
+        f"process_reward.{name}": [
+            "numbers/test_step_losses.py",
+            "unit/algorithms/process_reward/test_step_quality.py",
+        ]
+        for name in ("losses", "objective", "quality")
+    },
+    "constrained.lagrangian": ["numbers/test_lagrangian.py"],
+    "reward_terms.combination": ["unit/algorithms/reward_terms/test_combination.py"],
+    "reward_terms.text_steps": ["unit/algorithms/reward_terms/test_text_steps.py"],
 }
 """Below ``tests/``."""
 

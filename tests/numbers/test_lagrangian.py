@@ -16,6 +16,7 @@ from lightrft.algorithms.constrained.lagrangian import (
     UNEVEN_ADVANTAGES,
     LagrangianController,
     constrained_advantages,
+    cost_view,
 )
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.reward_shaping import token_rewards
@@ -266,3 +267,40 @@ def test_without_a_multiplier_that_moves_the_bandit_passes_its_threshold() -> No
     policy, _ = trained_bandit("group_mean", lr=0.0, init=1e-3, costs=["cost"])
     assert float(policy @ tensor(COSTS)) > 2 * LIMIT
     assert math.isfinite(float(policy.sum()))
+
+
+def test_the_view_of_a_cost_has_its_columns_in_place_of_those_of_the_reward() -> None:
+    batch = Batch(
+        Segments.of([[1]]),
+        Segments.of([[2, 3], [4]]),
+        torch.tensor([0, 0]),
+        rewards=torch.zeros(2, dtype=torch.float64),
+        outcomes=torch.zeros(2, dtype=torch.float64),
+        values=torch.zeros(3),
+        returns=torch.zeros(3),
+        final_values=torch.zeros(2),
+        costs=torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        cost_values=torch.tensor([5.0, 6.0, 7.0]),
+        cost_final_values=torch.tensor([8.0, 9.0]),
+        cost_returns=torch.tensor([10.0, 11.0, 12.0]),
+    )
+    view = cost_view(batch, 1)
+    for name in ("rewards", "outcomes"):
+        assert getattr(view, name).tolist() == [2.0, 4.0]
+        assert getattr(view, name).dtype == torch.float64
+    assert view.values is batch.cost_values
+    assert view.returns is batch.cost_returns
+    assert view.final_values is batch.cost_final_values
+    assert batch.rewards is not None
+    assert batch.rewards.tolist() == [0.0, 0.0]
+
+
+def test_costs_multipliers_and_columns_of_different_numbers_are_an_error() -> None:
+    one = torch.zeros(2)
+    with pytest.raises(ValueError, match="zip"):
+        constrained_advantages(one, [one, one], [1.0])
+    controller = LagrangianController.of(
+        LagrangianConfig.model_validate({"costs": [{"name": "cost", "threshold": 0.0}]})
+    )
+    with pytest.raises(ValueError, match="zip"):
+        controller.moved(torch.zeros(2, 2))

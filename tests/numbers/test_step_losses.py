@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,3 +141,68 @@ def test_no_steps_have_no_losses():
 def test_settings_that_make_no_sense_are_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         check_process_model(build(ProcessModelConfig, settings))
+
+
+def test_the_last_response_may_have_one_step_and_a_label_of_one_half_is_right():
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.2], dtype=torch.float64)
+    labels = torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
+    steps = LabelledSteps(logits, logits.sigmoid(), labels, torch.tensor([0, 0, 1, 2]))
+    expected = [
+        plain_pqm([0.3, -1.0], [1.0, 0.0], 4.0),
+        plain_pqm([0.7], [1.0], 4.0),
+        plain_pqm([0.2], [1.0], 4.0),
+    ]
+    assert STEP_LOSSES["pqm"](steps).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_term_is_each_loss_times_its_share_and_a_response_counts_once_by_default():
+    settings = build(ProcessModelConfig, {"losses": ["mse", {"name": "pqm", "weight": 0.5}]})
+    steps = steps_of(3)
+    assert steps.weights is not None
+    of_steps, of_responses = step_terms(steps, settings)
+    shares = steps.weights[steps.response_of]
+    assert torch.equal(of_steps.units, shares)
+    assert torch.equal(of_steps.losses, STEP_LOSSES["mse"](steps) * shares)
+    assert torch.equal(of_responses.losses, STEP_LOSSES["pqm"](steps) * steps.weights)
+    assert (of_steps.weight, of_responses.weight) == (1.0, 0.5)
+    alike = replace(steps, weights=None)
+    for term, count in zip(step_terms(alike, settings), (len(steps.logits), len(ROWS))):
+        assert term.units.tolist() == [1.0] * count
+    assert reward_loss(step_terms(alike, settings)).item() == pytest.approx(
+        STEP_LOSSES["mse"](steps).mean().item() + 0.5 * STEP_LOSSES["pqm"](steps).mean().item()
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"losses": ["pqm"]},
+        {"losses": [{"name": "pqm", "options": {"margin": 0}}]},
+        {"losses": [{"name": "pqm", "options": {"margin": 0.5}}]},
+        {"losses": ["pqm"], "head": "regression"},
+        {"losses": ["mse"], "head": "regression"},
+        {"losses": ["cross_entropy"], "last_step_only": True},
+        {"losses": ["cross_entropy", "mse", "pqm"]},
+        {"losses": ["pqm", {"name": "pqm", "options": {"margin": 1.0}}]},
+    ],
+)
+def test_settings_that_make_sense_are_accepted(settings):
+    check_process_model(build(ProcessModelConfig, settings))
+
+
+def test_the_smallest_problem_is_named_alone_and_all_are_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        check_process_model(build(ProcessModelConfig, {"losses": ["pqm"], "last_step_only": True}))
+    assert len(str(error.value).splitlines()) == 1
+    tree = {"losses": ["cross_entropy", "cross_entropy", "pqm"], "head": "regression"}
+    with pytest.raises(ConfigError) as error:
+        check_process_model(build(ProcessModelConfig, {**tree, "last_step_only": True}))
+    assert len(str(error.value).splitlines()) == 4
+    file = tmp_path / "own.py"
+    file.write_text("def loss(steps):\n    return steps.logits\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"kind of .*own.py:loss.*step, response"):
+        check_process_model(build(ProcessModelConfig, {"losses": [f"{file}:loss"]}))
+    other = tmp_path / "other.py"
+    other.write_text(file.read_text() + "loss.kind = 'step'\n", encoding="utf-8")
+    check_process_model(build(ProcessModelConfig, {"losses": [f"{other}:loss"]}))

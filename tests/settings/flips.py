@@ -69,6 +69,11 @@ RAY: Tree = {"launch": {"kind": "ray", "processes": 2}}
 STAFF: Tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1, "references": 1}}}
 FAR: Tree = {"algorithm": {"preset": None, "old_logprobs": "rollout"}}
 
+OVER_HTTP: Tree = {"engine": {"kind": "http", "url": "http://engine", "deadline": 3.0}}
+OVER_SGLANG: Tree = {
+    "engine": {"kind": "sglang", "url": "http://engine", "weights_dir": "{tmp}/weights"}
+}
+
 ADAPTIVE: Tree = {
     "reference": "{root}/second",
     "algorithm": {
@@ -184,6 +189,11 @@ QUESTION: dict[str, tuple[Any, Tree]] = {
 for _name, (_value, _tree) in QUESTION.items():
     DATA[f"judgement.{_name}"] = (_value, "prompts", _tree)
 DATA["judgement.order"] = ("given", "prompts", PAIRS)
+DATA["judgement.rate_best"] = (
+    True,
+    "prompts",
+    {"sources": ["{root}/pairs.jsonl"], "judgement": {"form": "rating"}},
+)
 DATA["judgement.column"] = ("notes", "prompts", PAIRS)
 
 
@@ -289,7 +299,7 @@ PTX: Tree = {"ptx": {"coef": 0.1, "batch_size": 2, "data": {"sources": [ROWS]}}}
 LESSONS = ("columns.response", "turns")
 COLUMNS = ("columns.label", "columns.reference", "columns.data_source", "columns.id")
 PROMPTS = (*COLUMNS, "sources.name", "max_prompt_tokens", "overlong_prompts")
-UNSEEN = ("judgement.pattern", "judgement.rubric.weight")
+UNSEEN = ("judgement.pattern", "judgement.rubric.weight", "judgement.rate_best")
 INERT = {
     **{f"{branch}.{key}": f"ptx.data.{key}" for branch in ("data", "eval.data") for key in LESSONS},
     **{f"ptx.data.{key}": f"data.{key}" for key in (*PROMPTS, *UNSEEN)},
@@ -346,6 +356,7 @@ FLIPS: dict[str, Flip] = {
     "model.gradient_checkpointing": Flip(True, "loaded"),
     "model.logits_mb": Flip(1, "loaded"),
     "model.trust_remote_code": Flip(True, "asked_of_the_hub"),
+    "model.replay_routes": Flip(True, "run", {"model": {"path": "{root}/experts"}}),
     "model.freeze": Flip(["model.embed_tokens"], "loaded"),
     "reference": Flip("{root}/second", "run"),
     "teacher.path": Flip("{root}/policy", "run", TEACHER),
@@ -450,6 +461,13 @@ FLIPS: dict[str, Flip] = {
     "engine.max_cache_tokens": Flip(64, "run"),
     "engine.max_num_seqs": Flip(2, "run"),
     "engine.check_logprobs": Flip(False, "run"),
+    "engine.url": Flip("http://127.0.0.1:9", "sampled_from_a_server", OVER_HTTP, refused=True),
+    "engine.served_model": Flip("other", "sampled_from_a_server", OVER_HTTP, refused=True),
+    "engine.digest": Flip("sha256:000000000000", "sampled_from_a_server", OVER_HTTP, refused=True),
+    "engine.api_key_env": Flip("HOME", "sampled_from_a_server", OVER_HTTP),
+    "engine.timeout": Flip(0.2, "sampled_from_a_server", OVER_HTTP),
+    "engine.deadline": Flip(0.05, "sampled_from_a_server", OVER_HTTP, refused=True),
+    "engine.weights_dir": Flip("{tmp}/other", "sampled_from_a_server", OVER_SGLANG),
     "reward.terms.function": Flip("{root}/reward.py:half", "run", BOTH),
     "reward.terms.weight": Flip(0.5, "run", BOTH),
     "reward.terms.name": Flip("sum", "run", BOTH),

@@ -23,6 +23,8 @@ from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.cli.dispatch import program
 from lightrft.cli.main import main
 from lightrft.config.base import build, to_yaml
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.datasets import open_source
 from lightrft.datasets.media import MediaReader, Workers, fetch
@@ -32,7 +34,9 @@ from lightrft.distributed import ray_cluster
 from lightrft.distributed import ray_launcher as launcher
 from lightrft.distributed.placement import RankPlacement, plan_placement
 from lightrft.distributed.process_group import SINGLE_PROCESS
+from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.sglang import SGLangEngine
 from lightrft.learner import forward_passes
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective, with_loss_weights
@@ -51,7 +55,7 @@ from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.strategy import activation_offload, single
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.rl_step import with_advantages
-from lightrft.types import Prompt, Rollout
+from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import DataError, ResourceError, UserError
 from lightrft.utils.stop_signal import StopFlag
 from lightrft.workers.build_remote import RemoteRoleBuilder
@@ -63,7 +67,8 @@ from lightrft.workers.scoring.judge_scorer import comparisons as judge_questions
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from tests import warm
 from tests.numbers.test_explained_numbers import batch
-from tests.serving_helpers import judge_at
+from tests.serving_helpers import altered, judge_at, model_server
+from tests.sglang_server import SGLangServer, sglang_server
 
 Tree = dict[str, Any]
 CLOCK = ("time/", "seconds", "tokens_per_second", "throughput", "memory")
@@ -470,6 +475,42 @@ def asked_over_http(tree: Tree, folder: Path) -> Any:
     return scores, scorer.take_counts(), sorted(seen.tokens), seen.most
 
 
+def sampled_from_a_server(tree: Tree, folder: Path) -> Any:
+    """The tokens of a server that breaks twice and stalls once, the repetitions, the key, and the folder of an update."""
+    root = Path(tree["model"]["path"]).parent
+    given, troubles = tree["engine"], []
+
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any] | None:
+        trouble = troubles.pop() if troubles else ""
+        if trouble == "stalls":
+            time.sleep(0.6)
+        return None if trouble == "breaks" else event
+
+    with contextlib.ExitStack() as servers:
+        if given["kind"] == "sglang":
+            url, server = servers.enter_context(sglang_server(root / "policy"))
+        else:
+            url, server = servers.enter_context(model_server(root / "policy"))
+            url = servers.enter_context(altered(url, edit))
+        given = {**given, "url": url if given["url"] == "http://engine" else given["url"]}
+        config = config_in({**tree, "engine": given}, folder).engine
+        tokenizer = load_tokenizer(ModelConfig(path=str(root / "policy")))
+        kind = SGLangEngine if config.kind == "sglang" else HTTPEngine
+        engine = kind.connect(config, tokenizer, [tokenizer.eos_token_id])
+        troubles += ["stalls", "breaks", "breaks"]
+        request = Request(Prompt("0", [5, 6]), 1)
+        [found] = engine.generate([request], SamplingConfig(max_new_tokens=4))
+        places: list[str] = []
+        if isinstance(server, SGLangServer):
+            weights = server.generator.engine.decoder.parameters()
+            engine.load_weights(weights, 1)
+            places = sorted(path.parent.parent.name for path in folder.rglob("*.safetensors"))
+        header = engine.client.authorization()
+        counts = engine.take_counts()
+        engine.close()
+    return found.token_ids, counts, header, places
+
+
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
@@ -485,6 +526,7 @@ PROBES: dict[str, Callable[[Tree, Path], Any]] = {
             asked_of_datasets,
         ),
         *(run, run_again, go_on, command, workers, judged, served, verdicts, asked_over_http),
+        sampled_from_a_server,
         *(side_by_side, on_ray),
     )
 }

@@ -22,6 +22,7 @@ from lightrft.models.reward.process_form import Separator
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.models.tiny.text_families import family_model
 from tests.model_helpers import unproved_model
 from tests.reward_trials import try_each_reward_once
 from tests.settings.flips import FLIPS, INERT, ROWS
@@ -137,6 +138,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     process.save(tokenizer, folder / "steps")
     unproved_model().save_pretrained(folder / "unproved")
+    family_model("qwen3_moe").save_pretrained(folder / "experts")
+    tiny_tokenizer().save_pretrained(folder / "experts")
     backwards.save_pretrained(folder / "backwards")
     save_tiny_media("qwen2_5_vl", folder / "reader")
     rows = [

@@ -80,13 +80,27 @@ def reward_bench(
     Raises:
         DataError: If there are no rows, or a subset is unknown, or a score is NaN.
     """
-    known = [name for tests in REWARD_BENCH_SECTIONS.values() for name in tests]
-    hits: dict[str, list[bool]] = {}
+    hits: dict[str, list[float]] = {}
     for subset, better, worse in zip(subsets, chosen, rejected, strict=True):
+        _refuse_nan([better, worse], f"RewardBench, subset {subset}")
+        hits.setdefault(subset, []).append(float(better > worse))
+    return reward_bench_of_hits(hits)
+
+
+def reward_bench_of_hits(hits: Mapping[str, Sequence[float]]) -> RewardBenchScores:
+    """Compute the accuracies of RewardBench from those of its rows.
+
+    Args:
+        hits: For each subset, a number of each row: 1 if it is right, 0 if it is wrong, 1/2 for a
+            judgement without a verdict.
+
+    Raises:
+        DataError: If there are no rows, or a subset is unknown.
+    """
+    known = [name for tests in REWARD_BENCH_SECTIONS.values() for name in tests]
+    for subset in hits:
         if subset not in known:
             raise DataError(f"RewardBench has no subset {subset!r}{did_you_mean(subset, known)}")
-        _refuse_nan([better, worse], f"RewardBench, subset {subset}")
-        hits.setdefault(subset, []).append(better > worse)
     if not hits:
         raise DataError("RewardBench: there are no rows to score")
     accuracy = {subset: _mean(found) for subset, found in hits.items()}

@@ -94,6 +94,11 @@ class JudgementConfig(QuestionConfig):
     alone, so that no place is better. ``both``: two questions, in an order and in the reverse.
     ``given``: as in the row. Rows with a judgement or with the column ``shown`` keep their
     order."""
+    rate_best: bool = False
+    """Ask for a rating of each response: with ``form: rating``, of compared responses without
+    ratings, and with ``form: best``, of rows with several best responses, such as those of the
+    subset Ties of RewardBench 2. The label of a best response is the highest number of ``scale``,
+    and that of any other one the lowest."""
     column: str = "judgement"
     """Column of a judgement to learn. Rows without one learn the verdict alone. Preference learning
     reads ``chosen_`` and ``rejected_`` before this name."""
@@ -104,5 +109,9 @@ class JudgementConfig(QuestionConfig):
             raise ValueError(
                 f"order = {self.order!r} changes nothing for form: {self.form}, which shows one "
                 "response; leave it out"
+            )
+        if self.rate_best and self.form not in ("best", "rating"):
+            raise ValueError(
+                f"rate_best = true changes nothing for form: {self.form}; take best or rating"
             )
         return self

@@ -53,6 +53,9 @@ class BatchingConfig(Settings):
 class ServeConfig(Settings):
     """The settings of ``lightrft serve``: a generative model behind HTTP."""
 
+    paths: ClassVar[tuple[str, ...]] = ("weights_token_file",)
+    """The settings of this section that are paths."""
+
     model: ModelConfig = ModelConfig()
     """Model, run folder or checkpoint."""
     name: str | None = None
@@ -66,6 +69,9 @@ class ServeConfig(Settings):
     """Generation, where a request sets nothing else."""
     engine: EngineConfig = EngineConfig()
     """Engine of the server."""
+    weights_token_file: str | None = None
+    """File of bearer tokens, as ``http.token_file``, of those who may replace the weights, such as
+    a run with ``engine.kind: http``. ``null`` lets nobody replace them."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Largest number of tokens of a forward pass that computes ``logprobs`` of a request."""
     device: str = "auto"

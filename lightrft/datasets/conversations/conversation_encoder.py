@@ -15,7 +15,12 @@ from lightrft.datasets.media.items import marks
 from lightrft.datasets.row_parser import ParsedRow, read_conversation, read_record
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.turns import TurnEncoder
-from lightrft.types import Media, Prompt
+from lightrft.types import Batch, Media, Prompt, Segments
+from lightrft.utils.errors import ModelError
+from lightrft.utils.lazy_imports import torch
+
+EXCHANGE = ({"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "It is 2."})
+"""A conversation that every template can render."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,30 @@ class Sample:
     def tokens(self) -> int:
         """Return the number of tokens of prompt and response."""
         return len(self.prompt.token_ids) + len(self.response)
+
+
+def batch_of_answers(samples: Sequence[Sample], origins: Sequence[object]) -> Batch:
+    """Collate ``samples`` of text responses. Those to one prompt are a group.
+
+    Args:
+        samples: The samples.
+        origins: The conversation of each sample. Equal tokens of two conversations are two prompts,
+            because their media may differ.
+    """
+    known: dict[tuple[object, ...], int] = {}
+    distinct: list[Prompt] = []
+    prompt_of = []
+    for sample, origin in zip(samples, origins, strict=True):
+        key = (origin, *sample.prompt.token_ids)
+        if key not in known:
+            known[key] = len(distinct)
+            distinct.append(sample.prompt)
+        prompt_of.append(known[key])
+    return Batch(
+        Segments.of_prompts(distinct),
+        Segments.of([sample.response for sample in samples]),
+        torch.tensor(prompt_of, dtype=torch.long),
+    )
 
 
 class ConversationEncoder:
@@ -92,6 +121,37 @@ class ConversationEncoder:
         if self.encoder.media is None or not numbers:
             return Sample(prompt, response)
         return self._with_media(record, Sample(prompt, response), numbers)
+
+    def template_problem(self) -> str:
+        """Return the reason why the chat template cannot render responses; empty if it can."""
+        try:
+            self.sample(EXCHANGE, "the template")
+        except ModelError as error:
+            return str(error)
+        return ""
+
+    def answered(
+        self, messages: Sequence[Mapping[str, Any]], text: str, *, cut: bool, where: str
+    ) -> Sample:
+        """Return the sample of a response to a conversation.
+
+        Args:
+            messages: Messages before the response.
+            text: The response.
+            cut: True for a response that was cut at a limit. It has no end token.
+            where: Name of the conversation, for messages of errors.
+
+        Raises:
+            DataError: As ``sample``.
+        """
+        found = self.sample([*messages, {"role": "assistant", "content": text}], where)
+        if not cut:
+            return found
+        closing = self.encoder.special_ids - self.encoder.placeholders
+        ids = found.response
+        while len(ids) > 1 and ids[-1] in closing:
+            ids = ids[:-1]
+        return Sample(found.prompt, ids, found.media)
 
     def prompt(self, messages: object, where: str) -> Prompt:
         """Return the prompt that asks the model to continue a conversation.

@@ -8,6 +8,8 @@ column ``judgement`` describes the question for rewards and metrics:
 * ``low``, ``high`` and ``weights``: scale of a rating, and the weights of a rubric.
 * ``shown``: position in the row of each response, in the order of the question.
 * ``key``: digest of request and responses, equal for both orders.
+* ``right``: for each response in the order of the question, if it is one of the best of its row.
+* ``row`` and ``id``: digest of request and all responses of the row, and its id.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class JudgementRows:
         self.rows = rows
         self.data = data
         self.config: JudgementConfig = data.judgement
+        self._rated = self.config.model_copy(update={"form": "rating"})
         self.malformed = rows.malformed
         self.first_problem = rows.first_problem
         counts = (self._count(i) for i in range(len(rows)))
@@ -101,7 +104,7 @@ class JudgementRows:
         """Return the responses of each question of a row."""
         count = len(found.responses)
         everyone = tuple(range(count))
-        if self.config.form not in COMPARED:
+        if self._config_of(row, found).form not in COMPARED:
             return [(k,) for k in everyone]
         shown = row.get("shown")
         if shown is not None:
@@ -119,6 +122,16 @@ class JudgementRows:
         if self.config.order == "both":
             return [order for group in hashed for order in (group, group[::-1])]
         return hashed
+
+    def _config_of(self, row: Row, found: Candidates) -> JudgementConfig:
+        """Return the settings of the questions of a row, which ask for ratings in its place.
+
+        They do so if several responses are the best, and if the column ``rate_each`` is true.
+        """
+        if self.config.form != "best" or not self.config.rate_best:
+            return self.config
+        several = sum(_best(found.ranks)) > 1
+        return self._rated if several or row.get("rate_each") is True else self.config
 
     def _pairs(self, found: Candidates, where: str) -> list[Members]:
         """Return the pairs of responses that differ, or all pairs with ties or without labels."""
@@ -144,11 +157,12 @@ class JudgementRows:
 
     def _question(self, row: Row, found: Candidates, members: Members, where: str) -> Row:
         """Return one question as a row. Raises ``ValueError``."""
-        config = self.config
+        config = self._config_of(row, found)
         responses = [found.responses[k] for k in members]
         question = Question(found.prompt, responses, found.reference, found.rubric)
         columns = preference_columns(self.data)
-        label = self._label(row, found, members, where)
+        label = self._label(config.form, row, found, members, where)
+        best = _best(found.ranks)
         taken = (
             TAKEN | OWN | {config.column, f"chosen_{config.column}", f"rejected_{config.column}"}
         )
@@ -168,6 +182,9 @@ class JudgementRows:
                 "weights": [weight for _, weight in found.rubric],
                 "shown": list(members),
                 "key": self._key(found, members),
+                "right": [best[k] for k in members] if best else [],
+                "row": self._key(found, range(len(found.responses))),
+                "id": str(row.get("id", "")),
             },
         }
         if isinstance(self.data, PreferenceDataConfig):
@@ -199,9 +216,10 @@ class JudgementRows:
         wrong = next(letter for letter in LETTERS if letter != label)
         return verdict_text(config, str(label)), verdict_text(config, wrong)
 
-    def _label(self, row: Row, found: Candidates, members: Members, where: str) -> object:
-        """Return the right verdict, or None if the row has no labels."""
-        form = self.config.form
+    def _label(
+        self, form: str, row: Row, found: Candidates, members: Members, where: str
+    ) -> object:
+        """Return the right verdict of a question of ``form``, or None if the row has no labels."""
         if form == "rubric":
             return row.get("label")
         if form == "rating":
@@ -216,7 +234,7 @@ class JudgementRows:
                 )
             order = sorted(range(len(ranks)), key=lambda k: ranks[k])
             return " > ".join(LETTERS[k] for k in order)
-        best = [k for k, rank in enumerate(ranks) if rank == min(ranks)]
+        best = [k for k, is_best in enumerate(_best(ranks)) if is_best]
         if len(best) == 1:
             return LETTERS[best[0]]
         if form == "pair":
@@ -226,16 +244,22 @@ class JudgementRows:
     def _rating(self, found: Candidates, member: int, where: str) -> float | None:
         """Return the rating of a response. Raises ``MalformedRow`` if it is not on the scale."""
         if not found.ratings:
-            return None
+            is_labelled = self.config.rate_best and len(found.ranks) > 0
+            return self.config.scale[_best(found.ranks)[member]] if is_labelled else None
         rating, (low, high) = found.ratings[member], self.config.scale
         if not low <= rating <= high:
             problem = f"rating {rating:g} is not within data.judgement.scale = [{low:g}, {high:g}]"
             raise MalformedRow(f"{where}: {problem}")
         return rating
 
-    def _key(self, found: Candidates, members: Members) -> str:
+    def _key(self, found: Candidates, members: Sequence[int]) -> str:
         texts = sorted(_text(found.responses[k]) for k in members)
         return _digest(flat(found.prompt, []), *texts)
+
+
+def _best(ranks: Sequence[float]) -> list[bool]:
+    """Return which of ``ranks`` are the lowest."""
+    return [rank == min(ranks) for rank in ranks]
 
 
 def _shown(label: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from array import array
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from lightrft.config.data import ProcessDataConfig
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media import NOTHING, SupportedMedia
+from lightrft.datasets.media.identity import identity
 from lightrft.datasets.media.items import marks
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.process.step_formats import read_steps
@@ -197,10 +199,23 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
             )
         return example
 
-    @property
-    def ids(self) -> Sequence[str]:
-        """Return the unique id of each example, in the order of the dataset."""
-        return self._ids
+    def digest(self) -> str:
+        """Return a digest of the tokens, labels and media of all examples, in their order."""
+        found = hashlib.blake2b(digest_size=20)
+        for name in ("tokens", "ends", "split", "separators", "labels", "steps", "weight"):
+            found.update(np.asarray(self._kept[name]).tobytes())
+        found.update(self._order.tobytes())
+        for k, places in sorted(self._media.items()):
+            row = self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+            for n in places:
+                found.update(identity(row.record.media[n]))
+        found.update(self.config.media.model_dump_json().encode())
+        return found.hexdigest()
+
+    def record(self, i: int) -> ProcessRow:
+        """Return the row of example ``i``. Raises ``MalformedRow`` if it cannot be read again."""
+        k, _ = self._stored(i, "example")
+        return self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
 
     @property
     def most_steps(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import yaml
 
 from lightrft.config.base import dotted
-from lightrft.trainer.reward_model.results import RESULTS, scores_of
+from lightrft.trainer.process_model.results import scored_response
+from lightrft.trainer.reward_model.results import scored_prompt
+from lightrft.trainer.reward_model.results_file import RESULTS, read_line
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.prompt_digest import IDENTIFYING
 
@@ -25,7 +27,14 @@ CONDITIONS = (
     *("eval.data.media.min_pixels", "eval.data.media.max_pixels"),
     *("eval.data.media.fps", "eval.data.media.max_frames"),
     *("reward.terms", "reward.per_source", "reward.models"),
-    *("head", "max_tokens", "data.template", "data.system", "data.apply_chat_template"),
+    *(
+        "head",
+        "threshold",
+        "max_tokens",
+        "data.template",
+        "data.system",
+        "data.apply_chat_template",
+    ),
 )
 """Settings, and branches of settings, that change the numbers of an evaluation."""
 
@@ -109,38 +118,69 @@ def read_evaluation(path: Path, step: int | None) -> SavedEvaluation:
 
 
 def _read_scores(file: Path) -> SavedEvaluation:
-    """Read an evaluation of a reward model. Its responses are pairs, and their rewards margins.
-
-    A pair counts twice: once of two if the scores are equal, else both times or never.
-    """
+    """Read an evaluation of a reward model: the scores of responses, or of their steps."""
     folder = file.parent
     settings = _settings(folder / "config.yaml")
     summary: Mapping[str, Any] = {}
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    prompts: dict[Key, SavedPrompt] = {}
-    count = 0
     with file.open("rb") as lines:
         next(lines, b"")  # the first line identifies data and model
-        for raw in lines:
-            prompt, line = scores_of(raw, file)
-            count += 1
-            head = str(summary.get("head"))
-            saved = SavedPrompt(
-                {"id": prompt.id, "data_source": prompt.source, "text": line["prompt"], "label": ""}
-            )
-            for better, worse in prompt.pairs(head) if head in prompt.labels else ():
-                margin = prompt.scores[head][better] - prompt.scores[head][worse]
-                text = f"{line['responses'][better]}\n(preferred to)\n{line['responses'][worse]}"
-                for reward in (margin or ABOVE_ZERO, margin):
-                    response = {"text": text, "reward": reward, "failed": "", "finish_reason": ""}
-                    saved.responses.append({**response, "length": prompt.lengths[better]})
-            if saved.responses:
-                prompts[prompt.source, prompt.id] = saved
-    if count != summary.get("prompts") or not prompts:
+        rows = list(lines)
+    if settings.get("steps.sources"):
+        unit, threshold = "responses", 1.0
+        prompts = _judged_responses(rows, file, float(summary.get("threshold", math.nan)))
+    else:
+        unit, threshold = "prompts", ABOVE_ZERO
+        prompts = _ordered_pairs(rows, file, str(summary.get("head")))
+    if len(rows) != summary.get(unit) or not prompts:
         raise DataError(f"{folder}: the last lightrft eval-rm did not finish; run it again")
     relevant = {name: value for name, value in settings.items() if _is_condition(name)}
-    return SavedEvaluation(file, 0, ABOVE_ZERO, relevant, prompts)
+    return SavedEvaluation(file, 0, threshold, relevant, prompts)
+
+
+def _ordered_pairs(rows: Iterable[bytes], file: Path, head: str) -> dict[Key, SavedPrompt]:
+    """Return the prompts of scored responses. Their responses are pairs, and rewards are margins.
+
+    A pair counts twice: once of two if the scores are equal, else both times or never.
+    """
+    prompts: dict[Key, SavedPrompt] = {}
+    for raw in rows:
+        prompt, line = read_line(raw, file, scored_prompt)
+        saved = SavedPrompt(
+            {"id": prompt.id, "data_source": prompt.source, "text": line["prompt"], "label": ""}
+        )
+        for better, worse in prompt.pairs(head) if head in prompt.labels else ():
+            margin = prompt.scores[head][better] - prompt.scores[head][worse]
+            text = f"{line['responses'][better]}\n(preferred to)\n{line['responses'][worse]}"
+            for reward in (margin or ABOVE_ZERO, margin):
+                response = {"text": text, "reward": reward, "failed": "", "finish_reason": ""}
+                saved.responses.append({**response, "length": prompt.lengths[better]})
+        if saved.responses:
+            prompts[prompt.source, prompt.id] = saved
+    return prompts
+
+
+def _judged_responses(
+    rows: Iterable[bytes], file: Path, threshold: float
+) -> dict[Key, SavedPrompt]:
+    """Return scored responses in steps. The reward is 1 if the first wrong step is found.
+
+    Responses whose first wrong step is unknown are left out. The length is the number of steps.
+    """
+    prompts: dict[Key, SavedPrompt] = {}
+    for raw in rows:
+        one, line = read_line(raw, file, scored_response)
+        labelled = one.first_wrong()
+        if labelled is None:
+            continue
+        about = {"id": one.id, "data_source": one.source, "text": line["prompt"]}
+        saved = SavedPrompt({**about, "label": str(labelled)})
+        reward = float(one.first_predicted(threshold) == labelled)
+        response = {"text": "\n".join(line["steps"]), "reward": reward, "failed": ""}
+        saved.responses.append({**response, "finish_reason": "", "length": len(line["steps"])})
+        prompts[one.source, one.id] = saved
+    return prompts
 
 
 def _file_at(folder: Path, step: int | None) -> Path:

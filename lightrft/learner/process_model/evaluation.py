@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import fsum
+
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.process_reward.losses import LabelledSteps
 from lightrft.algorithms.process_reward.objective import step_terms
-from lightrft.algorithms.reward_model.benchmarks import process_bench
-from lightrft.algorithms.reward_model.step_scores import first_wrong_step
+from lightrft.algorithms.process_reward.quality import (
+    ScoredSteps,
+    step_calibration,
+    step_quality,
+)
 from lightrft.algorithms.token_ops import require_column
-from lightrft.datasets.process.process_dataset import ProcessDataset
+from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.datasets.process.process_dataset import ProcessDataset, ProcessExample
 from lightrft.datasets.sampler import in_order
 from lightrft.learner.micro_batches import local_micro_batches
-from lightrft.learner.process_model.step import (
-    ProcessModelSettings,
-    labelled_steps,
-    process_to_batch,
-    step_hits,
-)
+from lightrft.learner.process_model.step import ProcessModelSettings, process_to_batch
 from lightrft.learner.reward_model.step import LayoutChecked, verify_layout
-from lightrft.learner.sft_step import with_sources
+from lightrft.learner.sft_step import MOST_SOURCES
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, rows_of
 
-Judged = dict[str, list[tuple[int, int]]]
-"""First wrong step of each response as labelled and as predicted, by data source."""
+LOSS_ROWS = 256
+"""Number of responses whose losses are computed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutSteps:
+    """The result of an evaluation of held-out rows: metrics, and the scores of each response."""
+
+    metrics: Metrics
+    responses: list[ScoredSteps]
 
 
 def evaluate_process_model(
@@ -35,12 +48,10 @@ def evaluate_process_model(
     dataset: ProcessDataset,
     settings: ProcessModelSettings,
     batch_size: int,
-) -> Metrics:
+) -> HeldOutSteps:
     """Return the loss of ``dataset`` and how well steps are judged. All ranks must call it.
 
-    ``eval/step_accuracy`` is over labelled steps. ``eval/response_accuracy`` is the share of
-    responses whose first wrong step is found, or which are found to have none. With responses of
-    both kinds, ``eval/process_bench_f1`` is their F1. Each data source has its own, too.
+    See ``metrics_of_steps``.
 
     Args:
         strategy: Gives the ranks and the device.
@@ -49,32 +60,79 @@ def evaluate_process_model(
         settings: The settings of the run.
         batch_size: Number of examples that are computed together.
     """
-    metrics, losses, judged = Metrics(), Metrics(), Judged()
+    responses: list[ScoredSteps] = []
+    for part in scored_steps(strategy, trained, dataset, settings, batch_size):
+        responses += part
+    return HeldOutSteps(metrics_of_steps(responses, settings.process_model), responses)
+
+
+def scored_steps(
+    strategy: Strategy,
+    trained: LayoutChecked[ProcessRewardModel],
+    dataset: ProcessDataset,
+    settings: ProcessModelSettings,
+    batch_size: int,
+    begin: int = 0,
+) -> Iterator[list[ScoredSteps]]:
+    """Yield the scores of the examples of ``dataset``, equal on all ranks.
+
+    Args:
+        strategy: Gives the ranks and the device.
+        trained: The process reward model.
+        dataset: The examples.
+        settings: The settings of the run.
+        batch_size: Number of examples of a part.
+        begin: Number of examples to leave out, from the first.
+    """
     model = trained.model
 
     def logits_of(some: Batch) -> Tensor:
         return model.score_steps(some).logits
 
-    for examples in in_order(dataset, batch_size, strategy.ranks):
+    for examples in in_order(dataset, batch_size, strategy.ranks, begin):
         if not examples:
             continue
-        batch = with_sources(process_to_batch(examples), examples, settings.sources)
+        batch = process_to_batch(examples)
         verify_layout(trained, batch, strategy, logits_of)
-        scores = compute_steps(model, batch, strategy, settings.max_tokens)
-        for i, term in enumerate(
-            step_terms(labelled_steps(batch, *scores)[0], settings.process_model)
-        ):
-            losses.add(f"{i}", Mean(term.weight * term.losses.sum(), term.units.sum()))
-        metrics.merge(_accuracy(batch, scores, settings, judged))
-    means = losses.compute()
-    if means:
-        metrics.add("eval/loss", Mean(sum(means.values())))
-    everything = [pair for pairs in judged.values() for pair in pairs]
-    metrics.merge(_of_responses(everything, "eval"))
-    for name, pairs in judged.items():
-        if name:
-            metrics.merge(_of_responses(pairs, f"eval/{name}"))
+        logits, scores = compute_steps(model, batch, strategy, settings.max_tokens)
+        yield list(_by_response(examples, logits, scores))
+
+
+def metrics_of_steps(responses: Sequence[ScoredSteps], settings: ProcessModelConfig) -> Metrics:
+    """Return the loss of ``responses`` and how well their steps are judged.
+
+    ``eval/step_accuracy`` is over labelled steps. ``eval/response_accuracy`` is the share of
+    responses whose first wrong step is found, or which are found to have none. With responses of
+    both kinds, ``eval/process_bench_f1`` is their F1. Each data source has its own, too.
+    ``eval/step_calibration_error`` is the mean distance of scores and labels in bins of scores.
+
+    Args:
+        responses: The scored responses.
+        settings: The settings ``process_model``.
+    """
+    metrics = Metrics()
+    loss = _loss(responses, settings)
+    if loss is not None:
+        metrics.add("eval/loss", Mean(loss))
+    nonfinite = sum(not math.isfinite(z) for one in responses for z in one.logits)
+    metrics.add("eval/nonfinite_scores", Sum(nonfinite))
+    bins = step_calibration(responses)
+    if bins:
+        distances = [abs(one.confidence - one.accuracy) * one.count for one in bins]
+        error = Mean(fsum(distances), sum(one.count for one in bins))
+        metrics.add("eval/step_calibration_error", error)
+    metrics.merge(_quality(responses, settings.threshold, "eval"))
+    for name, own in by_source(responses).items():
+        metrics.merge(_quality(own, settings.threshold, f"eval/{name}"))
     return metrics
+
+
+def by_source(responses: Sequence[ScoredSteps]) -> dict[str, list[ScoredSteps]]:
+    """Return the responses of each data source; nothing for one, or for too many to report."""
+    found: dict[str, list[ScoredSteps]] = {}
+    for one in responses:
+        found.setdefault(one.source, []).append(one)
+    return found if 1 < len(found) <= MOST_SOURCES else {}
 
 
 @torch.no_grad()
@@ -103,48 +161,61 @@ def compute_steps(
     return logits, scores
 
 
-def _accuracy(
-    batch: Batch, found: tuple[Tensor, Tensor], settings: ProcessModelSettings, judged: Judged
-) -> Metrics:
-    """Return the accuracy of steps, and add the first wrong steps to ``judged``."""
-    logits, scores = found
-    threshold = settings.process_model.threshold
-    ends = require_column(batch.step_ends)
-    labels, rows = require_column(batch.step_labels)[ends], batch.row_of[ends]
-    finite = torch.isfinite(logits)
-    kept = ~labels.isnan() & finite
-    hits = step_hits(scores[kept], labels[kept], threshold)
-    metrics = Metrics({"eval/step_accuracy": Mean.of(hits)})
-    metrics.add("eval/nonfinite_scores", Sum((~finite).sum()))
-    names = [""] * len(batch)
-    if batch.data_source is not None:
-        names = [settings.sources[number] for number in batch.data_source.tolist()]
-        source_of = batch.data_source[rows][kept]
-        for number, name in enumerate(settings.sources):
-            mean = Mean.of(hits, source_of == number)
-            metrics.add(f"eval/{name}/step_accuracy", mean)
-    steps = torch.bincount(rows, minlength=len(batch))
-    # a score that is not a number finds no step right
-    predicted = first_wrong_step(scores.masked_fill(~finite, -1.0), steps, threshold).tolist()
-    for row, own in enumerate(labels.split(steps.tolist())):
-        wrong = (own < 0.5).nonzero()[:, 0]
-        first = int(wrong[0]) if len(wrong) else -1
-        # without the labels before it, the first wrong step is unknown
-        if not bool(own[:first].isnan().any() if first >= 0 else own.isnan().any()):
-            judged.setdefault(names[row], []).append((first, predicted[row]))
-    return metrics
+def _by_response(
+    examples: Sequence[ProcessExample], logits: Tensor, scores: Tensor
+) -> Iterator[ScoredSteps]:
+    """Yield the steps of each of ``examples``, whose scores ``[S]`` follow one another."""
+    counts = [len(example.labels) for example in examples]
+    for example, z, r in zip(examples, logits.split(counts), scores.split(counts), strict=True):
+        yield ScoredSteps(
+            example.index,
+            example.id,
+            example.data_source,
+            z.tolist(),
+            r.tolist(),
+            example.labels,
+            example.weight,
+        )
 
 
-def _of_responses(pairs: list[tuple[int, int]], prefix: str) -> Metrics:
-    metrics = Metrics()
-    if not pairs:
-        return metrics
-    labels, predictions = [a for a, _ in pairs], [b for _, b in pairs]
-    hits = [a == b for a, b in pairs]
-    metrics.add(f"{prefix}/response_accuracy", Mean(float(sum(hits)), float(len(hits))))
-    if 0 < sum(label >= 0 for label in labels) < len(labels):
-        scores = process_bench(labels, predictions)
-        metrics.add(f"{prefix}/process_bench_f1", Mean(scores.f1))
-        metrics.add(f"{prefix}/process_bench_wrong", Mean(scores.wrong))
-        metrics.add(f"{prefix}/process_bench_right", Mean(scores.right))
+def _loss(responses: Sequence[ScoredSteps], settings: ProcessModelConfig) -> float | None:
+    """Return the weighted sum of the losses of labelled steps; ``None`` without any."""
+    losses = Metrics()
+    labelled = [one for one in responses if one.judged()]
+    for start in range(0, len(labelled), LOSS_ROWS):
+        steps = _labelled(labelled[start : start + LOSS_ROWS])
+        for i, term in enumerate(step_terms(steps, settings)):
+            losses.add(f"{i}", Mean(term.weight * term.losses.sum(), term.units.sum()))
+    means = losses.compute()
+    return sum(means.values()) if means else None
+
+
+def _labelled(responses: Sequence[ScoredSteps]) -> LabelledSteps:
+    """Return the judged steps of ``responses``, each of which has one."""
+    logits: list[float] = []
+    scores: list[float] = []
+    labels: list[float] = []
+    response_of: list[int] = []
+    for row, one in enumerate(responses):
+        for k in one.judged():
+            logits.append(one.logits[k])
+            scores.append(one.scores[k])
+            labels.append(one.labels[k])
+            response_of.append(row)
+    columns = [torch.tensor(column, dtype=torch.float64) for column in (logits, scores, labels)]
+    weights = torch.tensor([one.weight for one in responses], dtype=torch.float64)
+    return LabelledSteps(*columns, torch.tensor(response_of), weights)
+
+
+def _quality(responses: Sequence[ScoredSteps], threshold: float, prefix: str) -> Metrics:
+    """Return the metrics of ``step_quality`` under ``prefix``."""
+    found, metrics = step_quality(responses, threshold), Metrics()
+    if found.steps:
+        metrics.add(f"{prefix}/step_accuracy", Mean(sum(found.steps), len(found.steps)))
+    if found.responses is not None:
+        metrics.add(f"{prefix}/response_accuracy", Mean(found.responses.mean))
+    if found.f1 is not None:
+        metrics.add(f"{prefix}/process_bench_f1", Mean(found.f1.f1))
+        metrics.add(f"{prefix}/process_bench_wrong", Mean(found.f1.wrong))
+        metrics.add(f"{prefix}/process_bench_right", Mean(found.f1.right))
     return metrics

@@ -36,6 +36,8 @@ class Packed:
         mask: ``[S, T]``, 0 for padding. ``None`` if rows are padded on the right only, where causal
             attention needs no mask.
         noise: Noise on the token embeddings. ``None`` for none.
+        experts: ``[N, layers, k]`` experts to replay for the prompts' tokens followed by the
+            responses'. ``None`` replays none.
     """
 
     input_ids: Tensor
@@ -46,6 +48,15 @@ class Packed:
     source: Tensor
     mask: Tensor | None = None
     noise: EmbeddingNoise | None = None
+    experts: Tensor | None = None
+
+    def experts_of(self, source: Tensor) -> Tensor | None:
+        """Return the experts to replay for each token of ``source``, see ``Packed.source``."""
+        if self.experts is None:
+            return None
+        found = self.experts[source.clamp(min=0)]
+        # the router picks the experts of padding
+        return torch.where((source < 0)[:, None, None], -1, found)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -122,6 +133,8 @@ def pack(
     make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]
     packed = make(batch, rows, final, pad)
     packed.noise = EmbeddingNoise.of(batch)
+    if batch.prompts.experts is not None and batch.responses.experts is not None:
+        packed.experts = torch.cat([batch.prompts.experts, batch.responses.experts])
     if axes is not None:
         # padding (-1) gets the position of the first token; no state of padding is read
         packed.position_ids = axes[:, packed.source.clamp(min=0)].unflatten(

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from lightrft.models.decoding.kinds import LONE_FAMILIES, rereads_prefix
+from lightrft.models.decoding.recorded_experts import RecordedExperts
+from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import head_input, transform_logits
 from lightrft.models.lora import base_model
@@ -108,9 +110,14 @@ class CachedDecodeSession:
 
     It implements ``engines.native.Session``, and gives the same tokens as an attention plan for
     models that support both.
+
+    Args:
+        model: The model.
+        experts: Records the experts of each token. ``None`` records none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, experts: ExpertReplay | None = None) -> None:
+        self.experts = RecordedExperts.of(experts)
         self._model = base_model(model)
         self._family = family_of(self._model.config)
         self._device = next(model.parameters()).device
@@ -188,6 +195,8 @@ class CachedDecodeSession:
                 raise DataError(f"prompt {prompt.id!r} has no tokens")
             handle, entry = self._next_handle, _Prompt(prompt, begun[number] if begun else 0)
             entry.cache, first = self._read(entry)
+            if self.experts is not None:
+                self.experts.read_prompts([handle], [len(prompt.token_ids)])
             self._next_handle += 1
             self._prompts[handle] = entry
             handles.append(handle)
@@ -253,6 +262,8 @@ class CachedDecodeSession:
     def release(self, handle: int) -> None:
         """Drop a prompt that no row uses any more."""
         del self._prompts[handle]
+        if self.experts is not None:
+            del self.experts.prompts[handle]
 
     def _place(self, block: _Block) -> None:
         """Add ``block``, merged into a block of equal length if there is one, so that both run in
@@ -278,6 +289,8 @@ class CachedDecodeSession:
             inputs = {"input_ids": ids, cache.name: cache.state}
             logits, output = self._call(inputs, cache.length + cache.shift, 1)
             cache.state = output[cache.name]
+        if self.experts is not None:
+            self.experts.read_rows(block.rows)
         cache.length += 1
         return logits
 

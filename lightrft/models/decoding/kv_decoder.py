@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from lightrft.models.attention import interface
 from lightrft.models.attention.segment_plan import Run, SegmentPlan
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kinds import decodes_by_plan
+from lightrft.models.decoding.recorded_experts import RecordedExperts
+from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import transform_logits
 from lightrft.models.lora import base_model
@@ -40,11 +42,16 @@ class KVDecoder:
     """Runs a transformers causal language model for sampling, on its own weights.
 
     Adapters are supported.
+
+    Args:
+        model: The model.
+        experts: Records the experts of each token. ``None`` records none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, experts: ExpertReplay | None = None) -> None:
         interface.register()
         self.model = model
+        self.experts = experts
         config: Any = model.config
         self._config = config.get_text_config(decoder=True)
         self.by_plan = decodes_by_plan(config)
@@ -89,7 +96,9 @@ class KVDecoder:
             else:
                 shared[id(parameter)] = parameter
         # deepcopy takes these parameters for copies that it has made already
-        other = KVDecoder(copy.deepcopy(self.model, shared))
+        with nullcontext() if self.experts is None else self.experts.detached():
+            model = copy.deepcopy(self.model, shared)
+        other = KVDecoder(model, None if self.experts is None else ExpertReplay(model))
         other._own_attention = self._own_attention
         return other
 
@@ -111,7 +120,8 @@ class KVDecoder:
 
     def session(self) -> PlanDecodeSession | CachedDecodeSession:
         """Return an empty cache over this model. Sessions share only the weights."""
-        return PlanDecodeSession(self.model) if self.by_plan else CachedDecodeSession(self.model)
+        kind = PlanDecodeSession if self.by_plan else CachedDecodeSession
+        return kind(self.model, self.experts)
 
     @contextmanager
     def running(self) -> Generator[None]:
@@ -127,10 +137,14 @@ class KVDecoder:
             module.training = False
         if before != wanted:
             self._config._attn_implementation = wanted
+        if self.experts is not None:
+            self.experts.record()
         try:
             with torch.no_grad():
                 yield
         finally:
+            if self.experts is not None:
+                self.experts.record(False)
             if before != wanted:
                 self._config._attn_implementation = before
             for module in training:
@@ -142,9 +156,14 @@ class PlanDecodeSession:
 
     Rows are ``0 .. len(session) - 1``: ``admit`` appends, ``evict`` moves and cuts, ``step`` feeds
     one token to each.
+
+    Args:
+        model: The model.
+        experts: Records the experts of each token. ``None`` records none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, experts: ExpertReplay | None = None) -> None:
+        self.experts = RecordedExperts.of(experts)
         self._model = base_model(model)
         self._family = family_of(self._model.config)
         self._decoder = decoder_of(self._model, self._family)
@@ -267,6 +286,8 @@ class PlanDecodeSession:
                 ends = [int(positions[:, -1].max()) + 1 for positions in own]
                 shifts = np.array(ends, dtype=np.int64) - lengths
         logits = self._logits(inputs, plan, plan.last)
+        if self.experts is not None:
+            self.experts.read_prompts(handles, lengths.tolist())
         self._handles += handles
         self._prompt_lengths = np.concatenate([self._prompt_lengths, lengths])
         self._shifts = np.concatenate([self._shifts, shifts])
@@ -305,6 +326,8 @@ class PlanDecodeSession:
         plan = _StepPlan(self._prompts, self._answers, rows)
         positions = rows.positions if self._shift is None else rows.positions + self._shift
         logits = self._logits({"input_ids": tokens[None], "position_ids": positions[None]}, plan)
+        if self.experts is not None:
+            self.experts.read_rows(range(len(self)))
         rows.advance()
         self._lengths += 1
         return logits
@@ -322,6 +345,8 @@ class PlanDecodeSession:
 
     def release(self, handle: int) -> None:
         """Drop a prompt that no row uses any more. The last slot moves into its place."""
+        if self.experts is not None:
+            del self.experts.prompts[handle]
         slot = self._handles.index(handle)
         last = len(self._handles) - 1
         if slot != last:

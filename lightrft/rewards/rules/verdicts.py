@@ -35,6 +35,10 @@ class VerdictForm:
         key: Digest of request and responses, equal for both orders.
         ties: The last letter is a tie.
         pattern: Regular expression with one group.
+        right: For each response in the order of the question, if it is one of the best of its row.
+            Empty if that is unknown.
+        row: Digest of request and of all responses of the row.
+        id: Id of the row. Empty if it has none.
     """
 
     form: str
@@ -47,6 +51,9 @@ class VerdictForm:
     key: str = ""
     ties: bool = False
     pattern: str | None = None
+    right: Sequence[bool] = ()
+    row: str = ""
+    id: str = ""
 
     @classmethod
     def of(cls, columns: Mapping[str, object]) -> VerdictForm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from lightrft.serving.chat.chat_completions import ChatCompletions, opened
@@ -47,7 +48,10 @@ class Completions:
         ]
 
     async def complete(self, call: HTTPCall) -> object:
-        """Answer ``/v1/completions``, at once or as a stream."""
+        """Answer ``/v1/completions``, at once or as a stream.
+
+        With ``return_token_ids``, each event of a stream has the ids of its tokens.
+        """
         body = call.body
         echo = bool(body.get("echo"))
         likely = None
@@ -59,10 +63,11 @@ class Completions:
         if echo and body.get("max_tokens") == 0:
             # one token is generated to share the code, and is not shown
             call = HTTPCall({**body, "max_tokens": 1, "n": 1}, call.deadline)
-        wanted = self.generator.wanted(call, likely, echo)
+        has_tokens = bool(body.get("return_token_ids"))
+        wanted = replace(self.generator.wanted(call, likely, echo), has_tokens=has_tokens)
         future, stream = self.generator.begin(prompts, wanted, call.deadline)
         if stream is not None:
-            return self._stream(stream, future, prompts, body)
+            return self._stream(stream, future, prompts, wanted, body)
         return self._answer(prompts, await asyncio.wrap_future(future), body, wanted)
 
     def _prompts(self, body: Mapping[str, Any]) -> list[Prompt]:
@@ -90,18 +95,22 @@ class Completions:
         stream: TokenStream,
         future: Future,
         prompts: Sequence[Prompt],
+        wanted: Wanted,
         body: Mapping[str, Any],
     ) -> EventStream:
         async def events() -> AsyncIterator[object]:
-            heading = self._heading()
+            heading, version = self._heading(), self.generator.engine.version
             async for piece in stream.choices():
                 index, reason = piece["index"], piece["finish_reason"]
-                ids = token_fields(body, stream.rollout(index)) if reason is not None else {}
                 text = piece["delta"].get("content", "")
-                if not text and reason is None:
-                    continue
                 choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-                yield {**heading, "choices": [{**choice, **ids}]}
+                if wanted.has_tokens:
+                    ids, logprobs = stream.new_tokens(index)
+                    choice |= {"token_ids": ids, "sampled_logprobs": logprobs}
+                    choice["policy_version"] = version
+                    text = text or ids
+                if text or reason is not None:
+                    yield {**heading, "choices": [choice]}
             options = body.get("stream_options")
             if isinstance(options, Mapping) and options.get("include_usage"):
                 made = usage(prompts, stream.count_tokens())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -92,6 +93,8 @@ class GenerationLoop:
         self._batches: list[_Batch] = []
         self._changed = threading.Condition()
         self._closed = False
+        self._held = ""
+        self._busy = False
         metrics.gauges["queued_requests"] = lambda: float(len(self._waiting))
         metrics.gauges["generating_requests"] = lambda: float(
             sum(len(batch.open) for batch in self._batches)
@@ -110,15 +113,39 @@ class GenerationLoop:
         with self._changed:
             if self._closed:
                 raise HTTPProblem(503, "the server is stopping; repeat the request later")
+            if self._held:
+                raise HTTPProblem(503, self._held, {"Retry-After": "1"})
             self._waiting.append(work)
-            self._changed.notify()
+            self._changed.notify_all()
         return work.future
+
+    def hold(self, reason: str, deadline: float) -> bool:
+        """Refuse requests from now on, and wait until all accepted ones are finished.
+
+        Args:
+            reason: Message of the refusals.
+            deadline: Time of ``time.monotonic``.
+
+        Returns:
+            True if no request is open. False after the deadline.
+        """
+        with self._changed:
+            self._held = reason
+            return self._changed.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
+
+    def release(self) -> None:
+        """Accept requests again."""
+        with self._changed:
+            self._held = ""
+
+    def _is_idle(self) -> bool:
+        return not self._waiting and not self._batches and not self._busy
 
     def close(self) -> None:
         """Finish all requests, then stop the thread."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join()
 
     def _loop(self) -> None:
@@ -134,9 +161,12 @@ class GenerationLoop:
         """Begin the requests that can join. Return False once the loop is closed and empty."""
         with self._changed:
             while not self._waiting and not self._batches:
+                self._busy = False
+                self._changed.notify_all()
                 if self._closed:
                     return False
                 self._changed.wait()
+            self._busy = True
             works, self._waiting = self._waiting, deque()
         kept = [work for work in works if not self._begun(work)]
         with self._changed:
@@ -157,9 +187,8 @@ class GenerationLoop:
             self._batches.append(batch)
         opened = _Open(work)
         for request in asked.requests:
-            request.watch = _while_wanted(work, request.watch)
             batch.open[id(request.prompt)] = opened
-        batch.growing.add(asked.requests)
+        _add(work, batch.growing)
         return True
 
     def _advance(self, batch: _Batch) -> None:
@@ -198,8 +227,11 @@ class GenerationLoop:
                 continue
             opened = _Open(work)
             try:
-                for rollout in self.engine.generate(work.payload.requests, work.payload.sampling):
-                    self._take(opened, rollout)
+                growing = GenerationBatch(self.engine, (), work.payload.sampling)
+                _add(work, growing)
+                while growing.unfinished:
+                    for rollout in growing.advance():
+                        self._take(opened, rollout)
             except Exception as own:
                 _settle(work, error=own)
             else:
@@ -227,15 +259,18 @@ def _is_wanted(work: Work[Asked]) -> bool:
     return not work.future.cancelled() and time.monotonic() < work.deadline
 
 
-def _while_wanted(
-    work: Work[Asked], inner: Callable[[list[int]], bool] | None
-) -> Callable[[list[int]], bool]:
-    """Return a ``Request.watch`` that ends a response once nobody waits for its request."""
+def _add(work: Work[Asked], growing: GenerationBatch) -> None:
+    """Add the requests of ``work``. Their tokens go to its stream, as long as it is wanted."""
+    stream = work.payload.stream
 
-    def watch(token_ids: list[int]) -> bool:
-        return _is_wanted(work) and (inner is None or inner(token_ids))
+    def watch(k: int, token_ids: list[int]) -> bool:
+        if stream is None:
+            return _is_wanted(work)
+        return _is_wanted(work) and stream.grown(k, token_ids, growing.watched_logprobs())
 
-    return watch
+    for request in work.payload.requests:
+        request.watch = functools.partial(watch, request.sample)
+    growing.add(work.payload.requests)
 
 
 def _settle(work: Work[Asked], result: object = None, error: Exception | None = None) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -47,19 +46,19 @@ class Wanted:
 
     Attributes:
         sampling: The sampling settings.
-        count: Number of responses to each prompt.
-        seed: Seed of the request.
+        seeds: Seed of each response to a prompt.
         likely: Number of likely tokens at each place. ``None`` for no log-probs.
         echo: Log-probs are of the tokens of the prompts too.
         is_stream: The answer is sent as it grows.
+        has_tokens: The events of a stream have the ids of their tokens.
     """
 
     sampling: SamplingConfig
-    count: int = 1
-    seed: int = 0
+    seeds: Sequence[int]
     likely: int | None = None
     echo: bool = False
     is_stream: bool = False
+    has_tokens: bool = False
 
 
 class TextGenerator:
@@ -106,8 +105,7 @@ class TextGenerator:
         """
         return Wanted(
             self._sampling(call.body),
-            int(call.number("n", 1, 1, MOST_CHOICES)),
-            int(call.number("seed", 0, 0, 2**63 - 1)),
+            seeds_of(call),
             likely,
             echo,
             bool(call.body.get("stream")),
@@ -119,7 +117,7 @@ class TextGenerator:
         """Queue the responses to ``prompts``.
 
         Args:
-            prompts: The prompts. Each has ``wanted.count`` responses, one after another.
+            prompts: The prompts. Each has a response for each seed, one after another.
             wanted: What the request asks for.
             deadline: Time of ``time.monotonic`` after which nobody waits for the answer.
 
@@ -129,21 +127,24 @@ class TextGenerator:
         Raises:
             HTTPProblem: A prompt leaves no room for a response.
         """
-        sampling, total = wanted.sampling, len(prompts) * wanted.count
-        stream = TokenStream(self.tokenizer, total, sampling.stop) if wanted.is_stream else None
+        sampling, count = wanted.sampling, len(wanted.seeds)
+        stream = None
+        if wanted.is_stream:
+            total, has_tokens = len(prompts) * count, wanted.has_tokens
+            stream = TokenStream(self.tokenizer, total, sampling.stop, has_tokens=has_tokens)
         requests = []
         for p, prompt in enumerate(prompts):
             room = self._room(prompt, sampling)
-            for k in range(p * wanted.count, (p + 1) * wanted.count):
-                seed = derive_seed(wanted.seed, "choice", k)
-                request = Request(prompt, seed, k, max_new_tokens=room)
-                if stream is not None:
-                    request.watch = functools.partial(stream.grown, k)
-                requests.append(request)
+            for k, seed in enumerate(wanted.seeds, p * count):
+                requests.append(Request(prompt, seed, k, max_new_tokens=room))
         # requests with other limits share a batch: each has its own limit
         shared = sampling.model_copy(update={"max_new_tokens": self.sampling.max_new_tokens})
         asked = Asked(requests, shared, wanted.likely, wanted.echo, stream)
         return self.loop.submit(Work(asked, 0, deadline)), stream
+
+    def replaced(self, digest: str) -> None:
+        """Note that the weights were replaced by those of ``digest``."""
+        self.served = replace(self.served, digest=digest)
 
     def close(self) -> None:
         """Finish the requests that wait, and stop."""
@@ -180,6 +181,22 @@ class TextGenerator:
         shown = [echoed(rollout) for rollout in rollouts] if asked.echo else rollouts
         rows = self.likely(shown, asked.likely)
         return [ChatAnswer(rollout, row) for rollout, row in zip(rollouts, rows, strict=True)]
+
+
+def seeds_of(call: HTTPCall) -> list[int]:
+    """Return the seed of each response to a prompt.
+
+    ``seeds`` gives them. Else they derive from ``seed``, for ``n`` responses.
+    """
+    given = call.body.get("seeds")
+    if given is None:
+        seed = int(call.number("seed", 0, 0, 2**63 - 1))
+        count = int(call.number("n", 1, 1, MOST_CHOICES))
+        return [derive_seed(seed, "choice", k) for k in range(count)]
+    is_list = isinstance(given, list) and 1 <= len(given) <= MOST_CHOICES
+    if not is_list or not all(type(one) is int and 0 <= one < 2**63 for one in given):
+        raise bad(f"seeds must be 1 to {MOST_CHOICES} whole numbers from 0, below 2**63")
+    return given
 
 
 def echoed(rollout: Rollout) -> Rollout:

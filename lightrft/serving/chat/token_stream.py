@@ -20,25 +20,35 @@ class TokenStream:
         tokenizer: Decodes responses.
         count: Number of responses.
         stop: Strings that end a response, and are cut from its text.
+        has_tokens: Send a piece for new tokens without text too.
     """
 
-    def __init__(self, tokenizer: Any, count: int, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, count: int, stop: Sequence[str], *, has_tokens: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._has_tokens = has_tokens
         self._held = max(map(len, stop), default=0)
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._grown: list[tuple[list[int], list[float]]] = [([], [])] * count
+        self._passed = [0] * count
         self._done: dict[int, Rollout] = {}
         self._sent = [""] * count
         self._has_left = False
         self._error: BaseException | None = None
 
-    def grown(self, k: int, token_ids: list[int]) -> bool:
+    def grown(self, k: int, token_ids: list[int], logprobs: list[float]) -> bool:
         """Take the tokens of response ``k``. Return False once the client has left.
 
         Other threads call it.
+
+        Args:
+            k: Index of the response.
+            token_ids: All its tokens so far.
+            logprobs: Their log-probs.
         """
-        self._tokens[k] = token_ids
+        self._grown[k] = token_ids, logprobs
         self._notify()
         return not self._has_left
 
@@ -65,6 +75,13 @@ class TokenStream:
         """Return the finished response ``k``."""
         return self._done[k]
 
+    def new_tokens(self, k: int) -> tuple[list[int], list[float]]:
+        """Return the tokens of response ``k`` since the last call, with their log-probs."""
+        done = self._done.get(k)
+        ids, logprobs = self._grown[k] if done is None else (done.token_ids, done.logprobs)
+        start, self._passed[k] = self._passed[k], len(ids)
+        return ids[start:], logprobs[start:]
+
     async def choices(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the pieces of all responses, in the form of the API of OpenAI.
 
@@ -78,14 +95,15 @@ class TokenStream:
             if self._error is not None:
                 raise self._error
             for k in range(len(self._sent)):
-                if k in ended or not (self._tokens[k] or k in self._done):
+                if k in ended or not (self._grown[k][0] or k in self._done):
                     continue
                 if k not in begun:
                     begun.add(k)
                     yield _piece(k, {"role": "assistant", "content": ""})
                 done = self._done.get(k)
                 text = self._new_text(k, done)
-                if text:
+                is_new = self._has_tokens and len(self._grown[k][0]) > self._passed[k]
+                if text or (is_new and done is None):
                     yield _piece(k, {"content": text})
                 if done is not None:
                     ended.add(k)
@@ -96,7 +114,7 @@ class TokenStream:
         if done is not None:
             text = done.text
         else:
-            text = str(self._tokenizer.decode(self._tokens[k], skip_special_tokens=True))
+            text = str(self._tokenizer.decode(self._grown[k][0], skip_special_tokens=True))
             # a character of several tokens is not whole yet
             text = text.rstrip("\ufffd")
             text = text[: max(0, len(text) - self._held)]

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sampler import PromptSampler, draw, in_order
@@ -75,6 +76,11 @@ class DistillRun(PolicyRun):
     views: dict[str, View] = field(default_factory=dict)
     validation: SFTDataset | None = None
     validation_views: dict[str, View] = field(default_factory=dict)
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """See ``PolicyRun.engine_config``."""
+        return self.config.engine
 
     @property
     def validates(self) -> bool:

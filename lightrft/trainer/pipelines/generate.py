@@ -241,11 +241,13 @@ def loaded_engine(
         if not config.reward.terms:
             functions.check_sources({prompt.data_source for prompt in prompts})
         weights = None if saved is None else saved.weights
-        _, actor, engine = local_policy(
-            model, config.strategy, config.engine, inputs.tokenizer, weights=weights
+        strategy, actor, engine = local_policy(
+            model, config.strategy, config.engine, inputs.tokenizer, weights=weights, trains=False
         )
         check_lengths(actor, longest(prompts) + more, config.sampling, "sampling", "data")
-        scorer = with_reward_models(functions, config.reward, model, inputs.tokenizer, actor.device)
+        scorer = with_reward_models(
+            functions, config.reward, model, inputs.tokenizer, strategy.device
+        )
         with closing(CheckedEngine(engine, actor, config.engine)) as checked:
             yield checked, scorer
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.config.data import PreferenceDataConfig
+from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DPOConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_text
@@ -52,6 +53,11 @@ class PreferenceRun(PolicyRun):
     source: Source
     stats: PreferenceStats = field(default_factory=PreferenceStats)
     validation_logprobs: ReferenceLogprobs | None = None
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """See ``PolicyRun.engine_config``."""
+        return self.config.engine
 
     @property
     def validates(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.process_reward.objective import check_process_model
+from lightrft.algorithms.process_reward.quality import ScoredSteps
 from lightrft.config.data import ProcessDataConfig
 from lightrft.config.verbs import PRMVerbConfig
 from lightrft.datasets.process.process_dataset import ProcessDataset
@@ -29,7 +30,8 @@ from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
 from lightrft.roles import TrainableModel
 from lightrft.trainer.checks.preflight import check_enough, check_trained_weights
-from lightrft.trainer.reward_model.base import ScoringModelRun
+from lightrft.trainer.process_model.results import write_step_report
+from lightrft.trainer.reward_model.base import WORST, ScoringModelRun
 from lightrft.trainer.reward_model.checks import unmeasured_best, unread_evaluation
 from lightrft.trainer.reward_model.export import SavedParts, export
 from lightrft.trainer.run_session import RunSession
@@ -38,10 +40,12 @@ from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import local_tokenizer, strategy_of
 
 METRICS = (
-    *("loss", "step_accuracy", "response_accuracy"),
+    *("loss", "step_accuracy", "response_accuracy", "step_calibration_error"),
     *("process_bench_f1", "process_bench_wrong", "process_bench_right"),
 )
 """Metrics of held-out rows, under ``eval/`` or ``eval/<source>/``."""
+LESS_IS_BETTER = ("loss", "step_calibration_error")
+"""Metrics that fall while a model learns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,9 +54,11 @@ class ProcessModelRun(ScoringModelRun[PRMVerbConfig, ProcessDataset, ProcessRewa
 
     Attributes:
         settings: Settings of a step.
+        scores: Scores of the held-out responses at the last evaluation.
     """
 
     settings: ProcessModelSettings
+    scores: list[ScoredSteps] = field(default_factory=list)
 
     def train_step(self) -> Metrics:
         """Take one step on the next ``batch_size`` examples."""
@@ -67,9 +73,11 @@ class ProcessModelRun(ScoringModelRun[PRMVerbConfig, ProcessDataset, ProcessRewa
         if self.validation is None:
             return Metrics()
         settings = replace(self.settings, sources=self.validation.data_sources)
-        return evaluate_process_model(
+        found = evaluate_process_model(
             self.placed, self.model, self.validation, settings, self.config.batch_size
         )
+        self.scores = found.responses
+        return found.metrics
 
     def export(self) -> int:
         """Write the process reward model as a folder ``model/`` and return its step."""
@@ -84,7 +92,17 @@ class ProcessModelRun(ScoringModelRun[PRMVerbConfig, ProcessDataset, ProcessRewa
                 seed=config.run.seed,
             )
 
-        return export(self, self.model, self.parts, copied)
+        step = export(self, self.model, self.parts, copied)
+        dataset = self.validation
+        if dataset is not None:
+            threshold = config.process_model.threshold
+
+            def write() -> None:
+                folder = self.session.path
+                write_step_report(folder, dataset, self.scores, threshold, worst=WORST)
+
+            self.write_scores(bool(self.scores), write)
+        return step
 
 
 def run_process_model(config: PRMVerbConfig, observer: Observer | None = None) -> Summary:
@@ -99,7 +117,7 @@ def check(config: PRMVerbConfig) -> None:
     check_trained_weights(config.model)
     check_unread(config)
     check_process_model(config.process_model)
-    problems = [*unread_evaluation(config), *unmeasured_best(config, METRICS, ("loss",))]
+    problems = [*unread_evaluation(config), *unmeasured_best(config, METRICS, LESS_IS_BETTER)]
     problems += _separator(config)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,6 +10,8 @@ from lightrft.config.reward_model import ValidationTimesConfig
 from lightrft.config.verbs import PRMVerbConfig, RMConfig
 from lightrft.datasets.prompt_dataset import EncodedDataset
 from lightrft.datasets.sampler import PromptSampler
+from lightrft.distributed.process_group import run_on_all_ranks
+from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.roles import TrainableModel
@@ -17,6 +20,9 @@ from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.reward_model.export import SavedParts
 from lightrft.trainer.training_loop import TrainingRun
 from lightrft.utils.state_io import State
+
+WORST = 20
+"""Number of held-out pairs or responses in the report that are judged worst."""
 
 Config = TypeVar("Config", bound=RMConfig | PRMVerbConfig)
 Rows = TypeVar("Rows", bound=EncodedDataset)
@@ -78,6 +84,20 @@ class ScoringModelRun(TrainingRun, Generic[Config, Rows, Model]):
     def load_state(self, state: State) -> None:
         """Restore the result of ``state``."""
         self.sampler.load_state_dict(state["sampler"])
+
+    def write_scores(self, is_evaluated: bool, write: Callable[[], None]) -> None:
+        """Write the scores of the last evaluation for the report.
+
+        Args:
+            is_evaluated: False if there was no evaluation, as in a run that resumes at its end.
+                One is made then.
+            write: Writes the scores; called on the first rank.
+        """
+        if not is_evaluated:
+            with evaluation_mode(self.model.model):
+                self.validate()
+        ranks = self.session.ranks
+        run_on_all_ranks(ranks, lambda: write() if ranks.rank == 0 else None)
 
     def close(self) -> None:
         """Cancel reads of media that have not started."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import fsum
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from lightrft.algorithms.reward_model.quality import (
     judged_pairs,
     pair_accuracy,
 )
-from lightrft.config.model import ModelConfig
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_text
@@ -44,17 +41,11 @@ from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.inference import run_eval
 from lightrft.trainer.process_model.evaluate import process_folder, run_eval_steps
 from lightrft.trainer.reward_model.judge_evaluation import as_evaluation
-from lightrft.trainer.reward_model.results import (
-    RESULTS,
-    ResultsFile,
-    texts_of,
-    write_report_data,
-)
+from lightrft.trainer.reward_model.results import scored_prompt, texts_of, write_report_data
+from lightrft.trainer.reward_model.results_file import RESULTS, ResultsFile, fingerprint
 from lightrft.trainer.reward_model.suites import suite_metrics
 from lightrft.utils.errors import ConfigError, DataError, did_you_mean
 from lightrft.workers.local import local_tokenizer, strategy_of
-
-log = logging.getLogger(__name__)
 
 MAY_DIFFER = (
     *("run", "best_of", "worst", "batch_size", "max_tokens_per_micro_batch", "strategy.device"),
@@ -206,11 +197,11 @@ def _score(config: EvalRMConfig, found: _Prepared, path: Path) -> list[ScoredPro
     settings = RewardModelSettings(
         found.model.settings, config.max_tokens_per_micro_batch, heads, dataset.data_sources
     )
-    identity = {"data": dataset.digest(), "model": fingerprint(config.model)}
-    with closing(ResultsFile(path, identity, config.batch_size, len(dataset))) as results:
+    model = config.model
+    identity = {"data": dataset.digest(), "model": fingerprint(model, model_folder(model.path))}
+    file = ResultsFile(path, scored_prompt, identity, config.batch_size, len(dataset))
+    with closing(file) as results:
         done = results.done
-        if done:
-            log.warning("%d of %d rows were scored before", done, len(dataset))
         parts = scored(
             found.strategy,
             EvaluatedModel(found.model),
@@ -226,17 +217,7 @@ def _score(config: EvalRMConfig, found: _Prepared, path: Path) -> list[ScoredPro
                     results.add(prompt, texts_of(dataset, prompt.index))
                 results.flush()
                 progress.update({"step": examples[-1].index + 1})
-        return results.prompts
-
-
-def fingerprint(model: ModelConfig) -> str:
-    """Return what changes when the files of a model folder change: names, sizes and times."""
-    seen = blake2b(model.model_dump_json().encode(), digest_size=12)
-    folder = Path(model_folder(model.path)).expanduser()
-    for file in sorted(folder.glob("*")) if folder.is_dir() else ():
-        status = file.stat()
-        seen.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return seen.hexdigest()
+        return results.rows
 
 
 def measure(

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from lightrft.config.base import changed_fields
 from lightrft.config.data import Columns, DataConfig
+from lightrft.config.judgement import JudgementConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.verbs import AGREEMENT, EvalRMConfig, EvaluateConfig, JudgeTrainingConfig
 from lightrft.utils.errors import ConfigError
 
 OF_HEADS = ("head", "max_tokens", "batch_size", "max_tokens_per_micro_batch", "best_of", "worst")
 """Settings of ``eval-rm`` that only a model with heads reads."""
+
+
+def asked(judgement: JudgementConfig) -> JudgementConfig:
+    """Return the questions of an evaluation: in both orders, and ratings where none is the best."""
+    found = JudgeTrainingConfig(judgement=judgement).held_out
+    if found.form not in ("best", "rating"):
+        return found
+    return found.model_copy(update={"rate_best": True})
 
 
 def as_evaluation(config: EvalRMConfig) -> EvaluateConfig:
@@ -37,7 +46,7 @@ def as_evaluation(config: EvalRMConfig) -> EvaluateConfig:
     names = DataConfig.model_fields.keys() - {"columns", "judgement"}
     given = {name: getattr(config.data, name) for name in names}
     given["columns"] = Columns(**{name: getattr(columns, name) for name in Columns.model_fields})
-    given["judgement"] = JudgeTrainingConfig(judgement=config.judgement).held_out
+    given["judgement"] = asked(config.judgement)
     evaluation = EvalConfig(data=DataConfig(**given), sampling=config.sampling)
     return EvaluateConfig(
         run=config.run,

@@ -1,13 +1,12 @@
-"""Files of an evaluation of a reward model: scores with texts, and the content of its report."""
+"""The texts of scored responses, and the content of the report of their evaluation."""
 
 from __future__ import annotations
 
 import heapq
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from lightrft.algorithms.reward_model.quality import (
     ScoredPrompt,
@@ -16,99 +15,29 @@ from lightrft.algorithms.reward_model.quality import (
     judged_pairs,
     pair_accuracy,
 )
+from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media import Item
 from lightrft.datasets.media.items import replaced
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_parser import Message, ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.trainer.reward_model.results_file import Shown, with_nan
 from lightrft.types import Attachment
-from lightrft.utils.atomic_files import json_line, write_atomic, write_json
-from lightrft.utils.errors import DataError
+from lightrft.utils.atomic_files import write_atomic, write_json
 
 REPORT = "reward_scores.json"
 """File of a run folder with the content of the report."""
-RESULTS = "results.jsonl"
-"""File of a run folder with the scores of each response."""
 BARS = 40
 """Number of bins of the distribution of scores."""
 
-Shown = dict[str, Any]
-"""A value that JSON can express."""
 
-
-class ResultsFile:
-    """Scores of prompts on disk, so that a stopped evaluation resumes after the last batch.
-
-    The first line identifies data and model. If they have changed, the file begins again. An
-    incomplete last batch is removed, since rounding depends on the rows of a batch.
-
-    Args:
-        path: The file.
-        identity: What identifies data and model.
-        batch_size: Number of rows of a batch.
-        total: Number of rows of the data set.
-
-    Attributes:
-        prompts: The scored prompts, in the order of the data set.
-        done: Number of rows that are scored.
-    """
-
-    def __init__(
-        self, path: Path, identity: Mapping[str, str], batch_size: int, total: int
-    ) -> None:
-        self._file = path.open("a+b")
-        head = json_line({"of": {**identity, "batch_size": batch_size}}).encode() + b"\n"
-        self._file.seek(0)
-        end = len(head) if self._file.readline() == head else 0
-        found: list[tuple[int, ScoredPrompt]] = []
-        for raw in self._file if end else ():
-            if not raw.endswith(b"\n"):
-                break
-            found.append((len(raw), scores_of(raw, path)[0]))
-        seen = found[-1][1].index + 1 if found else 0
-        self.done = seen if seen == total else seen - seen % batch_size
-        kept = [(size, prompt) for size, prompt in found if prompt.index < self.done]
-        self.prompts = [prompt for _, prompt in kept]
-        self._file.truncate(end + sum(size for size, _ in kept))
-        if not end:
-            self._file.write(head)
-
-    def add(self, prompt: ScoredPrompt, texts: Shown) -> None:
-        """Write the scores of a prompt with its texts."""
-        self.prompts.append(prompt)
-        self._file.write(json_line({**asdict(prompt), **texts}).encode() + b"\n")
-
-    def flush(self) -> None:
-        """Pass all lines to the system, so that a killed process does not lose them."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def scores_of(raw: bytes, path: Path) -> tuple[ScoredPrompt, Shown]:
-    """Return the scores of one line of the file ``path``, and the whole line.
-
-    Raises ``DataError`` if the line is damaged.
-    """
-    try:
-        line = json.loads(raw)
-        fields = {name: line[name] for name in ("index", "id", "source", "lengths")}
-        numbers = {name: _with_nan(line[name]) for name in ("scores", "labels")}
-        return ScoredPrompt(**fields, **numbers), line
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(
-            f"{path} is damaged: {raw[:80]!r}; set run.overwrite=true to start over"
-        ) from None
-
-
-def _with_nan(by_head: Mapping[str, Sequence[float | None]]) -> dict[str, list[float]]:
-    """Return the numbers of each head. JSON has null for NaN."""
-    return {
-        name: [float("nan") if value is None else value for value in values]
-        for name, values in by_head.items()
-    }
+def scored_prompt(line: Shown) -> ScoredPrompt:
+    """Return the scores of a prompt, from the fields of its line."""
+    fields = {name: line[name] for name in ("index", "id", "source", "lengths")}
+    numbers = {}
+    for name in ("scores", "labels"):
+        numbers[name] = {head: with_nan(values) for head, values in line[name].items()}
+    return ScoredPrompt(**fields, **numbers)
 
 
 def texts_of(dataset: PreferenceDataset, index: int) -> Shown:
@@ -118,12 +47,12 @@ def texts_of(dataset: PreferenceDataset, index: int) -> Shown:
     """
     row = dataset.record(index)
     asked = row.responses[0].asked if row.is_split else 0
-    prompt = _written(row.responses[0].messages[:asked])
-    responses = [_written(one.messages[asked:]) for one in row.responses]
+    prompt = written(row.responses[0].messages[:asked])
+    responses = [written(one.messages[asked:]) for one in row.responses]
     return {"prompt": prompt, "responses": responses}
 
 
-def _written(messages: Sequence[Message]) -> str:
+def written(messages: Sequence[Message]) -> str:
     """Return messages as text. Roles are named where there are several."""
     parts = []
     for message in messages:
@@ -168,7 +97,7 @@ def write_report_data(
         "head": head,
         "pairs": len(pairs),
         "distribution": distribution(
-            [pair.better for pair in pairs], [pair.worse for pair in pairs]
+            better=[pair.better for pair in pairs], worse=[pair.worse for pair in pairs]
         ),
         "calibration": [asdict(one) for one in calibration_bins(pairs)],
         "subsets": _subsets(prompts, head),
@@ -202,24 +131,23 @@ def worst_pairs(
     return [(prompts[-n], b, w) for _, n, b, w in heapq.nlargest(count, gaps())]
 
 
-def distribution(better: Sequence[float], worse: Sequence[float]) -> Shown:
-    """Return the shares of the scores of better and of worse responses in bins of equal width.
+def distribution(**sides: Sequence[float]) -> Shown:
+    """Return the share of the scores of each side in bins of equal width.
 
     Args:
-        better: Scores of better responses of pairs.
-        worse: Scores of worse responses of pairs.
+        sides: Scores by the name of the side, such as ``better`` and ``worse``.
     """
-    every = [*better, *worse]
+    every = list(itertools.chain.from_iterable(sides.values()))
     if not every:
-        return {"centers": [], "better": [], "worse": []}
+        return {"centers": [], **{name: [] for name in sides}}
     low, high = min(every), max(every)
     width = (high - low) / BARS or 1.0
     found: Shown = {"centers": [low + (k + 0.5) * width for k in range(BARS)]}
-    for name, scores in (("better", better), ("worse", worse)):
+    for name, scores in sides.items():
         counts = [0] * BARS
         for score in scores:
             counts[min(int((score - low) / width), BARS - 1)] += 1
-        found[name] = [count / len(scores) for count in counts]
+        found[name] = [count / max(len(scores), 1) for count in counts]
     return found
 
 
@@ -256,13 +184,13 @@ def _pair(
     found: Shown = {"id": prompt.id, "source": prompt.source, "prompt": texts["prompt"]}
     # responses to one prompt have the same media
     common = row.responses[0].media if row.is_split else []
-    found["attachments"] = _saved(folder, dataset, common)
+    found["attachments"] = saved_media(folder, dataset.encoder, common)
     for name, place in zip(("better", "worse"), places):
         own: Sequence[Item] = [] if row.is_split else _media(row.responses[place])
         found[name] = {
             "text": texts["responses"][place],
             "score": prompt.scores[head][place],
-            "attachments": _saved(folder, dataset, own),
+            "attachments": saved_media(folder, dataset.encoder, own),
         }
     return found
 
@@ -271,9 +199,15 @@ def _media(record: ParsedRow) -> Sequence[Item]:
     return record.media
 
 
-def _saved(folder: Path, dataset: PreferenceDataset, items: Sequence[Item]) -> list[str]:
-    """Write previews of media to the folder ``media`` of a run, and return their names."""
-    reader = dataset.encoder.media
+def saved_media(folder: Path, encoder: ChatEncoder, items: Sequence[Item]) -> list[str]:
+    """Write previews of media to the folder ``media`` of a run, and return their names.
+
+    Args:
+        folder: The run folder.
+        encoder: Reads the media. One without media writes nothing.
+        items: The media.
+    """
+    reader = encoder.media
     if reader is None or not items:
         return []
     media = folder / "media"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,8 +14,6 @@ from lightrft.config.verbs import RMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
-from lightrft.distributed.process_group import run_on_all_ranks
-from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.learner.reward_model.evaluation import evaluate_reward_model, normalize_scores
 from lightrft.learner.reward_model.step import RewardModelSettings, reward_model_step
@@ -28,18 +25,13 @@ from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
 from lightrft.roles import TrainableModel
 from lightrft.trainer.checks.preflight import check_enough
-from lightrft.trainer.reward_model.base import ScoringModelRun
+from lightrft.trainer.reward_model.base import WORST, ScoringModelRun
 from lightrft.trainer.reward_model.checks import check, labelled_heads, rating_ranges, reads_ties
 from lightrft.trainer.reward_model.export import SavedParts, export
 from lightrft.trainer.reward_model.results import write_report_data
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import run_supervised
 from lightrft.workers.local import local_tokenizer, strategy_of
-
-log = logging.getLogger(__name__)
-
-WORST_PAIRS = 20
-"""Number of held-out pairs in the report whose order is most wrong."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,25 +85,14 @@ class RewardModelRun(ScoringModelRun[RMConfig, PreferenceDataset, RewardModel]):
             return copy
 
         step = export(self, self.model, self.parts, copied, normalize)
-        self._write_scores()
+        dataset, head = self.validation, self.settings.heads[0]
+        if dataset is not None:
+
+            def write() -> None:
+                write_report_data(self.session.path, dataset, self.scores, head, worst=WORST)
+
+            self.write_scores(bool(self.scores), write)
         return step
-
-    def _write_scores(self) -> None:
-        """Write the scores of the last evaluation for the report."""
-        dataset, session = self.validation, self.session
-        if dataset is None:
-            return
-        # A run that resumes at its end has made no evaluation.
-        if not self.scores:
-            with evaluation_mode(self.model.model):
-                self.validate()
-
-        def write() -> None:
-            if session.ranks.rank == 0:
-                head = self.settings.heads[0]
-                write_report_data(session.path, dataset, self.scores, head, worst=WORST_PAIRS)
-
-        run_on_all_ranks(session.ranks, write)
 
 
 def run_reward_model(config: RMConfig, observer: Observer | None = None) -> Summary:

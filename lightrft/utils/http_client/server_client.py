@@ -63,7 +63,7 @@ class OpenStream:
         self._socket: socket.socket | None = None
 
     def close(self) -> None:
-        """Close the connection. A thread that waits for its next event goes on at once."""
+        """Close the connection. A thread that waits for its next event wakes at once."""
         with self._lock:
             self.is_closed = True
             if self._socket is not None:
@@ -232,7 +232,8 @@ class ServerClient:
                 event = json.loads(text)
                 if isinstance(event.get("error"), Mapping):
                     error = event["error"]
-                    self._check_status(int(error.get("code") or 500), str(error.get("message")), 0)
+                    # SGLang gives no code to a request that it refuses
+                    self._check_status(int(error.get("code") or 400), str(error.get("message")), 0)
                 yield event
         except httpx.TransportError:
             if handle.is_closed:

@@ -12,14 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
-from lightrft.datasets.conversations.conversation_encoder import ConversationEncoder, Sample
+from lightrft.datasets.conversations.conversation_encoder import (
+    ConversationEncoder,
+    Sample,
+    batch_of_answers,
+)
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
 from lightrft.types import Batch, Prompt, Rollout, Segments
-from lightrft.utils.errors import ConfigError, DataError, ModelError
-
-EXCHANGE = ({"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "It is 2."})
-"""A conversation that every template can render."""
+from lightrft.utils.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +57,9 @@ class OwnTokens:
                 problems[k] = str(error)
         if not samples:
             return None, [], problems
-        prompts: dict[tuple[int, ...], int] = {}
-        distinct: list[Prompt] = []
-        prompt_of = []
-        for k, sample in samples.items():
-            # By identity too: two rows may have equal ids and different media.
-            key = (id(rollouts[k].prompt), *sample.prompt.token_ids)
-            if key not in prompts:
-                prompts[key] = len(distinct)
-                distinct.append(sample.prompt)
-            prompt_of.append(prompts[key])
-        batch = Batch(
-            Segments.of_prompts(distinct),
-            Segments.of([sample.response for sample in samples.values()]),
-            torch.tensor(prompt_of, dtype=torch.long),
-        )
+        # By identity too: two rows may have equal ids and different media.
+        origins = [id(rollouts[k].prompt) for k in samples]
+        batch = batch_of_answers(list(samples.values()), origins)
         return batch, list(samples), problems
 
     def prompts(self, rollouts: Sequence[Rollout]) -> tuple[Segments, Tensor, dict[int, str]]:
@@ -91,7 +80,7 @@ class OwnTokens:
             prompt = rollout.prompt
             if id(prompt) not in known:
                 try:
-                    distinct.append(self.encoder.prompt(_asked(prompt), _where(prompt)))
+                    distinct.append(self.encoder.prompt(asked(prompt), _where(prompt)))
                     known[id(prompt)] = len(distinct) - 1
                 except DataError as error:
                     known[id(prompt)] = str(error)
@@ -105,16 +94,13 @@ class OwnTokens:
 
     def _sample(self, rollout: Rollout) -> Sample:
         """Return the conversation of a response. Raises ``DataError`` if it cannot be read."""
-        answer = {"role": "assistant", "content": rollout.text}
         where = _where(rollout.prompt)
-        found = self.encoder.sample([*_asked(rollout.prompt), answer], where)
-        if rollout.finish_reason == "length":
-            # A response that was cut has no end token, as in the tokens of the policy.
-            closing = self.encoder.encoder.special_ids - self.encoder.encoder.placeholders
-            ids = found.response
-            while len(ids) > 1 and ids[-1] in closing:
-                ids = ids[:-1]
-            found = Sample(found.prompt, ids, found.media)
+        found = self.encoder.answered(
+            asked(rollout.prompt),
+            rollout.text,
+            cut=rollout.finish_reason == "length",
+            where=where,
+        )
         if self.context is not None and found.tokens > self.context:
             raise DataError(
                 f"{where}: prompt and response have {found.tokens} tokens of the reward model, "
@@ -156,14 +142,13 @@ def own_tokens(
     if not wanted:
         return None
     encoder = ConversationEncoder(theirs, load_processor(config, theirs), MediaConfig())
-    try:
-        encoder.sample(EXCHANGE, key)
-    except ModelError as error:
-        raise ConfigError(f"{key}.path = {term.path!r}: {error}") from error
+    problem = encoder.template_problem()
+    if problem:
+        raise ConfigError(f"{key}.path = {term.path!r}: {problem}")
     return OwnTokens(encoder, context)
 
 
-def _asked(prompt: Prompt) -> list[dict[str, object]]:
+def asked(prompt: Prompt) -> list[dict[str, object]]:
     """Return the messages of a prompt."""
     return [dict(m) for m in prompt.request] or [{"role": "user", "content": prompt.text}]
 

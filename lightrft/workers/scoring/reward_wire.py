@@ -1,6 +1,8 @@
-"""The form in which a client sends token ids and media to a served reward model, as JSON.
+"""The forms in which a client sends responses to a served reward model, as JSON.
 
-A served model then scores the very tokens that the client has, so scores equal local ones.
+A model of the client's vocabulary and template gets token ids and media. It scores the very tokens
+that the client has, so scores equal local ones. Any other model gets conversations, and encodes
+them as a local one does.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,6 +60,53 @@ def batch_from_json(tree: Mapping[str, Any], vocabulary: int) -> Batch:
     return Batch(prompts, responses, torch.tensor(of, dtype=torch.long))
 
 
+@dataclass(frozen=True, slots=True)
+class ServedAnswer:
+    """A response to a conversation.
+
+    Attributes:
+        messages: Messages before the response, with media as content parts.
+        text: The response.
+        cut: True if the response was cut at a limit.
+        conversation: Number of the conversation. Responses to one share its messages.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    text: str
+    cut: bool
+    conversation: int
+
+
+def answers_to_json(answers: Sequence[ServedAnswer]) -> dict[str, Any]:
+    """Return ``answers`` as plain data. Their messages must be, too."""
+    known: dict[int, int] = {}
+    conversations: list[Sequence[Mapping[str, Any]]] = []
+    for one in answers:
+        if known.setdefault(one.conversation, len(known)) == len(conversations):
+            conversations.append(one.messages)
+    return {
+        "conversations": conversations,
+        "answers": [{"text": one.text, "cut": one.cut} for one in answers],
+        "prompt_of": [known[one.conversation] for one in answers],
+    }
+
+
+def answers_from_json(tree: Mapping[str, Any]) -> list[ServedAnswer]:
+    """Return the answers of ``answers_to_json``. Raises ``DataError`` if the data is malformed."""
+    conversations, given, of = (tree.get(n) for n in ("conversations", "answers", "prompt_of"))
+    if not isinstance(conversations, list) or not all(map(_are_messages, conversations)):
+        raise DataError("conversations must be lists of messages with a role and a content")
+    if not isinstance(given, list) or not given or not all(map(_is_answer, given)):
+        raise DataError("answers must be one or more objects with a text, and cut: true or false")
+    if not _are_whole(of, len(conversations)) or len(of) != len(given):  # ty: ignore[invalid-argument-type]
+        raise DataError(
+            f"prompt_of must name one of the {len(conversations)} conversations, from 0, for each "
+            f"of the {len(given)} answers"
+        )
+    pairs = zip(given, of)  # ty: ignore[invalid-argument-type]
+    return [ServedAnswer(conversations[k], one["text"], one["cut"], k) for one, k in pairs]
+
+
 def checked_ids(row: object, vocabulary: int, where: str) -> list[int]:
     """Return ``row`` if it is a list of token ids, else raise ``DataError``.
 
@@ -77,6 +127,14 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of the tokens of ``tokenizer`` and their ids."""
     text = json.dumps(sorted(tokenizer.get_vocab().items()))
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of the chat template of ``tokenizer``; empty if it has none."""
+    template = tokenizer.chat_template
+    if not template:
+        return ""
+    return f"sha256:{hashlib.sha256(json.dumps(template).encode()).hexdigest()}"
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -104,6 +162,21 @@ def _segments(tree: Mapping[str, Any], name: str, vocabulary: int) -> Segments:
 def _are_whole(values: object, bound: int) -> bool:
     """Return True if ``values`` is a list of whole numbers from 0, below ``bound``."""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < bound for v in values)
+
+
+def _are_messages(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one
+        for one in value
+    )
+
+
+def _is_answer(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("text"), str)
+        and isinstance(value.get("cut"), bool)
+    )
 
 
 def _encoded(media: Media) -> str:

@@ -10,14 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.reward import ScoringModelConfig
+from lightrft.datasets.judgement.chat_messages import chat_messages
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.types import Batch, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered, check_digest
-from lightrft.workers.scoring.reward_wire import PATH, batch_to_json, vocabulary_digest
+from lightrft.workers.scoring.own_tokens import asked
+from lightrft.workers.scoring.reward_wire import (
+    PATH,
+    ServedAnswer,
+    answers_to_json,
+    batch_to_json,
+    template_digest,
+    vocabulary_digest,
+)
+
+Messages = list[dict[str, Any]] | str
+"""Messages of a prompt as plain data, or the reason why it has none."""
 
 
 @dataclass(slots=True)
@@ -31,6 +45,8 @@ class ServedRewardModel:
         head: Head whose score it is.
         digest: Digest of the model at start. Every answer must have it.
         layout: Layout of the model's inputs.
+        reencodes: True if the server gets conversations, because its vocabulary or template is not
+            the policy's.
         client: Asks the server.
     """
 
@@ -41,6 +57,7 @@ class ServedRewardModel:
     digest: str
     layout: str
     client: ServerClient
+    reencodes: bool = False
 
     @staticmethod
     def of(
@@ -51,10 +68,11 @@ class ServedRewardModel:
         Args:
             term: Settings of the term.
             key: Key of ``term``, for messages.
-            tokenizer: Tokenizer of the policy, whose tokens the model reads.
+            tokenizer: Tokenizer of the policy.
 
         Raises:
-            ConfigError: The server has another model, another vocabulary or no such head.
+            ConfigError: The server has another model or no such head, or cannot read the policy's
+                responses.
             ResourceError: It does not answer before ``deadline``.
         """
         header = functools.partial(_bearer, term, key)
@@ -79,7 +97,14 @@ class ServedRewardModel:
         """
         parts = micro_batches(batch, self.term.max_tokens_per_micro_batch, self.layout)
         found: list[float | str] = [""] * len(batch)
-        answers = self.client.together(lambda index: self._part(batch.select(index)), parts)
+        messages = messages_of(rollouts) if self.reencodes else {}
+
+        def part(index: Tensor) -> list[float | str]:
+            if self.reencodes:
+                return self._conversations([rollouts[k] for k in index.tolist()], messages)
+            return self._asked(batch_to_json(batch.select(index)), len(index))
+
+        answers = self.client.together(part, parts)
         for index, answer in zip(parts, answers, strict=True):
             for row, score in zip(index.tolist(), answer, strict=True):
                 found[row] = score
@@ -89,9 +114,39 @@ class ServedRewardModel:
         """Close the connections."""
         self.client.close()
 
-    def _part(self, batch: Batch) -> list[float | str]:
-        """Return the scores of one request."""
-        body = batch_to_json(batch)
+    def _conversations(
+        self, rollouts: Sequence[Rollout], messages: Mapping[int, Messages]
+    ) -> list[float | str]:
+        """Return the scores of one request of conversations.
+
+        Args:
+            rollouts: The responses.
+            messages: The result of ``messages_of``.
+        """
+        found: list[float | str] = [""] * len(rollouts)
+        answers: dict[int, ServedAnswer] = {}
+        for k, rollout in enumerate(rollouts):
+            origin = id(rollout.prompt)
+            known = messages[origin]
+            if isinstance(known, str):
+                found[k] = known
+            else:
+                is_cut = rollout.finish_reason == "length"
+                answers[k] = ServedAnswer(known, rollout.text, is_cut, origin)
+        if answers:
+            scores = self._asked(answers_to_json(list(answers.values())), len(answers))
+            for k, score in zip(answers, scores, strict=True):
+                where = f"prompt {rollouts[k].prompt.id}"
+                found[k] = f"{where}: {score}" if isinstance(score, str) else score
+        return found
+
+    def _asked(self, body: Mapping[str, Any], count: int) -> list[float | str]:
+        """Return the scores of one request, or the reason of each response that has none.
+
+        Args:
+            body: The request.
+            count: Number of its responses.
+        """
         # one id for all repetitions: a server that has computed the scores does not do so again
         headers = {"X-Request-Id": uuid.uuid4().hex}
         self.client.counts["requests"] += 1
@@ -99,16 +154,19 @@ class ServedRewardModel:
             answer = self.client.ask("POST", PATH, body, headers)
         except Unanswered as error:
             self.client.counts["unanswered"] += 1
-            return [str(error)] * len(batch)
+            return [str(error)] * count
         if answer.get("digest") != self.digest:
             raise ConfigError(
                 f"{self.key}.url = {self.term.url!r}: the server has replaced its model "
                 f"{self.digest} by {answer.get('digest')}; serve the first one again and resume"
             )
         scores = answer.get("scores", {}).get(self.head)
-        if not isinstance(scores, list) or len(scores) != len(batch):
-            return [f"the server sent no score of {self.head!r} for each response"] * len(batch)
-        return [math.nan if score is None else float(score) for score in scores]
+        if not isinstance(scores, list) or len(scores) != count:
+            return [f"the server sent no score of {self.head!r} for each response"] * count
+        found: list[float | str] = [math.nan if one is None else float(one) for one in scores]
+        for place, problem in (answer.get("problems") or {}).items():
+            found[int(place)] = str(problem)
+        return found
 
     def _about(self) -> Mapping[str, Any]:
         """Return the entry of the server's model."""
@@ -132,11 +190,7 @@ class ServedRewardModel:
         where = f"{self.key}.url = {self.term.url!r}"
         self.digest, self.layout = entry["digest"], entry["layout"]
         check_digest(self.term.digest, self.digest, entry["id"], self.key)
-        if entry["vocabulary"] != vocabulary_digest(tokenizer):
-            raise ConfigError(
-                f"{where}: the tokenizer of {entry['id']!r} has another vocabulary than the "
-                "policy's; serve a reward model of the policy's tokenizer"
-            )
+        self.reencodes = self._is_other(entry, tokenizer, where)
         self.head = self.term.head or entry["reward"]
         if self.head not in entry["heads"]:
             known = ", ".join(entry["heads"])
@@ -144,6 +198,52 @@ class ServedRewardModel:
                 f"{self.key}.head = {self.term.head!r}: the served model has {known}; name one"
             )
         self.name = self.term.name or self.head
+
+    def _is_other(
+        self, entry: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
+    ) -> bool:
+        """Return True if the server must encode conversations by itself.
+
+        Args:
+            entry: What the server says about its model.
+            tokenizer: Tokenizer of the policy.
+            where: Key and address of the server, for messages.
+
+        Raises:
+            ConfigError: It must, and cannot; or must not, and has another vocabulary.
+        """
+        differs = entry["vocabulary"] != vocabulary_digest(tokenizer)
+        wanted = self.term.reencode
+        if wanted is False and differs:
+            raise ConfigError(
+                f"{where}: the tokenizer of {entry['id']!r} has another vocabulary than the "
+                f"policy's; leave out {self.key}.reencode = false"
+            )
+        if wanted is None:
+            template = entry.get("template")
+            # Without a template of its own, a model of the same vocabulary reads the policy's.
+            wanted = differs or (bool(template) and template != template_digest(tokenizer))
+        if wanted and "template" not in entry:
+            raise ConfigError(
+                f"{where}: the server is of a version that reads token ids alone, and the "
+                f"tokenizer of {entry['id']!r} is not the policy's; upgrade the server"
+            )
+        if wanted and entry["template_problem"]:
+            raise ConfigError(f"{where}: {entry['template_problem']}")
+        return wanted
+
+
+def messages_of(rollouts: Sequence[Rollout]) -> dict[int, Messages]:
+    """Return the messages of each prompt by its identity, or the reason why it cannot be sent."""
+    found: dict[int, Messages] = {}
+    for rollout in rollouts:
+        prompt = rollout.prompt
+        if id(prompt) not in found:
+            try:
+                found[id(prompt)] = chat_messages(asked(prompt))
+            except MalformedRow as error:
+                found[id(prompt)] = f"prompt {prompt.id}: {error}"
+    return found
 
 
 def _bearer(term: ScoringModelConfig, key: str) -> dict[str, str]:

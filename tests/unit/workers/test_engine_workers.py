@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import PolicyModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.distributed.worker_api import WorkerLost
 from lightrft.engines.base import Fingerprint, never_stop
@@ -25,6 +25,7 @@ from lightrft.engines.fingerprint import checksum
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.weight_transport import (
     Layout,
+    RayObject,
     Way,
     WeightBuffer,
     WeightTransport,
@@ -73,7 +74,7 @@ def two(folder: Path) -> Iterator[list[ProcessWorker]]:
 def worker_of(folder: Path, name: str) -> ProcessWorker:
     strategy = StrategyConfig(device="cpu")
     return ProcessWorker(
-        name, partial(engine_worker, ModelConfig(path=str(folder)), CONFIG, strategy, 1)
+        name, partial(engine_worker, PolicyModelConfig(path=str(folder)), CONFIG, strategy, 1)
     )
 
 
@@ -88,7 +89,7 @@ def local_engine(folder: Path, weights: dict[str, Tensor], version: int) -> Nati
     from lightrft.models.actor import Actor
     from lightrft.models.loading.from_pretrained import load_tokenizer
 
-    config = ModelConfig(path=str(folder))
+    config = PolicyModelConfig(path=str(folder))
     engine = NativeEngine(
         KVDecoder(Actor.load(config).model), load_tokenizer(config), CONFIG, shared=False
     )
@@ -222,7 +223,7 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
     weights[odd] = torch.full_like(weights[odd], 2.0)
     engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand(trained=frozenset([trained])))
     first = engines.load_weights(weights.items(), 1)
-    assert first[odd] == checksum(weights[odd]) and engines.delivery.travelled == {trained, odd}
+    assert first[odd] == checksum(weights[odd]) and engines.delivery.travelled == {odd}
     carrier = type(engines.delivery._carrier)
     sent: list[str] = []
     send = carrier.send
@@ -240,6 +241,48 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
     engines.crew.settle()
     assert engines.crew.each("fingerprint") == [expected, expected]
     assert engines.load_weights(weights.items(), 3) == expected
+
+
+def test_only_tensors_that_changed_are_sent_and_in_the_dtype_of_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = PolicyModelConfig(path=str(folder), dtype="bfloat16")
+    made = partial(engine_worker, model, CONFIG, StrategyConfig(device="cpu"), 1)
+    worker = ProcessWorker("engine 0", made)
+    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, hand())
+    # at numbers of bfloat16, far from the points where rounding changes
+    weights = {n: p.detach().bfloat16().double() for n, p in other_weights(folder).items()}
+    halves = {name: checksum(tensor.bfloat16()) for name, tensor in weights.items()}
+    sent: list[tuple[str, torch.dtype]] = []
+    send = RayObject.send
+
+    def seen(self: WeightTransport, slot: int, layout: Layout) -> None:
+        sent.extend((piece.name, piece.dtype) for piece in layout)
+        send(self, slot, layout)
+
+    monkeypatch.setattr(RayObject, "send", seen)
+    try:
+        assert engines.load_weights(weights.items(), 1) == halves
+        start = {n: checksum(p.bfloat16()) for n, p in other_weights(folder, 3).items()}
+        changed = {name for name in weights if halves[name] != start[name]}
+        assert set(sent) == {(name, torch.bfloat16) for name in changed}
+        assert 0 < len(changed) < len(weights)
+        sent.clear()
+        name = min(changed)
+        # too small a change for bfloat16: the engine would hold the same numbers
+        moved = {**weights, name: weights[name] * (1 + 1e-6)}
+        assert engines.load_weights(moved.items(), 2) == halves
+        assert sent == []
+        moved[name] = weights[name] * 1.5
+        halves[name] = checksum(moved[name].bfloat16())
+        assert engines.load_weights(moved.items(), 3) == halves
+        assert {found for found, _ in sent} == {name}
+        worker.signal(signal.SIGKILL)
+        engines.crew.each("ping")
+        engines.crew.settle()
+        assert engines.crew.each("fingerprint") == [halves]
+    finally:
+        engines.close()
 
 
 @pytest.mark.slow
@@ -281,7 +324,7 @@ def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(
 ) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
     engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
-    weights = other_weights(folder)
+    weights = other_weights(folder, seed=11)
 
     def dying() -> Iterator[tuple[str, Tensor]]:
         for i, pair in enumerate(weights.items()):
@@ -290,7 +333,7 @@ def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(
             yield pair
 
     try:
-        engines.load_weights(weights.items(), 1)
+        engines.load_weights(other_weights(folder).items(), 1)
         assert engines.load_weights(dying(), 2) == {
             name: checksum(tensor) for name, tensor in weights.items()
         }

@@ -13,6 +13,9 @@ from lightrft.datasets.benchmarks.preference_pairs import placed
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 
+TIES = "ties"
+"""Name of the subset of RewardBench 2 with several right responses, in lower case."""
+
 
 @READERS.register("reward_bench")
 def reward_bench(row: Row) -> Row:
@@ -28,9 +31,11 @@ def reward_bench_2(row: Row) -> Row:
     """Read ``{prompt, chosen: texts, rejected: texts, subset, id}`` of RewardBench 2.
 
     The data source ends in the subset, such as ``reward_bench_2/Factuality``. In the subset Ties,
-    several responses are right, and ``id`` is ``ref:N`` or ``tied:N``.
+    several responses are right, and ``id`` is ``ref:N`` or ``tied:N``. A judge rates each of its
+    responses: ``rate_each``.
     """
-    return _choice(row, "reward_bench_2", row["prompt"], row["chosen"], row["rejected"])
+    made = _choice(row, "reward_bench_2", row["prompt"], row["chosen"], row["rejected"])
+    return {**made, "rate_each": str(row["subset"]).lower() == TIES}
 
 
 @READERS.register("vl_rewardbench")

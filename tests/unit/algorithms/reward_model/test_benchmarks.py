@@ -125,3 +125,11 @@ def test_processbench_is_the_harmonic_mean_of_both_accuracies() -> None:
 def test_processbench_needs_solutions_of_both_kinds(labels: list[int], kind: str) -> None:
     with pytest.raises(DataError, match=f"no solution {kind} a wrong step"):
         process_bench(labels, labels)
+
+
+def test_columns_of_different_lengths_are_an_error_and_a_row_has_one_right_answer() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        reward_bench(["hep-cpp", "hep-cpp"], [1.0, 1.0], [0.0])
+    with pytest.raises(ValueError, match="zip"):
+        process_bench([0, -1, 2], [0, -1])
+    assert RewardBench2Row("Math", [1.0, 0.0]).correct == 1

@@ -31,6 +31,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"losses": [loss("bradley_terry", label_smoothing=0.5)]},
         ["label_smoothing is 0.5", "less than 0.5"],
     ),
+    ({"losses": [loss("hps", label_smoothing=-0.01)]}, ["options.label_smoothing is -0.01"]),
+    ({"losses": [loss("davidson", nu=-1)]}, ["options.nu is -1", "above 0"]),
     ({"losses": [loss("hps", label_smoothing="0.1")]}, ["options.label_smoothing is '0.1'"]),
     ({"losses": [loss("rao_kupper", theta=1)]}, ["options.theta is 1", "above 1"]),
     ({"losses": [loss("davidson", nu=0.0)]}, ["options.nu is 0.0", "above 0"]),
@@ -113,6 +115,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"heads": ["a", "b"], "gate": True, "losses": [{"name": "log_exp", "head": "mixture"}]},
     {"heads": ["a", "mixture"], "losses": ["bradley_terry"]},
     {"losses": [loss("rao_kupper", theta=1.5), loss("rao_kupper", theta=3)]},
+    {"losses": [loss("davidson", nu=0.5), loss("hps", label_smoothing=0)]},
+    {"losses": [loss("bradley_terry", label_smoothing=0.49)]},
 ]
 
 

@@ -225,3 +225,16 @@ def test_a_function_of_the_user_takes_options_and_is_averaged_by_its_kind() -> N
 def test_the_defaults_are_the_loss_of_bradley_and_terry() -> None:
     data = scored([1.0, 0.0], rank=[0, 1])
     assert value(data, RewardModelConfig()) == pytest.approx(math.log1p(math.exp(-1)))
+
+
+def test_a_group_of_several_pairs_counts_once_in_a_loss_of_groups() -> None:
+    data = scored([0.3, 1.0, -0.5, 2.0, 1.0], rank=[0, 1, 2, 0, 1], group_of=[0, 0, 0, 1, 1])
+    three, two = loss_of("plackett_luce", data)
+    expected = (three + two) / 2
+    assert value(data, settings("plackett_luce")) == pytest.approx(expected, rel=1e-14)
+
+
+def test_totals_of_another_number_than_terms_are_an_error() -> None:
+    terms = reward_terms({"preference": scored([1.0, 0.0], rank=[0, 1])}, settings())
+    with pytest.raises(ValueError, match="zip"):
+        reward_loss(terms, [1.0, 1.0])

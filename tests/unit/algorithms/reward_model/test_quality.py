@@ -149,3 +149,52 @@ def test_bins_of_calibration_hold_all_pairs_and_their_means() -> None:
     assert (low.count, low.accuracy) == (1, 0.0)
     assert low.confidence == pytest.approx(1 / (1 + math.exp(-0.1)))
     assert (high.count, high.accuracy) == (1, 1.0)
+
+
+def judged(probability: float, right: bool) -> JudgedPair:
+    """A pair whose more probable order has ``probability``, and is right or not."""
+    gap = math.log(probability / (1 - probability))
+    return JudgedPair(0, gap, 0.0) if right else JudgedPair(0, 0.0, gap)
+
+
+def test_bins_divide_the_range_from_one_half_to_one_in_ten() -> None:
+    pairs = [judged(0.502, True), judged(0.548, False), judged(0.553, True), judged(0.97, True)]
+    pairs += [judged(0.999, False)]
+    bins = calibration_bins(pairs)
+    assert [one.count for one in bins] == [2, 1, 2]
+    assert [one.confidence for one in bins] == pytest.approx([0.525, 0.553, 0.9845])
+    assert [one.accuracy for one in bins] == [0.5, 1.0, 0.5]
+    assert calibration_error(pairs) == pytest.approx((2 * 0.025 + 0.447 + 2 * 0.4845) / 5)
+    assert [one.count for one in calibration_bins(pairs, 2)] == [3, 2]
+    # a certain pair is in the last bin, not beyond it
+    assert [one.count for one in calibration_bins([judged(0.96, True), *pairs[3:4]])] == [2]
+    certain = [JudgedPair(0, 1000.0, 0.0), judged(0.96, True)]
+    assert [one.count for one in calibration_bins(certain)] == [2]
+    assert JudgedPair(0, -1000.0, 0.0).probability == 0.0
+
+
+def test_intervals_of_shares_stay_between_0_and_1() -> None:
+    halves = [JudgedPair(0, 1.0, 0.0), JudgedPair(1, 1.0, 1.0)]
+    found = pair_accuracy(halves)
+    assert (found.low, found.mean, found.high) == (0.0, 0.75, 1.0)
+    prompts = []
+    for k, other in enumerate(([1.0, 2.0], [3.0, 3.0])):
+        scores = {"a": [1.0, 2.0], "b": other}
+        prompts.append(ScoredPrompt(k, str(k), "", scores, {"a": [0, 0], "b": [0, 0]}, [1, 1]))
+    agreement = head_agreement(prompts, "a", "b")
+    assert agreement is not None
+    # equal scores of one head count half
+    assert (agreement.low, agreement.mean, agreement.high) == (0.0, 0.75, 1.0)
+
+
+def test_one_token_more_is_longer() -> None:
+    assert length_bias([JudgedPair(0, 1.0, 0.0, 1)]) == 0.0
+    assert length_bias([JudgedPair(0, 0.0, 1.0, -1), JudgedPair(0, 1.0, 0.0, 0)]) == 1.0
+    assert length_bias([JudgedPair(0, 0.0, 1.0, 1)]) == -1.0
+
+
+def test_a_curve_beyond_every_prompt_is_empty() -> None:
+    prompt = ScoredPrompt(0, "0", "", {"a": [1.0, 2.0]}, {"a": [1.0, 0.0]}, [1, 1])
+    assert best_of_n_curve([prompt], "a", 3) == []
+    assert best_of_n_curve([], "a") == []
+    assert len(best_of_n_curve([prompt], "a", 2)) == 2

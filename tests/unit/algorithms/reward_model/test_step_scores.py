@@ -102,3 +102,13 @@ def test_the_first_wrong_step_is_the_first_below_the_threshold() -> None:
     assert first_wrong_step(*flat([])).tolist() == []
     with pytest.raises(DataError, match="response 0 has no step"):
         first_wrong_step(*flat([[]]))
+
+
+def test_the_product_takes_certain_steps_and_an_error_names_the_response() -> None:
+    certain = aggregate_steps(numbers([1.0, 0.5, 0.0, 1.0]), torch.tensor([2, 2]), "product")
+    assert certain.tolist() == [0.5, 0.0]
+    scores, steps = numbers([0.1, 0.2, math.nan, 0.4]), torch.tensor([2, 2])
+    with pytest.raises(DataError, match="response 1: the score of a step is NaN"):
+        aggregate_steps(scores, steps, "mean")
+    with pytest.raises(DataError, match=r"response 1: .* is 1\.5, and product"):
+        aggregate_steps(numbers([0.1, 0.2, 1.5]), torch.tensor([2, 1]), "product")

@@ -63,8 +63,8 @@ def test_another_digest_vocabulary_head_or_no_server_is_refused_at_start(folder,
             term_of(folder, url=url, digest=wrong)
     with pytest.raises(ConfigError, match=r"reward\.models\.0\.head = 'truth'.*good, short"):
         term_of(folder, url=url, head="truth")
-    term = ScoringModelConfig(url=url)
-    with pytest.raises(ConfigError, match="another vocabulary than the policy's"):
+    term = ScoringModelConfig(url=url, reencode=False)
+    with pytest.raises(ConfigError, match=r"another vocabulary.*models.0.reencode = false"):
         scoring_models([term], ModelConfig(), tiny_tokenizer(chars="ab"), CPU)
     with pytest.raises(ResourceError, match=r"deadline = 0\.2 s.*lightrft serve-rm"):
         term_of(folder, url=f"http://127.0.0.1:{free_port()}", deadline=0.2)

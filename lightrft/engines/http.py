@@ -1,0 +1,307 @@
+"""Generation by a server with completions as in the API of OpenAI that returns token ids.
+
+``lightrft serve`` and vLLM are such servers. ``lightrft serve`` can also take new weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.base import Fingerprint
+from lightrft.engines.growing_response import GrowingResponse
+from lightrft.engines.requests import response_room
+from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
+from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
+from lightrft.engines.served.weight_buckets import weight_buckets
+from lightrft.engines.vllm import check_sampling
+from lightrft.types import Prompt, Request
+from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.http_client.server_client import (
+    Passing,
+    ServerClient,
+    Unanswered,
+    check_digest,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+LARGEST_CALL = 32
+"""Most responses to a prompt that are asked for in one call."""
+UPDATE_TRIALS = 5
+"""Trials of a weight update that the server interrupts, e.g. since it was restarted."""
+PROBE_TOKENS = 8
+"""Tokens of the prompt and of the response that check log-probs."""
+ROUNDING = 1e-3
+"""A log-prob of a point mass may differ from 0 by so much."""
+WAY_OUT = (
+    "use lightrft serve, or a vLLM server started with --logprobs-mode processed_logprobs, or set "
+    "engine.kind=native"
+)
+
+
+class TextAlone(ConfigError):
+    """The endpoint returns text and no token ids.
+
+    Args:
+        message: The message.
+        model: Name of the served model.
+    """
+
+    def __init__(self, message: str, model: str) -> None:
+        super().__init__(message)
+        self.model = model
+
+
+class HTTPEngine(ServedEngine):
+    """An engine behind HTTP, see ``ServedEngine``.
+
+    Attributes:
+        is_own: The server is ``lightrft serve``.
+        digest: Digest of the weights that the server must have. Empty for other servers.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        ends: Sequence[int],
+    ) -> None:
+        super().__init__(client, tokenizer, config, ends)
+        self.is_own = False
+        self.digest = ""
+        self._first_digest = ""
+        self._updates = False
+        self._kept: list[bytes] = []
+        self._weights_lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions"
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """See ``ServedEngine.check_sampling``."""
+        if not self.is_own:
+            check_sampling(sampling)
+
+    def shared_calls(self, responses: Sequence[GrowingResponse]) -> list[list[GrowingResponse]]:
+        """See ``ServedEngine.shared_calls``.
+
+        ``lightrft serve`` computes the prompt of a call once. vLLM finds it in its cache.
+        """
+        most = min(LARGEST_CALL, self.config.max_num_seqs) if self.is_own else 1
+        groups: dict[object, list[GrowingResponse]] = {}
+        calls: list[list[GrowingResponse]] = []
+        for response in responses:
+            request = response.request
+            # alone: what is watched may end early, and what is resumed has a longer prompt
+            is_alone = request.watch is not None or request.num_generated > 0
+            room = response_room(request, response.sampling)
+            key = (id(request.prompt), room, request.greedy)
+            group = groups.get(key)
+            if is_alone or group is None or len(group) >= most:
+                group = []
+                calls.append(group)
+                if not is_alone:
+                    groups[key] = group
+            group.append(response)
+        return calls
+
+    def body(self, responses: Sequence[GrowingResponse]) -> dict[str, Any]:
+        """See ``ServedEngine.body``."""
+        first = responses[0]
+        request, sampling = first.request, first.sampling
+        begun = [] if request.partial is None else request.partial.token_ids
+        greedy = request.greedy or sampling.temperature == 0
+        shared = {
+            "model": self.model,
+            "prompt": [*request.prompt.token_ids, *begun],
+            "max_tokens": response_room(request, sampling),
+            "min_tokens": first.min_tokens,
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": 0 if greedy else sampling.top_k,
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": sorted({*self._ends, *sampling.stop_token_ids}),
+            "return_token_ids": True,
+            "stream": True,
+        }
+        if self.is_own:
+            # the same stop strings as here, so that the server does not go on
+            return {**shared, "stop": sampling.stop, "seeds": [one.seed for one in responses]}
+        return {**shared, "seed": first.seed, "ignore_eos": True, "logprobs": 0}
+
+    def pieces(self, event: Mapping[str, Any], known: Mapping[int, int]) -> list[Piece]:
+        """See ``ServedEngine.pieces``."""
+        if self.digest and event.get("system_fingerprint") != self.digest:
+            self._renew(str(event.get("system_fingerprint")))
+        return [self._piece(choice) for choice in event.get("choices") or ()]
+
+    def _piece(self, choice: Mapping[str, Any]) -> Piece:
+        ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+        if ids is None:
+            raise TextAlone(
+                f"{self.where}: the answers have no token_ids; {WAY_OUT}. Evaluation can do with "
+                "their text: set engine.check_logprobs=false",
+                self.model,
+            )
+        logprobs = choice.get("sampled_logprobs")
+        if logprobs is None:
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        version = int(choice.get("policy_version") or 0)
+        if self._kept and version != self.version:
+            raise ModelError(
+                f"{self.where} sampled from weights of version {version}, and the policy has "
+                f"version {self.version}: the server lags behind; restart it, and resume the run"
+            )
+        # with fixed weights, every token has the version that this run began with
+        return Piece(choice.get("index", 0), ids, logprobs, self.version, reason)
+
+    def _renew(self, found: str) -> None:
+        """Send the weights again to a server that was restarted.
+
+        Args:
+            found: Digest of the weights that an answer came from.
+
+        Raises:
+            Passing: The call must be repeated.
+            ModelError: Somebody else has replaced the weights.
+        """
+        with self._weights_lock:
+            if self._kept and self._held()["digest"] == self._first_digest != self.digest:
+                log.warning("%s was restarted; its weights are sent again", self.where)
+                self.counts["weights_resent"] += 1
+                self._send()
+            elif not self._kept or self._held()["digest"] != self.digest:
+                raise ModelError(
+                    f"{self.where}: the weights {self.digest} were replaced by {found}; let no "
+                    "other run update this server, and resume"
+                )
+        raise Passing(f"the weights {found} are not those of this run")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
+        """Send ``weights`` to the server, see ``Engine.load_weights``.
+
+        A copy stays in the memory of this process, for a server that is restarted.
+
+        Raises:
+            ConfigError: The server takes no weights.
+            ModelError: It did not take these.
+        """
+        self.check_idle()
+        if not self._updates:
+            raise ConfigError(self.no_updates())
+        with self._weights_lock:
+            try:
+                held = self._held()
+                types, most = held["types"], int(held["largest_bucket"])
+                self._kept = list(weight_buckets(_converted(weights, types), most))
+                self.version = version
+                return self._send()
+            except Unanswered as error:
+                raise failure(error, self.where) from error
+
+    def _held(self) -> Mapping[str, Any]:
+        """Return what the server says about its weights."""
+        return self.client.ask("GET", "/v1/weights")
+
+    def _send(self) -> Fingerprint:
+        """Send the kept weights."""
+        problem: Unanswered | None = None
+        for _ in range(UPDATE_TRIALS):
+            try:
+                begun = self.client.ask("POST", "/v1/weights/begin", {"version": self.version})
+                update = begun["update"]
+                for number, bucket in enumerate(self._kept):
+                    _put(self.client, update, number, bucket)
+                found = self.client.ask("POST", "/v1/weights/end", {"update": update})
+                self.digest = found["digest"]
+                return dict(found["fingerprint"])
+            except Unanswered as error:
+                # a restarted server does not know the update
+                if not error.refused:
+                    raise
+                problem = error
+        raise ModelError(
+            f"{self.where} did not take the weights of version {self.version}: {problem}"
+        )
+
+    def require_updates(self) -> None:
+        """Raise ``ConfigError`` unless the server takes new weights from this run."""
+        try:
+            held = self._held()
+        except Unanswered as error:
+            if not error.refused:
+                raise failure(error, self.where) from error
+            raise ConfigError(f"{self.no_updates()} ({error})") from error
+        self._first_digest = held["digest"]
+        self._updates = True
+
+    def no_updates(self) -> str:
+        """Return the message that refuses a run which trains."""
+        return (
+            f"{self.where} takes no new weights, and this run trains them: start lightrft serve "
+            "with weights_token_file, and name a token of it by engine.api_key_env; or set "
+            "engine.kind=vllm or engine.kind=native"
+        )
+
+    def check_server(self) -> None:
+        """See ``ServedEngine.check_server``."""
+        entry = served_model(self.client, self.config)
+        self.model = str(entry["id"])
+        self.is_own = entry.get("owned_by") == "lightrft"
+        self.digest = self._first_digest = str(entry.get("digest") or "")
+        check_digest(self.config.digest, self.digest, self.model, "engine")
+        limit = entry.get("max_model_len")
+        self.context = None if limit is None else int(limit)
+        check_tokenizer(self.client, self.config, self.tokenizer, self.model)
+        self._check_logprobs()
+
+    def _check_logprobs(self) -> None:
+        """Raise ``ConfigError`` unless log-probs are of the distribution that is sampled from.
+
+        With ``top_k`` = 1 that is a point mass, whose log-probs are 0.
+        """
+        text = probe_tokens(self.tokenizer)
+        room = PROBE_TOKENS if self.context is None else min(PROBE_TOKENS, self.context // 2)
+        request = Request(Prompt("probe", text[:room]), 1)
+        settings = SamplingConfig(
+            temperature=0.5, top_k=1, max_new_tokens=room, min_new_tokens=room
+        )
+        [found] = self.generate([request], settings)
+        far = [logprob for logprob in found.logprobs if abs(logprob) > ROUNDING]
+        # two tokens may be equally likely in half precision
+        if 2 * len(far) > len(found.logprobs):
+            raise ConfigError(
+                f"{self.where}: with temperature 0.5 and top_k 1 the log-probs of its tokens must "
+                f"be 0, and are {far[0]:.3g}: they are not those of the distribution that is "
+                f"sampled from; {WAY_OUT}"
+            )
+
+
+def _put(client: ServerClient, update: str, number: int, bucket: bytes) -> None:
+    """Send a bucket of weights."""
+    kind = {"Content-Type": "application/octet-stream"}
+    path = f"/v1/weights/bucket?update={update}&number={number}"
+    client.ask("POST", path, headers=kind, data=bucket)
+
+
+def _converted(
+    weights: Iterable[tuple[str, Tensor]], types: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``weights`` in the types that the server holds, so that no byte too many is sent."""
+    for name, tensor in weights:
+        known = types.get(name)
+        dtype = tensor.dtype if known is None else getattr(torch, known.removeprefix("torch."))
+        yield name, tensor.detach().to(dtype)

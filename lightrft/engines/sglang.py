@@ -1,0 +1,296 @@
+"""Generation by a served SGLang, over its own protocol.
+
+SGLang computes log-probs after temperature and before filters, so filters are refused. It reads new
+weights from a folder that it shares with this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.base import Fingerprint
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.growing_response import GrowingResponse
+from lightrft.engines.requests import response_room
+from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
+from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
+from lightrft.utils.atomic_files import whole_folder
+from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.http_client.server_client import Passing, ServerClient, Unanswered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+SHARD = 2**30
+"""Bytes of a file of weights. A larger tensor has a file of its own."""
+LARGEST_SEED = 2**31 - 1
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings whose effect is missing in SGLang's log-probs, or differs from ours. Of these, a greedy
+response depends on the last alone."""
+PROBE_TOKENS = 8
+CLOSE = 0.02
+"""Share by which the ratio of two log-probs may differ from the ratio of temperatures."""
+TAGS = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
+"""Memory that each level of sleep releases."""
+
+
+class SGLangEngine(ServedEngine):
+    """An engine over a served SGLang, see ``ServedEngine``.
+
+    Attributes:
+        weights: Name of the weights that the server must have. Empty until some are sent.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        ends: Sequence[int],
+    ) -> None:
+        super().__init__(client, tokenizer, config, ends)
+        self.weights = ""
+        self._first_weights = ""
+        self._run = uuid.uuid4().hex[:12]
+        self._folder: Path | None = None
+        self._can_sleep = False
+        self._released: tuple[str, ...] = ()
+        self._weights_lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        return "/generate"
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """See ``ServedEngine.check_sampling``."""
+        for name in FILTERS:
+            value, default = getattr(sampling, name), SamplingConfig.model_fields[name].default
+            acts = sampling.temperature != 0 or name == FILTERS[-1]
+            if value != default and acts:
+                raise ConfigError(
+                    f"{name} = {value:g}: the log-probs of SGLang are not those of the filtered "
+                    f"distribution; leave out {name}, or set engine.kind=vllm or engine.kind=native"
+                )
+
+    def shared_calls(self, responses: Sequence[GrowingResponse]) -> list[list[GrowingResponse]]:
+        """See ``ServedEngine.shared_calls``. SGLang finds a known prompt in its cache."""
+        return [[response] for response in responses]
+
+    def body(self, responses: Sequence[GrowingResponse]) -> dict[str, Any]:
+        """See ``ServedEngine.body``."""
+        [response] = responses
+        request, sampling = response.request, response.sampling
+        begun = [] if request.partial is None else request.partial.token_ids
+        greedy = request.greedy or sampling.temperature == 0
+        return {
+            "input_ids": [*request.prompt.token_ids, *begun],
+            "sampling_params": {
+                "max_new_tokens": response_room(request, sampling),
+                "min_new_tokens": response.min_tokens,
+                "temperature": 0.0 if greedy else sampling.temperature,
+                # not with ignore_eos, which ignores these too
+                "stop_token_ids": sorted(self.ends(sampling)),
+                "sampling_seed": response.seed & LARGEST_SEED,
+            },
+            "return_logprob": True,
+            "stream": True,
+        }
+
+    def pieces(self, event: Mapping[str, Any], known: Mapping[int, int]) -> list[Piece]:
+        """See ``ServedEngine.pieces``. Events have all tokens so far, or the new ones."""
+        about = event.get("meta_info") or {}
+        self._check_weights(about)
+        rows = about.get("output_token_logprobs")
+        if rows is None:
+            raise ConfigError(f"{self.where}: the answers have no output_token_logprobs")
+        before, total = known.get(0, 0), int(about.get("completion_tokens", len(rows)))
+        new = rows[before:] if len(rows) == total else rows
+        if before + len(new) != total:
+            raise ModelError(
+                f"{self.where} reports {total} tokens, and sent {before + len(new)} log-probs"
+            )
+        reason = about.get("finish_reason")
+        kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        if kind == "abort":
+            raise Passing(f"SGLang aborted the request: {reason}")
+        ids, logprobs = [int(row[1]) for row in new], [float(row[0]) for row in new]
+        return [Piece(0, ids, logprobs, self.version, kind)]
+
+    def _check_weights(self, about: Mapping[str, Any]) -> None:
+        """Raise unless an answer comes from the weights of this run."""
+        found = about.get("weight_version")
+        if not self.weights or found == self.weights:
+            return
+        with self._weights_lock:
+            held = self._about("model_info").get("weight_version")
+            if held == self._first_weights:
+                log.warning("%s was restarted; its weights are sent again", self.where)
+                self.counts["weights_resent"] += 1
+                self._update()
+            elif held != self.weights:
+                raise ModelError(
+                    f"{self.where} sampled from weights {found!r}, and the policy has "
+                    f"{self.weights!r}: another run has updated this server, or it lags behind"
+                )
+        raise Passing(f"the weights {found!r} are not those of this run")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
+        """Write ``weights`` to ``engine.weights_dir`` and make the server read them.
+
+        The fingerprint is of the tensors that were written. The check of log-probs on the batch
+        that follows proves that the server computes with them.
+
+        Raises:
+            ConfigError: There is no such folder.
+            ModelError: The server did not read it.
+        """
+        self.check_idle()
+        if self.config.weights_dir is None:
+            raise ConfigError(self._no_folder())
+        found: Fingerprint = {}
+        old = self._folder
+        self._folder = Path(self.config.weights_dir).expanduser() / f"{self._run}-{version}"
+        with whole_folder(self._folder) as folder:
+            for number, shard in enumerate(_shards(weights)):
+                found.update((name, checksum(tensor)) for name, tensor in shard.items())
+                save_file(shard, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+        self.version, self.weights = version, f"{self._run}-{version}"
+        try:
+            self._update()
+        except Unanswered as error:
+            raise failure(error, self.where) from error
+        if old is not None and old != self._folder:
+            shutil.rmtree(old, ignore_errors=True)
+        return found
+
+    def _update(self) -> None:
+        body = {
+            "model_path": str(self._folder),
+            "weight_version": self.weights,
+            # keys and values of older weights are never found
+            "flush_cache": True,
+        }
+        answer = self.client.ask("POST", "/update_weights_from_disk", body)
+        if not answer.get("success"):
+            raise ModelError(
+                f"{self.where} did not read the weights of version {self.version} from "
+                f"{self._folder}: {answer.get('message')}"
+            )
+
+    def require_updates(self) -> None:
+        """See ``ServedEngine.require_updates``."""
+        if self.config.weights_dir is None:
+            raise ConfigError(self._no_folder())
+
+    def _no_folder(self) -> str:
+        return (
+            f"{self.where} takes new weights from a folder, and this run trains them: set "
+            "engine.weights_dir to a folder that both read, or engine.kind=native"
+        )
+
+    def sleep(self, level: int) -> None:
+        """See ``Engine.sleep``. It needs ``--enable-memory-saver`` of the server."""
+        if self._can_sleep and not self._released:
+            self._memory("release", TAGS[level])
+            self._released = TAGS[level]
+        super().sleep(level)
+
+    def wake(self) -> None:
+        """See ``Engine.wake``. After ``sleep(2)``, weights must be loaded before a response."""
+        if self._released:
+            self._memory("resume", self._released)
+            self._released = ()
+        super().wake()
+
+    def close(self) -> None:
+        """Close all connections, and delete the weights of this run."""
+        super().close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _memory(self, change: str, tags: Sequence[str]) -> None:
+        try:
+            self.client.ask("POST", f"/{change}_memory_occupation", {"tags": list(tags)})
+        except Unanswered as error:
+            raise failure(error, self.where) from error
+
+    def check_server(self) -> None:
+        """See ``ServedEngine.check_server``."""
+        entry = served_model(self.client, self.config)
+        self.model = str(entry["id"])
+        limit = entry.get("max_model_len")
+        self.context = None if limit is None else int(limit)
+        self._first_weights = self._about("model_info").get("weight_version")
+        about = self._about("server_info")
+        self._can_sleep = bool(about.get("enable_memory_saver"))
+        if not about.get("enable_deterministic_inference"):
+            log.warning(
+                "%s was started without --enable-deterministic-inference: seeds have no effect, "
+                "and a response that is asked for again has other tokens",
+                self.where,
+            )
+        check_tokenizer(self.client, self.config, self.tokenizer, self.model)
+        self._check_temperature()
+
+    def _about(self, name: str) -> Mapping[str, Any]:
+        """Return what the server says about itself, by the newer or the older name of the path."""
+        try:
+            return self.client.ask("GET", f"/{name}")
+        except Unanswered as error:
+            if not error.refused:
+                raise
+            return self.client.ask("GET", f"/get_{name}")
+
+    def _check_temperature(self) -> None:
+        """Raise ``ConfigError`` unless log-probs are of the distribution after temperature.
+
+        At half the temperature, the log-probs of two tokens differ by twice as much.
+        """
+        hot, cold = self._gap(1.0), self._gap(0.5)
+        if abs(cold - 2 * hot) > CLOSE * abs(cold):
+            raise ConfigError(
+                f"{self.where}: the two likeliest tokens differ by {hot:.4g} nats at temperature 1 "
+                f"and by {cold:.4g} at 0.5, not by twice as much: log-probs are computed before "
+                "temperature; start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
+
+    def _gap(self, temperature: float) -> float:
+        """Return the difference of the log-probs of the two likeliest tokens after a probe."""
+        body = {
+            "input_ids": probe_tokens(self.tokenizer)[:PROBE_TOKENS],
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        }
+        about = self.client.ask("POST", "/generate", body).get("meta_info") or {}
+        rows = about.get("output_top_logprobs") or [[]]
+        if len(rows[0]) < 2:
+            raise ConfigError(f"{self.where}: the answers have no output_top_logprobs")
+        return float(rows[0][0][0]) - float(rows[0][1][0])
+
+
+def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield ``weights`` in groups of about ``SHARD`` bytes, on the host."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        count = tensor.numel() * tensor.element_size()
+        if shard and size + count > SHARD:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        size += count
+    if shard:
+        yield shard

@@ -1,0 +1,140 @@
+"""Updates of the weights of a served model, by those who have a token for it.
+
+An update has three parts: begin, buckets, end. From its begin to its end the server answers no
+request, since some weights are new and some are old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+
+from lightrft.engines.fingerprint import checksums
+from lightrft.engines.native import NativeEngine
+from lightrft.engines.served.weight_buckets import read_bucket
+from lightrft.engines.weight_transport import WeightBuffer
+from lightrft.serving.bearer_tokens import BearerTokens
+from lightrft.serving.chat.generation_loop import GenerationLoop
+from lightrft.serving.http_server import Endpoint
+from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
+from lightrft.utils.errors import DataError
+
+PATH = "/v1/weights"
+
+
+class WeightUpdates:
+    """Answers requests to update the weights.
+
+    Args:
+        engine: Generates from the weights.
+        loop: Generates the answers of all requests.
+        digest: The digest of the weights that the server started with.
+        replaced: Called with the digest of new weights.
+        tokens: Who may update the weights.
+        largest: Most bytes of a bucket.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        loop: GenerationLoop,
+        digest: str,
+        replaced: Callable[[str], None],
+        tokens: BearerTokens,
+        largest: int,
+    ) -> None:
+        self.engine = engine
+        self.loop = loop
+        self.digest = digest
+        self.replaced = replaced
+        self.tokens = tokens
+        self.largest = largest
+        self._shapes = {name: tuple(p.shape) for name, p in engine.decoder.parameters()}
+        self._lock = threading.Lock()
+        self._update = ""
+        self._last = ""
+        self._version = 0
+        self._next = 0
+        self._buffer = WeightBuffer(engine.decoder.load)
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return the addresses."""
+        return [
+            Endpoint((PATH,), self.held, "GET", tokens=self.tokens),
+            Endpoint((f"{PATH}/begin",), self._in_thread(self.begin), tokens=self.tokens),
+            Endpoint((f"{PATH}/bucket",), self._in_thread(self.bucket), tokens=self.tokens),
+            Endpoint((f"{PATH}/end",), self._in_thread(self.end), tokens=self.tokens),
+        ]
+
+    async def held(self, call: HTTPCall) -> object:
+        """Return version and digest of the weights, and the type of each."""
+        types = {name: str(p.dtype) for name, p in self.engine.decoder.parameters()}
+        return {
+            "version": self.engine.version,
+            "digest": self.digest,
+            "types": types,
+            "largest_bucket": self.largest,
+            "is_whole": not self._update,
+        }
+
+    def begin(self, call: HTTPCall) -> dict[str, object]:
+        """Begin an update to ``version``. It replaces an update that was cut off."""
+        version = int(call.number("version", 0, 0, 2**63 - 1))
+        reason = (
+            f"an update of the weights to version {version} has begun, and has not ended; repeat "
+            "the request later, or send the weights again"
+        )
+        if not self.loop.hold(reason, call.deadline):
+            raise HTTPProblem(503, "requests are still open (http.timeout); repeat the request")
+        self._update, self._version, self._next = uuid.uuid4().hex, version, 0
+        self._buffer.leave()
+        return {"update": self._update}
+
+    def bucket(self, call: HTTPCall) -> dict[str, object]:
+        """Load a bucket. One that is sent again changes nothing."""
+        self._check_update(call)
+        number = str(call.body.get("number"))
+        if number.isdigit() and int(number) < self._next:
+            return {}
+        if number != str(self._next):
+            raise bad(f"number = {number}: bucket {self._next} of the update comes next")
+        try:
+            self._buffer.put(*read_bucket(call.data, self._shapes))
+        except DataError as error:
+            raise bad(str(error)) from error
+        self._next += 1
+        return {}
+
+    def end(self, call: HTTPCall) -> dict[str, object]:
+        """End an update, and return the checksum of every tensor that the engine holds."""
+        # an end that is sent again changes nothing
+        if not self._last or call.body.get("update") != self._last:
+            self._check_update(call)
+            self.engine.load_weights((), self._version)
+            self._last, self._update = self._update, ""
+            self.digest = f"update:{self._last}"
+            self.replaced(self.digest)
+            self.loop.release()
+        return {
+            "version": self.engine.version,
+            "digest": self.digest,
+            "fingerprint": checksums(self.engine.decoder.parameters()),
+        }
+
+    def _in_thread(
+        self, answer: Callable[[HTTPCall], object]
+    ) -> Callable[[HTTPCall], Awaitable[object]]:
+        def alone(call: HTTPCall) -> object:
+            with self._lock:
+                return answer(call)
+
+        async def answered(call: HTTPCall) -> object:
+            return await asyncio.to_thread(alone, call)
+
+        return answered
+
+    def _check_update(self, call: HTTPCall) -> None:
+        if not self._update or call.body.get("update") != self._update:
+            raise HTTPProblem(409, "no such update: another one has begun, or the server is new")

@@ -1,0 +1,108 @@
+"""Build the engine of a run that asks a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import EngineConfig
+from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
+from lightrft.engines.base import Engine
+from lightrft.engines.decoder_protocol import DecoderProtocol
+from lightrft.engines.http import HTTPEngine, TextAlone
+from lightrft.engines.served.start_checks import open_client
+from lightrft.engines.sglang import SGLangEngine
+from lightrft.engines.text_endpoint import TextEndpoint
+from lightrft.rollout.logprob_check import refuse_weights
+from lightrft.utils.errors import ConfigError
+from lightrft.workers.rank_zero_engine import RankZeroEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def local_served(
+    model: ModelConfig,
+    engine: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    decoder: DecoderProtocol,
+    ranks: ProcessGroup,
+    *,
+    trains: bool,
+) -> Engine:
+    """Connect to the server of ``engine``. Send it the policy's weights if they will change.
+
+    With several ranks, rank 0 asks for all of them. Every rank must call it.
+
+    Args:
+        model: The model.
+        engine: Settings of the engine.
+        tokenizer: Tokenizer of the model.
+        decoder: Holds the weights of the policy.
+        ranks: All ranks of the run.
+        trains: The weights will change.
+
+    Raises:
+        ConfigError: The server has another model or tokenizer, or cannot follow this policy.
+        ModelError: The server has other weights than the policy after they were sent.
+        ResourceError: The server does not answer.
+    """
+    for name in ("lora", "load_in_4bit"):
+        if trains and (value := getattr(model, name)):
+            raise ConfigError(
+                f"engine.kind = {engine.kind} sends whole weights, and model.{name} = {value} has "
+                f"others; leave out model.{name}, or set engine.kind=native"
+            )
+
+    def make() -> Engine | None:
+        if ranks.rank:
+            return None
+        return _opened(engine, tokenizer, decoder, trains=trains, sends=ranks.size == 1)
+
+    if ranks.size == 1:
+        built = make()
+        assert built is not None
+        return built
+    made: list[Engine | None] = []
+    # every rank raises what rank 0 finds
+    run_on_all_ranks(ranks, lambda: made.append(make()))
+    return RankZeroEngine(made[0], ranks)
+
+
+def _opened(
+    engine: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    decoder: DecoderProtocol,
+    *,
+    trains: bool,
+    sends: bool,
+) -> Engine:
+    """Connect to the server.
+
+    Args:
+        engine: Settings of the engine.
+        tokenizer: Tokenizer of the model.
+        decoder: Holds the weights of the policy.
+        trains: The weights will change.
+        sends: Send the weights of a policy that will change now. Shards are sent later.
+    """
+    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
+    try:
+        built = kind.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
+    except TextAlone as error:
+        if trains or engine.check_logprobs:
+            raise
+        return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
+    if not trains:
+        return built
+    try:
+        built.require_updates()
+        if not sends:
+            return built
+        weights = dict(decoder.parameters())
+        refuse_weights(built.load_weights(weights.items(), 0), weights, 0)
+    except BaseException:
+        built.close()
+        raise
+    return built

@@ -1,0 +1,75 @@
+"""An engine that rank 0 has, for all ranks of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from lightrft.config.strategy import SamplingConfig
+from lightrft.distributed.process_group import ProcessGroup
+from lightrft.engines.base import Engine, Fingerprint, never_stop
+from lightrft.roles import HasEventCounts
+from lightrft.types import Request, Rollout
+from lightrft.workers.weight_sync import led
+
+
+class RankZeroEngine:
+    """An engine that rank 0 calls for all ranks. The other ranks only help to gather weights.
+
+    Args:
+        engine: The engine. ``None`` on other ranks than 0.
+        ranks: All ranks of the run.
+    """
+
+    shared_by_all_ranks = True
+    tensor_parallel_size = 1
+    shares_weights = False
+
+    def __init__(self, engine: Engine | None, ranks: ProcessGroup) -> None:
+        self.engine = engine
+        self._ranks = ranks
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool] = never_stop,
+    ) -> Iterator[Rollout]:
+        """Yield responses on rank 0, see ``Engine.generate``.
+
+        Args:
+            requests: The prompts to respond to, with their seeds and token limits.
+            sampling: Temperature, filters, stop strings and default limits.
+            stopped: Called between tokens. ``True`` aborts unfinished responses.
+        """
+        assert self.engine is not None, "other ranks than 0 have no engine"
+        return self.engine.generate(requests, sampling, stopped)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
+        """See ``Engine.load_weights``. Every rank must call it."""
+
+        def take(stream: Iterator[tuple[str, Tensor]]) -> Fingerprint:
+            assert self.engine is not None
+            return self.engine.load_weights(stream, version)
+
+        return led(self._ranks, weights, take)
+
+    def sleep(self, level: int) -> None:
+        """See ``Engine.sleep``."""
+        if self.engine is not None:
+            self.engine.sleep(level)
+
+    def wake(self) -> None:
+        """See ``Engine.wake``."""
+        if self.engine is not None:
+            self.engine.wake()
+
+    def take_counts(self) -> dict[str, int]:
+        """See ``HasEventCounts``."""
+        return self.engine.take_counts() if isinstance(self.engine, HasEventCounts) else {}
+
+    def close(self) -> None:
+        """Close the engine."""
+        if self.engine is not None:
+            self.engine.close()

@@ -1,0 +1,233 @@
+"""Runs that sample from ``lightrft serve``: they have the numbers of the native engine, and wrong weights end them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import ChatConfig, EvaluateConfig, RLConfig, SFTConfig
+from lightrft.engines.native import NativeEngine
+from lightrft.engines.weight_transport import WeightBuffer
+from lightrft.observability.trackers import read_rows
+from lightrft.serving import weight_updates
+from lightrft.trainer.inference import Chat, run_eval
+from lightrft.trainer.rl import run_rl
+from lightrft.trainer.sft import run_sft
+from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.http_client import server_client
+from tests.e2e.several import ENVIRONMENT, check_equal, train
+from tests.serving_helpers import (
+    free_port,
+    killing_server,
+    model_server,
+    serve_process,
+    wait_for,
+)
+
+KEY = "TEST_KEY_OF_SERVERS"
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
+    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setitem(ENVIRONMENT, KEY, "secret")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    (tmp_path / "keys").write_text("secret\n")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def url(model_folder: Path, keys: Path) -> Iterator[str]:
+    with model_server(model_folder, weights_token_file=str(keys)) as (url, _):
+        yield url
+
+
+def served(tree: dict[str, Any], url: str, **over: Any) -> dict[str, Any]:
+    engine = {"kind": "http", "url": url, "api_key_env": KEY, "deadline": 60.0}
+    return deep_merge({**tree, "engine": engine}, over)
+
+
+def numbers(tree: dict[str, Any]) -> list[dict[str, float]]:
+    """Run ``rl`` and return its metrics, without times."""
+    config = build(RLConfig, tree)
+    run_rl(config)
+    rows = read_rows(Path(config.run.dir) / config.run.name / "metrics.jsonl")
+    names = ("reward", "loss", "grad", "tokens/", "kl", "entropy", "step", "response")
+    return [{k: v for k, v in row.items() if k.startswith(names)} for row in rows]
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Equal up to the order of sums in float32: the server fills its batches in another order."""
+    assert len(found) == len(expected) == 4
+    for row, other in zip(found, expected, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+def test_a_run_over_http_has_the_numbers_of_the_native_engine(
+    rl_tree: dict[str, Any], url: str
+) -> None:
+    expected = numbers(deep_merge(rl_tree, {"run": {"name": "native"}}))
+    assert_same(numbers(served(rl_tree, url)), expected)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_restarted_changes_no_number(
+    rl_tree: dict[str, Any], model_folder: Path, keys: Path, started: list[Any]
+) -> None:
+    expected = numbers(deep_merge(rl_tree, {"run": {"name": "native"}}))
+    port, words = free_port(), (f"weights_token_file={keys}", "model.dtype=float32")
+    started.append(serve_process(model_folder, port, *words, verb="serve"))
+    wait_for(f"http://127.0.0.1:{port}")
+    with killing_server(
+        model_folder, port, started, most=2, after=0.4, words=words, verb="serve"
+    ) as kills:
+        found = numbers(served(rl_tree, f"http://127.0.0.1:{port}"))
+    assert len(kills) == 2
+    assert_same(found, expected)
+
+
+Fault = Callable[[str, Tensor], "tuple[str, Tensor] | None"]
+
+
+def skipped(name: str, tensor: Tensor) -> None:
+    return None
+
+
+def half_done(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+    return None if "layers.1." in name else (name, tensor)
+
+
+def of_the_wrong_layer(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    swap = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    layer = next((part for part in swap if part in name), "")
+    return name.replace(layer, swap[layer]) if layer else name, tensor
+
+
+def with_swapped_shards(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return name, torch.cat(tensor.chunk(2)[::-1]) if "down_proj" in name else tensor
+
+
+@pytest.mark.parametrize(
+    "fault", [skipped, half_done, of_the_wrong_layer, with_swapped_shards], ids=lambda f: f.__name__
+)
+def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
+    fault: Fault,
+    rl_tree: dict[str, Any],
+    model_folder: Path,
+    keys: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    updates: list[int] = []
+    begin = weight_updates.WeightUpdates.begin
+
+    def counted(self: Any, call: Any) -> Any:
+        updates.append(1)
+        return begin(self, call)
+
+    def buffer(load: Callable[..., None]) -> WeightBuffer:
+        def faulty(weights: Any) -> None:
+            for name, tensor in weights:
+                # the first update sends the weights that the run starts with
+                arrived = (name, tensor) if len(updates) == 1 else fault(name, tensor)
+                if arrived is not None:
+                    load([arrived])
+
+        return WeightBuffer(faulty)
+
+    monkeypatch.setattr(weight_updates, "WeightBuffer", buffer)
+    monkeypatch.setattr(weight_updates.WeightUpdates, "begin", counted)
+    with model_server(model_folder, weights_token_file=str(keys)) as (url, _):
+        # rewards that differ, so that the first step changes the weights
+        varied = rl_tree["reward"]["terms"][0].replace(":ones", ":varied")
+        tree = served(rl_tree, url, reward={"terms": [varied]})
+        with pytest.raises(ModelError, match="Cause: weights were not transferred"):
+            run_rl(build(RLConfig, tree))
+    assert len(read_rows(Path(tree["run"]["dir"]) / "run" / "metrics.jsonl")) <= 1
+
+
+def test_a_server_whose_version_lags_stops_the_run(
+    rl_tree: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = NativeEngine.load_weights
+    monkeypatch.setattr(NativeEngine, "load_weights", lambda self, w, version: load(self, w, 0))
+    with pytest.raises(ModelError, match="version 0, and the policy has version 1"):
+        run_rl(build(RLConfig, served(rl_tree, url)))
+
+
+def test_training_on_a_server_that_takes_no_weights_is_refused(
+    rl_tree: dict[str, Any], model_folder: Path
+) -> None:
+    with (
+        model_server(model_folder) as (url, _),
+        pytest.raises(ConfigError, match=r"takes no new weights.*weights_token_file"),
+    ):
+        run_rl(build(RLConfig, served(rl_tree, url)))
+
+
+def test_training_with_a_key_that_may_not_update_is_refused(
+    rl_tree: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "another")
+    with pytest.raises(ConfigError, match="not one of this server's"):
+        run_rl(build(RLConfig, served(rl_tree, url)))
+
+
+def test_eval_and_chat_over_http_give_what_the_native_engine_gives(
+    rl_tree: dict[str, Any], url: str, tmp_path: Path
+) -> None:
+    shared = {name: rl_tree[name] for name in ("model", "reward")}
+    held = {"data": rl_tree["data"], "samples": 2, "sampling": {"max_new_tokens": 5}}
+    eval_tree = {**shared, "eval": held, "run": {"dir": str(tmp_path), "name": "a"}}
+    local = run_eval(build(EvaluateConfig, eval_tree))
+    eval_tree["run"]["name"] = "b"
+    assert run_eval(build(EvaluateConfig, served(eval_tree, url))).metrics == pytest.approx(
+        local.metrics
+    )
+    talk = {"model": rl_tree["model"], "sampling": {"max_new_tokens": 4}}
+    answer = Chat(build(ChatConfig, served(talk, url))).say("1+1=")
+    assert answer.token_ids == Chat(build(ChatConfig, talk)).say("1+1=").token_ids
+
+
+def test_an_evaluation_of_supervised_training_samples_from_the_trained_weights(
+    rl_tree: dict[str, Any], url: str
+) -> None:
+    sources = rl_tree["data"]["sources"]
+    tree = {name: rl_tree[name] for name in ("model", "data", "reward", "optimizer", "log")}
+    tree |= {
+        "batch_size": 5,
+        "train": {"steps": 3},
+        "eval": {"data": {"sources": sources}, "every": 1, "sampling": {"max_new_tokens": 5}},
+        "run": {**rl_tree["run"], "name": "native"},
+    }
+    run_sft(build(SFTConfig, tree))
+    run_sft(build(SFTConfig, served(tree, url, run={"name": "served"})))
+    found: dict[str, list[Any]] = {}
+    for name in ("native", "served"):
+        files = sorted((Path(rl_tree["run"]["dir"]) / name / "rollouts").glob("*eval*.jsonl"))
+        lines = [line for file in files for line in file.read_text().splitlines()]
+        found[name] = [json.loads(line)["token_ids"] for line in lines]
+    assert len(found["native"]) == 40
+    assert found["served"] == found["native"]
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_server_have_the_numbers_of_one(
+    uneven_tree: dict[str, Any], url: str, tmp_path: Path
+) -> None:
+    for name, processes in (("one", 1), ("two", 2)):
+        over = {"train": {"steps": 1}, "eval": {"every": 1}}
+        train(served(uneven_tree, url, **over), tmp_path, name, processes)
+    check_equal(tmp_path / "two", tmp_path / "one")

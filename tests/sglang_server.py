@@ -1,0 +1,175 @@
+"""A server that speaks the protocol of SGLang, as its source has it, and computes with a tiny real model.
+
+SGLang itself needs a GPU. What is written here follows ``sglang/srt/entrypoints/http_server.py``, ``managers/io_struct.py``,
+``sampling/sampling_params.py``, ``layers/sampler.py`` and the tokenizer manager of SGLang 0.5: log-probs after temperature and before
+filters, events with all tokens so far, a response at its limit that ends by length whatever its last token is, ``ignore_eos`` over
+``stop_token_ids``, and a version of weights that is a string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from lightrft.config.base import build
+from lightrft.config.serving import ServeConfig
+from lightrft.config.strategy import SamplingConfig
+from lightrft.serving.chat.chat_completions import opened
+from lightrft.serving.chat.text_generator import Wanted
+from lightrft.serving.generation_server import generation_service
+from lightrft.serving.http_server import Endpoint
+from lightrft.serving.problems import HTTPCall, HTTPProblem
+from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.types import Prompt
+from tests.serving_helpers import answering
+
+
+class SGLangServer:
+    """The answers of SGLang.
+
+    Attributes:
+        deltas: Events have the new tokens alone (``--incremental-streaming-output``).
+        raw: Log-probs are before temperature (``SGLANG_RETURN_ORIGINAL_LOGPROB``).
+        deterministic: Seeds have an effect (``--enable-deterministic-inference``).
+        released: Memory that is released now.
+        calls: Paths of the requests.
+    """
+
+    def __init__(self, folder: Path, deterministic: bool = True) -> None:
+        tree = {"model": {"path": str(folder), "dtype": "float32"}, "device": "cpu"}
+        service = generation_service(build(ServeConfig, tree), ServerMetrics(), 4096)
+        self.generator = service.generator
+        self.version = "default"
+        self.deltas = self.raw = False
+        self.deterministic = deterministic
+        self.released: set[str] = set()
+        self.calls: list[str] = []
+        self.broken: Any = None
+
+    def endpoints(self) -> list[Endpoint]:
+        routes = {
+            "/generate": self.generate,
+            "/tokenize": self.tokenize,
+            "/update_weights_from_disk": self.update,
+            "/release_memory_occupation": self.release,
+            "/resume_memory_occupation": self.resume,
+        }
+        shown = {"/v1/models": self.models, "/model_info": self.model, "/server_info": self.server}
+        return [
+            *(Endpoint((path,), self.noted(path, answer)) for path, answer in routes.items()),
+            *(Endpoint((path,), answer, "GET") for path, answer in shown.items()),
+        ]
+
+    def noted(self, path: str, answer: Any) -> Any:
+        async def answered(call: HTTPCall) -> object:
+            self.calls.append(path)
+            return await answer(call)
+
+        return answered
+
+    async def models(self, call: HTTPCall) -> object:
+        entry = {"id": "tiny", "owned_by": "sglang", "max_model_len": self.generator.context}
+        return {"object": "list", "data": [entry]}
+
+    async def model(self, call: HTTPCall) -> object:
+        return {"model_path": "tiny", "is_generation": True, "weight_version": self.version}
+
+    async def server(self, call: HTTPCall) -> object:
+        return {
+            "version": "0.5",
+            "enable_memory_saver": True,
+            "enable_deterministic_inference": self.deterministic,
+        }
+
+    async def tokenize(self, call: HTTPCall) -> object:
+        text, special = call.body["prompt"], call.body["add_special_tokens"]
+        ids = self.generator.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.generator.context}
+
+    async def release(self, call: HTTPCall) -> object:
+        self.released |= set(call.body["tags"])
+        return None
+
+    async def resume(self, call: HTTPCall) -> object:
+        self.released -= set(call.body["tags"])
+        return None
+
+    async def update(self, call: HTTPCall) -> object:
+        loop = self.generator.loop
+        assert await asyncio.to_thread(loop.hold, "weights are updated", call.deadline)
+        files = sorted(Path(call.body["model_path"]).glob("*.safetensors"))
+        if not files:
+            loop.release()
+            raise HTTPProblem(400, f"no weights in {call.body['model_path']}")
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        if self.broken is not None:
+            weights = self.broken(weights)
+        self.generator.engine.decoder.load(weights.items())
+        self.version = call.body["weight_version"]
+        loop.release()
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+    async def generate(self, call: HTTPCall) -> object:
+        if self.released:
+            raise HTTPProblem(500, f"memory is released: {self.released}")
+        given = dict(call.body["sampling_params"])
+        seed = given.pop("sampling_seed", 0)
+        assert not given.get("ignore_eos") and call.body["return_logprob"]
+        sampling = SamplingConfig(**{k: v for k, v in given.items() if k != "ignore_eos"})
+        prompt = Prompt("0", call.body["input_ids"])
+        wanted = Wanted(sampling, [seed], is_stream=True, has_tokens=True)
+        future, stream = self.generator.begin([prompt], wanted, call.deadline)
+        assert stream is not None
+        if call.body.get("stream"):
+            return opened(stream, future, self.events(stream, prompt, sampling))
+        async for _ in stream.choices():
+            pass
+        rollout = stream.rollout(0)
+        [row] = self.generator.likely([rollout], len(self.generator.tokenizer))
+        scale = 1.0 if self.raw else sampling.temperature
+        ids, values = zip(*row.likely[0], strict=True)
+        logprobs = (torch.tensor(values) / scale).log_softmax(-1).tolist()
+        top = [[[lp, id, None] for lp, id in zip(logprobs, ids, strict=True)][:2]]
+        rows = [[lp, id, None] for lp, id in zip(rollout.logprobs, rollout.token_ids, strict=True)]
+        return {"meta_info": {**self.about(rows, "length"), "output_top_logprobs": top}}
+
+    async def events(
+        self, stream: Any, prompt: Prompt, sampling: SamplingConfig
+    ) -> AsyncIterator[object]:
+        rows: list[Any] = []
+        async for piece in stream.choices():
+            ids, logprobs = stream.new_tokens(0)
+            new = [[lp, id, None] for lp, id in zip(logprobs, ids, strict=True)]
+            rows += new
+            reason = piece["finish_reason"]
+            if reason == "stop" and len(rows) >= sampling.max_new_tokens:
+                reason = "length"
+            if new or reason is not None:
+                about = self.about(new if self.deltas else rows, reason)
+                yield {"text": "", "meta_info": {**about, "completion_tokens": len(rows)}}
+
+    def about(self, rows: list[Any], reason: str | None) -> dict[str, Any]:
+        return {
+            "id": "0",
+            "finish_reason": None if reason is None else {"type": reason},
+            "weight_version": self.version,
+            "completion_tokens": len(rows),
+            "output_token_logprobs": list(rows),
+        }
+
+
+@contextmanager
+def sglang_server(folder: Path, **settings: Any) -> Generator[tuple[str, SGLangServer]]:
+    """Serve the model of ``folder`` in a thread."""
+    server = SGLangServer(folder, **settings)
+    try:
+        with answering(*server.endpoints()) as (url, _):
+            yield url, server
+    finally:
+        server.generator.close()

@@ -1,0 +1,323 @@
+"""Servers that are wrong, broken or gone: the engine over HTTP names the cause, or gives the same tokens in spite of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightrft.config.base import build
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.verbs import EvaluateConfig
+from lightrft.engines import http
+from lightrft.engines.fingerprint import checksums
+from lightrft.engines.http import HTTPEngine, TextAlone
+from lightrft.engines.native import NativeEngine
+from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.trainer.inference import run_eval
+from lightrft.types import Prompt, Request, Rollout
+from lightrft.utils.errors import ConfigError, ModelError, ResourceError
+from lightrft.utils.http_client import server_client
+from tests.model_helpers import byte_pairs
+from tests.serving_helpers import altered, free_port, model_server
+
+KEY = "TEST_KEY_OF_SERVERS"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=len(tokenizer))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with model_server(folder, name="tiny", engine={"max_cache_tokens": 400}) as (url, _):
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.01)
+
+
+@dataclass
+class Opened:
+    """An engine over a server."""
+
+    engine: HTTPEngine
+
+    def run(self, count: int = 4, **sampling: Any) -> dict[int, Rollout]:
+        return {
+            r.seed: r for r in self.engine.generate(requests(count), SamplingConfig(**sampling))
+        }
+
+
+def requests(count: int = 4, **more: Any) -> list[Request]:
+    prompt = Prompt("p", tiny_tokenizer()("1+1=")["input_ids"])
+    return [Request(prompt, 10 + k, k, **more) for k in range(count)]
+
+
+def opened(url: str, tokenizer: Any = None, **settings: Any) -> Opened:
+    tokenizer = tokenizer or tiny_tokenizer()
+    config = EngineConfig(kind="http", url=url, **{"deadline": 20.0, **settings})
+    return Opened(HTTPEngine.connect(config, tokenizer, [tokenizer.eos_token_id]))
+
+
+def native(folder: Path, **sampling: Any) -> dict[int, Rollout]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = NativeEngine(KVDecoder(model), tokenizer, EngineConfig())
+    return {r.seed: r for r in engine.generate(requests(), SamplingConfig(**sampling))}
+
+
+def test_the_tokens_of_a_seed_are_those_of_the_native_engine(url: str, folder: Path) -> None:
+    expected = native(folder, max_new_tokens=9)
+    found = opened(url).run(max_new_tokens=9)
+    assert {s: r.token_ids for s, r in found.items()} == {
+        s: r.token_ids for s, r in expected.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"served_model": "tini"}, r"engine\.served_model = 'tini'.*did you mean 'tiny'"),
+        ({"digest": "sha256:000000000000"}, r"engine\.digest = 'sha256:000000000000'"),
+        ({"api_key_env": "TEST_NO_SUCH_VARIABLE"}, "this environment variable is not set"),
+    ],
+    ids=["model", "digest", "key"],
+)
+def test_another_model_or_key_is_refused_at_the_start(
+    settings: dict[str, Any], named: str, url: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        opened(url, **settings)
+
+
+def test_another_tokenizer_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"another tokenizer.*serve the model of model\.path"):
+        opened(url, byte_pairs(["another"], 270))
+
+
+def without(*names: str) -> Any:
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
+        for choice in event["choices"]:
+            for name in names:
+                choice.pop(name)
+        return event
+
+    return edit
+
+
+def raw(number: int, event: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs as if neither temperature nor filters had been applied."""
+    for choice in event["choices"]:
+        choice["sampled_logprobs"] = [-1.2 for _ in choice["token_ids"]]
+    return event
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "named"),
+    [
+        (without("token_ids"), TextAlone, "the answers have no token_ids"),
+        (without("sampled_logprobs"), ModelError, "tokens with 0 log-probs"),
+        (raw, ConfigError, "not those of the distribution that is sampled from"),
+    ],
+    ids=["ids", "logprobs", "raw"],
+)
+def test_answers_that_no_training_can_use_are_refused_at_the_start(
+    edit: Any, error: type[Exception], named: str, url: str
+) -> None:
+    with altered(url, edit) as other, pytest.raises(error, match=named):
+        opened(other)
+
+
+def test_a_stream_that_breaks_is_asked_for_again_and_gives_the_same_tokens(
+    url: str, folder: Path
+) -> None:
+    breaks: list[bool] = []
+
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any] | None:
+        return None if breaks and breaks.pop() else event
+
+    with altered(url, edit) as other:
+        found = opened(other)
+        breaks += [True, False] * 3
+        rollouts = found.run(max_new_tokens=12)
+        assert found.engine.take_counts()["retries"] == 3
+    expected = native(folder, max_new_tokens=12)
+    for seed, rollout in rollouts.items():
+        assert rollout.token_ids == expected[seed].token_ids
+        assert rollout.logprobs == pytest.approx(expected[seed].logprobs, abs=1e-5)
+
+
+def test_a_stream_that_stalls_is_asked_for_again_and_gives_the_same_tokens(
+    url: str, folder: Path
+) -> None:
+    over, stalls = threading.Event(), []
+
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
+        if stalls and stalls.pop():
+            over.wait(30)
+        return event
+
+    with altered(url, edit) as other:
+        start = time.monotonic()
+        found = opened(other, timeout=1.0)
+        stalls += [True, False]
+        rollouts = found.run(max_new_tokens=12)
+        assert time.monotonic() - start < 20
+        over.set()
+    expected = native(folder, max_new_tokens=12)
+    assert {s: r.token_ids for s, r in rollouts.items()} == {
+        s: r.token_ids for s, r in expected.items()
+    }
+
+
+def test_a_watched_response_is_seen_once_in_spite_of_a_broken_stream(url: str) -> None:
+    seen: list[list[int]] = []
+    breaks: list[bool] = []
+    with altered(url, lambda _, event: None if breaks and breaks.pop() else event) as other:
+        engine = opened(other).engine
+        breaks += [True, False, False]
+        watched = requests(1, watch=lambda tokens: seen.append(tokens) or True)
+        [found] = engine.generate(watched, SamplingConfig(max_new_tokens=9))
+    assert seen == [found.token_ids[:n] for n in range(1, len(seen) + 1)]
+    assert len(seen) >= len(found) - 1
+
+
+def test_a_server_that_breaks_for_good_ends_the_run_with_the_cause(url: str) -> None:
+    is_broken: list[bool] = []
+    with altered(url, lambda _, event: None if is_broken else event) as other:
+        found = opened(other, deadline=1.0)
+        is_broken.append(True)
+        with pytest.raises(ResourceError, match=r"the server broke.*the same command resumes"):
+            found.run(max_new_tokens=12)
+
+
+def test_a_refused_port_ends_the_run_after_the_deadline() -> None:
+    with pytest.raises(
+        ResourceError, match=r"engine\.url = .*did not answer within deadline = 0\.3"
+    ):
+        opened(f"http://127.0.0.1:{free_port()}", deadline=0.3)
+
+
+def test_a_key_that_expires_ends_the_run_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    (tmp_path / "keys").write_text("secret\n")
+    with model_server(folder, http={"token_file": str(tmp_path / "keys")}) as (url, _):
+        found = opened(url, api_key_env=KEY, deadline=600.0)
+        (tmp_path / "keys").write_text("secret 2020-01-01T00:00:00Z\n")
+        with pytest.raises(ConfigError, match=r"status 401: .*the token expired"):
+            found.run()
+
+
+def test_a_request_that_is_too_long_for_the_server_is_named(url: str) -> None:
+    found = opened(url)
+    with pytest.raises(ConfigError, match=r"engine\.max_cache_tokens = 400 cannot hold prompt"):
+        found.run(max_new_tokens=399)
+    limit = found.engine.context
+    assert limit is not None
+    with pytest.raises(ResourceError, match=f"holds {limit}; lower max_new_tokens"):
+        found.run(max_new_tokens=limit)
+
+
+def test_media_are_refused_before_anything_is_asked(url: str) -> None:
+    prompt = Prompt("p", [5, 6], media={"pixel_values": torch.zeros(1, 2)})
+    with pytest.raises(ConfigError, match="'p', which has media"):
+        opened(url).engine.generate([Request(prompt, 1)], SamplingConfig())
+
+
+def test_a_model_that_is_replaced_during_a_run_ends_it(url: str) -> None:
+    over: dict[str, str] = {}
+    with altered(url, lambda _, event: {**event, **over}) as other:
+        found = opened(other)
+        over["system_fingerprint"] = "sha256:other"
+        with pytest.raises(ModelError, match="were replaced by sha256:other"):
+            found.run(max_new_tokens=12)
+
+
+def test_an_endpoint_of_text_alone_evaluates_if_nothing_compares_its_log_probs(
+    url: str, folder: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "2+2=", "label": "4"}\n')
+    sampling = {"max_new_tokens": 5, "temperature": 0.0}
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": "float32"},
+        "reward": {"terms": ["math"]},
+        "eval": {"data": {"sources": [str(rows)]}, "sampling": sampling},
+        "run": {"dir": str(tmp_path), "name": "local"},
+    }
+    expected = run_eval(build(EvaluateConfig, tree))
+    with altered(url, without("token_ids")) as other:
+        tree["run"]["name"] = "served"
+        tree["engine"] = {"kind": "http", "url": other, "deadline": 20.0}
+        with pytest.raises(ConfigError, match=r"set engine\.check_logprobs=false"):
+            run_eval(build(EvaluateConfig, tree))
+        tree["engine"]["check_logprobs"] = False
+        found = run_eval(build(EvaluateConfig, tree))
+    assert found.metrics["eval/reward"] == expected.metrics["eval/reward"]
+
+
+def test_an_update_that_the_server_forgets_begins_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    (tmp_path / "keys").write_text("secret\n")
+    put, updates = http._put, []
+
+    def interrupted(client: Any, update: str, number: int, bucket: bytes) -> None:
+        if not updates:
+            # a restarted server knows no update, and neither does one that another has begun
+            client.ask("POST", "/v1/weights/begin", {"version": 0})
+        updates.append(update)
+        put(client, update, number, bucket)
+
+    monkeypatch.setattr(http, "_put", interrupted)
+    limits = {"max_body_mb": 0.05}
+    with model_server(folder, weights_token_file=str(tmp_path / "keys"), http=limits) as (url, _):
+        engine = opened(url, api_key_env=KEY).engine
+        engine.require_updates()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        weights = {name: tensor * 2 for name, tensor in model.named_parameters()}
+        assert engine.load_weights(weights.items(), 3) == checksums(weights.items())
+        assert len(set(updates)) == 2 and len(updates) > 3
+        [found] = engine.generate(requests(1), SamplingConfig(max_new_tokens=3))
+        assert found.versions == [3] * 3
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_server_answers_no_one_until_they_do(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    (tmp_path / "keys").write_text("secret\n")
+    with model_server(folder, weights_token_file=str(tmp_path / "keys")) as (url, _):
+        assert httpx.post(f"{url}/v1/weights/begin", json={"version": 1}).status_code == 401
+        engine = opened(url, api_key_env=KEY).engine
+        engine.require_updates()
+        with pytest.raises(ModelError, match="'other' of shape"):
+            engine.load_weights([("other", torch.zeros(2))], 1)
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "1"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "has begun, and has not ended" in answer.text
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        engine.load_weights(model.named_parameters(), 1)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "1"}).status_code == 200
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["digest"].startswith("update:")
