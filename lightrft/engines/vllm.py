@@ -105,7 +105,7 @@ class VLLMEngine:
         self.stays_awake = False
 
     def _load(self, model: ModelConfig, dtype: torch.dtype) -> Any:
-        """Return vLLM's ``LLM``. The random generators and threads of the process stay as they are."""
+        """Return vLLM's ``LLM``. The generators and threads of the process stay as they are."""
         try:
             options = llm_options(self._vllm, model, self.config, dtype, self._ranks)
         except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 
 from lightrft.config.strategy import EngineConfig
@@ -63,9 +63,5 @@ def _package(engine: EngineConfig) -> Finding:
 
 def installed_version() -> str:
     """Return the version of the installed package ``vllm``, or an empty string."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name).partition("+")[0]
-        except PackageNotFoundError:
-            continue
-    return ""
+    found = {dist.name: dist.version for dist in distributions() if dist.name in DISTRIBUTIONS}
+    return next(iter(found.values()), "").partition("+")[0]

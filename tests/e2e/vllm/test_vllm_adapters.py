@@ -63,12 +63,21 @@ def test_an_adapter_is_served_under_the_name_of_its_version_and_resumes(
     assert steps[-1]["policy/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_an_adapter_that_vllm_cannot_serve_is_merged(
-    adapted: dict[str, Any], tmp_path: Path
+    staleness: int, adapted: dict[str, Any], tmp_path: Path
 ) -> None:
-    run_rl(build(RLConfig, deep_merge(adapted, {"model": {"lora": {"dora": True}}})))
+    over = {"model": {"lora": {"dora": True}}, "rollout": {"staleness": staleness}}
+    if staleness:
+        over["algorithm"] = {"importance_sampling": ["tis"]}
+    # each update is compared with the trainer's log-probs, and a wrong one would end the run
+    run_rl(build(RLConfig, deep_merge(adapted, over)))
     steps = lines(tmp_path)
-    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+    assert len(steps) == 3
+    # the later batches of the other run were sampled by older weights
+    fresh = steps[:1] if staleness else steps
+    assert max(line["policy/rollout_logprob_diff"] for line in fresh) < 1e-5
+    assert steps[-1]["policy/grad_norm"] > 0
 
 
 def never_loaded(monkeypatch: pytest.MonkeyPatch, engine: VLLMEngine) -> None:

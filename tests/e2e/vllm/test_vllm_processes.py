@@ -35,9 +35,11 @@ def test_a_replica_in_each_of_two_processes_gives_the_numbers_of_one_process(
     check_equal(train(during, tmp_path / "two", "launch.processes=2"), alone)
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 12.0}], ids=["whole", "adapter"])
 def test_a_worker_of_ray_gives_the_numbers_of_one_process(
-    tree: dict[str, Any], tmp_path: Path
+    lora: dict[str, Any] | None, tree: dict[str, Any], tmp_path: Path
 ) -> None:
-    run_rl(build(RLConfig, tree))
+    given = deep_merge(tree, {"model": {"lora": lora}})
+    run_rl(build(RLConfig, given))
     alone = lines(tmp_path)
-    check_equal(train(tree, tmp_path / "ray", "launch.kind=ray", "launch.ray.engines=1"), alone)
+    check_equal(train(given, tmp_path / "ray", "launch.kind=ray", "launch.ray.engines=1"), alone)
