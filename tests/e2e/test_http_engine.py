@@ -94,9 +94,12 @@ def test_a_server_that_is_killed_and_restarted_changes_no_number(
     with killing_server(
         model_folder, port, started, most=2, after=0.4, words=words, verb="serve"
     ) as kills:
-        found = numbers(served(rl_tree, f"http://127.0.0.1:{port}"))
+        tree = served(rl_tree, f"http://127.0.0.1:{port}")
+        found = numbers(tree)
     assert len(kills) == 2
     assert_same(found, expected)
+    rows = read_rows(Path(tree["run"]["dir"]) / "run" / "metrics.jsonl")
+    assert sum(row["engine/retries"] for row in rows) > 0
 
 
 Fault = Callable[[str, Tensor], "tuple[str, Tensor] | None"]
@@ -227,7 +230,9 @@ def test_an_evaluation_of_supervised_training_samples_from_the_trained_weights(
 def test_two_processes_that_share_a_server_have_the_numbers_of_one(
     uneven_tree: dict[str, Any], url: str, tmp_path: Path
 ) -> None:
+    varied = uneven_tree["reward"]["terms"][0].replace(":ones", ":varied")
+    over: dict[str, Any] = {"train": {"steps": 1}, "eval": {"every": 1}}
+    over["reward"] = {"terms": [varied]}
     for name, processes in (("one", 1), ("two", 2)):
-        over = {"train": {"steps": 1}, "eval": {"every": 1}}
         train(served(uneven_tree, url, **over), tmp_path, name, processes)
     check_equal(tmp_path / "two", tmp_path / "one")
