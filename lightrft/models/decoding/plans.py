@@ -64,7 +64,13 @@ class Rectangle:
             self._layers[index] = new_key, new_value
 
     def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
-        """Copy rows ``src [n]`` to rows ``dst [n]``, as far as their columns are used."""
+        """Copy rows to other rows.
+
+        Args:
+            dst: ``[n]``. Rows to overwrite.
+            src: ``[n]``. Rows to copy.
+            used_columns: Number of first columns to copy.
+        """
         for pair in self._layers.values():
             for x in pair:
                 to = to_device(torch.from_numpy(dst), x.device)
