@@ -185,7 +185,7 @@ class Rollout:
         step_rewards: Index of a token and the reward at it, for rewards of steps.
         experts: Experts of each token. ``None`` if the engine did not record them.
         drafted: Number of tokens that speculative decoding drafted.
-        accepted: Number of drafted tokens that are in the response, or would be if it had not ended.
+        accepted: Number of drafted tokens that were accepted.
     """
 
     prompt: Prompt

@@ -29,8 +29,13 @@ class Rectangle:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this layer's arrays of keys and values, shaped and typed like
-        ``key``/``value [.., H_kv, T, d]``."""
+        """Return the arrays of keys and values of a layer.
+
+        Args:
+            index: Index of the layer.
+            key: ``[..., H_kv, T, d]``. Gives heads, width and type of the keys.
+            value: ``[..., H_kv, T, d]``. Gives those of the values.
+        """
         found = self._layers.get(index)
         if found is None:
             # key and value heads may differ in width
@@ -41,7 +46,14 @@ class Rectangle:
 
     def resize(self, rows: int, columns: int, used_rows: int, used_columns: int) -> None:
         """Allocate new memory and copy the used part, layer by layer, so that only one layer exists
-        twice."""
+        twice.
+
+        Args:
+            rows: Number of rows.
+            columns: Number of columns.
+            used_rows: Number of first rows to copy.
+            used_columns: Number of first columns to copy.
+        """
         if (rows, columns) == (self.rows, self.columns):
             return
         self.rows = rows
@@ -52,6 +64,13 @@ class Rectangle:
             self._layers[index] = new_key, new_value
 
     def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
+        """Copy rows to other rows.
+
+        Args:
+            dst: ``[n]``. Rows to overwrite.
+            src: ``[n]``. Rows to copy.
+            used_columns: Number of first columns to copy.
+        """
         for pair in self._layers.values():
             for x in pair:
                 to = to_device(torch.from_numpy(dst), x.device)
