@@ -213,8 +213,9 @@ class EngineConfig(Settings):
     api_key_env: str | None = None
     """Name of the environment variable with the key for ``url``, so that no file holds the key.
     ``null`` sends none."""
-    timeout: float = Field(60.0, gt=0)
-    """Seconds without a token from ``url`` after which a response is asked for again."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds without a token from ``url`` after which a response is asked for again. Raise it for
+    a server that lets requests wait, or lower ``max_num_seqs``."""
     deadline: float = Field(600.0, gt=0)
     """Seconds without anything new from ``url``, in spite of repetitions, after which the run
     ends."""

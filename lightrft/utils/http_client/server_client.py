@@ -126,6 +126,7 @@ class ServerClient:
         self.passing = passing
         self.breaker = CircuitBreaker()
         self.counts: Counter[str] = Counter()
+        self._news = 0.0
         limits = httpx.Limits(max_connections=most)
         self._client = httpx.Client(base_url=url.rstrip("/"), limits=limits)
 
@@ -179,8 +180,8 @@ class ServerClient:
     ) -> None:
         """Pass each server-sent event of an answer to ``take``, up to the last one.
 
-        A stream that breaks is asked for again. The deadline then counts from the last event that
-        brought something new.
+        A stream that breaks is asked for again. The deadline then counts from the last event of
+        any stream that brought something new, since a busy server lets requests wait.
 
         Args:
             path: Path of the endpoint.
@@ -211,6 +212,7 @@ class ServerClient:
                     for event in self._events(answer, handle):
                         if take(event):
                             trials.progressed()
+                            self._news = time.monotonic()
 
         try:
             self._repeated(trial, trials, handle)
@@ -253,13 +255,17 @@ class ServerClient:
             handle: Ends the trials once it is closed.
         """
         # others may have waited for the server that long already: one trial only
-        is_last = self.breaker.silent_for > self.deadline
+        seconds = 0.0 if self.breaker.silent_for > self.deadline else self.deadline
+
+        def end() -> float:
+            return seconds + (trials.start if handle is None else max(trials.start, self._news))
+
         problem = ""
-        while self.breaker.enter(trials.start + (0.0 if is_last else self.deadline)):
+        while self.breaker.enter(end()):
             # the last trial too has some time
             shortest = min(CONNECT_SECONDS, self.deadline)
             try:
-                result = trial(max(shortest, trials.start + self.deadline - time.monotonic()))
+                result = trial(max(shortest, end() - time.monotonic()))
             except Passing as error:
                 problem, pause = str(error), max(trials.wait, error.pause)
             except (httpx.TransportError, ValueError) as error:
@@ -272,8 +278,7 @@ class ServerClient:
             else:
                 self.breaker.succeeded()
                 return result
-            end = trials.start + (0.0 if is_last else self.deadline)
-            if time.monotonic() + pause >= end or (handle is not None and handle.is_closed):
+            if time.monotonic() + pause >= end() or (handle is not None and handle.is_closed):
                 break
             self.counts["retries"] += 1
             time.sleep(pause)

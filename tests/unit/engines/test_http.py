@@ -321,3 +321,22 @@ def test_weights_that_do_not_fit_are_refused_and_the_server_answers_no_one_until
         engine.load_weights(model.named_parameters(), 1)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "1"}).status_code == 200
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["digest"].startswith("update:")
+
+
+def test_a_request_that_waits_while_others_get_tokens_has_not_failed(url: str) -> None:
+    begun = time.monotonic()
+
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any] | None:
+        # the first stream is slow, and longer than the deadline
+        if slow and event["choices"][0]["index"] == 0:
+            time.sleep(0.3)
+        return event
+
+    slow: list[bool] = []
+    with altered(url, edit, max_requests=1) as other:
+        found = opened(other, deadline=2.0)
+        slow.append(True)
+        # watched, so that each is a call of its own
+        asked = requests(2, watch=lambda tokens: True)
+        done = list(found.engine.generate(asked, SamplingConfig(max_new_tokens=12)))
+    assert len(done) == 2 and time.monotonic() - begun > 3
