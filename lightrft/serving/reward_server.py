@@ -7,7 +7,7 @@ from pathlib import Path
 from lightrft.config.serving import ServeRMConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.models.processors import load_processor
-from lightrft.models.reward.other_layouts import find_other_head
+from lightrft.models.reward.other_layouts import holds_other_head
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.serving.generation_server import ModelServer, generation_service, listening
@@ -32,7 +32,7 @@ def open_reward_server(config: ServeRMConfig) -> ModelServer:
     config = with_model_folder(config)
     metrics = ServerMetrics()
     local_tokenizer(config.model)  # names a wrong path before anything else is read
-    has_heads = read_form(config.model.path) or find_other_head(config.model)
+    has_heads = read_form(config.model.path) or holds_other_head(config.model)
     if has_heads:
         return listening(reward_service(config, metrics), config, metrics)
     budget = config.batching.max_tokens

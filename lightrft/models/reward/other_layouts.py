@@ -6,6 +6,7 @@ A head is read under these names:
 * ``v_head.summary.weight``: TRL's ``AutoModelForCausalLMWithValueHead``
 * ``value_head.weight``, or the name that OpenRLHF's ``value_head_prefix`` gives
 * ``value_head.safetensors`` next to the weights: LLaMA-Factory, and critics of lightrft
+* ``{head}_head``, ``{head}_attnpool`` and ``{head}_logit_scale``: LightRFT, see ``named_heads``
 
 ``mean`` and ``std`` of an OpenRLHF config become the normalisation of the scores.
 """
@@ -31,6 +32,7 @@ from lightrft.models.loading.from_pretrained import model_settings, saved_adapte
 from lightrft.models.loading.sharded_read import StoredTensor
 from lightrft.models.lora import is_adapted, merged_state
 from lightrft.models.merging.stored_model import stored_tensors
+from lightrft.models.reward.named_heads import form_of_named_heads, named_heads
 from lightrft.models.reward.saved_form import SavedForm
 from lightrft.utils.errors import ModelError, first_line
 
@@ -81,7 +83,8 @@ def read_other_form(config: ModelConfig, settings: RewardModelConfig | None) -> 
     """
     head = find_other_head(config)
     if head is None:
-        return None
+        heads = _named_heads(config)
+        return form_of_named_heads(heads, config, settings) if heads else None
     settings = _settings_of(head) if settings is None else settings
     _check_fit(head, settings, config.path)
     mean, std = head.normalization
@@ -101,6 +104,20 @@ def read_other_form(config: ModelConfig, settings: RewardModelConfig | None) -> 
             tensors[f"heads.{name}.layers.weight"] = row[None]
     plain = settings.model_copy(update={"layer": -1})
     return SavedForm(plain, False, {**tensors, "score_mean": mean, "score_std": std})
+
+
+def holds_other_head(config: ModelConfig) -> bool:
+    """Return True if ``config.path`` is a reward model of another framework.
+
+    Raises ``ModelError`` for damaged files.
+    """
+    return find_other_head(config) is not None or bool(_named_heads(config))
+
+
+def _named_heads(config: ModelConfig) -> dict[str, dict[str, Tensor]]:
+    if saved_adapters(config) is not None or config.revision is not None:
+        return {}
+    return named_heads(config)
 
 
 def find_other_head(config: ModelConfig) -> OtherHead | None:

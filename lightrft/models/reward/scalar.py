@@ -13,6 +13,7 @@ from lightrft.models.actor import Backbone
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention.padded import Given, rows_with_media
 from lightrft.models.public.actor import ModelLoader, PublicModel, adapt, is_known
+from lightrft.models.reward.other_layouts import read_other_form
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.types import Batch, Segments
@@ -103,7 +104,7 @@ class PublicRewardModel(PublicModel):
         settings = RewardModelConfig(
             heads=tuple(heads), pooling=_POOLINGS[pooling_method], layer=probing_layer
         )
-        form = read_form(config.path) if config.path else None
+        form = read_form(config.path) or read_other_form(config, settings) if config.path else None
         self.reward = RewardModel.around(model, config, settings, form)
         self.packing_samples = packing_samples
 

@@ -30,7 +30,7 @@ from lightrft.learner.reward_model.evaluation import (
 )
 from lightrft.learner.reward_model.step import RewardModelSettings
 from lightrft.models.processors import load_processor
-from lightrft.models.reward.other_layouts import find_other_head
+from lightrft.models.reward.other_layouts import holds_other_head
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import SETTINGS_FILE, read_form
 from lightrft.observability.progress_bar import Progress
@@ -139,7 +139,7 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
             f"model.path = {config.model.path!r} is a process reward model, which scores steps; "
             "set steps.sources, e.g. to processbench.jsonl"
         )
-    if not (read_form(settings.path) or find_other_head(settings)):
+    if not (read_form(settings.path) or holds_other_head(settings)):
         raise ConfigError(
             f"model.path = {settings.path!r} has no head of a reward model; to evaluate it as a "
             "judge that writes, set judgement, e.g. judgement.form=pair"
