@@ -111,7 +111,7 @@ def step_quality(responses: Sequence[ScoredSteps], threshold: float) -> StepQual
     hits = [float(a == b) for a, b in zip(labels, predictions)]
     has_both = 0 < sum(label >= 0 for label in labels) < len(labels)
     f1 = process_bench(labels, predictions) if has_both else None
-    return StepQuality(steps, estimate(hits, bounds=(0.0, 1.0)), f1)
+    return StepQuality(steps, estimate(hits), f1)
 
 
 def step_calibration(responses: Sequence[ScoredSteps], bins: int = BINS) -> list[CalibrationBin]:

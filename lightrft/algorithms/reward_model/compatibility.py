@@ -23,25 +23,12 @@ from lightrft.utils.errors import ConfigError
 
 Range = tuple[Callable[[float], bool], str]
 
-
-def _is_smoothing(value: float) -> bool:
-    return 0 <= value < 0.5
-
-
-def _is_theta(value: float) -> bool:
-    return value > 1
-
-
-def _is_nu(value: float) -> bool:
-    return value > 0
-
-
-SMOOTHING: Range = (_is_smoothing, "at least 0 and less than 0.5")
+SMOOTHING: Range = (lambda e: 0 <= e < 0.5, "at least 0 and less than 0.5")
 OPTION_RANGES: dict[str, dict[str, Range]] = {
     "bradley_terry": {"label_smoothing": SMOOTHING},
     "hps": {"label_smoothing": SMOOTHING},
-    "rao_kupper": {"theta": (_is_theta, "above 1: ties are impossible at 1")},
-    "davidson": {"nu": (_is_nu, "above 0: ties are impossible at 0")},
+    "rao_kupper": {"theta": (lambda theta: theta > 1, "above 1: ties are impossible at 1")},
+    "davidson": {"nu": (lambda nu: nu > 0, "above 0: ties are impossible at 0")},
 }
 """The allowed numbers of options, by loss."""
 

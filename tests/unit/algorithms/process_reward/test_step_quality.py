@@ -114,3 +114,24 @@ def test_the_worst_response_has_the_largest_error_of_a_misjudged_step():
     assert [(one.index, k) for one, k in worst_judged(ones, 0.5, 9)] == [(1, 1), (0, 0), (3, 0)]
     assert [one.index for one, _ in worst_judged(ones, 0.5, 1)] == [1]
     assert worst_judged(ones, 0.5, 0) == []
+
+
+def test_a_score_at_the_threshold_and_a_label_of_one_half_are_right():
+    one = scored([0.5, 0.5, 0.4], [0.5, 0.0, 0.5])
+    assert one.misjudged(0.5) == [1, 2]
+    assert one.weight == 1.0
+
+
+def test_f1_needs_responses_of_both_kinds_and_counts_a_first_step():
+    right, wrong = scored([0.9], [1.0]), scored([0.1], [0.0])
+    found = step_quality([right, wrong], 0.5)
+    assert found.f1 is not None
+    assert (found.f1.wrong, found.f1.right) == (1.0, 1.0)
+    assert step_quality([wrong, wrong], 0.5).f1 is None
+    assert step_quality([right, right], 0.5).f1 is None
+
+
+def test_a_certain_step_is_in_the_last_bin_with_the_scores_below_it():
+    bins = step_calibration([scored([1.0, 0.95], [1.0, 0.0])], bins=10)
+    assert [one.count for one in bins] == [2]
+    assert [one.count for one in step_calibration([scored([0.95, 0.85], [1.0, 0.0])])] == [1, 1]

@@ -171,6 +171,8 @@ def test_bins_divide_the_range_from_one_half_to_one_in_ten() -> None:
     certain = [JudgedPair(0, 1000.0, 0.0), judged(0.96, True)]
     assert [one.count for one in calibration_bins(certain)] == [2]
     assert JudgedPair(0, -1000.0, 0.0).probability == 0.0
+    equal = [JudgedPair(0, 1.0, 1.0), judged(0.52, True)]
+    assert [one.count for one in calibration_bins(equal)] == [2]
 
 
 def test_intervals_of_shares_stay_between_0_and_1() -> None:
@@ -185,6 +187,7 @@ def test_intervals_of_shares_stay_between_0_and_1() -> None:
     assert agreement is not None
     # equal scores of one head count half
     assert (agreement.low, agreement.mean, agreement.high) == (0.0, 0.75, 1.0)
+    assert head_agreement(prompts, "b", "a") == agreement
 
 
 def test_one_token_more_is_longer() -> None:
