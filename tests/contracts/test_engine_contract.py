@@ -292,7 +292,8 @@ def test_a_response_that_nobody_watches_is_aborted(subject: Subject) -> None:
 
 def test_a_short_response_is_yielded_before_a_long_one_ends(subject: Subject) -> None:
     [prompt] = prompts(subject, 1)
-    long = Request(prompt, 1, greedy=True, max_new_tokens=30)
+    # long enough for a server whose streams arrive by threads of their own
+    long = Request(prompt, 1, greedy=True, max_new_tokens=200)
     short = Request(prompt, 2, greedy=True, max_new_tokens=2)
     stream = iter(subject.engine.generate([long, short], SamplingConfig()))
     assert next(stream).seed == 2
