@@ -504,7 +504,10 @@ class Batch:
     # [B] long: seed of the noise on the embeddings of the prompt and the response
     noise_seeds: Tensor | None = sample_column()
     noise_alpha: Tensor | None = sample_column()  # [B] size of that noise
-    # ``HostCopy | None``. Columns are given as ``**columns``, whose type would have to fit it.
+    # Columns are given as ``**columns``, whose type would have to fit the types of these two.
+    # ``tuple[str, ...]``: names of the columns of ``terms``
+    term_names: Any = field(default=(), compare=False)
+    # ``HostCopy | None``
     _groups: Any = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -565,6 +568,7 @@ class Batch:
             prompt_of,
             **{k: v[rows] for k, v in self.columns("token").items()},
             **{k: v[index] for k, v in self.columns("sample").items()},
+            term_names=self.term_names,
         )
 
     def numbered(self) -> Batch:
@@ -582,7 +586,12 @@ class Batch:
         prompt_of = to_device(self.prompt_of, device)
         known = HostCopy.moved(self.prompt_of, self._groups, prompt_of)
         return Batch(
-            self.prompts.to(device), self.responses.to(device), prompt_of, **moved, _groups=known
+            self.prompts.to(device),
+            self.responses.to(device),
+            prompt_of,
+            **moved,
+            term_names=self.term_names,
+            _groups=known,
         )
 
     @staticmethod
@@ -592,6 +601,9 @@ class Batch:
         Raises:
             ValueError: If the parts do not have the same columns.
         """
+        terms = {part.term_names for part in parts}
+        if len(terms) > 1:
+            raise ValueError(f"batches with different reward terms cannot be joined: {terms}")
         names = {axis: [set(p.columns(axis)) for p in parts] for axis in ("token", "sample")}
         for axis, sets in names.items():
             if any(s != sets[0] for s in sets):
@@ -607,6 +619,7 @@ class Batch:
             Segments.cat([p.responses for p in parts]),
             torch.cat(offsets),
             **{k: torch.cat([getattr(p, k) for p in parts]) for k in columns},
+            term_names=parts[0].term_names,
         )
 
 

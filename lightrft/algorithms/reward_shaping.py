@@ -14,7 +14,8 @@ Returns:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from lightrft.algorithms.group_ops import GroupStats
 from lightrft.algorithms.kl import KL_ESTIMATORS
@@ -183,6 +184,7 @@ def with_rewards(
     algorithm: AlgorithmConfig,
     max_new_tokens: int,
     seen: RunningStats,
+    seen_terms: Mapping[str, RunningStats] = MappingProxyType({}),
 ) -> Batch:
     """Return ``batch`` with normalized and shaped rewards in float64.
 
@@ -193,36 +195,51 @@ def with_rewards(
         algorithm: Gives the normalization and the shapings.
         max_new_tokens: Length limit of a response, in tokens.
         seen: Statistics of the outcomes of earlier steps.
+        seen_terms: Statistics of each term of the reward in earlier steps, by name.
     """
     settings = algorithm.normalize
     outcomes = _rewards_of(batch).double()
     if settings.rewards != "none":
         # the batch counts for its own normalization, so the first step has statistics too
         seen = seen.including(outcomes)
-    terms = TERMS[settings.terms](batch, settings.eps)
+    if settings.terms == "running":
+        # as above, with the terms of this batch
+        seen_terms = including_terms(seen_terms, batch)
+    terms = TERMS[settings.terms](batch, settings.eps, seen_terms)
     scaled = RUNNING[settings.rewards](seen, terms, settings.eps)
     rewards = shape(batch, algorithm.shaping, max_new_tokens, scaled)
     return batch.replace(outcomes=outcomes, rewards=rewards)
 
 
-def _by_group(batch: Batch, eps: float) -> Tensor:
+Seen = Mapping[str, RunningStats]
+"""Statistics of the terms of a reward, by name."""
+
+
+def _by_group(batch: Batch, eps: float, seen: Seen) -> Tensor:
     prompts = len(batch.prompts)
     return normalized_terms(
-        batch, lambda x, there: GroupStats(x, batch.prompt_of[there], prompts), eps
+        batch,
+        lambda name, x, there: GroupStats(x, batch.prompt_of[there], prompts).standardised(eps),
     )
 
 
-TERMS: dict[str, Callable[[Batch, float], Tensor]] = {
-    "none": lambda batch, eps: _rewards_of(batch).double(),
+TERMS: dict[str, Callable[[Batch, float, Seen], Tensor]] = {
+    "none": lambda batch, eps, seen: _rewards_of(batch).double(),
     "group": _by_group,
-    "batch": lambda batch, eps: normalized_terms(batch, lambda x, there: GroupStats.whole(x), eps),
+    "batch": lambda batch, eps, seen: normalized_terms(
+        batch, lambda name, x, there: GroupStats.whole(x).standardised(eps)
+    ),
+    "running": lambda batch, eps, seen: normalized_terms(
+        batch, lambda name, x, there: seen[name].standardised(x, eps)
+    ),
 }
-"""Term normalizations: ``TERMS[mode](batch, eps) -> outcome rewards [B]``, in float64."""
+"""Term normalizations: ``TERMS[mode](batch, eps, seen) -> outcome rewards [B]``, in float64.
+
+``seen`` are the statistics of all values of each term, those of the batch included.
+"""
 
 
-def normalized_terms(
-    batch: Batch, grouped: Callable[[Tensor, Tensor], GroupStats], eps: float
-) -> Tensor:
+def normalized_terms(batch: Batch, standardise: Callable[[str, Tensor, Tensor], Tensor]) -> Tensor:
     """Return the weighted sum of the standardized reward terms, ``[B]``.
 
     Each term is standardized over the responses that have it.
@@ -230,9 +247,8 @@ def normalized_terms(
     Args:
         batch: Has ``terms [B, T]``, with NaN where a response lacks a term, and ``term_weights [B,
             T]``.
-        grouped: Called as ``grouped(x, which)``. Groups the values ``x`` of the responses ``which
-            [B]`` (bool).
-        eps: Added to the standard deviation.
+        standardise: Called as ``standardise(name, x, which)``. Standardises the values ``x`` of the
+            responses ``which [B]`` (bool).
 
     Raises:
         ValueError: If ``batch.terms`` or ``batch.term_weights`` is missing.
@@ -240,13 +256,30 @@ def normalized_terms(
     if batch.terms is None or batch.term_weights is None:
         raise ValueError("normalize.terms needs batch.terms and batch.term_weights")
     total = torch.zeros(len(batch), dtype=torch.float64, device=batch.terms.device)
-    columns = batch.terms.double().unbind(1)
     weights = batch.term_weights.double().unbind(1)
-    for x, weight in zip(columns, weights, strict=True):
+    for (name, x), weight in zip(_columns(batch), weights, strict=True):
         # a term that a response lacks must neither count as 0 nor enter the mean
         there = ~x.isnan()
-        total[there] += weight[there] * grouped(x[there], there).standardised(eps)
+        total[there] += weight[there] * standardise(name, x[there], there)
     return total
+
+
+def including_terms(seen: Seen, batch: Batch) -> dict[str, RunningStats]:
+    """Return the statistics of each term with the values of ``batch`` added."""
+    found = dict(seen)
+    for name, x in _columns(batch):
+        found[name] = found.get(name, RunningStats()).including(x[~x.isnan()])
+    return found
+
+
+def _columns(batch: Batch) -> list[tuple[str, Tensor]]:
+    """Return the name and the values ``[B]`` of each term, in float64."""
+    if batch.terms is None:
+        return []
+    columns = batch.terms.double().unbind(1)
+    # only running statistics read the names
+    names = batch.term_names or tuple(str(k) for k in range(len(columns)))
+    return list(zip(names, columns, strict=True))
 
 
 def shape(

@@ -234,9 +234,10 @@ class PositiveNLLConfig(Settings):
 class NormalizeConfig(Settings):
     """Rewards and values with mean 0 and standard deviation 1."""
 
-    terms: Literal["none", "group", "batch"] = "none"
+    terms: Literal["none", "group", "batch", "running"] = "none"
     """Standardise each term of the reward over the responses of its ``group`` or of the ``batch``,
-    before the weighted sum. Not together with ``rewards``."""
+    or over all that the run has seen, the current batch included (``running``), before the weighted
+    sum. Not together with ``rewards``."""
     rewards: Literal["none", "standard", "scale"] = "none"
     """Scale rewards by all that the run has seen, the current batch included, before any shaping.
     ``standard`` shifts and divides; ``scale`` divides by the deviation and keeps the sign."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightrft.algorithms.constrained.lagrangian import LagrangianController
 from lightrft.algorithms.kl import EntropyController, KLController
+from lightrft.algorithms.reward_shaping import including_terms
 from lightrft.algorithms.running_stats import RunningStats
 from lightrft.algorithms.token_ops import TokenRows, require_column
 from lightrft.config.algorithm import AlgorithmConfig, LagrangianConfig, NormalizeConfig
@@ -28,6 +29,7 @@ class Controllers:
         normalize: The settings ``algorithm.normalize``.
         rewards: Statistics of the outcomes of earlier steps.
         returns: Statistics of the returns of earlier steps.
+        terms: Statistics of each term of the reward in earlier steps, by name.
         lagrangian: Multipliers of costs.
     """
 
@@ -36,6 +38,7 @@ class Controllers:
     normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
     rewards: RunningStats = field(default_factory=RunningStats)
     returns: RunningStats = field(default_factory=RunningStats)
+    terms: dict[str, RunningStats] = field(default_factory=dict)
     lagrangian: LagrangianController = field(
         default_factory=lambda: LagrangianController.of(LagrangianConfig())
     )
@@ -103,6 +106,10 @@ class Controllers:
         if self.normalize.rewards != "none" and batch.outcomes is not None:
             self.rewards = self.rewards.including(batch.outcomes)
             metrics.merge(_of("reward/seen", self.rewards))
+        if self.normalize.terms == "running":
+            self.terms = including_terms(self.terms, batch)
+            for name, seen in self.terms.items():
+                metrics.merge(_of(f"reward/{name}/seen", seen))
         if self.normalize.values:
             # Only now: the values of this step were converted with the earlier statistics.
             self.returns = self._returns_with(batch)
@@ -136,6 +143,8 @@ class Controllers:
         state = {**coefficients, "rewards": asdict(self.rewards), "returns": asdict(self.returns)}
         if self.lagrangian.config.costs:
             state["lagrangian"] = self.lagrangian.state_dict()
+        if self.normalize.terms == "running":
+            state["terms"] = {name: asdict(seen) for name, seen in self.terms.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -146,6 +155,8 @@ class Controllers:
         self.returns = RunningStats(**state["returns"])
         if self.lagrangian.config.costs:
             self.lagrangian.load_state_dict(state["lagrangian"])
+        if self.normalize.terms == "running":
+            self.terms = {name: RunningStats(**seen) for name, seen in state["terms"].items()}
 
 
 def _of(name: str, seen: RunningStats) -> Metrics:

@@ -53,6 +53,7 @@ def collate(
         step_rewards=_step_rewards(rollouts),
         terms=terms,
         term_weights=weights,
+        term_names=tuple(_term_names(rollouts)),
         costs=_costs(rollouts, costs),
         version=torch.tensor(oldest, dtype=torch.long),
         truncated=torch.tensor(truncated, dtype=torch.bool),
@@ -127,16 +128,21 @@ def _costs(rollouts: Sequence[Rollout], names: Sequence[str]) -> Tensor | None:
 
 def _reward_terms(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
     """Return the values and the weights of the terms ``[rows, terms]``; ``None`` without terms."""
-    names: set[str] = set()
-    for rollout in rollouts:
-        names |= rollout.weights.keys()
-    if not names:
+    order = _term_names(rollouts)
+    if not order:
         return None, None
-    # Sorted, since the order of a set differs between ranks.
-    order = sorted(names)
     values = [[r.terms.get(name, math.nan) for name in order] for r in rollouts]
     weights = [[r.weights.get(name, 0.0) for name in order] for r in rollouts]
     return torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+
+
+def _term_names(rollouts: Sequence[Rollout]) -> list[str]:
+    """Return the names of the terms of the rewards, sorted."""
+    names: set[str] = set()
+    for rollout in rollouts:
+        names |= rollout.weights.keys()
+    # the order of a set differs between ranks
+    return sorted(names)
 
 
 def _step_rewards(rollouts: Sequence[Rollout]) -> Tensor | None:

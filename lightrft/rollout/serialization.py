@@ -102,7 +102,8 @@ def save_batch(path: Path, batch: Batch) -> None:
     temporary = path.with_name(f".{path.name}")
     written = temporary.with_name(temporary.name + SUFFIX)
     try:
-        save_state(temporary, {"format": FORMAT, **parts, "prompt_of": batch.prompt_of, **columns})
+        named = {"prompt_of": batch.prompt_of, "term_names": list(batch.term_names)}
+        save_state(temporary, {"format": FORMAT, **parts, **named, **columns})
         written.replace(path.with_name(path.name + SUFFIX))
     except Exception as error:
         written.unlink(missing_ok=True)
@@ -127,7 +128,8 @@ def load_batch(path: Path) -> Batch:
     responses = _segments_of(state["responses"])
     # The file may be from a version whose batches have other columns.
     try:
-        return Batch(prompts, responses, state["prompt_of"], **state["token"], **state["sample"])
+        batch = Batch(prompts, responses, state["prompt_of"], **state["token"], **state["sample"])
+        return dataclasses.replace(batch, term_names=tuple(state.get("term_names", ())))
     except TypeError as error:
         raise CheckpointError(
             f"{path}{SUFFIX} has columns that batches do not have here: {error}"

@@ -375,7 +375,13 @@ def with_shaped_rewards(
     if len(scored) < len(batch):
         batch = batch.select(scored)
     batch = readable(batch, requirements)
-    batch = with_rewards(batch, config.algorithm, config.sampling.max_new_tokens, controls.rewards)
+    batch = with_rewards(
+        batch,
+        config.algorithm,
+        config.sampling.max_new_tokens,
+        controls.rewards,
+        controls.terms,
+    )
     # Again: shaping can make a finite reward infinite.
     shaped = rewarded(batch)
     if len(shaped) < len(batch):

@@ -114,12 +114,12 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, whe
 
 
 @pytest.mark.slow
-def test_pass_rates_and_groups_that_are_carried_over_survive_a_kill(tree, tmp_path):
+def test_pass_rates_scales_of_terms_and_carried_over_groups_survive_a_kill(tree, tmp_path):
     rollout = {"oversample": 1.5, "carry_over": True, "curriculum": {"name": "priority"}}
     together = {"min_new_tokens": 6}  # so that groups are left over
-    tree = deep_merge(
-        tree, {"rollout": rollout, "algorithm": {"old_logprobs": "rollout"}, "sampling": together}
-    )
+    scales = {"rewards": "none", "terms": "running"}
+    algorithm = {"old_logprobs": "rollout", "normalize": scales}
+    tree = deep_merge(tree, {"rollout": rollout, "algorithm": algorithm, "sampling": together})
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     killed = start(tree, "killed", "update", 18, tmp_path)

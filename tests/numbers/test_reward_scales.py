@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.reward_shaping import SHAPINGS, token_rewards, with_rewards
 from lightrft.algorithms.running_stats import RunningStats
 from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig
+from lightrft.learner.controllers import Controllers
 from lightrft.types import Batch
 from tests.numbers import oracles, oracles_advantages, oracles_rewards
 from tests.numbers.compare import assert_equal, every_case, tensor
@@ -150,6 +152,41 @@ def test_terms_are_standardised_before_they_are_added(level: str, case: Case, se
     assert_equal(
         found, [sum(w * a[i] for w, a in zip(weights, each, strict=True)) for i in range(len(case))]
     )
+
+
+@settings(deadline=None)
+@given(SEEDS, st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_terms_on_the_scale_of_everything_seen_whatever_batches_they_are_in(
+    seed: int, sizes: list[int]
+) -> None:
+    """The first term is in every batch, the second in each other one, and next to another column."""
+    chosen = AlgorithmConfig.model_validate(
+        {"preset": None, "normalize": {"terms": "running", "eps": 0.01}}
+    )
+    controls = Controllers.of(chosen)
+    weights = {"a": 1.0, "b": -2.0}
+    seen: dict[str, list[list[float]]] = {"a": [], "b": []}
+    first, second = draws(seed, sizes, "real"), draws(seed + 1, sizes, "binary")
+    for k, values in enumerate(zip(first, second, strict=True)):
+        names = ("a", "b") if k % 2 else ("a",)
+        columns = dict(zip(names, values))
+        batch = answers([0.0] * sizes[k]).replace(
+            terms=torch.tensor([columns[name] for name in names], dtype=torch.float64).T,
+            term_weights=tensor([weights[name] for name in names]).expand(sizes[k], len(names)),
+        )
+        batch = dataclasses.replace(batch, term_names=names)
+        expected = [0.0] * sizes[k]
+        for name in names:
+            seen[name].append(columns[name])
+            scaled = oracles_rewards.running_normalized(seen[name], False, 0.01)
+            for i, value in enumerate(scaled):
+                expected[i] += weights[name] * value
+        found = with_rewards(batch, chosen, LIMIT, controls.rewards, controls.terms)
+        assert_equal(found.rewards, expected)  # type: ignore[arg-type]
+        controls.update_from_batch(found)
+        again = Controllers.of(chosen)
+        again.load_state_dict(controls.state_dict())
+        assert again.terms == controls.terms
 
 
 @every_case()

@@ -175,16 +175,18 @@ def test_terms_are_normalised_before_they_are_weighted_and_an_absent_one_is_not_
     batch = terms_batch(
         [[0, 10], [2, 30], [1, nan], [3, 20]], [[1, 3], [1, 3], [1, 0], [1, 3]], [0, 0, 1, 1]
     )
-    assert TERMS[mode](batch, 0.0).tolist() == pytest.approx(expected, rel=1e-14)
+    found = TERMS[mode](batch, 0.0, {})
+    assert found.tolist() == pytest.approx(expected, rel=1e-14)
     order = torch.tensor([3, 0, 2, 1])
-    assert torch.equal(TERMS[mode](batch.select(order), 0.0), TERMS[mode](batch, 0.0)[order])
+    assert torch.equal(TERMS[mode](batch.select(order), 0.0, {}), found[order])
 
 
 def test_equal_terms_add_exactly_nothing() -> None:
     batch = terms_batch([[0.1, 1], [0.1, 2], [0.1, 2]], [[5, 0]] * 3, [0, 0, 0])
-    assert TERMS["group"](batch, 0.0).tolist() == TERMS["batch"](batch, 0.0).tolist() == [0.0] * 3
+    found = [TERMS[mode](batch, 0.0, {}).tolist() for mode in ("group", "batch")]
+    assert found == [[0.0] * 3] * 2
     with pytest.raises(ValueError, match=r"needs batch\.terms"):
-        TERMS["group"](batch.replace(terms=None), 0.0)
+        TERMS["group"](batch.replace(terms=None), 0.0, {})
 
 
 def test_each_reward_of_gdpo_is_normalised_in_its_group_and_their_sum_over_the_batch() -> None:
