@@ -1,13 +1,13 @@
 """Plot gold reward against learned reward over the distance to the start model, as Gao et al. (arXiv 2210.10760).
 
-    python benchmarks/overoptimization.py world [--pairs 400] [--steps 150] [--dir runs/overoptimization]
+    python benchmarks/overoptimization.py world [--pairs 400] [--steps 150] [--seeds 0 1 2] [--dir runs/overoptimization]
     python benchmarks/overoptimization.py plot RUN --gold exact_match --proxy reward_model --out curve.svg
 
 ``world`` makes all that the curve needs: a policy of random texts, a reward model of noisy pairs of
 them, best-of-n by this reward model, and PPO with a critic and a KL term on its scores. The gold
 utility of a text is known: ``lightrft.datasets.synthetic.utility`` with a negative curvature, which
-pairs of random texts hardly show. ``plot`` takes any run of ``lightrft rl`` with both terms and a
-KL term.
+pairs of random texts hardly show. All of it is made again for each seed. ``plot`` takes any run of
+``lightrft rl`` with both terms and a KL term.
 
 The distance is ``d = sqrt(KL)``, in nats of a whole response. Best-of-n has ``KL = log n - (n - 1)
 / n``, and PPO ``policy/kl`` times ``response/length``, the median over neighboring steps. Dashed lines are fits to the
@@ -164,14 +164,14 @@ def rows_of(kind: str, **options: Any) -> dict[str, Any]:
     return {"sources": [{"path": path, "options": {"length": LENGTH, **options}}]}
 
 
-def world(args: argparse.Namespace) -> list[Curve]:
+def world(args: argparse.Namespace, seed: int) -> list[Curve]:
     """Train policy, reward model and PPO, and return both curves."""
-    base = args.dir.resolve()
-    start = make_model(base / "start", args.seed)
+    base = args.dir.resolve() / f"seed_{seed}"
+    start = make_model(base / "start", seed)
 
     def tree(name: str, model: Path, **more: Any) -> dict[str, Any]:
         return {
-            "run": {"dir": str(base), "name": name, "seed": args.seed, "threads": 1},
+            "run": {"dir": str(base), "name": name, "seed": seed, "threads": 1},
             "model": {"path": str(model), "dtype": "float32"},
             "log": {"tensorboard": False, "rollouts_every": 0}
             if name == "ppo"
@@ -181,16 +181,16 @@ def world(args: argparse.Namespace) -> list[Curve]:
         }
 
     learning = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 10}
-    texts = rows_of("texts", count=12800, seed=args.seed)
+    texts = rows_of("texts", count=12800, seed=seed)
     sft = run("sft", tree("sft", start, data=texts, batch_size=64, optimizer=learning)) / "model"
-    pairs = rows_of("pairs", count=args.pairs, seed=args.seed, curvature=CURVATURE)
+    pairs = rows_of("pairs", count=args.pairs, seed=seed, curvature=CURVATURE)
     judged = tree("rm", sft, data=pairs, batch_size=64, train={"epochs": 4}, optimizer={"lr": 3e-3})
     reward = run("rm", {**judged, "reward_model": {"pooling": "mean"}}) / "model"
     sampling = {"max_new_tokens": LENGTH + 1, "min_new_tokens": LENGTH}
     ppo = tree(
         "ppo",
         sft,
-        data=rows_of("texts", count=4096, seed=args.seed),
+        data=rows_of("texts", count=4096, seed=seed),
         sampling=sampling,
         rollout={"prompts_per_step": 64, "group_size": 4},
         reward={
@@ -203,7 +203,7 @@ def world(args: argparse.Namespace) -> list[Curve]:
         optimizer={"lr": args.lr},
     )
     done = run("rl", ppo)
-    scored = score_texts(reward, SAMPLES, args.seed)
+    scored = score_texts(reward, SAMPLES, seed)
     proxies, golds = zip(*scored, strict=True)
     means = statistics.fmean(proxies), statistics.fmean(golds)
     deviations = statistics.pstdev(proxies), statistics.pstdev(golds)
@@ -258,20 +258,20 @@ def score_texts(path: Path, count: int, seed: int) -> list[tuple[float, float]]:
 # ---------------------------------------------------------------- the plot
 
 STYLE = """\
-text{font:12px system-ui,sans-serif;fill:#33312d}.m{fill:#605c55}.x{stroke:#e3e0d8}rect{fill:#fff}path{fill:none;stroke-width:2}
+text{font:12px system-ui,sans-serif;fill:#33312d}.m{fill:#605c55}.x{stroke:#e3e0d8}rect{fill:#fff}path{fill:none;stroke-width:1.5}
 .gold{stroke:#b7791f}.proxy{stroke:#1f5fd0}.fit{stroke:#605c55;stroke-dasharray:5 4;stroke-width:1.5}
 @media(prefers-color-scheme:dark){text{fill:#ecebe7}.m{fill:#a8a59e}.x{stroke:#2d3035}rect{fill:#191b1e}.gold{stroke:#e3b341}
 .proxy{stroke:#82b1ff}.fit{stroke:#a8a59e}}"""
 WIDTH, HEIGHT, LEFT, TOP = 400, 260, 46, 44
 
 
-def plot(curves: Sequence[Curve]) -> str:
-    """Return an SVG image with a panel for each method."""
-    width = (WIDTH + LEFT) * len(curves) + 16
+def plot(methods: Sequence[Sequence[Curve]]) -> str:
+    """Return an SVG image with a panel for each method. Each seed has a line."""
+    width = (WIDTH + LEFT) * len(methods) + 16
     parts = [f'<rect width="{width}" height="{HEIGHT + TOP + 40}"/>']
-    for i, curve in enumerate(curves):
+    for i, curves in enumerate(methods):
         parts.append(f'<g transform="translate({i * (WIDTH + LEFT) + LEFT},{TOP})">')
-        parts += [*panel(curve), "</g>"]
+        parts += [*panel(curves), "</g>"]
     label = "Gold and learned reward over the square root of the KL divergence"
     size = f'viewBox="0 0 {width} {HEIGHT + TOP + 40}" width="{width}"'
     return (
@@ -280,21 +280,26 @@ def plot(curves: Sequence[Curve]) -> str:
     )
 
 
-def panel(curve: Curve) -> list[str]:
-    """Return the elements of one method."""
-    alpha, beta = fit(curve.gold, curve.bend)
-    longest = max(d for d, _ in curve.gold) or 1.0
+def panel(curves: Sequence[Curve]) -> list[str]:
+    """Return the elements of one method. The fit is over all seeds."""
+    first = curves[0]
+    pooled = [point for curve in curves for point in curve.gold]
+    alpha, beta = fit(pooled, first.bend)
+    longest = max(d for d, _ in pooled) or 1.0
     grid = [longest * k / 60 for k in range(61)]
-    fitted = [(d, alpha * d - beta * curve.bend(d)) for d in grid]
-    values = [y for line in (curve.gold, curve.proxy, fitted) for _, y in line] + [0.0]
+    fitted = [(d, alpha * d - beta * first.bend(d)) for d in grid]
+    lines = [("proxy", curve.proxy) for curve in curves]
+    lines += [*(("gold", curve.gold) for curve in curves), ("fit", fitted)]
+    values = [y for _, line in lines for _, y in line] + [0.0]
     low, high = min(values), max(values)
     high += (high == low) * 1.0
 
     def at(x: float, y: float) -> str:
         return f"{x / longest * WIDTH:.1f},{HEIGHT - (y - low) / (high - low) * HEIGHT:.1f}"
 
-    parts = [f'<text x="0" y="-26">{curve.name}</text>']
-    shape = "d" if curve.bend is quadratic else "log d"
+    seeds = f", {len(curves)} seeds" if len(curves) > 1 else ""
+    parts = [f'<text x="0" y="-26">{first.name}{seeds}</text>']
+    shape = "d" if first.bend is quadratic else "log d"
     note = f"gold (yellow), learned (blue), fit d ({alpha:.2f} - {beta:.2f} {shape})"
     parts.append(f'<text class="m" x="0" y="-10">{note}</text>')
     for k in range(5):
@@ -304,7 +309,7 @@ def panel(curve: Curve) -> list[str]:
         parts.append(f'<text class="m" x="-6" y="{up}" text-anchor="end">{y:.1f}</text>')
         bottom = f'x="{across}" y="{HEIGHT + 18}" text-anchor="middle"'
         parts.append(f'<text class="m" {bottom}>{x:.1f}</text>')
-    for name, line in (("proxy", curve.proxy), ("gold", curve.gold), ("fit", fitted)):
+    for name, line in lines:
         points = " L".join(at(x, y) for x, y in line)
         parts.append(f'<path class="{name}" d="M{points}"/>')
     middle = f'x="{WIDTH / 2}" y="{HEIGHT + 34}" text-anchor="middle"'
@@ -312,13 +317,13 @@ def panel(curve: Curve) -> list[str]:
     return parts
 
 
-def summary(curves: Sequence[Curve]) -> list[str]:
-    """Return a table with the fit and the best point of each method."""
+def summary(methods: Sequence[Sequence[Curve]]) -> list[str]:
+    """Return a table with the fit and the best point of each method, one line for each seed."""
     lines = [
         "| method | alpha | beta | most gold | at d | gold at the end | learned at the end | d |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for curve in curves:
+    for curve in (curve for curves in methods for curve in curves):
         alpha, beta = fit(curve.gold, curve.bend)
         at, most = max(curve.gold, key=lambda point: point[1])
         (last, end), (_, learned) = curve.gold[-1], curve.proxy[-1]
@@ -339,7 +344,7 @@ def main() -> None:
     made.add_argument("--steps", type=int, default=150)
     made.add_argument("--kl", type=float, default=0.01)
     made.add_argument("--lr", type=float, default=1e-3)
-    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     made.add_argument("--dir", type=Path, default=Path("runs/overoptimization"))
     shown = verbs.add_parser("plot")
     shown.add_argument("run", type=Path)
@@ -351,12 +356,12 @@ def main() -> None:
         )
     args = parser.parse_args()
     if args.verb == "world":
-        curves = world(args)
+        methods = list(zip(*(world(args, seed) for seed in args.seeds), strict=True))
     else:
-        curves = [of_run(args.run, args.gold, args.proxy, (1.0, 1.0))]
+        methods = [(of_run(args.run, args.gold, args.proxy, (1.0, 1.0)),)]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(plot(curves), encoding="utf-8")
-    print("\n".join([*summary(curves), f"image: {args.out}"]))
+    args.out.write_text(plot(methods), encoding="utf-8")
+    print("\n".join([*summary(methods), f"image: {args.out}"]))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from lightrft.algorithms.reward_model.objective import (
     reward_terms,
     totals_of,
 )
+from lightrft.algorithms.token_ops import require_column
 from lightrft.config.reward_model import RewardModelConfig
 from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.learner.micro_batches import largest_group
@@ -85,6 +86,7 @@ def reward_model_step(
     objective = RewardObjective(trained.model, settings, divisors(batch, settings))
     metrics = Metrics({"reward_model/responses": Sum(len(batch))})
     metrics.add("reward_model/tokens", Sum(batch.tokens))
+    metrics.merge(count_unlabelled(batch, settings.heads))
 
     def step(loss_of: LossOf, *, cut: bool) -> tuple[Tensor, Metrics]:
         budget = settings.max_tokens
@@ -99,6 +101,16 @@ def reward_model_step(
         loss, more = step(objective.loss, cut=False)
     metrics.merge(more)
     metrics.add("loss", Mean(loss))
+    return metrics
+
+
+def count_unlabelled(batch: Batch, heads: Sequence[str]) -> Metrics:
+    """Count the responses of ``batch`` without a label of each head, if there are several heads."""
+    metrics = Metrics()
+    if len(heads) > 1:
+        missing = require_column(batch.labels).isnan().sum(0).tolist()
+        for name, count in zip(heads, missing, strict=True):
+            metrics.add(f"reward_model/{name}/unlabelled", Sum(count))
     return metrics
 
 

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from lightrft.config.base import build
 from lightrft.config.reward_model import RewardModelConfig
-from lightrft.learner.reward_model.step import RewardModelSettings, RewardObjective, divisors
+from lightrft.learner.reward_model.step import (
+    RewardModelSettings,
+    RewardObjective,
+    count_unlabelled,
+    divisors,
+)
 from lightrft.models.reward.heads import HeadOutputs
 from lightrft.types import Batch, Segments
 
@@ -50,3 +55,14 @@ def test_a_score_that_is_not_finite_leaves_loss_and_gradient_of_the_others_alone
     assert loss.item() == pytest.approx(-math.log(chance) / 2)
     assert gradient.tolist() == pytest.approx([(chance - 1) / 2, (1 - chance) / 2, 0.0, 0.0])
     assert metrics.compute()["reward_model/nonfinite_scores"] == 1
+
+
+def test_responses_without_a_label_are_counted_for_each_of_several_heads() -> None:
+    nan = math.nan
+    labels = torch.tensor([[1.0, nan], [0.0, nan], [nan, nan]], dtype=torch.float64)
+    batch = Batch(
+        Segments.of([[5]]), Segments.of([[1]] * 3), torch.zeros(3, dtype=torch.long), labels=labels
+    )
+    found = count_unlabelled(batch, ("preference", "safety")).compute()
+    assert found == {"reward_model/preference/unlabelled": 1, "reward_model/safety/unlabelled": 3}
+    assert not count_unlabelled(batch, ("preference",)).compute()
