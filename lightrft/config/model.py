@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -90,6 +91,11 @@ class PolicyModelConfig(ModelConfig):
     """Train a mixture of experts with the experts that generation picked for each token (R3, arXiv
     2510.11370), since rounding can change the router's choice. It needs ``engine.kind`` native. Set
     it if ``policy/rollout_logprob_diff`` of such a model is high."""
+
+
+def loading_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the ``model`` of a run that every verb has, as plain values."""
+    return {name: value for name, value in model.items() if name in ModelConfig.model_fields}
 
 
 MergeMethod = Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.config.base import Settings, build, parse_yaml, to_yaml
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import loading_settings
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.verbs import EvaluateConfig
 from lightrft.distributed.process_group import (
@@ -393,8 +393,8 @@ def next_commands(session: RunSession) -> list[str]:
         run = {**tree["run"], "name": name, "resume": "auto", "overwrite": False}
         # ``model/`` holds its own tokenizer, and adapters are merged into its weights.
         own = {"path": model.name, "tokenizer": None, "revision": None, "lora": None}
-        kept = {k: v for k, v in tree["model"].items() if k in ModelConfig.model_fields}
-        evaluation = {**shared, "run": run, "model": {**kept, **own}}
+        model_settings = {**loading_settings(tree["model"]), **own}
+        evaluation = {**shared, "run": run, "model": model_settings}
         file = session.path / "eval.yaml"
         write_atomic(file, to_yaml(build(EvaluateConfig, evaluation)))
         commands.append(f"lightrft eval {file}")

@@ -10,7 +10,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.base import Tree, build, parse_yaml
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import ModelConfig, loading_settings
 from lightrft.config.verbs import ExportConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import Saved as Writes
@@ -85,9 +85,8 @@ def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> Sa
             f"{path} is a run of a reward model, which generates nothing; its model for "
             "reward.models is the folder model/ of the run"
         )
-    return SavedPolicy(
-        checkpoint, load_manifest(checkpoint).step, build(ModelConfig, tree["model"])
-    )
+    settings = build(ModelConfig, loading_settings(tree["model"]))
+    return SavedPolicy(checkpoint, load_manifest(checkpoint).step, settings)
 
 
 def _chosen(run: Path, which: str, step: int | None) -> Path:

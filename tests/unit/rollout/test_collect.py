@@ -46,6 +46,7 @@ class FakeEngine:
 
     shared_by_all_ranks = False
     tensor_parallel_size = 1
+    shares_weights = True
 
     def wake(self) -> None: ...
 

@@ -135,7 +135,7 @@ def test_fewer_rows_than_a_step_takes_are_refused() -> None:
 class Echo:
     """Gives every request one response, and every response a reward."""
 
-    shared_by_all_ranks, tensor_parallel_size = False, 1
+    shared_by_all_ranks, tensor_parallel_size, shares_weights = False, 1, True
 
     def __init__(self) -> None:
         self.waiting: list[Rollout] = []

@@ -186,7 +186,7 @@ def test_the_recurrent_states_of_mamba_and_rwkv_are_counted_by_row() -> None:
 def test_heads_are_found_in_the_config_of_every_text_family() -> None:
     without = set()
     for family in TEXT_FAMILIES:
-        heads, keys = phases._heads(family_config(family).get_text_config(decoder=True))
+        heads, keys = phases.heads_of(family_config(family).get_text_config(decoder=True))
         assert (heads > 0) == (keys > 0)
         if not heads:
             without.add(family)
