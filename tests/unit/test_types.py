@@ -183,6 +183,7 @@ def test_every_column_declares_an_axis_and_follows_a_selection() -> None:
         "responses",
         "prompt_of",
         "_groups",
+        "term_names",
     }
     full = batch.replace(
         **{
@@ -194,6 +195,16 @@ def test_every_column_declares_an_axis_and_follows_a_selection() -> None:
     found = full.select(torch.tensor([0]))
     assert {len(c) for c in found.columns("token").values()} == {2}
     assert {len(c) for c in found.columns("sample").values()} == {1}
+
+
+def test_names_of_terms_follow_a_batch_and_other_names_cannot_be_joined() -> None:
+    plain = batch_of(plain_case([[True], [True]], [0, 1]))
+    batch = dataclasses.replace(plain, terms=torch.ones(2, 1), term_names=("a",))
+    other = dataclasses.replace(batch, term_names=("b",))
+    found = [batch.select(torch.tensor([1])), batch.to("cpu"), Batch.cat([batch, batch])]
+    assert [one.term_names for one in found] == [("a",)] * 3
+    with pytest.raises(ValueError, match="different reward terms"):
+        Batch.cat([batch, other])
 
 
 @settings(deadline=None, max_examples=20)
