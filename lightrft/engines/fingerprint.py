@@ -51,3 +51,8 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
             found[name] = f"{about}:{total:x}:{zlib.crc32(raw[middle:end].tobytes()):x}"
             start = end
     return found
+
+
+def dtype_of(total: str) -> torch.dtype:
+    """Return the dtype of the tensor that ``total`` is the checksum of."""
+    return getattr(torch, total.partition("[")[0].removeprefix("torch."))

@@ -33,7 +33,8 @@ def collate(
     prompt_of: list[int] = []
     for index, group in enumerate(groups):
         prompt_of += [index] * len(group)
-    terms, weights = _reward_terms(rollouts)
+    names = _term_names(rollouts)
+    terms, weights = _reward_terms(rollouts, names)
     # The policy's oldest token decides how stale a response is.
     oldest = [min(r.versions, default=0) for r in rollouts]
     truncated = [r.finish_reason == "length" for r in rollouts]
@@ -53,7 +54,7 @@ def collate(
         step_rewards=_step_rewards(rollouts),
         terms=terms,
         term_weights=weights,
-        term_names=tuple(_term_names(rollouts)),
+        term_names=tuple(names),
         costs=_costs(rollouts, costs),
         version=torch.tensor(oldest, dtype=torch.long),
         truncated=torch.tensor(truncated, dtype=torch.bool),
@@ -126,13 +127,14 @@ def _costs(rollouts: Sequence[Rollout], names: Sequence[str]) -> Tensor | None:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _reward_terms(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
+def _reward_terms(
+    rollouts: Sequence[Rollout], names: Sequence[str]
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the values and the weights of the terms ``[rows, terms]``; ``None`` without terms."""
-    order = _term_names(rollouts)
-    if not order:
+    if not names:
         return None, None
-    values = [[r.terms.get(name, math.nan) for name in order] for r in rollouts]
-    weights = [[r.weights.get(name, 0.0) for name in order] for r in rollouts]
+    values = [[r.terms.get(name, math.nan) for name in names] for r in rollouts]
+    weights = [[r.weights.get(name, 0.0) for name in names] for r in rollouts]
     return torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines import sampling as draws
 from lightrft.engines.base import Engine, Fingerprint, never_stop
-from lightrft.engines.fingerprint import checksum
+from lightrft.engines.fingerprint import checksum, dtype_of
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
@@ -402,8 +402,7 @@ def unequal_weight(found: Fingerprint, given: Iterable[tuple[str, Tensor]]) -> s
     for name, tensor in given:  # never stop early: gathering each tensor is a collective call
         if different or name not in found:
             continue
-        held = getattr(torch, found[name].partition("[")[0].removeprefix("torch."))
-        if checksum(tensor.to(held)) != found[name]:
+        if checksum(tensor.to(dtype_of(found[name]))) != found[name]:
             different = name
     return different
 
@@ -476,9 +475,11 @@ def replay_metrics(roles: Roles, batch: Batch, temperature: float) -> Metrics:
     if few is None or few.behavior_logprobs is None:
         return metrics
     actor = roles.actor
-    free = few.replace()
-    free.prompts = replace(few.prompts, experts=None)
-    free.responses = replace(few.responses, experts=None)
+    free = replace(
+        few,
+        prompts=replace(few.prompts, experts=None),
+        responses=replace(few.responses, experts=None),
+    )
     training = actor.training
     actor.eval()
     for name, rows in (("", few), ("_no_replay", free)):

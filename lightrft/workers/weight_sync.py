@@ -14,7 +14,7 @@ from torch import Tensor
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import checksum
+from lightrft.engines.fingerprint import checksum, dtype_of
 from lightrft.engines.weight_transport import (
     RayObject,
     Way,
@@ -270,8 +270,3 @@ def led(
             deque(stream, maxlen=0)
 
     return run_on_all_ranks(ranks, work)[0]
-
-
-def dtype_of(total: str) -> torch.dtype:
-    """Return the dtype of the tensor of a checksum."""
-    return getattr(torch, total.partition("[")[0].removeprefix("torch."))
