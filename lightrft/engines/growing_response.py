@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,6 +69,22 @@ class GrowingResponse:
             return request.seed & (2**63 - 1)
         # the same seed would repeat the random numbers of the first tokens
         return derive_seed(request.seed, "resumed", request.num_generated) & (2**63 - 1)
+
+    @property
+    def fed_ids(self) -> list[int]:
+        """The tokens that the engine gets: the prompt, and a response that is resumed."""
+        partial = self.request.partial
+        return [*self.request.prompt.token_ids, *(partial.token_ids if partial else ())]
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """Temperature, filters and repetition penalty. A greedy response has no filters."""
+        sampling = self.sampling
+        names = ("temperature", "top_p", "top_k", "min_p")
+        found = {name: getattr(sampling, name) for name in names}
+        if self.request.greedy or sampling.temperature == 0:
+            found = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return {**found, "repetition_penalty": sampling.repetition_penalty}
 
     @property
     def min_tokens(self) -> int:

@@ -121,18 +121,12 @@ class HTTPEngine(ServedEngine):
         """See ``ServedEngine.body``."""
         first = responses[0]
         request, sampling = first.request, first.sampling
-        begun = [] if request.partial is None else request.partial.token_ids
-        greedy = request.greedy or sampling.temperature == 0
         shared = {
             "model": self.model,
-            "prompt": [*request.prompt.token_ids, *begun],
+            "prompt": first.fed_ids,
             "max_tokens": response_room(request, sampling),
             "min_tokens": first.min_tokens,
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "top_p": 1.0 if greedy else sampling.top_p,
-            "top_k": 0 if greedy else sampling.top_k,
-            "min_p": 0.0 if greedy else sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
+            **first.filters,
             "stop_token_ids": sorted({*self._ends, *sampling.stop_token_ids}),
             "return_token_ids": True,
             "stream": True,

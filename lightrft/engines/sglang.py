@@ -92,14 +92,12 @@ class SGLangEngine(ServedEngine):
         """See ``ServedEngine.body``."""
         [response] = responses
         request, sampling = response.request, response.sampling
-        begun = [] if request.partial is None else request.partial.token_ids
-        greedy = request.greedy or sampling.temperature == 0
         return {
-            "input_ids": [*request.prompt.token_ids, *begun],
+            "input_ids": response.fed_ids,
             "sampling_params": {
                 "max_new_tokens": response_room(request, sampling),
                 "min_new_tokens": response.min_tokens,
-                "temperature": 0.0 if greedy else sampling.temperature,
+                "temperature": response.filters["temperature"],
                 # not with ignore_eos, which ignores these too
                 "stop_token_ids": sorted(self.ends(sampling)),
                 "sampling_seed": response.seed & LARGEST_SEED,

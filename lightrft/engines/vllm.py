@@ -187,9 +187,8 @@ class VLLMEngine:
         """Queue ``request``. Return its name and its response, which ``step`` advances."""
         response = GrowingResponse.of(request, sampling, self._stop_strings(sampling.stop))
         name = str(next(self._numbers))
-        begun = [] if request.partial is None else request.partial.token_ids
         prompt = {
-            "prompt_token_ids": [*request.prompt.token_ids, *begun],
+            "prompt_token_ids": response.fed_ids,
             # keys and values of other weights are never found
             "cache_salt": f"version-{self.version}",
         }
@@ -201,13 +200,8 @@ class VLLMEngine:
     def _params(self, response: GrowingResponse) -> Any:
         request, sampling = response.request, response.sampling
         room = response_room(request, sampling)
-        greedy = request.greedy or sampling.temperature == 0
         return self._vllm.SamplingParams(
-            temperature=0.0 if greedy else sampling.temperature,
-            top_p=1.0 if greedy else sampling.top_p,
-            top_k=0 if greedy else sampling.top_k,
-            min_p=0.0 if greedy else sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
+            **response.filters,
             max_tokens=room,
             min_tokens=response.min_tokens,
             ignore_eos=True,
