@@ -15,7 +15,14 @@ from lightrft.viewer.formatting import compact, percent
 from lightrft.viewer.media import shown
 from lightrft.viewer.plots import Plot, Series
 from lightrft.viewer.run_data import RunData
-from lightrft.viewer.step_scores import is_of_steps, share_bar, step_plots, step_section
+from lightrft.viewer.step_scores import (
+    is_of_steps,
+    share_bar,
+    step_plots,
+    step_section,
+    subsets_table,
+    what_was_given,
+)
 
 SIDES = (("better", "Better, by its label"), ("worse", "Worse, with the higher score"))
 """Responses of a pair in wrong order, with their headings."""
@@ -132,14 +139,8 @@ def _subsets(judged: Mapping[str, Any]) -> str:
             f"<td>{percent(one['low'])} to {percent(one['high'])}</td>"
             f"<td>{one['count']:,}</td></tr>"
         )
-    if not rows:
-        return ""
     heads = ("Data source", "", "Pair accuracy", "95 % interval", "Prompts")
-    top = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    return (
-        '<div class="card subsets"><table><thead><tr>'
-        f"{top}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+    return subsets_table(heads, rows)
 
 
 def _worst(run: RunData) -> str:
@@ -165,9 +166,7 @@ def _pair(one: Mapping[str, Any], media: Path) -> str:
     if "missing" in one:
         return f'<li class="card"><p class="empty">{name}: {escape(one["missing"])}</p></li>'
     gap = one["worse"]["score"] - one["better"]["score"]
-    given = shown(one["attachments"], media, "what the model was given")
-    given = f'<div class="given">{given}</div>' if given else ""
-    prompt = f'<p class="prompt">{escape(one["prompt"])}</p>' if one["prompt"] else ""
+    prompt, given = what_was_given(one, media)
     sides = ""
     for side, title in SIDES:
         response = one[side]

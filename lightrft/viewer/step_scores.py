@@ -106,6 +106,25 @@ def _calibration(judged: Mapping[str, Any]) -> Plot | None:
     )
 
 
+def subsets_table(heads: Sequence[str], rows: str) -> str:
+    """Return a table over data sources; nothing without ``rows``."""
+    if not rows:
+        return ""
+    top = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    return (
+        '<div class="card subsets"><table><thead><tr>'
+        f"{top}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def what_was_given(one: Mapping[str, Any], media: Path) -> tuple[str, str]:
+    """Return the prompt and the media of an entry of ``reward_scores.json``, each maybe empty."""
+    given = shown(one["attachments"], media, "what the model was given")
+    given = f'<div class="given">{given}</div>' if given else ""
+    prompt = f'<p class="prompt">{escape(one["prompt"])}</p>' if one["prompt"] else ""
+    return prompt, given
+
+
 def _subsets(judged: Mapping[str, Any]) -> str:
     """Return the F1 and the accuracy of responses of each data source as a table with bars."""
     rows = ""
@@ -119,17 +138,11 @@ def _subsets(judged: Mapping[str, Any]) -> str:
             + "".join(f"<td>{cell}</td>" for cell in cells)
             + f"<td>{one['count']:,}</td></tr>"
         )
-    if not rows:
-        return ""
     heads = (
         *("Data source", "", "First wrong step found", "95 % interval", "F1"),
         *("With a wrong step", "Without", "Responses"),
     )
-    top = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    return (
-        '<div class="card subsets"><table><thead><tr>'
-        f"{top}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+    return subsets_table(heads, rows)
 
 
 def _worst(run: RunData) -> str:
@@ -154,9 +167,7 @@ def _response(one: Mapping[str, Any], media: Path) -> str:
     name = escape(" ".join(filter(None, (one.get("source"), one.get("id")))))
     if "missing" in one:
         return f'<li class="card"><p class="empty">{name}: {escape(one["missing"])}</p></li>'
-    given = shown(one["attachments"], media, "what the model was given")
-    given = f'<div class="given">{given}</div>' if given else ""
-    prompt = f'<p class="prompt">{escape(one["prompt"])}</p>' if one["prompt"] else ""
+    prompt, given = what_was_given(one, media)
     rows = "".join(_step(k, step) for k, step in enumerate(one["steps"]))
     top = "".join(f'<th scope="col">{head}</th>' for head in ("Step", "Score", "Label", ""))
     found = f"first wrong step: {_place(one['labelled'])}, found {_place(one['predicted'])}"
