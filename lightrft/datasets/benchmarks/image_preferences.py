@@ -23,6 +23,7 @@ from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row, Rows
 
 TASK = "text-to-image"
+CAPTION = re.compile(r"Text Caption: \[(.*)\]", re.DOTALL)
 VERDICT = re.compile(r"<answer>\s*Image ([12]) is better\s*</answer>")
 
 
@@ -103,7 +104,8 @@ def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> Row:
 
     The first turn asks. The last turn reasons and ends in a verdict. The images keep their order
     and their names Image 1 and Image 2, because the reasoning refers to them. ``verdict`` is the
-    sentence of the verdict, for a reward that compares text. Raises ``ValueError`` if there is no
+    sentence of the verdict, for a reward that compares text. ``request`` is the caption in the
+    question (``Text Caption: [...]``), or else the question. Raises ``ValueError`` if there is no
     verdict.
     """
     asked, said = (row["conversations"][k]["value"] for k in (0, -1))
@@ -121,12 +123,14 @@ def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> Row:
     for k, part in enumerate(parts, start=1):
         content += [{"type": "text", "text": f"\n\nImage {k}:\n"}, part]
     named = {"prompt": [{"role": "user", "content": content}], "response": said}
+    caption = CAPTION.search(question)
     letter = "AB"[best]
     labels = {
         "label": letter,
         "preference": letter,
         "verdict": f"Image {best + 1} is better",
         "shown": [0, 1],
+        "request": question if caption is None else caption[1],
     }
     sides = {"chosen": parts[best], "rejected": parts[1 - best]}
     return {**row, **named, **labels, **sides, "data_source": "imagegen-cot-reward-5k"}

@@ -272,6 +272,7 @@ def test_thoughts_about_two_pictures_keep_their_order(tmp_path):
         "label": "B",
         "preference": "B",
         "verdict": "Image 2 is better",
+        "request": "a fox",
         "shown": [0, 1],
         "chosen": two,
         "rejected": one,
