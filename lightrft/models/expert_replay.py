@@ -100,7 +100,9 @@ class ExpertReplay:
                 raise self._refusal("a layer with experts did not run in a forward pass")
             found.append(layer.recorded.to(torch.int16))
             layer.recorded = None
-        return torch.stack(found, dim=1)
+        # responses keep it, and tensors of inference mode cannot be used for training
+        with torch.inference_mode(False):
+            return torch.stack(found, dim=1)
 
     def replay(self, chosen: Tensor | None) -> None:
         """Use the experts ``chosen [T, layers, k]`` in the calls that follow. ``None`` ends it.

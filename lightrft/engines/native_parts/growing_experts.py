@@ -48,6 +48,7 @@ class GrowingExperts:
         fed."""
         # a response may end before the last of several tokens that were fed in one step
         kept = self.tokens[: length - 1]
-        missing = torch.full((length - len(kept), *self.prompt.shape[1:]), -1)
-        fed = torch.stack(kept) if kept else self.prompt[:0]
-        return ExpertChoices(self.prompt, torch.cat([fed, missing.to(fed.dtype)]))
+        with torch.inference_mode(False):
+            missing = torch.full((length - len(kept), *self.prompt.shape[1:]), -1)
+            fed = torch.stack(kept) if kept else self.prompt[:0]
+            return ExpertChoices(self.prompt, torch.cat([fed, missing.to(fed.dtype)]))

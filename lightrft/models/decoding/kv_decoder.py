@@ -140,7 +140,8 @@ class KVDecoder:
         if self.experts is not None:
             self.experts.record()
         try:
-            with torch.no_grad():
+            # cheaper than no_grad: operations keep no version counters
+            with torch.inference_mode():
                 yield
         finally:
             if self.experts is not None:
