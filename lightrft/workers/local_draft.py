@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightrft.config.decoding import SpeculativeConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.models.actor import Actor
@@ -15,6 +16,13 @@ from lightrft.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def draft_settings(settings: SpeculativeConfig, policy: ModelConfig) -> ModelConfig:
+    """Return how the draft model of ``settings`` is loaded: in the dtype of ``policy``."""
+    return ModelConfig(
+        path=settings.path, dtype=policy.dtype, trust_remote_code=policy.trust_remote_code
+    )
 
 
 def draft_decoder(
@@ -37,9 +45,7 @@ def draft_decoder(
     settings = engine.speculative
     if settings is None or settings.kind != "draft":
         return None
-    model = ModelConfig(
-        path=settings.path, dtype=policy.dtype, trust_remote_code=policy.trust_remote_code
-    )
+    model = draft_settings(settings, policy)
     if load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"engine.speculative.path = {settings.path!r} has another vocabulary than the policy; "

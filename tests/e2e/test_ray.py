@@ -432,6 +432,20 @@ def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
+def test_an_engine_of_its_own_decodes_with_a_draft_model_and_changes_no_number(
+    nodes, tree, tmp_path
+):
+    speculative = {"kind": "draft", "tokens": 3, "path": tree["model"]["path"]}
+    engine = {"engine": {"speculative": speculative}, "train": {"steps": 2}}
+    tree = deep_merge(tree, engine)
+    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1)), NullObserver())
+    check_equal(tmp_path / "cluster", one(tree, tmp_path))
+    first = read_rows(tmp_path / "cluster" / "metrics.jsonl")[0]
+    # the draft model is the policy before its first update
+    assert first["rollout/drafted_tokens"] > 0
+    assert first["rollout/draft_acceptance"] == 1
+
+
 def test_a_teacher_and_an_engine_that_are_killed_while_batches_are_generated_ahead_change_no_number(
     nodes, tree, tmp_path
 ):

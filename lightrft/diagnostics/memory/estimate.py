@@ -47,6 +47,7 @@ from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.utils.cpu_memory import products_bytes
 from lightrft.workers.local import teacher_settings
+from lightrft.workers.local_draft import draft_settings
 
 MIB = 2**20
 ROLES = {"engines": "engine", "references": "reference", "teachers": "teacher"}
@@ -96,7 +97,12 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
     loaded = dict(kept)  # what is added to ``kept`` below does not exist while models are loaded
     # The policy itself then generates no training batch.
     elsewhere = [*apart, "engine"] if _in_vllm(config, apart) else apart
-    phases = _drawing(place, models, elsewhere)
+    draft = _draft(config)
+    phases = _drawing(place, models, elsewhere, draft)
+    if draft is not None and "engine" not in elsewhere:
+        # each rank loads all of it, and one more for responses that are generated ahead
+        ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
+        kept[draft.name] = ModelMemory(held(draft.parameters).weights * (2 if ahead else 1))
     for model in models:
         phases += passes(place, model)
     phases = _left_whole(place, models, phases)
@@ -156,8 +162,11 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
                 # whole updates are collected before vLLM loads them
                 on_their_way = ModelMemory(on_their_way.weights + place.held(model).weights)
             else:
-                phases = list(drawing_answers(place, model))
+                draft = _draft(config)
+                phases = list(drawing_answers(place, model, draft))
                 kept = {"policy": place.held(model)}
+                if draft is not None:
+                    kept[draft.name] = place.held(draft)
             kept["weights on their way"] = on_their_way
         else:
             phases = list(passes(place, model))
@@ -265,6 +274,16 @@ def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] =
     return Model(name, model, trained, config.load_in_4bit)
 
 
+def _draft(config: TrainingConfig) -> Model | None:
+    """Return the draft model of speculative decoding. ``None`` without one."""
+    if isinstance(config, ScoringConfig) or not generates(config):
+        return None
+    settings = config.engine.speculative
+    if settings is None or settings.kind != "draft":
+        return None
+    return _of("draft model", draft_settings(settings, config.model), trained=False)
+
+
 def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
     """Return the number of parameters of each model, and of its trained ones."""
     counts = {}
@@ -275,7 +294,9 @@ def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> list[MemoryPhase]:
+def _drawing(
+    place: ProcessProfile, models: list[Model], apart: list[str], draft: Model | None
+) -> list[MemoryPhase]:
     """Return the phases in which ranks generate.
 
     Engines in workers take over generation. With asynchronous generation they are busy, so ranks
@@ -285,12 +306,13 @@ def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> li
         place: The kind of process.
         models: Models of a rank, the policy first.
         apart: Roles that run in workers.
+        draft: Draft model of speculative decoding.
     """
     config = place.config
     ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
     if "engine" in apart and not ahead:
         return []
-    phases = list(drawing_answers(place, models[0], evaluating="engine" in apart))
+    phases = list(drawing_answers(place, models[0], draft, evaluating="engine" in apart))
     sleeps = config.strategy.offload_during_generation and place.device.kind != "cpu" and not ahead
     if not sleeps:
         return phases

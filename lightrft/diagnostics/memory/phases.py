@@ -203,6 +203,7 @@ class ProcessProfile:
 def drawing_answers(
     place: ProcessProfile,
     policy: Model,
+    draft: Model | None = None,
     *,
     evaluating: bool = False,
 ) -> Iterator[MemoryPhase]:
@@ -213,6 +214,7 @@ def drawing_answers(
     Args:
         place: kind of process.
         policy: the model that generates.
+        draft: draft model of speculative decoding. It caches the same tokens.
         evaluating: True if engines in workers generate the training batches.
     """
     config = place.config
@@ -257,6 +259,9 @@ def drawing_answers(
     step = generation_phase(rows, heads, lengths.longest, text.vocab_size)
     # Each tensor-parallel rank caches the keys of its own heads.
     parts = {"cache": cache / shares.cut, "prefill or step": float(max(read.peak, step))}
+    if draft is not None:
+        widths = [heads_of(draft.text)[1]] * draft.text.num_hidden_layers
+        parts["draft model's cache"] = float(key_value_cache(tokens, widths, draft.itemsize))
     if shares.by_blocks:
         outside, blocks = policy.units(shares.cut)
         # Gathered once for all tokens: gathering per token would take most of the time.

@@ -163,6 +163,22 @@ def test_drawing_ahead_holds_copies_of_the_weights_and_goes_on_beside_every_phas
     assert all("generating at the same time" in phase.parts for phase in ahead.phases[1:])
 
 
+def test_a_draft_model_is_held_whole_by_each_rank_and_caches_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    plain = found(tmp_path, processes=2)
+    (tmp_path / "draft").mkdir()
+    built(tmp_path / "draft", layers=1)
+    speculative = {"kind": "draft", "path": str(tmp_path / "draft" / "qwen2")}
+    drafted = found(tmp_path, processes=2, engine={"speculative": speculative})
+    # the draft model has one of the policy's two layers
+    ours, theirs = (phase_of(x, "generation").parts for x in (drafted, plain))
+    assert ours["draft model's cache"] == theirs["cache"] / 2
+    one = found(tmp_path / "draft", layers=1).models["policy"].weights
+    assert drafted.models["draft model"] == ModelMemory(one)
+    assert drafted.models["policy"] == plain.models["policy"]
+
+
 def test_a_mixture_of_experts_is_computed_and_what_cannot_be_traced_is_said(tmp_path: Path) -> None:
     needed = found(tmp_path, "qwen3_moe")
     assert next(p for p in needed.phases if p.name == "policy: update").parts["activations"] > 0
