@@ -163,7 +163,7 @@ def build(
     try:
         settings = cls.model_validate(tree)
     except ValidationError as error:
-        found += [_explain(cls, problem, sources) for problem in error.errors()]
+        found += [_explain(cls, problem, sources) for problem in _causes(error.errors())]
     if found:
         raise ConfigError("\n".join(found))
     return settings
@@ -415,6 +415,12 @@ def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
             return False
         owner = branch_of(owner, part)
     return True
+
+
+def _causes(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Return ``errors`` without those of lists that are too short for their malformed items."""
+    inner = {error["loc"][:-k] for error in errors for k in range(1, len(error["loc"]))}
+    return [e for e in errors if e["type"] != "too_short" or e["loc"] not in inner]
 
 
 def _explain(cls: type[Settings], error: ErrorDetails, sources: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ from lightrft.config.base import (
     parse_yaml,
     to_yaml,
 )
+from lightrft.config.verbs import RMConfig
 from lightrft.utils.errors import ConfigError
 
 
@@ -364,3 +365,12 @@ def test_a_setting_that_was_removed_is_refused_with_what_to_do_instead(name, tmp
     said = rf"unknown setting launch\.ray\.{name} \(from .*old\.yaml\); it was removed: .* the ranks train it, and .* shards it"
     with pytest.raises(ConfigError, match=said):
         load_settings(RLConfig, [old])
+
+
+def test_a_malformed_item_is_not_also_an_item_too_few() -> None:
+    with pytest.raises(ConfigError) as refused:
+        build(RMConfig, {"reward_model": {"heads": [{"name": "a", "knd": "mlp"}]}})
+    assert "reward_model.heads.0.knd" in str(refused.value)
+    assert "at least 1 item" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"heads = \[\]: Tuple should have at least 1 item"):
+        build(RMConfig, {"reward_model": {"heads": []}})
