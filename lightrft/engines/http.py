@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
+from lightrft.engines.fingerprint import checksum, dtype_of
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
+from lightrft.engines.sending.held_dtypes import in_held_dtypes
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
 from lightrft.engines.served.weight_buckets import weight_buckets
@@ -82,7 +83,10 @@ class HTTPEngine(ServedEngine):
         self.digest = ""
         self._first_digest = ""
         self._updates = False
-        self._kept: list[bytes] = []
+        # what the server held at first, what it must hold now, and the weights that ever differed
+        self._first: Fingerprint = {}
+        self._sums: Fingerprint = {}
+        self._kept: dict[str, Tensor] = {}
         self._weights_lock = threading.Lock()
 
     @property
@@ -154,7 +158,7 @@ class HTTPEngine(ServedEngine):
         if logprobs is None:
             logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         version = int(choice.get("policy_version") or 0)
-        if self._kept and version != self.version:
+        if self._sums and version != self.version:
             raise ModelError(
                 f"{self.where} sampled from weights of version {version}, and the policy has "
                 f"version {self.version}: the server lags behind; restart it, and resume the run"
@@ -173,11 +177,11 @@ class HTTPEngine(ServedEngine):
             ModelError: Somebody else has replaced the weights.
         """
         with self._weights_lock:
-            if self._kept and self._held()["digest"] == self._first_digest != self.digest:
+            if self._sums and self._held()["digest"] == self._first_digest != self.digest:
                 log.warning("%s was restarted; its weights are sent again", self.where)
                 self.counts["weights_resent"] += 1
                 self._send()
-            elif not self._kept or self._held()["digest"] != self.digest:
+            elif not self._sums or self._held()["digest"] != self.digest:
                 raise ModelError(
                     f"{self.where}: the weights {self.digest} were replaced by {found}; let no "
                     "other run update this server, and resume"
@@ -185,9 +189,10 @@ class HTTPEngine(ServedEngine):
         raise Passing(f"the weights {found} are not those of this run")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """Send ``weights`` to the server, see ``Engine.load_weights``.
+        """Send to the server what differs from its weights, see ``Engine.load_weights``.
 
-        A copy stays in the memory of this process, for a server that is restarted.
+        A copy of what ever differed stays in the memory of this process, for a server that is
+        restarted. Adapters are merged. The fingerprint is then of the tensors that were merged.
 
         Raises:
             ConfigError: The server takes no weights.
@@ -196,32 +201,47 @@ class HTTPEngine(ServedEngine):
         self.check_idle()
         if not self._updates:
             raise ConfigError(self.no_updates())
+        read: Fingerprint = {}
         with self._weights_lock:
+            before = self._kept, self._sums
             try:
-                held = self._held()
-                types, most = held["types"], int(held["largest_bucket"])
-                self._kept = list(weight_buckets(_converted(weights, types), most))
+                self._keep(self.whole(weights, read))
                 self.version = version
-                return self._send()
-            except Unanswered as error:
-                raise failure(error, self.where) from error
+                found = self._send()
+            except BaseException as error:
+                self._kept, self._sums = before
+                if isinstance(error, Unanswered):
+                    raise failure(error, self.where) from error
+                raise
+        return found if self.lora is None else read
 
     def _held(self) -> Mapping[str, Any]:
         """Return what the server says about its weights."""
         return self.client.ask("GET", "/v1/weights")
 
+    def _keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the ``weights`` that differ from those that the server held at first, or ever did.
+
+        They are copied in the server's dtypes.
+        """
+        kept, sums = dict(self._kept), dict(self._sums)
+        dtypes = {name: dtype_of(total) for name, total in self._first.items()}
+        for name, tensor in in_held_dtypes(weights, dtypes):
+            total = checksum(tensor)
+            differs = total != (sums if name in kept else self._first).get(name)
+            sums[name] = total
+            if differs:
+                kept[name] = tensor.detach().to("cpu", copy=True)
+        self._kept, self._sums = kept, sums
+
     def _send(self) -> Fingerprint:
-        """Send the kept weights."""
+        """Send the kept weights that the server lacks."""
         problem: Unanswered | None = None
         for _ in range(UPDATE_TRIALS):
             try:
-                begun = self.client.ask("POST", "/v1/weights/begin", {"version": self.version})
-                update = begun["update"]
-                for number, bucket in enumerate(self._kept):
-                    _put(self.client, update, number, bucket)
-                found = self.client.ask("POST", "/v1/weights/end", {"update": update})
+                found = self._sent()
                 self.digest = found["digest"]
-                return dict(found["fingerprint"])
+                return self._checked(found["fingerprint"])
             except Unanswered as error:
                 # a restarted server does not know the update
                 if not error.refused:
@@ -231,6 +251,29 @@ class HTTPEngine(ServedEngine):
             f"{self.where} did not take the weights of version {self.version}: {problem}"
         )
 
+    def _sent(self) -> Mapping[str, Any]:
+        begun = self.client.ask("POST", "/v1/weights/begin", {"version": self.version})
+        update, held = begun["update"], begun["fingerprint"]
+        lacks = {n: w for n, w in self._kept.items() if held.get(n) != self._sums[n]}
+        for number, bucket in enumerate(weight_buckets(lacks.items(), int(begun["largest"]))):
+            _put(self.client, update, number, bucket)
+        return self.client.ask("POST", "/v1/weights/end", {"update": update})
+
+    def _checked(self, found: Mapping[str, str]) -> Fingerprint:
+        """Return ``found``, the checksums of the server's weights.
+
+        Raises:
+            ModelError: With merged adapters, which no caller can compare, some differ.
+        """
+        if self.lora is not None:
+            for name, total in self._sums.items():
+                if found.get(name) != total:
+                    raise ModelError(
+                        f"weights of version {self.version} were not transferred: {self.where} "
+                        f"holds another {name!r} than the merged one"
+                    )
+        return dict(found)
+
     def require_updates(self) -> None:
         """Raise ``ConfigError`` unless the server takes new weights from this run."""
         try:
@@ -239,7 +282,7 @@ class HTTPEngine(ServedEngine):
             if not error.refused:
                 raise failure(error, self.where) from error
             raise ConfigError(f"{self.no_updates()} ({error})") from error
-        self._first_digest = held["digest"]
+        self._first_digest, self._first = held["digest"], held["fingerprint"]
         self._updates = True
 
     def no_updates(self) -> str:
@@ -289,13 +332,3 @@ def _put(client: ServerClient, update: str, number: int, bucket: bytes) -> None:
     kind = {"Content-Type": "application/octet-stream"}
     path = f"/v1/weights/bucket?update={update}&number={number}"
     client.ask("POST", path, headers=kind, data=bucket)
-
-
-def _converted(
-    weights: Iterable[tuple[str, Tensor]], types: Mapping[str, str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``weights`` in the types that the server holds, so that no byte too many is sent."""
-    for name, tensor in weights:
-        known = types.get(name)
-        dtype = tensor.dtype if known is None else getattr(torch, known.removeprefix("torch."))
-        yield name, tensor.detach().to(dtype)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import checksum
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
@@ -147,7 +146,7 @@ class SGLangEngine(ServedEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
         """Write ``weights`` to ``engine.weights_dir`` and make the server read them.
 
-        The fingerprint is of the tensors that were written. The check of log-probs on the batch
+        Adapters are merged. The fingerprint is of the tensors that were read for it. The check of log-probs on the batch
         that follows proves that the server computes with them.
 
         Raises:
@@ -157,12 +156,11 @@ class SGLangEngine(ServedEngine):
         self.check_idle()
         if self.config.weights_dir is None:
             raise ConfigError(self._no_folder())
-        found: Fingerprint = {}
+        read: Fingerprint = {}
         old = self._folder
         self._folder = Path(self.config.weights_dir).expanduser() / f"{self._run}-{version}"
         with whole_folder(self._folder) as folder:
-            for number, shard in enumerate(_shards(weights)):
-                found.update((name, checksum(tensor)) for name, tensor in shard.items())
+            for number, shard in enumerate(_shards(self.whole(weights, read))):
                 save_file(shard, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
         self.version, self.weights = version, f"{self._run}-{version}"
         try:
@@ -171,7 +169,7 @@ class SGLangEngine(ServedEngine):
             raise failure(error, self.where) from error
         if old is not None and old != self._folder:
             shutil.rmtree(old, ignore_errors=True)
-        return found
+        return read
 
     def _update(self) -> None:
         body = {

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable
 
+from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.served.weight_buckets import read_bucket
@@ -57,30 +58,38 @@ class WeightUpdates:
         self._last = ""
         self._version = 0
         self._next = 0
+        self._sums: Fingerprint | None = None
         self._buffer = WeightBuffer(engine.decoder.load)
 
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses."""
         return [
-            Endpoint((PATH,), self.held, "GET", tokens=self.tokens),
+            Endpoint((PATH,), self._in_thread(self.held), "GET", tokens=self.tokens),
             Endpoint((f"{PATH}/begin",), self._in_thread(self.begin), tokens=self.tokens),
             Endpoint((f"{PATH}/bucket",), self._in_thread(self.bucket), tokens=self.tokens),
             Endpoint((f"{PATH}/end",), self._in_thread(self.end), tokens=self.tokens),
         ]
 
-    async def held(self, call: HTTPCall) -> object:
-        """Return version and digest of the weights, and the type of each."""
-        types = {name: str(p.dtype) for name, p in self.engine.decoder.parameters()}
+    def held(self, call: HTTPCall) -> dict[str, object]:
+        """Return version, digest and checksums of the weights."""
         return {
             "version": self.engine.version,
             "digest": self.digest,
-            "types": types,
-            "largest_bucket": self.largest,
+            "fingerprint": self._fingerprint(),
             "is_whole": not self._update,
         }
 
+    def _fingerprint(self) -> Fingerprint:
+        """Return the checksum of every tensor that the engine holds."""
+        if self._sums is None:
+            self._sums = checksums(self.engine.decoder.parameters())
+        return self._sums
+
     def begin(self, call: HTTPCall) -> dict[str, object]:
-        """Begin an update to ``version``. It replaces an update that was cut off."""
+        """Begin an update to ``version``. It replaces an update that was cut off.
+
+        The answer has the checksums of the weights, so that only others need to be sent.
+        """
         version = int(call.number("version", 0, 0, 2**63 - 1))
         reason = (
             f"an update of the weights to version {version} has begun, and has not ended; repeat "
@@ -90,7 +99,11 @@ class WeightUpdates:
             raise HTTPProblem(503, "requests are still open (http.timeout); repeat the request")
         self._update, self._version, self._next = uuid.uuid4().hex, version, 0
         self._buffer.leave()
-        return {"update": self._update}
+        return {
+            "update": self._update,
+            "fingerprint": self._fingerprint(),
+            "largest": self.largest,
+        }
 
     def bucket(self, call: HTTPCall) -> dict[str, object]:
         """Load a bucket. One that is sent again changes nothing."""
@@ -100,6 +113,7 @@ class WeightUpdates:
             return {}
         if number != str(self._next):
             raise bad(f"number = {number}: bucket {self._next} of the update comes next")
+        self._sums = None
         try:
             self._buffer.put(*read_bucket(call.data, self._shapes))
         except DataError as error:
@@ -112,7 +126,7 @@ class WeightUpdates:
         # an end that is sent again changes nothing
         if not self._last or call.body.get("update") != self._last:
             self._check_update(call)
-            self.engine.load_weights((), self._version)
+            self._sums = self.engine.load_weights((), self._version)
             self._last, self._update = self._update, ""
             self.digest = f"update:{self._last}"
             self.replaced(self.digest)
@@ -120,7 +134,7 @@ class WeightUpdates:
         return {
             "version": self.engine.version,
             "digest": self.digest,
-            "fingerprint": checksums(self.engine.decoder.parameters()),
+            "fingerprint": self._fingerprint(),
         }
 
     def _in_thread(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.engines.base import Engine
@@ -47,17 +47,17 @@ def local_served(
         ModelError: The server has other weights than the policy after they were sent.
         ResourceError: The server does not answer.
     """
-    for name in ("lora", "load_in_4bit"):
-        if trains and (value := getattr(model, name)):
-            raise ConfigError(
-                f"engine.kind = {engine.kind} sends whole weights, and model.{name} = {value} has "
-                f"others; leave out model.{name}, or set engine.kind=native"
-            )
+    if trains and model.load_in_4bit:
+        raise ConfigError(
+            f"engine.kind = {engine.kind} sends whole weights, and model.load_in_4bit = true has "
+            "others; leave out model.load_in_4bit, or set engine.kind=native"
+        )
 
     def make() -> Engine | None:
         if ranks.rank:
             return None
-        return _opened(engine, tokenizer, decoder, trains=trains, sends=ranks.size == 1)
+        lora = model.lora if trains else None
+        return _opened(engine, tokenizer, decoder, lora, trains=trains, sends=ranks.size == 1)
 
     if ranks.size == 1:
         built = make()
@@ -73,6 +73,7 @@ def _opened(
     engine: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
     decoder: DecoderProtocol,
+    lora: LoRAConfig | None,
     *,
     trains: bool,
     sends: bool,
@@ -83,6 +84,7 @@ def _opened(
         engine: Settings of the engine.
         tokenizer: Tokenizer of the model.
         decoder: Holds the weights of the policy.
+        lora: Settings of the policy's adapters.
         trains: The weights will change.
         sends: Send the weights of a policy that will change now. Shards are sent later.
     """
@@ -96,6 +98,7 @@ def _opened(
         return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
     if not trains:
         return built
+    built.lora = lora
     try:
         built.require_updates()
         if not sends:

@@ -15,6 +15,7 @@ from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum, dtype_of
+from lightrft.engines.sending.held_dtypes import in_held_dtypes
 from lightrft.engines.weight_transport import (
     RayObject,
     Way,
@@ -140,12 +141,9 @@ class WeightSync:
         """Yield the ``weights`` that workers lack, in their dtypes. Update the checksums ``sums``
         of all weights."""
         trained = self.hand.trained
-        for name, tensor in weights:
+        for name, tensor in in_held_dtypes(weights, self._dtypes):
             if self._begun and trained is not None and name not in trained:
                 continue
-            held = self._dtypes.get(name, tensor.dtype)
-            if held.is_floating_point and tensor.is_floating_point():
-                tensor = tensor.to(held)
             total = checksum(tensor)
             if sums.get(name) != total or not self.hand.only_changed:
                 sums[name] = total

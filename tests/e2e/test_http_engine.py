@@ -83,6 +83,16 @@ def test_a_run_over_http_has_the_numbers_of_the_native_engine(
     assert_same(numbers(served(rl_tree, url)), expected)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_are_sent_as_merged_weights_and_give_the_numbers_of_the_native_engine(
+    dora: bool, rl_tree: dict[str, Any], url: str
+) -> None:
+    lora = {"model": {"lora": {"rank": 4, "dora": dora}}, "optimizer": {"lr": 1e-2}}
+    tree = deep_merge(rl_tree, lora)
+    expected = numbers(deep_merge(tree, {"run": {"name": "native"}}))
+    assert_same(numbers(served(tree, url)), expected)
+
+
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_restarted_changes_no_number(
     rl_tree: dict[str, Any], model_folder: Path, keys: Path, started: list[Any]
@@ -123,11 +133,14 @@ def with_swapped_shards(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return name, torch.cat(tensor.chunk(2)[::-1]) if "down_proj" in name else tensor
 
 
-@pytest.mark.parametrize(
-    "fault", [skipped, half_done, of_the_wrong_layer, with_swapped_shards], ids=lambda f: f.__name__
-)
+FAULTS = [skipped, half_done, of_the_wrong_layer, with_swapped_shards]
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "targets": ["down_proj"]}])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
     fault: Fault,
+    lora: dict[str, Any] | None,
     rl_tree: dict[str, Any],
     model_folder: Path,
     keys: Path,
@@ -155,8 +168,8 @@ def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
     with model_server(model_folder, weights_token_file=str(keys)) as (url, _):
         # rewards that differ, so that the first step changes the weights
         varied = rl_tree["reward"]["terms"][0].replace(":ones", ":varied")
-        tree = served(rl_tree, url, reward={"terms": [varied]})
-        with pytest.raises(ModelError, match="Cause: weights were not transferred"):
+        tree = served(rl_tree, url, reward={"terms": [varied]}, model={"lora": lora})
+        with pytest.raises(ModelError, match="were not transferred"):
             run_rl(build(RLConfig, tree))
     assert len(read_rows(Path(tree["run"]["dir"]) / "run" / "metrics.jsonl")) <= 1
 

@@ -116,11 +116,13 @@ def test_sleep_releases_memory_and_wake_resumes_it(served: Served) -> None:
     assert server.calls.count("/resume_memory_occupation") == 2
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_a_run_trains_on_the_weights_that_it_sent_and_leaves_no_copy(
-    rl_tree: dict[str, Any], served: Served, tmp_path: Path
+    lora: dict[str, Any] | None, rl_tree: dict[str, Any], served: Served, tmp_path: Path
 ) -> None:
     url, server = served
-    run_rl(build(RLConfig, on(rl_tree, url, tmp_path)))
+    tree = on(rl_tree, url, tmp_path)
+    run_rl(build(RLConfig, {**tree, "model": {**tree["model"], "lora": lora}}))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["policy/rollout_logprob_diff"] for row in rows) < 1e-5

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
+from lightrft.config.model import LoRAConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
+from lightrft.engines.fingerprint import checksum
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import check_requests, refuse_native_settings, response_limit
+from lightrft.engines.sending.merged_adapters import merged
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.stop_strings import StopStrings
 from lightrft.types import Request, Rollout
@@ -65,6 +68,8 @@ class ServedEngine(ABC):
         version: Version of the weights.
         model: Name of the served model.
         counts: Number of events, by name.
+        lora: Settings of the policy's adapters, which are merged before weights are sent. ``None``
+            without adapters.
     """
 
     shared_by_all_ranks = False
@@ -85,6 +90,7 @@ class ServedEngine(ABC):
         self.context: int | None = None
         self.model = ""
         self.counts: Counter[str] = Counter()
+        self.lora: LoRAConfig | None = None
         self._ends = sorted(set(ends))
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._open: set[_Call] = set()
@@ -182,6 +188,23 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint: ...
+
+    def whole(
+        self, weights: Iterable[tuple[str, Tensor]], read: Fingerprint
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield ``weights`` with adapters merged, by names of the model without adapters.
+
+        Args:
+            weights: Parameters of the policy, by name.
+            read: Gets the checksum of each of them.
+        """
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                read[name] = checksum(tensor)
+                yield name, tensor
+
+        return noted() if self.lora is None else merged(noted(), self.lora)
 
     @abstractmethod
     def require_updates(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightrft.config.model import LoRAConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
-from lightrft.engines.vllm_parts.merged_adapters import merged
+from lightrft.engines.sending.merged_adapters import merged
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import plain_name
 

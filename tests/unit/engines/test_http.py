@@ -21,6 +21,7 @@ from lightrft.engines import http
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.served.weight_buckets import read_bucket
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.trainer.inference import run_eval
@@ -301,6 +302,43 @@ def test_an_update_that_the_server_forgets_begins_again(
         assert len(set(updates)) == 2 and len(updates) > 3
         [found] = engine.generate(requests(1), SamplingConfig(max_new_tokens=3))
         assert found.versions == [3] * 3
+
+
+def test_an_update_sends_only_what_the_server_lacks_and_all_of_it_after_a_restart(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    (tmp_path / "keys").write_text("secret\n")
+    put, sent = http._put, []
+
+    def counted(client: Any, update: str, number: int, bucket: bytes) -> None:
+        _, layout = read_bucket(bucket, shapes)
+        sent.extend(piece.name for piece in layout)
+        put(client, update, number, bucket)
+
+    monkeypatch.setattr(http, "_put", counted)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    keys = {"weights_token_file": str(tmp_path / "keys")}
+    with model_server(folder, **keys) as (url, _):
+        engine = opened(url, api_key_env=KEY).engine
+        engine.require_updates()
+        engine.load_weights(weights.items(), 0)
+        assert sent == []
+        first, second, third = [name for name in weights if name.endswith("proj.weight")][:3]
+        for version, name in enumerate((first, second, first), 1):
+            # the third update gives the first tensor back its value of the start
+            weights[name] = weights[name] * (0.5 if version == 3 else 2)
+            found = engine.load_weights(weights.items(), version)
+            assert found == checksums(weights.items())
+            assert sent == [name]
+            sent.clear()
+    with model_server(folder, **keys) as (other, _):
+        engine.client = opened(other, api_key_env=KEY).engine.client
+        weights[third] = weights[third] * 2
+        assert engine.load_weights(weights.items(), 4) == checksums(weights.items())
+        assert sent == [second, third]
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_server_answers_no_one_until_they_do(

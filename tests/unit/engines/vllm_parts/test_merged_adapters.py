@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightrft.config.model import LoRAConfig
-from lightrft.engines.vllm_parts.merged_adapters import merged
+from lightrft.engines.sending.merged_adapters import merged
 from lightrft.models.lora import add_adapters, merged_state
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import factor_of

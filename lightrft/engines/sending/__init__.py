@@ -1,0 +1,1 @@
+"""The weights that are sent to an engine: adapters merged, in its dtypes."""
