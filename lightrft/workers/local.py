@@ -36,7 +36,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.local_draft import draft_decoder
-from lightrft.workers.local_served import local_served
+from lightrft.workers.local_served import async_served, local_served
 from lightrft.workers.local_vllm import async_vllm, local_vllm
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
@@ -391,6 +391,8 @@ def local_async_engine(
         return None
     if config.engine.kind == "vllm":
         return async_vllm(config, actor.model, tokenizer, strategy.ranks)
+    if config.engine.kind in SERVED_KINDS:
+        return async_served(config, actor.model, tokenizer, strategy.ranks)
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
         decoder = KVDecoder(actor.model, actor.experts).apart()

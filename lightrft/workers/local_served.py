@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import EngineConfig
+from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.engines.base import Engine
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
+from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.rank_zero_engine import RankZeroEngine
@@ -67,6 +72,39 @@ def local_served(
     # every rank raises what rank 0 finds
     run_on_all_ranks(ranks, lambda: made.append(make()))
     return RankZeroEngine(made[0], ranks)
+
+
+def async_served(
+    config: RLConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: ProcessGroup,
+) -> Engine:
+    """Build an engine that generates during training, and gets the trained weights alone.
+
+    Args:
+        config: Settings of the run.
+        model: The policy.
+        tokenizer: Tokenizer of the model.
+        ranks: All ranks of the run.
+
+    Raises:
+        ConfigError: The run has several processes, or ``local_served`` raises it.
+    """
+    if ranks.size > 1:
+        raise ConfigError(
+            f"rollout.staleness = {config.rollout.staleness} with engine.kind = "
+            f"{config.engine.kind} needs one process, and launch.processes = {ranks.size}: rank 0 "
+            "asks for all ranks, which train meanwhile; set launch.processes=1, "
+            "rollout.staleness=0 or engine.kind=native"
+        )
+    decoder = KVDecoder(model)
+    built = local_served(config.model, config.engine, tokenizer, decoder, ranks, trains=True)
+    assert isinstance(built, ServedEngine)
+    if config.model.lora is not None:
+        # adapters are merged into weights that training does not change, and does not send
+        built.frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    return built
 
 
 def _opened(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import ChatConfig, EvaluateConfig, RLConfig, SFTConfig
@@ -22,6 +23,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client import server_client
+from lightrft.workers.local_served import async_served
 from tests.e2e.several import ENVIRONMENT, check_equal, train
 from tests.serving_helpers import (
     free_port,
@@ -91,6 +93,33 @@ def test_adapters_are_sent_as_merged_weights_and_give_the_numbers_of_the_native_
     tree = deep_merge(rl_tree, lora)
     expected = numbers(deep_merge(tree, {"run": {"name": "native"}}))
     assert_same(numbers(served(tree, url)), expected)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_server_generates_while_the_policy_trains_with_the_numbers_of_the_native_engine(
+    lora: dict[str, Any] | None, rl_tree: dict[str, Any], url: str
+) -> None:
+    over = {
+        "model": {"lora": lora},
+        "rollout": {"staleness": 1},
+        "algorithm": {"importance_sampling": ["tis"]},
+        "optimizer": {"lr": 1e-2},
+        "reward": {"terms": [rl_tree["reward"]["terms"][0].replace(":ones", ":varied")]},
+    }
+    tree = deep_merge(rl_tree, over)
+    expected = numbers(deep_merge(tree, {"run": {"name": "native"}}))
+    assert_same(numbers(served(tree, url)), expected)
+    rows = read_rows(Path(tree["run"]["dir"]) / "run" / "metrics.jsonl")
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+
+
+def test_a_server_for_several_processes_that_train_meanwhile_is_refused(
+    rl_tree: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = build(RLConfig, served(rl_tree, url, rollout={"staleness": 1}))
+    ranks = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(ConfigError, match=r"launch\.processes = 2.*set launch\.processes=1"):
+        async_served(config, nn.Module(), None, ranks)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

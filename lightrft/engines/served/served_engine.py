@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
@@ -70,6 +71,8 @@ class ServedEngine(ABC):
         counts: Number of events, by name.
         lora: Settings of the policy's adapters, which are merged before weights are sent. ``None``
             without adapters.
+        frozen: Parameters that are merged with those of each update, for callers that send the
+            trained ones alone.
     """
 
     shared_by_all_ranks = False
@@ -91,6 +94,7 @@ class ServedEngine(ABC):
         self.model = ""
         self.counts: Counter[str] = Counter()
         self.lora: LoRAConfig | None = None
+        self.frozen: Mapping[str, Tensor] = {}
         self._ends = sorted(set(ends))
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._open: set[_Call] = set()
@@ -200,7 +204,7 @@ class ServedEngine(ABC):
         """
 
         def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
+            for name, tensor in chain(self.frozen.items(), weights):
                 read[name] = checksum(tensor)
                 yield name, tensor
 
