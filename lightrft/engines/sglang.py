@@ -146,8 +146,8 @@ class SGLangEngine(ServedEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
         """Write ``weights`` to ``engine.weights_dir`` and make the server read them.
 
-        Adapters are merged. The fingerprint is of the tensors that were read for it. The check of log-probs on the batch
-        that follows proves that the server computes with them.
+        Adapters are merged. The fingerprint is of the tensors that were read for it. The check of
+        log-probs on the batch that follows proves that the server computes with them.
 
         Raises:
             ConfigError: There is no such folder.
