@@ -79,7 +79,12 @@ class SGLangServer:
             "/release_memory_occupation": self.release,
             "/resume_memory_occupation": self.resume,
         }
-        shown = {"/v1/models": self.models, "/model_info": self.model, "/server_info": self.server}
+        shown = {
+            "/health": self.health,
+            "/v1/models": self.models,
+            "/model_info": self.model,
+            "/server_info": self.server,
+        }
         return [
             *(Endpoint((path,), self.noted(path, answer)) for path, answer in routes.items()),
             *(Endpoint((path,), answer, "GET") for path, answer in shown.items()),
@@ -91,6 +96,9 @@ class SGLangServer:
             return await self.edited.get(path, answer)(call)
 
         return answered
+
+    async def health(self, call: HTTPCall) -> object:
+        return {}
 
     async def models(self, call: HTTPCall) -> object:
         entry = {"id": "tiny", "owned_by": "sglang", "max_model_len": self.generator.context}
@@ -284,4 +292,6 @@ def sglang_server(folder: Path, **settings: Any) -> Generator[tuple[str, SGLangS
 
 if __name__ == "__main__":
     made = SGLangServer(Path(sys.argv[1]))
-    HTTPServer(made.endpoints(), HTTPConfig(port=int(sys.argv[2])), ServerMetrics()).run()
+    server = HTTPServer(made.endpoints(), HTTPConfig(port=int(sys.argv[2])), ServerMetrics())
+    server.bind()
+    server.run()

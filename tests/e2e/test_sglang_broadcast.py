@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ def in_a_process(folder: Path, port: int) -> Iterator[warm.Process]:
         wait_for(f"http://127.0.0.1:{port}")
         yield process
     finally:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait(10)
 
 
