@@ -3,27 +3,34 @@
 SGLang itself needs a GPU. What is written here follows ``sglang/srt/entrypoints/http_server.py``, ``managers/io_struct.py``,
 ``sampling/sampling_params.py``, ``layers/sampler.py`` and the tokenizer manager of SGLang 0.5: log-probs after temperature and before
 filters, events with all tokens so far, a response at its limit that ends by length whatever its last token is, ``ignore_eos`` over
-``stop_token_ids``, and a version of weights that is a string.
+``stop_token_ids``, and a version of weights that is a string. It joins a process group as
+``sglang.srt.utils.common.init_custom_process_group`` does, by ``rendezvous`` and torch's own helper.
+
+    python -m tests.sglang_server FOLDER PORT
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import sys
 from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import load_file
 
 from lightrft.config.base import build
-from lightrft.config.serving import ServeConfig
+from lightrft.config.serving import HTTPConfig, ServeConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.serving.chat.chat_completions import opened
 from lightrft.serving.chat.text_generator import Wanted
 from lightrft.serving.generation_server import generation_service
-from lightrft.serving.http_server import Endpoint
+from lightrft.serving.http_server import Endpoint, HTTPServer
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Prompt
@@ -39,9 +46,13 @@ class SGLangServer:
         deterministic: Seeds have an effect (``--enable-deterministic-inference``).
         released: Memory that is released now.
         calls: Paths of the requests.
+        broken: Changes the weights of an update.
+        groups: The process groups that it has joined, by name.
+        received: Names of the tensors of each broadcast.
+        edited: Answers in the place of its own, by path.
     """
 
-    def __init__(self, folder: Path, deterministic: bool = True) -> None:
+    def __init__(self, folder: Path, deterministic: bool = True, **about: Any) -> None:
         tree = {"model": {"path": str(folder), "dtype": "float32"}, "device": "cpu"}
         service = generation_service(build(ServeConfig, tree), ServerMetrics(), 4096)
         self.generator = service.generator
@@ -51,16 +62,29 @@ class SGLangServer:
         self.released: set[str] = set()
         self.calls: list[str] = []
         self.broken: Any = None
+        self.about_server = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "dtype": "float32", **about}
+        self.groups: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}
+        self.received: list[tuple[str, ...]] = []
+        self.edited: dict[str, Any] = {}
 
     def endpoints(self) -> list[Endpoint]:
         routes = {
             "/generate": self.generate,
             "/tokenize": self.tokenize,
             "/update_weights_from_disk": self.update,
+            "/init_weights_update_group": self.join,
+            "/update_weights_from_distributed": self.receive,
+            "/destroy_weights_update_group": self.leave,
             "/release_memory_occupation": self.release,
             "/resume_memory_occupation": self.resume,
         }
-        shown = {"/v1/models": self.models, "/model_info": self.model, "/server_info": self.server}
+        shown = {
+            "/health": self.health,
+            "/v1/models": self.models,
+            "/model_info": self.model,
+            "/server_info": self.server,
+        }
         return [
             *(Endpoint((path,), self.noted(path, answer)) for path, answer in routes.items()),
             *(Endpoint((path,), answer, "GET") for path, answer in shown.items()),
@@ -69,9 +93,12 @@ class SGLangServer:
     def noted(self, path: str, answer: Any) -> Any:
         async def answered(call: HTTPCall) -> object:
             self.calls.append(path)
-            return await answer(call)
+            return await self.edited.get(path, answer)(call)
 
         return answered
+
+    async def health(self, call: HTTPCall) -> object:
+        return {}
 
     async def models(self, call: HTTPCall) -> object:
         entry = {"id": "tiny", "owned_by": "sglang", "max_model_len": self.generator.context}
@@ -83,6 +110,7 @@ class SGLangServer:
     async def server(self, call: HTTPCall) -> object:
         return {
             "version": "0.5",
+            **self.about_server,
             "enable_memory_saver": True,
             "enable_deterministic_inference": self.deterministic,
         }
@@ -100,20 +128,59 @@ class SGLangServer:
         self.released -= set(call.body["tags"])
         return None
 
+    async def join(self, call: HTTPCall) -> object:
+        given = dict(call.body)
+        assert self.about_server["dp_size"] == 1, "dp_size must be 1"
+        if self.about_server["tp_size"] == 2:
+            self.others[given["group_name"]] = SecondRank(given)
+        self.groups[given["group_name"]] = await asyncio.to_thread(
+            join, given, given["rank_offset"]
+        )
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    async def receive(self, call: HTTPCall) -> object:
+        given = dict(call.body)
+        group, other = self.groups[given["group_name"]], self.others.get(given["group_name"])
+        if other is not None:
+            other.pipe.send(given)
+        try:
+            weights = await asyncio.to_thread(receive, given, group)
+        except RuntimeError as error:
+            raise HTTPProblem(400, f"Failed to update parameter online: {error}.") from error
+        if other is not None:
+            assert other.pipe.recv() == {
+                name: t.double().sum().item() for name, t in weights.items()
+            }
+        if names := given["names"]:
+            self.received.append(tuple(names))
+        await self.take(call, weights, given.get("weight_version"))
+        return {"success": True, "message": "Succeeded to update parameter online."}
+
+    async def leave(self, call: HTTPCall) -> object:
+        group = self.groups.pop(call.body["group_name"], None)
+        if group is None:
+            raise HTTPProblem(400, "The group to be destroyed does not exist.")
+        dist.destroy_process_group(group)
+        if (other := self.others.pop(call.body["group_name"], None)) is not None:
+            other.process.kill()
+        return {"success": True, "message": "Succeeded to destroy custom process group."}
+
     async def update(self, call: HTTPCall) -> object:
-        loop = self.generator.loop
-        assert await asyncio.to_thread(loop.hold, "weights are updated", call.deadline)
         files = sorted(Path(call.body["model_path"]).glob("*.safetensors"))
         if not files:
-            loop.release()
             raise HTTPProblem(400, f"no weights in {call.body['model_path']}")
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        if self.broken is not None:
+        await self.take(call, weights, call.body["weight_version"])
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+    async def take(self, call: HTTPCall, weights: dict[str, Any], version: str | None) -> None:
+        loop = self.generator.loop
+        assert await asyncio.to_thread(loop.hold, "weights are updated", call.deadline)
+        if self.broken is not None and weights:
             weights = self.broken(weights)
         self.generator.engine.decoder.load(weights.items())
-        self.version = call.body["weight_version"]
+        self.version = self.version if version is None else version
         loop.release()
-        return {"success": True, "message": "Succeeded to update model weights."}
 
     async def generate(self, call: HTTPCall) -> object:
         if self.released:
@@ -164,6 +231,54 @@ class SGLangServer:
         }
 
 
+def join(given: dict[str, Any], rank: int) -> Any:
+    """The group, as every process of SGLang makes it."""
+    address = f"tcp://{given['master_address']}:{given['master_port']}"
+    limit = c10d.default_pg_timeout
+    store, rank, size = next(dist.rendezvous(address, rank, given["world_size"], timeout=limit))
+    store.set_timeout(limit)
+    name = given["group_name"]
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        c10d.Backend(given["backend"]),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
+
+
+def receive(given: dict[str, Any], group: Any) -> dict[str, torch.Tensor]:
+    """The weights of one call."""
+    weights, works = {}, []
+    for name, dtype, shape in zip(given["names"], given["dtypes"], given["shapes"], strict=True):
+        weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        works.append(dist.broadcast(weights[name], src=0, group=group, async_op=True))
+    for work in works:
+        work.wait()
+    return weights
+
+
+class SecondRank:
+    """Another process of a server with ``--tp-size 2``. It answers with the sum of each tensor."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, end = context.Pipe()
+        self.process = context.Process(target=self.run, args=(given, end), daemon=True)
+        self.process.start()
+
+    @staticmethod
+    def run(given: dict[str, Any], pipe: Any) -> None:
+        group = join(given, given["rank_offset"] + 1)
+        while True:
+            weights = receive(pipe.recv(), group)
+            pipe.send({name: tensor.double().sum().item() for name, tensor in weights.items()})
+
+
 @contextmanager
 def sglang_server(folder: Path, **settings: Any) -> Generator[tuple[str, SGLangServer]]:
     """Serve the model of ``folder`` in a thread."""
@@ -173,3 +288,10 @@ def sglang_server(folder: Path, **settings: Any) -> Generator[tuple[str, SGLangS
             yield url, server
     finally:
         server.generator.close()
+
+
+if __name__ == "__main__":
+    made = SGLangServer(Path(sys.argv[1]))
+    server = HTTPServer(made.endpoints(), HTTPConfig(port=int(sys.argv[2])), ServerMetrics())
+    server.bind()
+    server.run()

@@ -144,10 +144,14 @@ def main() -> int:
         folder = args.model or common.make(args.size, Path(name) / "model", torch.bfloat16)
         with started(folder, Path(name) / "log") if args.url is None else at(args.url) as url:
             tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-            config = EngineConfig(kind="sglang", url=url, weights_dir=f"{name}/weights")
+            # broadcasts its weights: SGLang needs no folder of them
+            config = EngineConfig(kind="sglang", url=url)
             engine = SGLangEngine.connect(config, tokenizer, [])
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-            tree = checked(engine, model.to(common.device()).eval(), args.tokens, args.answers)
+            # NCCL needs another GPU than that of the server; weights of a CPU go by Gloo
+            device = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"
+            tree = checked(engine, model.to(device).eval(), args.tokens, args.answers)
+            tree["weights by"] = "nccl" if device != "cpu" else "gloo"
             engine.close()
     rows = [[name, str(value)] for name, value in tree.items()]
     lines = [f"{args.size}, {args.tokens} tokens", "", *common.table(["", ""], rows)]

@@ -214,14 +214,15 @@ class EngineConfig(Settings):
     """Name of the environment variable with the key for ``url``, so that no file holds the key.
     ``null`` sends none."""
     timeout: float = Field(120.0, gt=0)
-    """Seconds without a token from ``url`` after which a response is asked for again. Raise it for
-    a server that lets requests wait, or lower ``max_num_seqs``."""
+    """Seconds without a token from ``url`` after which a response is asked for again, and of a
+    broadcast of weights to SGLang. Raise it for a server that lets requests wait, or lower
+    ``max_num_seqs``."""
     deadline: float = Field(600.0, gt=0)
     """Seconds without anything new from ``url``, in spite of repetitions, after which the run
     ends."""
     weights_dir: str | None = None
     """Folder that this process and the server both read, for the weights of updates. It holds one
-    copy. For ``sglang``."""
+    copy. ``null`` broadcasts them in a process group. For ``sglang``."""
 
     @model_validator(mode="after")
     def _of_kind(self) -> EngineConfig:

@@ -1,29 +1,31 @@
 """Generation by a served SGLang, over its own protocol.
 
-SGLang computes log-probs after temperature and before filters, so filters are refused. It reads new
-weights from a folder that it shares with this process.
+SGLang computes log-probs after temperature and before filters, so filters are refused. It gets new
+weights by a folder that both read, or by broadcasts.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
+from lightrft.engines.sending.sglang_weights import (
+    BroadcastWeights,
+    FolderWeights,
+    SGLangWeights,
+    refuse_layout,
+)
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
-from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client.server_client import Passing, ServerClient, Unanswered
 
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHARD = 2**30
-"""Bytes of a file of weights. A larger tensor has a file of its own."""
 LARGEST_SEED = 2**31 - 1
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
 """Settings whose effect is missing in SGLang's log-probs, or differs from ours. Of these, a greedy
@@ -63,7 +63,8 @@ class SGLangEngine(ServedEngine):
         self.weights = ""
         self._first_weights = ""
         self._run = uuid.uuid4().hex[:12]
-        self._folder: Path | None = None
+        self._server: Mapping[str, Any] = {}
+        self._way: SGLangWeights | None = None
         self._can_sleep = False
         self._released: tuple[str, ...] = ()
         self._weights_lock = threading.Lock()
@@ -131,11 +132,11 @@ class SGLangEngine(ServedEngine):
         if not self.weights or found == self.weights:
             return
         with self._weights_lock:
-            held = self._about("model_info").get("weight_version")
+            held = self._held()
             if held == self._first_weights:
                 log.warning("%s was restarted; its weights are sent again", self.where)
                 self.counts["weights_resent"] += 1
-                self._update()
+                self._sender().resend()
             elif held != self.weights:
                 raise ModelError(
                     f"{self.where} sampled from weights {found!r}, and the policy has "
@@ -144,63 +145,50 @@ class SGLangEngine(ServedEngine):
         raise Passing(f"the weights {found!r} are not those of this run")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """Write ``weights`` to ``engine.weights_dir`` and make the server read them.
+        """Send ``weights`` by ``engine.weights_dir``, or by broadcasts without it.
 
         Adapters are merged. The fingerprint is of the tensors that were read for it. The check of
         log-probs on the batch that follows proves that the server computes with them.
 
         Raises:
-            ConfigError: There is no such folder.
-            ModelError: The server did not read it.
+            ConfigError: The server takes no broadcasts, and there is no folder.
+            ModelError: It did not take the weights.
         """
         self.check_idle()
-        if self.config.weights_dir is None:
-            raise ConfigError(self._no_folder())
         read: Fingerprint = {}
-        old = self._folder
-        self._folder = Path(self.config.weights_dir).expanduser() / f"{self._run}-{version}"
-        with whole_folder(self._folder) as folder:
-            for number, shard in enumerate(_shards(self.whole(weights, read))):
-                save_file(shard, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
         self.version, self.weights = version, f"{self._run}-{version}"
         try:
-            self._update()
+            self._sender().load(self.whole(weights, read), self.weights)
         except Unanswered as error:
             raise failure(error, self.where) from error
-        if old is not None and old != self._folder:
-            shutil.rmtree(old, ignore_errors=True)
         return read
 
-    def _update(self) -> None:
-        body = {
-            "model_path": str(self._folder),
-            "weight_version": self.weights,
-            # keys and values of older weights are never found
-            "flush_cache": True,
-        }
-        answer = self.client.ask("POST", "/update_weights_from_disk", body)
-        if not answer.get("success"):
-            raise ModelError(
-                f"{self.where} did not read the weights of version {self.version} from "
-                f"{self._folder}: {answer.get('message')}"
-            )
+    def _sender(self) -> SGLangWeights:
+        if self._way is None:
+            if self.config.weights_dir is not None:
+                self._way = FolderWeights(self.client, self.config.weights_dir)
+            else:
+                refuse_layout(self._server, self.where)
+                self._way = BroadcastWeights(
+                    self.client, self.config, self._run, self._server, self._held
+                )
+        return self._way
+
+    def _held(self) -> str | None:
+        """Return the name of the weights that the server holds."""
+        return self._about("model_info").get("weight_version")
 
     def require_updates(self) -> None:
         """See ``ServedEngine.require_updates``."""
-        if self.config.weights_dir is None:
-            raise ConfigError(self._no_folder())
-
-    def _no_folder(self) -> str:
-        return (
-            f"{self.where} takes new weights from a folder, and this run trains them: set "
-            "engine.weights_dir to a folder that both read, or engine.kind=native"
-        )
+        self._sender()
 
     def sleep(self, level: int) -> None:
         """See ``Engine.sleep``. It needs ``--enable-memory-saver`` of the server."""
         if self._can_sleep and not self._released:
             self._memory("release", TAGS[level])
             self._released = TAGS[level]
+            if "weights" in self._released and self._way is not None:
+                self._way.forget()
         super().sleep(level)
 
     def wake(self) -> None:
@@ -212,9 +200,9 @@ class SGLangEngine(ServedEngine):
 
     def close(self) -> None:
         """Close all connections, and delete the weights of this run."""
+        if self._way is not None:
+            self._way.close()
         super().close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _memory(self, change: str, tags: Sequence[str]) -> None:
         try:
@@ -228,10 +216,10 @@ class SGLangEngine(ServedEngine):
         self.model = str(entry["id"])
         limit = entry.get("max_model_len")
         self.context = None if limit is None else int(limit)
-        self._first_weights = self._about("model_info").get("weight_version")
-        about = self._about("server_info")
-        self._can_sleep = bool(about.get("enable_memory_saver"))
-        if not about.get("enable_deterministic_inference"):
+        self._first_weights = self._held()
+        self._server = self._about("server_info")
+        self._can_sleep = bool(self._server.get("enable_memory_saver"))
+        if not self._server.get("enable_deterministic_inference"):
             log.warning(
                 "%s was started without --enable-deterministic-inference: seeds have no effect, "
                 "and a response that is asked for again has other tokens",
@@ -275,18 +263,3 @@ class SGLangEngine(ServedEngine):
         if len(rows[0]) < 2:
             raise ConfigError(f"{self.where}: the answers have no output_top_logprobs")
         return float(rows[0][0][0]) - float(rows[0][1][0])
-
-
-def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield ``weights`` in groups of about ``SHARD`` bytes, on the host."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        count = tensor.numel() * tensor.element_size()
-        if shard and size + count > SHARD:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.detach().cpu().contiguous()
-        size += count
-    if shard:
-        yield shard

@@ -298,18 +298,7 @@ class ProcessGroupBroadcast(WeightTransport):
         super().__init__(workers, size, device, seconds)
         patience = timedelta(seconds=seconds)
         members = len(self.workers) + 1
-        if is_loopback(host):
-            self._store = loopback_store(0, patience)
-        else:
-            # it must not wait here for the workers, which are asked to join below
-            self._store = dist.TCPStore(
-                host,
-                0,
-                members,
-                is_master=True,
-                timeout=patience,
-                wait_for_workers=False,
-            )
+        self._store = open_store(host, members, patience)
         bucket = self.slots[0].numel()
         port = self._store.port
         joining = [
@@ -396,6 +385,27 @@ def group_of(
         if time.monotonic() > until:
             raise TimeoutError(f"a group of {size} was not complete within {seconds:g} s")
         time.sleep(LOOK_SECONDS)
+    return backend_group(store, rank, size, device, patience)
+
+
+def open_store(host: str, members: int, timeout: timedelta) -> dist.TCPStore:
+    """Open a store for a group, at a free port of this machine.
+
+    Args:
+        host: Address of this machine, as the members reach it.
+        members: Number of members.
+        timeout: Timeout of a call.
+    """
+    if is_loopback(host):
+        return loopback_store(0, timeout)
+    # it must not wait here for the members, which are asked to join later
+    return dist.TCPStore(host, 0, members, is_master=True, timeout=timeout, wait_for_workers=False)
+
+
+def backend_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta
+) -> Any:
+    """Build the backend of a process group, see ``group_of``. The members must be joining."""
     if device.type != "cuda":
         group = dist.ProcessGroupGloo(store, rank, size, for_one_attempt(patience))
         # the constructor's timeout limits connecting; collectives may take longer

@@ -210,15 +210,6 @@ def test_weights_that_another_run_replaces_end_the_run(served: Served, tmp_path:
         answers(engine)
 
 
-def test_training_without_a_shared_folder_is_refused(
-    rl_tree: dict[str, Any], served: Served, tmp_path: Path
-) -> None:
-    tree = on(rl_tree, served[0], tmp_path)
-    tree["engine"]["weights_dir"] = None
-    with pytest.raises(ConfigError, match=r"set engine\.weights_dir to a folder that both read"):
-        run_rl(build(RLConfig, tree))
-
-
 def test_a_request_that_the_server_aborts_is_asked_for_again_until_the_deadline(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

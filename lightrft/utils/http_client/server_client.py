@@ -146,6 +146,8 @@ class ServerClient:
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         data: bytes | None = None,
+        *,
+        once: bool = False,
     ) -> Mapping[str, Any]:
         """Return the server's answer, after repetitions.
 
@@ -155,6 +157,7 @@ class ServerClient:
             body: JSON object to send. ``None`` for none.
             headers: Further headers.
             data: Bytes to send in place of a body.
+            once: Repeat nothing.
 
         Raises:
             Unanswered: The server refuses the request, or does not answer before ``deadline``.
@@ -168,7 +171,7 @@ class ServerClient:
             self._check(answer)
             return answer.json()
 
-        return self._repeated(trial, _Trials())
+        return self._repeated(trial, _Trials(), once=once)
 
     def stream(
         self,
@@ -245,7 +248,12 @@ class ServerClient:
             raise httpx.RemoteProtocolError("the stream ended before its last event")
 
     def _repeated(
-        self, trial: Callable[[float], R], trials: _Trials, handle: OpenStream | None = None
+        self,
+        trial: Callable[[float], R],
+        trials: _Trials,
+        handle: OpenStream | None = None,
+        *,
+        once: bool = False,
     ) -> R:
         """Return the result of the first ``trial`` that succeeds.
 
@@ -253,6 +261,7 @@ class ServerClient:
             trial: Sends the request. It gets the seconds that are left.
             trials: When the request began, and the pause before its next trial.
             handle: Ends the trials once it is closed.
+            once: Make one trial.
         """
         # others may have waited for the server that long already: one trial only
         seconds = 0.0 if self.breaker.silent_for > self.deadline else self.deadline
@@ -278,6 +287,8 @@ class ServerClient:
             else:
                 self.breaker.succeeded()
                 return result
+            if once:
+                raise Unanswered(f"{self.url} did not answer: {problem}")
             if time.monotonic() + pause >= end() or (handle is not None and handle.is_closed):
                 break
             self.counts["retries"] += 1

@@ -1,0 +1,273 @@
+"""Two ways of new weights to a served SGLang: by a folder, and by broadcasts."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightrft.config.strategy import EngineConfig
+from lightrft.engines.base import Fingerprint
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.sending.server_group import ServerGroup
+from lightrft.utils.atomic_files import whole_folder
+from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.http_client.server_client import ServerClient, Unanswered
+
+log = logging.getLogger(__name__)
+
+Weights = Iterable[tuple[str, Tensor]]
+
+SHARD = 2**30
+"""Bytes of a file of weights. A larger tensor has a file of its own."""
+BUCKET = 2**29
+"""Bytes of tensors that the server receives before it loads them. A larger tensor comes alone."""
+UPDATE_TRIALS = 5
+"""Trials of an update that breaks, e.g. since the server was restarted."""
+DTYPES = {"half": "float16", "float": "float32"}
+"""Names of dtypes that SGLang has besides those of torch."""
+
+
+class SGLangWeights(Protocol):
+    """A way of new weights to the server."""
+
+    def load(self, weights: Weights, version: str) -> None:
+        """Send ``weights``, and name them ``version``.
+
+        Raises:
+            ModelError: The server did not take them.
+            Unanswered: It did not answer.
+        """
+        ...
+
+    def resend(self) -> None:
+        """Send the weights of the last ``load`` again, to a server that was restarted."""
+        ...
+
+    def forget(self) -> None:
+        """Take note that the server has dropped its weights."""
+        ...
+
+    def close(self) -> None:
+        """Delete what ``load`` left."""
+        ...
+
+
+class FolderWeights:
+    """Writes weights to ``engine.weights_dir``, which the server reads.
+
+    Args:
+        client: Sends requests to the server.
+        folder: The folder.
+    """
+
+    def __init__(self, client: ServerClient, folder: str) -> None:
+        self.client = client
+        self._root = Path(folder).expanduser()
+        self._folder: Path | None = None
+        self._version = ""
+
+    def load(self, weights: Weights, version: str) -> None:
+        """See ``SGLangWeights.load``."""
+        old, self._folder, self._version = self._folder, self._root / version, version
+        on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in weights)
+        with whole_folder(self._folder) as folder:
+            for number, shard in enumerate(shards(on_host, SHARD)):
+                save_file(shard, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+        self.resend()
+        if old is not None and old != self._folder:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def resend(self) -> None:
+        """See ``SGLangWeights.resend``."""
+        body = {
+            "model_path": str(self._folder),
+            "weight_version": self._version,
+            # keys and values of older weights are never found
+            "flush_cache": True,
+        }
+        answer = self.client.ask("POST", "/update_weights_from_disk", body)
+        if not answer.get("success"):
+            raise ModelError(
+                f"{self.client.url} did not read the weights {self._version!r} from "
+                f"{self._folder}: {answer.get('message')}"
+            )
+
+    def forget(self) -> None:
+        """See ``SGLangWeights.forget``. The server reads whole weights anyway."""
+
+    def close(self) -> None:
+        """See ``SGLangWeights.close``."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class BroadcastWeights:
+    """Broadcasts the weights that changed since the last time.
+
+    All are sent to a server that has joined anew. This machine keeps a copy in CPU memory for that.
+
+    Args:
+        client: Sends requests to the server.
+        config: Settings of the engine.
+        run: Name of the run.
+        server: What the server says about itself.
+        held: Returns the version of the weights that the server holds.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        config: EngineConfig,
+        run: str,
+        server: Mapping[str, Any],
+        held: Callable[[], str | None],
+    ) -> None:
+        self.client = client
+        self._config = config
+        self._run = run
+        self._processes = int(server.get("tp_size") or 1)
+        name = str(server.get("dtype"))
+        dtype = getattr(torch, DTYPES.get(name, name), None)
+        self._dtype = dtype if isinstance(dtype, torch.dtype) else None
+        self._held = held
+        self._group: ServerGroup | None = None
+        self._device = torch.device("cpu")
+        self._copies: dict[str, Tensor] = {}
+        self._sums: Fingerprint = {}
+        self._lacks_all = True
+        self._version = ""
+
+    def load(self, weights: Weights, version: str) -> None:
+        """See ``SGLangWeights.load``."""
+        if self._group is not None and self._held() != self._version:
+            # A group ends with its server. SGLang ends if it is asked for a group that it lacks.
+            self._leave()
+        problem: Exception | None = None
+        for bucket in shards(self._changed(weights), BUCKET):
+            # on after a failure too, since the copies must be of one version
+            if problem is None:
+                problem = self._failure(self._send, bucket)
+        self._version = version
+        if problem is None:
+            problem = self._failure(self._finish)
+        if problem is not None:
+            log.warning("weights did not reach %s (%s); all are sent again", self._url, problem)
+            self.resend()
+
+    def resend(self) -> None:
+        """See ``SGLangWeights.resend``."""
+        problem: Exception | None = None
+        for _ in range(UPDATE_TRIALS):
+            self._leave()
+            # waits until the server answers
+            self._held()
+            problem = self._failure(self._send_all)
+            if problem is None:
+                return
+        raise ModelError(
+            f"{self._url} did not take the weights {self._version!r}: {problem}; set "
+            "engine.weights_dir to a folder that both read if this comes again"
+        ) from problem
+
+    def forget(self) -> None:
+        """See ``SGLangWeights.forget``."""
+        self._lacks_all = True
+
+    def close(self) -> None:
+        """See ``SGLangWeights.close``."""
+        self._leave()
+
+    @property
+    def _url(self) -> str:
+        return f"engine.url = {self._config.url!r}"
+
+    def _changed(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yield the ``weights`` that the server lacks, in its dtype, and keep a copy of each."""
+        for name, tensor in weights:
+            tensor = self._converted(tensor.detach()).contiguous()
+            self._device = tensor.device
+            total = checksum(tensor)
+            if self._lacks_all or self._sums.get(name) != total:
+                self._sums[name] = total
+                self._copies[name] = tensor.to("cpu", copy=True)
+                yield name, tensor
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        # Vectors cost nothing, and the server may hold some with more bits than its matrices.
+        if self._dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self._dtype)
+
+    def _failure(self, step: Callable[..., None], *args: object) -> Exception | None:
+        """Run ``step`` and return its error, after which the group is of no use."""
+        try:
+            step(*args)
+        except (Unanswered, RuntimeError, TimeoutError) as error:
+            return error
+        return None
+
+    def _send(self, bucket: Mapping[str, Tensor]) -> None:
+        self._joined().send(list(bucket.items()))
+
+    def _send_all(self) -> None:
+        for bucket in shards(self._copies.items(), BUCKET):
+            self._send({name: tensor.to(self._device) for name, tensor in bucket.items()})
+        self._finish()
+
+    def _finish(self) -> None:
+        self._joined().finish(self._version)
+        self._lacks_all = False
+
+    def _joined(self) -> ServerGroup:
+        """Return the group, which is made where there is none."""
+        if self._group is None:
+            self._group = ServerGroup(
+                self.client, self._run, self._processes, self._device, self._config.timeout
+            )
+        return self._group
+
+    def _leave(self) -> None:
+        """Leave the group. Everything is sent to the next one."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        self.forget()
+
+
+def refuse_layout(server: Mapping[str, Any], where: str) -> None:
+    """Raise ``ConfigError`` for a server whose processes cannot all join one group.
+
+    Args:
+        server: What the server says about itself.
+        where: The setting that names the server.
+    """
+    replicas = int(server.get("dp_size") or 1) > 1 and not server.get("enable_dp_attention")
+    for name, is_refused in (("dp_size", replicas), ("pp_size", (server.get("pp_size") or 1) > 1)):
+        if is_refused:
+            raise ConfigError(
+                f"{where} runs with {name} = {server[name]}, and SGLang takes broadcasts of "
+                "weights by tensor parallelism alone; set engine.weights_dir to a folder that both "
+                f"read, or start SGLang with {name} = 1"
+            )
+
+
+def shards(weights: Weights, most: int) -> Iterator[dict[str, Tensor]]:
+    """Yield ``weights`` in groups of about ``most`` bytes. A larger tensor is a group alone."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        count = tensor.numel() * tensor.element_size()
+        if shard and size + count > most:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += count
+    if shard:
+        yield shard
