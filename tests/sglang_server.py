@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import sys
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class SGLangServer:
         groups: The process groups that it has joined, by name.
         received: Names of the tensors of each broadcast.
         edited: Answers in the place of its own, by path.
+        end: Called for a group that it does not know. SGLang ends then.
     """
 
     def __init__(self, folder: Path, deterministic: bool = True, **about: Any) -> None:
@@ -67,6 +69,7 @@ class SGLangServer:
         self.others: dict[str, Any] = {}
         self.received: list[tuple[str, ...]] = []
         self.edited: dict[str, Any] = {}
+        self.end: Callable[[], object] = lambda: None
 
     def endpoints(self) -> list[Endpoint]:
         routes = {
@@ -140,6 +143,8 @@ class SGLangServer:
 
     async def receive(self, call: HTTPCall) -> object:
         given = dict(call.body)
+        if given["group_name"] not in self.groups:
+            self.end()
         group, other = self.groups[given["group_name"]], self.others.get(given["group_name"])
         if other is not None:
             other.pipe.send(given)
@@ -292,6 +297,7 @@ def sglang_server(folder: Path, **settings: Any) -> Generator[tuple[str, SGLangS
 
 if __name__ == "__main__":
     made = SGLangServer(Path(sys.argv[1]))
+    made.end = lambda: os._exit(1)
     server = HTTPServer(made.endpoints(), HTTPConfig(port=int(sys.argv[2])), ServerMetrics())
     server.bind()
     server.run()

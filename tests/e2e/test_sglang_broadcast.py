@@ -77,11 +77,13 @@ def in_a_process(folder: Path, port: int) -> Iterator[warm.Process]:
         process.wait(10)
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_a_run_trains_on_the_weights_that_it_broadcasts(
-    rl_tree: dict[str, Any], served: Served, tmp_path: Path
+    lora: dict[str, Any] | None, rl_tree: dict[str, Any], served: Served, tmp_path: Path
 ) -> None:
     url, server = served
-    run_rl(build(RLConfig, by_broadcast(rl_tree, url, tmp_path)))
+    over = {} if lora is None else {"model": {"lora": lora}}
+    run_rl(build(RLConfig, by_broadcast(rl_tree, url, tmp_path, **over)))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["policy/rollout_logprob_diff"] for row in rows) < 1e-5
