@@ -111,7 +111,7 @@ class FolderWeights:
 class BroadcastWeights:
     """Broadcasts the weights that changed since the last time.
 
-    All are sent to a server that has joined anew. This machine keeps a copy in CPU memory for that.
+    All are sent to a server that was restarted. This machine keeps a copy in CPU memory for that.
 
     Args:
         client: Sends requests to the server.
