@@ -186,6 +186,7 @@ class Rollout:
         experts: Experts of each token. ``None`` if the engine did not record them.
         drafted: Number of tokens that speculative decoding drafted.
         accepted: Number of drafted tokens that were accepted.
+        reused_tokens: Number of prompt tokens whose keys and values came from an earlier sequence.
     """
 
     prompt: Prompt
@@ -206,6 +207,7 @@ class Rollout:
     experts: ExpertChoices | None = None
     drafted: int = 0
     accepted: int = 0
+    reused_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)

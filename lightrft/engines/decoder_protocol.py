@@ -102,6 +102,27 @@ class RollbackSession(DecodeSession, Protocol):
         ...
 
 
+@runtime_checkable
+class PrefixSession(DecodeSession, Protocol):
+    """A session that computes no token again that a kept sequence begins with.
+
+    Attributes:
+        reused: By handle, the number of tokens of a prompt that were not computed again.
+    """
+
+    reused: dict[int, int]
+
+    def remember(self, row: int, prompt: Prompt, token_ids: Sequence[int]) -> None:
+        """Keep the keys and values of a row, for later prompts that begin with its tokens.
+
+        Args:
+            row: The row.
+            prompt: Its prompt.
+            token_ids: Its response.
+        """
+        ...
+
+
 class DecoderProtocol(Protocol):
     """The interface between the engine and a policy."""
 
@@ -121,4 +142,17 @@ class DecoderProtocol(Protocol):
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context manager inside which sessions may be called."""
+        ...
+
+
+@runtime_checkable
+class PrefixDecoder(DecoderProtocol, Protocol):
+    """A decoder whose sessions may share keys and values."""
+
+    def keep_prefixes(self) -> bool:
+        """Keep finished sequences. Return ``False`` if it cannot."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Drop the kept sequences."""
         ...

@@ -19,7 +19,12 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.constrained.grammars import GrammarCompiler, request_constraint
 from lightrft.engines.constrained.rows import ConstrainedRows, ConstrainedTokens
-from lightrft.engines.decoder_protocol import DecoderProtocol, RollbackSession
+from lightrft.engines.decoder_protocol import (
+    DecoderProtocol,
+    PrefixDecoder,
+    PrefixSession,
+    RollbackSession,
+)
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.native_parts.growing_experts import GrowingExperts
 from lightrft.engines.native_parts.growing_rows import (
@@ -96,6 +101,7 @@ class NativeEngine:
         self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._grammars: GrammarCompiler | None = None
+        self._keeps_prefixes = False
         self.draft = draft
         if config.speculative is not None:
             check_speculative(decoder, draft)
@@ -137,6 +143,24 @@ class NativeEngine:
                 return
             yield from drawing.advance(stopped)
 
+    def keep_prefixes(self) -> bool:
+        """Keep keys and values of finished sequences until ``load_weights`` or ``sleep``.
+
+        A prompt that begins with the tokens of one computes only the rest. They take what open
+        requests leave of ``max_cache_tokens``. For weights that change by ``load_weights`` alone.
+
+        Returns:
+            ``False`` if the model's keys and values cannot be reused.
+        """
+        keeps = isinstance(self.decoder, PrefixDecoder) and self.decoder.keep_prefixes()
+        self._keeps_prefixes = keeps
+        return keeps
+
+    def _forget_prefixes(self) -> None:
+        if self._keeps_prefixes:
+            assert isinstance(self.decoder, PrefixDecoder)
+            self.decoder.forget_prefixes()
+
     def stop_strings(self, stop: tuple[str, ...]) -> StopStrings:
         if stop not in self._stops:
             self._stops[stop] = StopStrings(self.tokenizer, stop)
@@ -170,6 +194,7 @@ class NativeEngine:
         """
         if not self.shares_weights:
             self.decoder.load(weights)
+        self._forget_prefixes()
         self.version = version
         # of the weights that the decoder holds, not of the ones sent: the caller compares the two
         return checksums(self.decoder.parameters())
@@ -181,6 +206,7 @@ class NativeEngine:
         their next step.
         """
         self.awake = False
+        self._forget_prefixes()
         self._held.close()
 
     def wake(self) -> None:
@@ -518,6 +544,8 @@ class GenerationBatch:
         found = rollout_of(request, token_ids, logprobs.tolist(), versions.tolist(), reason, text)
         if rows.experts:
             found.experts = rows.experts[row].choices(length)
+        if isinstance(self._session, PrefixSession):
+            found.reused_tokens = self._session.reused.get(rows.groups[row].handle, 0)
         if self._drafts is not None:
             begun = request.partial
             found.drafted = int(self._drafts.drafted[row]) + (begun.drafted if begun else 0)
@@ -529,7 +557,11 @@ class GenerationBatch:
         contiguous."""
         groups = {id(g): g for g in (self._rows.groups[row] for row in finished.tolist())}
         for row in finished.tolist():
-            self._rows.groups[row].rows -= 1
+            group, length = self._rows.groups[row], int(self._rows.steps[row])
+            group.rows -= 1
+            if isinstance(self._session, PrefixSession):
+                own = self._rows.tokens[row, group.begun : length].tolist()
+                self._session.remember(row, group.prompt, own)
         kept = len(self._rows) - len(finished)
         staying = np.setdiff1d(np.arange(kept, len(self._rows)), finished)
         moves = list(zip(finished[finished < kept].tolist(), staying.tolist()))

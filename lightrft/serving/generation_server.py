@@ -187,6 +187,8 @@ def generation_service(
     if config.sampling.constraint is not None:
         # compiled at once: a constraint that cannot be followed must not fail each request
         engine.grammars().matcher(config.sampling.constraint)
+    # the next turn of a conversation begins with the tokens of the last
+    engine.keep_prefixes()
     name, context = config.name or config.model.path, context_length(actor.base.config)
     generator = TextGenerator(
         engine,

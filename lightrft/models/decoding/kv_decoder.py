@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from lightrft.models.attention import interface
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
-from lightrft.models.decoding.kinds import decodes_by_plan
+from lightrft.models.decoding.kinds import decodes_by_plan, length_bound
 from lightrft.models.decoding.plans import FeedPlan, PrefillPlan, Rectangle, RowPlaces, StepPlan
+from lightrft.models.decoding.prefix_store import Prefix, PrefixStore
 from lightrft.models.decoding.recorded_experts import RecordedExperts
+from lightrft.models.decoding.resumed_prefill import ResumedPrefillPlan
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import transform_logits
@@ -46,12 +48,16 @@ class KVDecoder:
     Args:
         model: The model.
         experts: Records the experts of each token. ``None`` records none.
+
+    Attributes:
+        prefixes: Keys and values of finished sequences, of all sessions. ``None`` keeps none.
     """
 
     def __init__(self, model: nn.Module, experts: ExpertReplay | None = None) -> None:
         interface.register()
         self.model = model
         self.experts = experts
+        self.prefixes: PrefixStore | None = None
         config: Any = model.config
         self._config = config.get_text_config(decoder=True)
         self.by_plan = decodes_by_plan(config)
@@ -120,8 +126,26 @@ class KVDecoder:
 
     def session(self) -> PlanDecodeSession | CachedDecodeSession:
         """Return an empty cache over this model. Sessions share only the weights."""
-        kind = PlanDecodeSession if self.by_plan else CachedDecodeSession
-        return kind(self.model, self.experts)
+        if not self.by_plan:
+            return CachedDecodeSession(self.model, self.experts)
+        return PlanDecodeSession(self.model, self.experts, self.prefixes)
+
+    def keep_prefixes(self) -> bool:
+        """Keep keys and values of finished sequences, where ``reserve`` leaves room for them.
+
+        Return ``False`` where they cannot be reused: for a model that decodes with its own cache,
+        one whose keys depend on the length of the whole sequence, and if experts are recorded.
+        """
+        keys_change = length_bound(self._config) is not None
+        if not self.by_plan or keys_change or self.experts is not None:
+            return False
+        self.prefixes = PrefixStore()
+        return True
+
+    def forget_prefixes(self) -> None:
+        """Drop the kept sequences, since the weights change or others need the memory."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     @contextmanager
     def running(self) -> Generator[None]:
@@ -161,10 +185,21 @@ class PlanDecodeSession:
     Args:
         model: The model.
         experts: Records the experts of each token. ``None`` records none.
+        prefixes: Keys and values of finished sequences. ``None`` reuses none.
+
+    Attributes:
+        reused: By handle, the number of tokens of a prompt that were not computed again.
     """
 
-    def __init__(self, model: nn.Module, experts: ExpertReplay | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        experts: ExpertReplay | None = None,
+        prefixes: PrefixStore | None = None,
+    ) -> None:
         self.experts = RecordedExperts.of(experts)
+        self.reused: dict[int, int] = {}
+        self._prefixes = prefixes
         self._model = base_model(model)
         self._family = family_of(self._model.config)
         self._decoder = decoder_of(self._model, self._family)
@@ -179,6 +214,8 @@ class PlanDecodeSession:
         self._handle_of = np.zeros(0, dtype=np.int64)  # by row
         self._lengths = np.zeros(0, dtype=np.int64)  # by row: response tokens whose keys are cached
         self._room = 0
+        self._budget = 0
+        self._reserved = 0
         self._rows: RowPlaces | None = None
         self._shift: Tensor | None = None  # by row
 
@@ -236,6 +273,11 @@ class PlanDecodeSession:
             prompts, prompt_tokens = largest_prompts
             rows, answer_tokens = largest_answers
         self._room = answer_tokens
+        self._budget = budget
+        if self._prefixes is not None:
+            # kept sequences give way to requests, and never the other way round
+            self._reserved = prompts * prompt_tokens + rows * answer_tokens
+            self._prefixes.shrink(budget - self._reserved)
         # prompts get their full size at once, since a prefill fills it
         self._prompts.resize(prompts, prompt_tokens, len(self._handles), used_columns)
         # columns of responses grow in step(), as far as they are needed
@@ -260,12 +302,70 @@ class PlanDecodeSession:
         handles = [self._next_handle + i for i in range(len(prompts))]
         self._next_handle += len(prompts)
         logits: list[Tensor] = [torch.empty(0)] * len(prompts)
+        prefixes = [self._prefix_of(prompt) for prompt in prompts]
         for part in _by_budget([len(p.token_ids) for p in prompts]):
-            held = [begun[i] for i in part] if begun else []
-            found = self._prefill([prompts[i] for i in part], [handles[i] for i in part], held)
-            for i, row in zip(part, found):
-                logits[i] = row
+            for resumes in (True, False):
+                chosen = [i for i in part if (prefixes[i] is not None) == resumes]
+                if not chosen:
+                    continue
+                some, names = [prompts[i] for i in chosen], [handles[i] for i in chosen]
+                if resumes:
+                    known = [prefix for i in chosen if (prefix := prefixes[i]) is not None]
+                    found = self._resume(some, names, known)
+                else:
+                    found = self._prefill(some, names, [begun[i] for i in chosen] if begun else [])
+                for i, row in zip(chosen, found):
+                    logits[i] = row
         return handles, torch.stack(logits)
+
+    def _prefix_of(self, prompt: Prompt) -> Prefix | None:
+        # placeholder tokens do not identify media
+        if self._prefixes is None or prompt.media:
+            return None
+        return self._prefixes.longest(prompt.token_ids)
+
+    def _resume(self, prompts: list[Prompt], handles: list[int], prefixes: list[Prefix]) -> Tensor:
+        """Compute the rests of ``prompts`` into new slots. Return the logits ``[P, V]``."""
+        lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
+        slot = len(self._handles)
+        plan = ResumedPrefillPlan(self._prompts, slot, prefixes, lengths, self._device)
+        rests = [p.token_ids[prefix.length :] for p, prefix in zip(prompts, prefixes)]
+        tokens = to_device(torch.tensor([t for rest in rests for t in rest]), self._device)
+        inputs: dict[str, object] = {"input_ids": tokens[None], "position_ids": plan.positions}
+        logits = self._logits(inputs, plan, plan.last)
+        self.reused |= {handle: prefix.length for handle, prefix in zip(handles, prefixes)}
+        self._fill_slots(handles, lengths, np.zeros_like(lengths))
+        return logits
+
+    def _fill_slots(self, handles: list[int], lengths: np.ndarray, shifts: np.ndarray) -> None:
+        self._handles += handles
+        self._prompt_lengths = np.concatenate([self._prompt_lengths, lengths])
+        self._shifts = np.concatenate([self._shifts, shifts])
+        # step() builds it again: the rows of the new slots are not in it
+        self._rows = None
+
+    def remember(self, row: int, prompt: Prompt, token_ids: Sequence[int]) -> None:
+        """Keep the keys and values of a row, for later prompts that begin with its tokens.
+
+        Args:
+            row: The row.
+            prompt: Its prompt.
+            token_ids: Its response. Keys and values of tokens that were not fed do not exist.
+        """
+        if self._prefixes is None or prompt.media:
+            return
+        slot = self._handles.index(int(self._handle_of[row]))
+        asked = int(self._prompt_lengths[slot])
+        # a response may end before the last of several tokens that were fed in one step
+        fed = min(int(self._lengths[row]), len(token_ids))
+        layers = {}
+        of_row = self._answers.read(row, fed)
+        for index, pair in self._prompts.read(slot, asked).items():
+            both = zip(pair, of_row[index]) if fed else ((x, x[:, :0]) for x in pair)
+            key, value = (torch.cat([mine, more], dim=1) for mine, more in both)
+            layers[index] = (key, value)
+        ids = [*prompt.token_ids, *token_ids][: asked + fed]
+        self._prefixes.put(ids, layers, self._budget - self._reserved)
 
     def _prefill(self, prompts: list[Prompt], handles: list[int], begun: Sequence[int]) -> Tensor:
         lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
@@ -289,11 +389,7 @@ class PlanDecodeSession:
         logits = self._logits(inputs, plan, plan.last)
         if self.experts is not None:
             self.experts.read_prompts(handles, lengths.tolist())
-        self._handles += handles
-        self._prompt_lengths = np.concatenate([self._prompt_lengths, lengths])
-        self._shifts = np.concatenate([self._shifts, shifts])
-        # step() builds it again: the rows of the new slots are not in it
-        self._rows = None
+        self._fill_slots(handles, lengths, shifts)
         return logits
 
     def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
@@ -380,6 +476,7 @@ class PlanDecodeSession:
         """Drop a prompt that no row uses any more. The last slot moves into its place."""
         if self.experts is not None:
             del self.experts.prompts[handle]
+        self.reused.pop(handle, None)
         slot = self._handles.index(handle)
         last = len(self._handles) - 1
         if slot != last:

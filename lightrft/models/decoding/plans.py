@@ -63,6 +63,13 @@ class Rectangle:
             new_value = _resized(value, rows, columns, used_rows, used_columns)
             self._layers[index] = new_key, new_value
 
+    def read(self, row: int, columns: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return keys and values ``[H_kv, columns, d]`` of a row by layer, without a copy."""
+        return {
+            index: (key[row, :, :columns], value[row, :, :columns])
+            for index, (key, value) in self._layers.items()
+        }
+
     def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
         """Copy rows to other rows.
 

@@ -114,8 +114,8 @@ class ChatCompletions:
                     choice.update(token_fields(body, stream.rollout(piece["index"])))
                 yield {**shared, "choices": [choice], **({"usage": None} if wants_usage else {})}
             if wants_usage:
-                made = usage([asked.prompt], stream.count_tokens())
-                yield {**shared, "choices": [], "usage": made}
+                found = usage([asked.prompt], stream.rollouts())
+                yield {**shared, "choices": [], "usage": found}
 
         return opened(stream, future, events())
 
@@ -144,10 +144,10 @@ class ChatCompletions:
             if answer.logprobs is not None:
                 choice["logprobs"] = {"content": shown_logprobs(answer, self.tokenizer)}
             choices.append(choice)
-        made = sum(len(answer.rollout) for answer in answers)
+        found = usage([asked.prompt], [answer.rollout for answer in answers])
         ids = {"prompt_token_ids": asked.prompt.token_ids} if body.get("return_token_ids") else {}
         heading = self._heading("chat.completion")
-        return {**heading, **ids, "choices": choices, "usage": usage([asked.prompt], made)}
+        return {**heading, **ids, "choices": choices, "usage": found}
 
     def _heading(self, kind: str) -> dict[str, object]:
         """Return the first fields of an answer or of an event."""

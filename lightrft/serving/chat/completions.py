@@ -113,8 +113,8 @@ class Completions:
                     yield {**heading, "choices": [choice]}
             options = body.get("stream_options")
             if isinstance(options, Mapping) and options.get("include_usage"):
-                made = usage(prompts, stream.count_tokens())
-                yield {**heading, "choices": [], "usage": made}
+                found = usage(prompts, stream.rollouts())
+                yield {**heading, "choices": [], "usage": found}
 
         return opened(stream, future, events())
 
@@ -147,8 +147,9 @@ class Completions:
             if body.get("return_token_ids"):
                 choice["prompt_token_ids"] = prompt.token_ids
             choices.append(choice)
-        made = 0 if is_scored_alone else sum(len(answer.rollout) for answer in answers)
-        return {**self._heading(), "choices": choices, "usage": usage(prompts, made)}
+        rollouts = [answer.rollout for answer in answers]
+        found = usage(prompts, rollouts, has_response=not is_scored_alone)
+        return {**self._heading(), "choices": choices, "usage": found}
 
     def _logprobs(self, ids: list[int], found: TokenLogprobs, echo: bool) -> dict[str, object]:
         """Return log-probs as the API of OpenAI has them. The first token of a text has none."""

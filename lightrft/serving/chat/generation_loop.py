@@ -214,6 +214,8 @@ class GenerationLoop:
     def _take(self, opened: _Open, rollout: Rollout) -> None:
         opened.found[rollout.sample] = rollout
         self.metrics.count("generated_tokens", len(rollout))
+        if rollout.sample == 0:
+            self.metrics.count("reused_prompt_tokens", rollout.reused_tokens)
         if rollout.drafted:
             self.metrics.count("drafted_tokens", rollout.drafted)
             self.metrics.count("accepted_tokens", rollout.accepted)

@@ -226,10 +226,26 @@ def echoed(rollout: Rollout) -> Rollout:
     return Rollout(prompt, ids, [True] * n, [0.0] * n, [0] * n, "length", rollout.seed)
 
 
-def usage(prompts: Sequence[Prompt], made: int) -> dict[str, int]:
-    """Return the numbers of tokens of a request with ``made`` response tokens."""
+def usage(
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], *, has_response: bool = True
+) -> dict[str, object]:
+    """Return the numbers of tokens of a request.
+
+    Args:
+        prompts: Its prompts.
+        rollouts: Its responses.
+        has_response: The tokens of responses count.
+    """
     asked = sum(len(prompt.token_ids) for prompt in prompts)
-    return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+    made = sum(map(len, rollouts)) if has_response else 0
+    # all responses to a prompt share its computation
+    reused = {id(rollout.prompt): rollout.reused_tokens for rollout in rollouts}
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": made,
+        "total_tokens": asked + made,
+        "prompt_tokens_details": {"cached_tokens": sum(reused.values())},
+    }
 
 
 def token_fields(body: Mapping[str, Any], rollout: Rollout) -> dict[str, object]:

@@ -67,9 +67,9 @@ class TokenStream:
         """Note that the client has left, so that generation ends."""
         self._has_left = True
 
-    def count_tokens(self) -> int:
-        """Return the number of tokens of all finished responses."""
-        return sum(map(len, self._done.values()))
+    def rollouts(self) -> list[Rollout]:
+        """Return all finished responses."""
+        return list(self._done.values())
 
     def rollout(self, k: int) -> Rollout:
         """Return the finished response ``k``."""

@@ -66,6 +66,10 @@ def test_the_pieces_of_a_stream_make_the_whole_answer(served, stop):
     answer = whole(url, **body)
     *events, usage, done = events_of(url, **body, stream_options={"include_usage": True})
     assert done == "[DONE]"
+    # the prompt of the second request is known from the first
+    asked = usage["usage"].pop("prompt_tokens_details")["cached_tokens"]
+    assert asked == usage["usage"]["prompt_tokens"] - 1
+    del answer["usage"]["prompt_tokens_details"]
     assert usage["choices"] == [] and usage["usage"] == answer["usage"]
     texts, reasons, roles = [""] * 3, [None] * 3, [0] * 3
     for event in events:
@@ -179,3 +183,29 @@ def test_the_client_of_openai_reads_answers_streams_and_log_probs(served):
     assert events[-1].usage == answer.usage
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(**{**body, "temperature": -1})
+
+
+def test_the_next_turn_of_a_conversation_computes_only_what_is_new(folder):
+    first = {"messages": [{"role": "user", "content": "tell me of the sea"}], "max_tokens": 12}
+    with judge_server(folder, sampling={"max_new_tokens": 24}) as (url, _):
+        answer = whole(url, **first)
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        said = answer["choices"][0]["message"]["content"]
+        more = [{"role": "assistant", "content": said}, {"role": "user", "content": "and more"}]
+        second = {**first, "messages": [*first["messages"], *more]}
+        known = whole(url, **second)
+        cached = known["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert answer["usage"]["prompt_tokens"] - 1 <= cached < known["usage"]["prompt_tokens"]
+        assert metric(url, "reused_prompt_tokens") == cached
+    with judge_server(folder, sampling={"max_new_tokens": 24}) as (url, _):
+        fresh = whole(url, **second)
+    assert fresh["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert known["choices"][0]["message"] == fresh["choices"][0]["message"]
+
+
+def test_conversations_share_the_keys_of_their_system_prompt(folder):
+    system = {"role": "system", "content": "answer in short words and never in long ones"}
+    with judge_server(folder, sampling={"max_new_tokens": 8}) as (url, _):
+        whole(url, messages=[system, {"role": "user", "content": "xyz"}])
+        other = whole(url, messages=[system, {"role": "user", "content": "123"}])
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(system["content"]) // 2
