@@ -109,6 +109,16 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     engine.close()
 
 
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def vllm(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
+    """An engine with vLLM, for what it alone refuses."""
+    sizes = {**SIZES, "head_dim": 32} if request.param == "qwen3_vl" else SIZES
+    made = rig(request.param, tmp_path_factory.mktemp("vllm"), **sizes)
+    engine = engine_of("vllm", made)
+    yield Subject(engine, made, request.param)
+    engine.close()
+
+
 @contextmanager
 def served_subject(family: str, folder: Path) -> Iterator[Subject]:
     """An engine over ``lightrft serve``."""
@@ -189,33 +199,30 @@ def test_new_weights_of_the_tower_alone_change_the_responses(subject: Subject) -
     subject.check(again)
 
 
-def test_placeholders_that_vllm_expands_to_another_number_are_refused(subject: Subject) -> None:
-    if not isinstance(subject.engine, VLLMEngine):
-        pytest.skip("the native engine feeds the prompt as it is")
-    good, prompt = subject.rig.prompt("good", "?"), subject.rig.prompt("short", PICTURE, "?")
-    prompt.token_ids.remove(subject.rig.processor.tokens["image"])
+@pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
+def test_placeholders_that_vllm_expands_to_another_number_are_refused(vllm: Subject) -> None:
+    good, prompt = vllm.rig.prompt("good", "?"), vllm.rig.prompt("short", PICTURE, "?")
+    prompt.token_ids.remove(vllm.rig.processor.tokens["image"])
     with pytest.raises(ModelError, match=r"vLLM expands prompt 'short' to .* differ from token"):
-        subject.run([Request(good, 1), Request(prompt, 2)], max_new_tokens=4)
+        vllm.run([Request(good, 1), Request(prompt, 2)], max_new_tokens=4)
     # the good one was aborted too, else these would be refused
-    subject.engine.load_weights(subject.rig.actor.model.named_parameters(), 5)
+    vllm.engine.load_weights(vllm.rig.actor.model.named_parameters(), 5)
 
 
-def test_more_places_than_pictures_are_refused(subject: Subject) -> None:
-    if not isinstance(subject.engine, VLLMEngine):
-        pytest.skip("the native engine counts features")
-    prompt = subject.rig.prompt("more", PICTURE, "?")
-    prompt.token_ids += [5, subject.rig.processor.tokens["image"]]
+@pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
+def test_more_places_than_pictures_are_refused(vllm: Subject) -> None:
+    prompt = vllm.rig.prompt("more", PICTURE, "?")
+    prompt.token_ids += [5, vllm.rig.processor.tokens["image"]]
     with pytest.raises(ModelError, match="vLLM cannot read the media of prompt 'more'"):
-        subject.greedy(prompt)
+        vllm.greedy(prompt)
 
 
-def test_a_video_longer_than_its_frames_is_refused_by_vllm(subject: Subject) -> None:
-    if not isinstance(subject.engine, VLLMEngine):
-        pytest.skip("the native engine computes the positions of transformers")
-    prompt = subject.rig.prompt("long", *LONG_CLIP)
-    named = "kind video" if subject.family == "qwen3_vl" else "a video reaches position"
+@pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
+def test_a_video_longer_than_its_frames_is_refused_by_vllm(vllm: Subject) -> None:
+    prompt = vllm.rig.prompt("long", *LONG_CLIP)
+    named = "kind video" if vllm.family == "qwen3_vl" else "a video reaches position"
     with pytest.raises(ConfigError, match=named) as found:
-        subject.greedy(prompt)
+        vllm.greedy(prompt)
     assert "engine.kind=native" in str(found.value)
 
 

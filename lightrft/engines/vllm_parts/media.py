@@ -113,7 +113,7 @@ class VLLMMedia:
     def _check_positions(self, prompt: Prompt) -> None:
         """Refuse videos after which vLLM counts positions in another way.
 
-        transformers goes on after the longer side of a frame, and vLLM after the last position,
+        transformers continues after the longer side of a frame, and vLLM after the last position,
         which may be one of the time axis.
         """
         if "video_grid_thw" not in prompt.media:
