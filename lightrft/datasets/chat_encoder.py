@@ -65,6 +65,7 @@ class ChatEncoder:
     ) -> None:
         # the type that apply_chat_template() returns depends on its arguments
         self.tokenizer: Any = tokenizer
+        self.processor = processor
         self.media = None if processor is None else MediaReader(config.media, processor)
         self._media_parts = {} if self.media is None else self.media.parts
         has_template = bool(tokenizer.chat_template)

@@ -462,6 +462,15 @@ class PromptDataset(EncodedDataset[Prompt]):
         """Return True if prompts may have media, which take time to decode and memory to store."""
         return self.encoder.media is not None
 
+    @property
+    def media_kinds(self) -> set[str]:
+        """The kinds of media whose placeholders some prompt has."""
+        processor = self.encoder.processor
+        if processor is None:
+            return set()
+        tokens = np.asarray(self._kept["tokens"])
+        return {kind for kind, token in processor.tokens.items() if bool((tokens == token).any())}
+
     def places(self, ids: Sequence[str]) -> list[int]:
         """Return the indices of the prompts called ``ids``.
 

@@ -125,6 +125,11 @@ class EvalPrompts(Sequence[Prompt]):
         self._chosen = chosen
         self._bare = [dataset.prompt(i, media=False) for i in chosen]
 
+    @property
+    def media_kinds(self) -> set[str]:
+        """The kinds of media whose placeholders some prompt of the dataset has."""
+        return self._dataset.media_kinds
+
     def __len__(self) -> int:
         return len(self._bare)
 
@@ -159,6 +164,11 @@ class EvalPrompts(Sequence[Prompt]):
             yield start, part
             for prompt in part:
                 prompt.media = {}
+
+
+def media_kinds(prompts: Sequence[Prompt]) -> set[str]:
+    """Return the kinds of media that some prompt of an eval set may have."""
+    return prompts.media_kinds if isinstance(prompts, EvalPrompts) else set()
 
 
 def in_parts(

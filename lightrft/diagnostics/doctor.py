@@ -36,7 +36,7 @@ from lightrft.datasets.row_warnings import MOST_UNKNOWN, TOKENS, UNKNOWN
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.diagnostics import speed_probe
 from lightrft.diagnostics.doctor_parts.distill import teacher_findings
-from lightrft.diagnostics.doctor_parts.engine import engine_findings
+from lightrft.diagnostics.doctor_parts.engine import engine_findings, media_findings
 from lightrft.diagnostics.examined_device import device_of
 from lightrft.diagnostics.findings import Finding, Verdict
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers
@@ -320,6 +320,7 @@ def _prompts(
     found += _unwritten(prompts.encoder)
     found += _unknown(prompts)
     found.append(_context(config, prompts.longest))
+    found += media_findings(config.model, config.engine, prompts.media_kinds)
     return prompts
 
 

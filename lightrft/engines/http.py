@@ -18,6 +18,7 @@ from lightrft.engines.fingerprint import checksum, dtype_of
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
 from lightrft.engines.sending.held_dtypes import in_held_dtypes
+from lightrft.engines.served.media_wire import media_to_base64
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
 from lightrft.engines.served.weight_buckets import weight_buckets
@@ -98,6 +99,15 @@ class HTTPEngine(ServedEngine):
         if not self.is_own:
             check_sampling(sampling)
 
+    def refuse_media(self, what: str) -> None:
+        """See ``ServedEngine.refuse_media``. ``lightrft serve`` gets media as tensors."""
+        if not self.is_own:
+            raise ConfigError(
+                f"{self.where} is not lightrft serve, and cannot generate for {what}: completions "
+                "of other servers take no media with token ids; use lightrft serve, or set "
+                "engine.kind=vllm or engine.kind=native"
+            )
+
     def shared_calls(self, responses: Sequence[GrowingResponse]) -> list[list[GrowingResponse]]:
         """See ``ServedEngine.shared_calls``.
 
@@ -125,7 +135,7 @@ class HTTPEngine(ServedEngine):
         """See ``ServedEngine.body``."""
         first = responses[0]
         request, sampling = first.request, first.sampling
-        shared = {
+        shared: dict[str, Any] = {
             "model": self.model,
             "prompt": first.fed_ids,
             "max_tokens": response_room(request, sampling),
@@ -137,6 +147,8 @@ class HTTPEngine(ServedEngine):
         }
         if self.is_own:
             # the same stop strings as here, so that the server does not go on
+            if request.prompt.media:
+                shared["media"] = media_to_base64(request.prompt.media)
             return {**shared, "stop": sampling.stop, "seeds": [one.seed for one in responses]}
         return {**shared, "seed": first.seed, "ignore_eos": True, "logprobs": 0}
 

@@ -32,6 +32,7 @@ from lightrft.engines.requests import (
     response_room,
 )
 from lightrft.engines.stop_strings import StopStrings
+from lightrft.engines.vllm_parts.media import MediaKind, VLLMMedia
 from lightrft.engines.vllm_parts.options import llm_options
 from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
 from lightrft.types import Request, Rollout
@@ -63,6 +64,7 @@ class VLLMEngine:
         version: Version of the weights.
         adapter_shapes: Shapes of the tensors of the policy's adapters, by name.
         ranks: Number of ranks of the run. Each makes a replica at the same time.
+        media: Kinds of media that the model reads.
 
     Attributes:
         stays_awake: ``sleep`` does nothing, for an engine that generates during training.
@@ -86,6 +88,7 @@ class VLLMEngine:
         version: int = 0,
         adapter_shapes: Shapes = MappingProxyType({}),
         ranks: int = 1,
+        media: Sequence[MediaKind] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -93,9 +96,11 @@ class VLLMEngine:
         self._ranks = ranks
         self._vllm = import_vllm()
         self._ends = sorted(set(ends))
-        self._llm = self._load(model, dtype)
+        self._llm = self._load(model, dtype, reads_media=bool(media))
         self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes)
         self._core = self._llm.llm_engine
+        family = self._llm.model_config.hf_config.model_type
+        self._media = VLLMMedia(self._vllm, self._llm, family, media) if media else None
         self.context = int(self._llm.model_config.max_model_len)
         self._growing: dict[str, GrowingResponse] = {}
         self._numbers = itertools.count()
@@ -104,10 +109,12 @@ class VLLMEngine:
         self._frees_memory = self._llm.model_config.enable_sleep_mode
         self.stays_awake = False
 
-    def _load(self, model: ModelConfig, dtype: torch.dtype) -> Any:
+    def _load(self, model: ModelConfig, dtype: torch.dtype, *, reads_media: bool) -> Any:
         """Return vLLM's ``LLM``. The generators and threads of the process stay as they are."""
         try:
-            options = llm_options(self._vllm, model, self.config, dtype, self._ranks)
+            options = llm_options(
+                self._vllm, model, self.config, dtype, self._ranks, reads_media=reads_media
+            )
         except ValueError as error:
             raise ConfigError(
                 f"engine.kind = vllm cannot load model.path = {model.path}: {error}; set "
@@ -154,10 +161,11 @@ class VLLMEngine:
     def _check_context(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         for request in requests:
             if request.prompt.media:
-                raise ConfigError(
-                    f"engine.kind = vllm cannot generate for prompt {request.prompt.id!r}, which "
-                    "has media; set engine.kind=native"
-                )
+                if self._media is None:
+                    raise ConfigError(
+                        f"prompt {request.prompt.id!r} has media, and the model reads text alone"
+                    )
+                self._media.check(request.prompt)
             tokens = len(request.prompt.token_ids) + response_limit(request, sampling)
             if tokens > self.context:
                 raise ResourceError(
@@ -187,15 +195,22 @@ class VLLMEngine:
         """Queue ``request``. Return its name and its response, which ``step`` advances."""
         response = GrowingResponse.of(request, sampling, self._stop_strings(sampling.stop))
         name = str(next(self._numbers))
-        prompt = {
-            "prompt_token_ids": response.fed_ids,
-            # keys and values of other weights are never found
-            "cache_salt": f"version-{self.version}",
-        }
+        prompt = self._prompt(response)
         self._growing[name] = response
         params, adapter = self._params(response), self.weights.adapter
         self._core.add_request(name, prompt, params, lora_request=adapter)
         return name, response
+
+    def _prompt(self, response: GrowingResponse) -> dict[str, Any]:
+        """Return vLLM's input of the prompt and the tokens of a resumed response."""
+        prompt = response.request.prompt
+        found: dict[str, Any] = {}
+        if prompt.media:
+            assert self._media is not None
+            found = self._media.input(prompt, self.version)
+        # keys and values of other weights are never found
+        salt = f"version-{self.version}"
+        return {**found, "prompt_token_ids": response.fed_ids, "cache_salt": salt}
 
     def _params(self, response: GrowingResponse) -> Any:
         request, sampling = response.request, response.sampling
@@ -282,6 +297,8 @@ class VLLMEngine:
         self._dropped = False
         if not self._core.reset_prefix_cache():
             raise ModelError("vLLM did not reset its prefix cache after the weight update")
+        # features of the media encoder, which may have been trained too
+        self._core.reset_encoder_cache()
         self.version = version
         return found
 
@@ -343,9 +360,14 @@ class VLLMBatch:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue ``requests``."""
-        for request in requests:
-            name, response = self._engine.begin(request, self._sampling)
-            self._responses[name] = response
+        try:
+            for request in requests:
+                name, response = self._engine.begin(request, self._sampling)
+                self._responses[name] = response
+        except BaseException:
+            # those that are queued would hold back the next weights
+            self.abort()
+            raise
 
     def advance(self, stopped: Callable[[], bool] = never_stop) -> list[Rollout]:
         """Return the next finished responses. Return none once ``stopped`` returns ``True``."""

@@ -10,6 +10,7 @@ from typing import Any
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.datasets.sampler import media_kinds
 from lightrft.distributed.process_group import (
     ProcessGroup,
     broadcast_failure,
@@ -43,6 +44,7 @@ from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import resume_from_checkpoint, run_steps
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.local import local_roles, local_tokenizer
+from lightrft.workers.media_checks import check_media, check_server_media
 
 log = logging.getLogger(__name__)
 
@@ -239,6 +241,8 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         processor,
         reward=config.reward,
     )
+    kinds = stream.dataset.media_kinds | media_kinds(prompts)
+    check_media(config.model, config.engine, kinds)
     controls = Controllers.of(config.algorithm)
     # With scoring workers, reward functions may only be importable on the workers' nodes.
     if not config.launch.ray.scorers:
@@ -249,6 +253,12 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         )
     # Must come last: an error after this would leave workers running.
     roles = roles_of(config, requirements, tokenizer, steps, processor, session.ranks)
+    engine = roles.async_engine or roles.engine
+    try:
+        run_on_all_ranks(session.ranks, lambda: check_server_media(engine, kinds))
+    except BaseException:
+        roles.close()
+        raise
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,

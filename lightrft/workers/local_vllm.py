@@ -12,7 +12,10 @@ from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.vllm import VLLMEngine
+from lightrft.engines.vllm_parts.media import MediaKind
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.families import family_of
+from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import plain_name
@@ -75,8 +78,27 @@ def build_vllm(
     dtype = next(iter(weights.values())).dtype
     shapes = {name: tuple(w.shape) for name, w in weights.items() if plain_name(name) is None}
     return VLLMEngine(
-        model, tokenizer, engine, ends, dtype, adapter_shapes=shapes, ranks=ranks.size
+        model,
+        tokenizer,
+        engine,
+        ends,
+        dtype,
+        adapter_shapes=shapes,
+        ranks=ranks.size,
+        media=media_kinds(model),
     )
+
+
+def media_kinds(model: ModelConfig) -> list[MediaKind]:
+    """Return the kinds of media that the model reads, with the names of their tensors."""
+    settings = model_settings(model)
+    reader = family_of(settings).reader
+    if reader is None:
+        return []
+    return [
+        MediaKind(tower.kind, tower.token_id(settings), (*tower.inputs, *tower.hints))
+        for tower in reader.towers
+    ]
 
 
 def async_vllm(

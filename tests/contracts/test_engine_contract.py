@@ -28,7 +28,7 @@ from lightrft.engines.vllm import VLLMEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
-from tests.model_helpers import vllm_model
+from tests.model_helpers import assert_logprobs_close, vllm_model
 from tests.serving_helpers import free_port, serve_process, wait_for
 from tests.sglang_server import sglang_server
 
@@ -139,12 +139,6 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     engine.close()
 
 
-def assert_close(found: Sequence[float], expected: torch.Tensor, logits: torch.Tensor) -> None:
-    """Equal up to the rounding of float32 in two layers."""
-    atol = 64 * torch.finfo(torch.float32).eps * float(logits[logits.isfinite()].abs().max())
-    torch.testing.assert_close(torch.tensor(found), expected, atol=atol, rtol=0)
-
-
 def prompts(subject: Subject, n: int = 2) -> list[Prompt]:
     return [Prompt(str(k), subject.tokenizer(WORDS[k])["input_ids"]) for k in range(n)]
 
@@ -169,7 +163,7 @@ def test_greedy_tokens_are_the_likeliest_of_a_plain_forward_pass(subject: Subjec
         logits = subject.logits(rollout)
         assert rollout.token_ids == logits.argmax(-1).tolist()
         expected = logits.log_softmax(-1).amax(-1)
-        assert_close(rollout.logprobs, expected, logits)
+        assert_logprobs_close(rollout.logprobs, expected, logits)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +184,7 @@ def test_logprobs_are_of_the_distribution_that_was_sampled_from(
             kth = logits.topk(top_k).values[:, -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
         chosen = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
-        assert_close(rollout.logprobs, chosen, logits)
+        assert_logprobs_close(rollout.logprobs, chosen, logits)
 
 
 def test_a_response_depends_on_its_seed_and_not_on_its_batch(subject: Subject) -> None:
@@ -343,7 +337,7 @@ def test_new_weights_change_responses_versions_and_fingerprint(subject: Subject)
         logits = subject.logits(after)
         assert after.token_ids == logits.argmax(-1).tolist()
         expected = logits.log_softmax(-1).amax(-1)
-        assert_close(after.logprobs, expected, logits)
+        assert_logprobs_close(after.logprobs, expected, logits)
     finally:
         subject.engine.load_weights(old.items(), 8)
         subject.model.load_state_dict(old)

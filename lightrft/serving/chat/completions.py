@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from lightrft.engines.served.media_wire import media_from_base64
+from lightrft.models.processors.base import check_placeholders
 from lightrft.serving.chat.chat_completions import ChatCompletions, opened
 from lightrft.serving.chat.text_generator import (
     MOST_LIKELY,
@@ -20,7 +22,8 @@ from lightrft.serving.chat.token_logprobs import ChatAnswer, TokenLogprobs
 from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.http_server import Endpoint, EventStream
 from lightrft.serving.problems import HTTPCall, bad
-from lightrft.types import Prompt
+from lightrft.types import Media, Prompt
+from lightrft.utils.errors import DataError
 
 MOST_PROMPTS = 1024
 """Most prompts of a request."""
@@ -50,7 +53,8 @@ class Completions:
     async def complete(self, call: HTTPCall) -> object:
         """Answer ``/v1/completions``, at once or as a stream.
 
-        With ``return_token_ids``, each event of a stream has the ids of its tokens.
+        With ``return_token_ids``, each event of a stream has the ids of its tokens. ``media`` are
+        the tensors of a prompt of token ids, see ``media_to_base64``.
         """
         body = call.body
         echo = bool(body.get("echo"))
@@ -76,7 +80,24 @@ class Completions:
         several = given if isinstance(given, list) and not is_ids else [given]
         if len(several) > MOST_PROMPTS:
             raise bad(f"{len(several)} prompts; send {MOST_PROMPTS} at most in a request")
-        return [Prompt(str(k), self._ids(one)) for k, one in enumerate(several)]
+        prompts = [Prompt(str(k), self._ids(one)) for k, one in enumerate(several)]
+        if body.get("media") is not None:
+            if not is_ids:
+                raise bad("media come with the token ids of one prompt")
+            prompts[0].media = self._media(body["media"], prompts[0])
+        return prompts
+
+    def _media(self, given: object, prompt: Prompt) -> Media:
+        """Return the media of a request, which must fit the placeholders of ``prompt``."""
+        processor = self.chat.encoder.processor
+        if processor is None:
+            raise bad("the model reads text alone, and the request has media")
+        try:
+            media = media_from_base64(given, 1, "media")
+            check_placeholders(processor, prompt.token_ids, media)
+        except DataError as error:
+            raise bad(str(error)) from error
+        return media
 
     def _ids(self, given: Any) -> list[int]:
         if isinstance(given, str) and given:

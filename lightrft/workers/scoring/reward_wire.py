@@ -7,8 +7,6 @@ them as a local one does.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.types import Batch, Media, Ragged, Segments
+from lightrft.engines.served.media_wire import media_from_base64, media_to_base64
+from lightrft.types import Batch, Media, Segments
 from lightrft.utils.errors import DataError
 
 PATH = "/v1/rewards"
@@ -35,7 +32,7 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
         rows = [row.tolist() for row in segments.tokens.split(segments.sizes)]
         found[name] = {"input_ids": rows}
         if segments.media:
-            found[name]["media"] = _encoded(segments.media)
+            found[name]["media"] = media_to_base64(segments.media)
     return {**found, "prompt_of": batch.prompt_of.tolist()}
 
 
@@ -155,7 +152,9 @@ def _segments(tree: Mapping[str, Any], name: str, vocabulary: int) -> Segments:
     checked = []
     for k, row in enumerate(rows):
         checked.append(checked_ids(row, vocabulary, f"{name}.input_ids.{k}"))
-    media = _decoded(part["media"], len(rows), name) if part.get("media") else {}
+    media: Media = {}
+    if part.get("media"):
+        media = media_from_base64(part["media"], len(rows), f"{name}.media")
     return Segments.of(checked, media)
 
 
@@ -177,28 +176,3 @@ def _is_answer(value: object) -> bool:
         and isinstance(value.get("text"), str)
         and isinstance(value.get("cut"), bool)
     )
-
-
-def _encoded(media: Media) -> str:
-    tensors: dict[str, Tensor] = {}
-    for name, rows in media.items():
-        tensors[f"{name}.values"] = rows.values.cpu().contiguous()
-        tensors[f"{name}.lengths"] = rows.lengths.cpu().contiguous()
-    return base64.b64encode(save(tensors)).decode("ascii")
-
-
-def _decoded(text: object, count: int, name: str) -> Media:
-    try:
-        tensors = load(base64.b64decode(str(text), validate=True))
-        names = [key.removesuffix(".values") for key in tensors if key.endswith(".values")]
-        media = {n: Ragged(tensors[f"{n}.values"], tensors[f"{n}.lengths"]) for n in names}
-    except (binascii.Error, SafetensorError, KeyError, ValueError) as error:
-        raise DataError(
-            f"{name}.media is no base64 of safetensors ({error}): was the upload truncated?"
-        ) from error
-    for key, rows in media.items():
-        lengths = rows.lengths
-        fits = lengths.dtype == torch.long and lengths.shape == (count,) and rows.values.dim() > 0
-        if not fits or int(lengths.min()) < 0 or int(lengths.sum()) != len(rows.values):
-            raise DataError(f"{name}.media: the lengths of {key!r} do not fit its rows")
-    return media

@@ -7,8 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from lightrft.config.base import deep_merge
+from lightrft.models.tiny import save_tiny_media
 from tests.model_helpers import vllm_model
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
@@ -33,3 +37,23 @@ def tree(tmp_path: Path) -> dict[str, Any]:
         "engine": {"kind": "vllm"},
         "run": {"dir": str(tmp_path / "runs")},
     }
+
+
+@pytest.fixture
+def picture_tree(tree: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Rows of pictures, for a tiny model that reads them."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
+    save_tiny_media("qwen2_vl", tmp_path / "pictures", max_position_embeddings=512, **sizes)
+    rows = []
+    for k in range(6):
+        pixels = np.random.default_rng(k).integers(0, 256, size=(20 + k, 30, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{k}.png")
+        rows.append({"prompt": "<image> what?", "images": [f"{k}.png"], "label": str(k)})
+    (tmp_path / "pictures.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return deep_merge(
+        tree,
+        {
+            "model": {"path": str(tmp_path / "pictures")},
+            "data": {"sources": [str(tmp_path / "pictures.jsonl")], "apply_chat_template": True},
+        },
+    )

@@ -1,0 +1,45 @@
+"""Check at the start of a run that its engine can generate for its media."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import EngineConfig
+from lightrft.engines.base import Engine
+from lightrft.engines.served.served_engine import ServedEngine
+from lightrft.engines.vllm_parts.media import refuse_media
+from lightrft.models.loading.from_pretrained import model_settings
+from lightrft.utils.errors import ConfigError
+from lightrft.workers.rank_zero_engine import RankZeroEngine
+
+
+def check_media(model: ModelConfig, engine: EngineConfig, kinds: Collection[str]) -> None:
+    """Raise ``ConfigError`` if the engine cannot generate for prompts with media of ``kinds``.
+
+    Call it before models are loaded. Servers are checked by ``check_server_media``.
+
+    Args:
+        model: The model of the run.
+        engine: Settings of the engine.
+        kinds: Kinds of media of the prompts.
+    """
+    if engine.kind == "vllm":
+        refuse_media(model_settings(model).model_type, sorted(kinds))
+    if engine.kind == "sglang" and kinds:
+        raise ConfigError(
+            f"engine.kind = sglang cannot generate for prompts with media of kind "
+            f"{', '.join(sorted(kinds))}; set engine.kind=native"
+        )
+
+
+def check_server_media(engine: Engine | None, kinds: Collection[str]) -> None:
+    """Raise ``ConfigError`` if the server of ``engine`` takes no media of ``kinds``.
+
+    Args:
+        engine: The engine of the run.
+        kinds: Kinds of media of the prompts.
+    """
+    inner = engine.engine if isinstance(engine, RankZeroEngine) else engine
+    if kinds and isinstance(inner, ServedEngine):
+        inner.refuse_media(f"prompts with media of kind {', '.join(sorted(kinds))}")

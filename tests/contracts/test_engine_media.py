@@ -1,0 +1,256 @@
+"""What every engine that reads media promises: responses to images and videos are those of transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.base import Engine
+from lightrft.engines.http import HTTPEngine
+from lightrft.engines.native import NativeEngine
+from lightrft.engines.vllm import VLLMEngine
+from lightrft.engines.vllm_parts.media import MediaKind
+from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.types import Prompt, Request, Rollout
+from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.local_vllm import media_kinds
+from lightrft.workers.media_checks import check_media
+from tests.contracts.test_engine_contract import KEY, own_server
+from tests.media_helpers import Rig, rig
+from tests.model_helpers import assert_logprobs_close
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+SIZES = {
+    # vLLM computes heads of 32 channels or more on a CPU
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    # the logits of the usual range are so alike that any picture gives the same tokens
+    "initializer_range": 0.3,
+}
+PICTURE = ("image", (20, 30, 3))
+TWO = ("one ", PICTURE, " two ", ("image", (33, 17, 3)), "?")
+CLIP = (("video", (3, 16, 24, 3)), "and then?")
+LONG_CLIP = (("video", (40, 16, 24, 3)), "and then?")
+
+
+@dataclass
+class Subject:
+    engine: Engine
+    rig: Rig
+    family: str
+
+    def run(self, requests: list[Request], **sampling: Any) -> list[Rollout]:
+        return list(self.engine.generate(requests, SamplingConfig(**sampling)))
+
+    def greedy(self, prompt: Prompt, n: int = 8, **more: Any) -> Rollout:
+        [found] = self.run([Request(prompt, 1, greedy=True, **more)], max_new_tokens=n)
+        return found
+
+    def logits(self, rollout: Rollout) -> torch.Tensor:
+        """Of the response tokens, by the plain forward pass of transformers."""
+        prompt = rollout.prompt
+        ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids]])
+        types = torch.zeros_like(ids)
+        places = torch.arange(ids.shape[1]) < len(prompt.token_ids)
+        for number, kind in enumerate(("image", "video"), start=1):
+            types[(ids == self.rig.processor.tokens[kind]) & places] = number
+        media = {name: rows.values for name, rows in prompt.media.items()}
+        with torch.no_grad():
+            logits = self.rig.actor.model(ids, mm_token_type_ids=types, **media).logits
+        return logits[0, len(prompt.token_ids) - 1 : -1]
+
+    def check(self, rollout: Rollout) -> None:
+        logits = self.logits(rollout)
+        assert rollout.token_ids == logits.argmax(-1).tolist()
+        assert_logprobs_close(rollout.logprobs, logits.log_softmax(-1).amax(-1), logits)
+
+
+def engine_of(name: str, made: Rig, media: list[MediaKind] | None = None) -> Engine:
+    settings = EngineConfig(max_num_seqs=8)
+    if name == "native":
+        decoder = KVDecoder(made.actor.model).apart()
+        return NativeEngine(decoder, made.tokenizer, settings, shared=False)
+    model = ModelConfig(path=str(made.path))
+    kinds = media_kinds(model) if media is None else media
+    ends = [made.tokenizer.eos_token_id]
+    return VLLMEngine(model, made.tokenizer, settings, ends, torch.float32, media=kinds)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (name, family)
+        for name in ("native", *(["vllm"] if HAS_VLLM else []))
+        for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    ]
+    + [("http", "qwen2_5_vl")],
+    ids="-".join,
+)
+def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
+    name, family = request.param
+    if name == "http":
+        with served_subject(family, tmp_path_factory.mktemp("served")) as found:
+            yield found
+        return
+    sizes = {**SIZES, "head_dim": 32} if family == "qwen3_vl" else SIZES
+    made = rig(family, tmp_path_factory.mktemp("model"), **sizes)
+    engine = engine_of(name, made)
+    yield Subject(engine, made, family)
+    engine.close()
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def vllm(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
+    """An engine with vLLM, for what it alone refuses."""
+    sizes = {**SIZES, "head_dim": 32} if request.param == "qwen3_vl" else SIZES
+    made = rig(request.param, tmp_path_factory.mktemp("vllm"), **sizes)
+    engine = engine_of("vllm", made)
+    yield Subject(engine, made, request.param)
+    engine.close()
+
+
+@contextmanager
+def served_subject(family: str, folder: Path) -> Iterator[Subject]:
+    """An engine over ``lightrft serve``."""
+    made = rig(family, folder, **SIZES)
+    (folder / "keys").write_text("secret\n")
+    with own_server(made.path, folder / "keys") as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY, "secret")
+        settings = EngineConfig(kind="http", url=url, api_key_env=KEY, max_num_seqs=8)
+        engine = HTTPEngine.connect(settings, made.tokenizer, [made.tokenizer.eos_token_id])
+        engine.require_updates()
+        yield Subject(engine, made, family)
+        engine.close()
+
+
+def test_greedy_responses_to_media_are_those_of_transformers(subject: Subject) -> None:
+    rows = [("what?",), (PICTURE, "what is it?"), TWO]
+    if subject.family != "qwen3_vl":
+        rows += [CLIP, (PICTURE, *CLIP)]
+    if subject.family == "qwen2_5_vl":
+        # its time axis would be longer than its frames
+        rows = [*rows[:3], (("video", (2, 16, 24, 3)), "and then?")]
+    prompts = [subject.rig.prompt(str(k), *row, seed=k) for k, row in enumerate(rows)]
+    asked = [Request(prompt, k, greedy=True) for k, prompt in enumerate(prompts)]
+    found = subject.run(asked, max_new_tokens=8)
+    assert len(found) == len(prompts)
+    for rollout in found:
+        subject.check(rollout)
+
+
+def test_samples_to_a_picture_have_the_log_probs_of_transformers(subject: Subject) -> None:
+    prompt = subject.rig.prompt("0", *TWO)
+    found = subject.run([Request(prompt, k, k) for k in range(6)], max_new_tokens=6)
+    assert len({tuple(rollout.token_ids) for rollout in found}) > 1
+    # transformers takes a sampled placeholder for a picture
+    placeholders = set(subject.rig.processor.tokens.values())
+    plain = [rollout for rollout in found if not placeholders & set(rollout.token_ids)]
+    assert plain
+    for rollout in plain:
+        logits = subject.logits(rollout)
+        chosen = torch.tensor(rollout.token_ids)[:, None]
+        expected = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
+        assert_logprobs_close(rollout.logprobs, expected, logits)
+
+
+def test_equal_texts_with_other_pictures_get_other_responses(subject: Subject) -> None:
+    found = [subject.greedy(subject.rig.prompt("0", PICTURE, "?", seed=seed)) for seed in (0, 1)]
+    assert found[0].prompt.token_ids == found[1].prompt.token_ids
+    assert found[0].logprobs != found[1].logprobs
+    for rollout in found:
+        subject.check(rollout)
+
+
+def test_a_response_to_a_picture_is_resumed_to_the_same_tokens(subject: Subject) -> None:
+    prompt = subject.rig.prompt("0", *TWO)
+    whole = subject.greedy(prompt)
+    part = subject.greedy(prompt, pause_after_tokens=3)
+    assert part.token_ids == whole.token_ids[:3]
+    assert subject.greedy(prompt, partial=part).token_ids == whole.token_ids
+
+
+def test_new_weights_of_the_tower_alone_change_the_responses(subject: Subject) -> None:
+    prompt = subject.rig.prompt("0", *TWO)
+    before = subject.greedy(prompt)
+    model = subject.rig.actor.model
+    old = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    new = {n: t * 1.5 if ".visual." in n and t.ndim > 1 else t for n, t in old.items()}
+    try:
+        subject.engine.load_weights(new.items(), 3)
+        model.load_state_dict(new, strict=False)
+        after = subject.greedy(prompt)
+        assert after.logprobs != before.logprobs
+        subject.check(after)
+    finally:
+        subject.engine.load_weights(old.items(), 4)
+        model.load_state_dict(old, strict=False)
+    again = subject.greedy(prompt)
+    assert again.token_ids == before.token_ids
+    subject.check(again)
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
+def test_placeholders_that_vllm_expands_to_another_number_are_refused(vllm: Subject) -> None:
+    good, prompt = vllm.rig.prompt("good", "?"), vllm.rig.prompt("short", PICTURE, "?")
+    prompt.token_ids.remove(vllm.rig.processor.tokens["image"])
+    with pytest.raises(ModelError, match=r"vLLM expands prompt 'short' to .* differ from token"):
+        vllm.run([Request(good, 1), Request(prompt, 2)], max_new_tokens=4)
+    # the good one was aborted too, else these would be refused
+    vllm.engine.load_weights(vllm.rig.actor.model.named_parameters(), 5)
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
+def test_more_places_than_pictures_are_refused(vllm: Subject) -> None:
+    prompt = vllm.rig.prompt("more", PICTURE, "?")
+    prompt.token_ids += [5, vllm.rig.processor.tokens["image"]]
+    with pytest.raises(ModelError, match="vLLM cannot read the media of prompt 'more'"):
+        vllm.greedy(prompt)
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
+def test_a_video_longer_than_its_frames_is_refused_by_vllm(vllm: Subject) -> None:
+    prompt = vllm.rig.prompt("long", *LONG_CLIP)
+    named = "kind video" if vllm.family == "qwen3_vl" else "a video reaches position"
+    with pytest.raises(ConfigError, match=named) as found:
+        vllm.greedy(prompt)
+    assert "engine.kind=native" in str(found.value)
+
+
+def test_audio_through_lightrft_serve_gives_the_responses_of_the_native_engine(
+    tmp_path: Path,
+) -> None:
+    with served_subject("qwen2_audio", tmp_path) as subject:
+        prompt = subject.rig.prompt("0", ("audio", (16000,)), " or ", ("audio", (2500,)), "?")
+        expected = Subject(engine_of("native", subject.rig), subject.rig, "").greedy(prompt)
+        found = subject.greedy(prompt)
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_lightrft_serve_refuses_media_that_do_not_fit_the_placeholders(tmp_path: Path) -> None:
+    with served_subject("qwen2_vl", tmp_path) as subject:
+        prompt = subject.rig.prompt("0", PICTURE, "?")
+        prompt.token_ids.remove(subject.rig.processor.tokens["image"])
+        with pytest.raises(ConfigError, match="placeholders for image, and its media make"):
+            subject.greedy(prompt)
+        # the server goes on
+        assert len(subject.greedy(subject.rig.prompt("0", PICTURE, "?"))) == 8
+
+
+def test_a_family_that_was_not_compared_is_refused_at_the_start(tmp_path: Path) -> None:
+    made = rig("gemma3", tmp_path)
+    model = ModelConfig(path=str(made.path))
+    check_media(model, EngineConfig(kind="vllm"), set())
+    check_media(model, EngineConfig(), {"image"})
+    with pytest.raises(ConfigError, match="kind image for the model type gemma3"):
+        check_media(model, EngineConfig(kind="vllm"), {"image"})

@@ -1,0 +1,35 @@
+"""Whole runs on pictures that sample with vLLM: the log-probs are the trainer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.trainer.rl import run_rl
+from lightrft.utils.errors import ConfigError
+from tests.e2e.vllm.runs import lines
+from tests.media_helpers import save_tiny_media
+
+
+def test_a_run_on_pictures_trains_on_the_log_probs_that_vllm_sampled_from(
+    picture_tree: dict[str, Any], tmp_path: Path
+) -> None:
+    run_rl(build(RLConfig, picture_tree))
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-4
+
+
+def test_a_run_whose_media_vllm_cannot_serve_is_refused_before_a_model_is_loaded(
+    picture_tree: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny_media("gemma3", tmp_path / "other")
+    other = deep_merge(picture_tree, {"model": {"path": str(tmp_path / "other")}})
+    with pytest.raises(ConfigError, match="kind image for the model type gemma3") as found:
+        run_rl(build(RLConfig, other))
+    assert "engine.kind=native" in str(found.value)
+    assert not list(tmp_path.rglob("metrics.jsonl")) or not lines(tmp_path)
