@@ -18,7 +18,7 @@ SERVED_KINDS: Mapping[str, tuple[str, ...]] = {
     "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image",),
 }
-"""Kinds of media of each family whose tokens and log-probs were compared with the native engine's."""
+"""Kinds of media of each family whose responses were compared with those of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class MediaKind:
 
 
 def refuse_media(family: str, kinds: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if vLLM is not known to compute media of ``kinds`` as transformers does.
+    """Raise ``ConfigError`` unless vLLM is known to compute media of ``kinds`` as transformers.
 
     Args:
         family: The model type of the model.
