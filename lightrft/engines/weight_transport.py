@@ -405,7 +405,15 @@ def open_store(host: str, members: int, timeout: timedelta) -> dist.TCPStore:
 def backend_group(
     store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta
 ) -> Any:
-    """Build the backend of a process group, see ``group_of``. The members must be joining."""
+    """Build the backend of a process group.
+
+    Args:
+        store: Store that all members reach.
+        rank: Rank of this process in the group.
+        size: Number of members. They must be joining.
+        device: A CUDA device selects NCCL, any other Gloo.
+        patience: Timeout of joining and of each collective.
+    """
     if device.type != "cuda":
         group = dist.ProcessGroupGloo(store, rank, size, for_one_attempt(patience))
         # the constructor's timeout limits connecting; collectives may take longer
