@@ -25,9 +25,10 @@ from lightrft.engines.served.weight_buckets import read_bucket
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.trainer.inference import run_eval
-from lightrft.types import Prompt, Request, Rollout
+from lightrft.types import Prompt, Ragged, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client import server_client
+from lightrft.workers.media_checks import check_server_media
 from tests.model_helpers import byte_pairs
 from tests.serving_helpers import altered, free_port, model_server
 
@@ -239,10 +240,17 @@ def test_a_request_that_is_too_long_for_the_server_is_named(url: str) -> None:
         found.run(max_new_tokens=limit)
 
 
-def test_media_are_refused_before_anything_is_asked(url: str) -> None:
-    prompt = Prompt("p", [5, 6], media={"pixel_values": torch.zeros(1, 2)})
-    with pytest.raises(ConfigError, match="'p', which has media"):
-        opened(url).engine.generate([Request(prompt, 1)], SamplingConfig())
+def test_media_are_refused_by_a_model_of_texts_and_by_other_servers(url: str) -> None:
+    rows = Ragged(torch.zeros(1, 2), torch.tensor([1]))
+    asked = [Request(Prompt("p", [5, 6], media={"pixel_values": rows}), 1)]
+    engine = opened(url).engine
+    with pytest.raises(ConfigError, match="the model reads text alone"):
+        list(engine.generate(asked, SamplingConfig(max_new_tokens=4)))
+    engine.is_own = False
+    with pytest.raises(ConfigError, match="not lightrft serve, and cannot generate for prompt 'p'"):
+        engine.generate(asked, SamplingConfig(max_new_tokens=4))
+    with pytest.raises(ConfigError, match="prompts with media of kind image"):
+        check_server_media(engine, {"image"})
 
 
 def test_a_model_that_is_replaced_during_a_run_ends_it(url: str) -> None:
