@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
@@ -84,8 +85,10 @@ class HTTPEngine(ServedEngine):
         self.digest = ""
         self._first_digest = ""
         self._updates = False
-        # what the server held at first, what it must hold now, and the weights that ever differed
+        # what the server holds after a restart (empty if unknown), what it must hold now, and the
+        # weights that ever differed from the former
         self._first: Fingerprint = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._sums: Fingerprint = {}
         self._kept: dict[str, Tensor] = {}
         self._weights_lock = threading.Lock()
@@ -215,13 +218,13 @@ class HTTPEngine(ServedEngine):
             raise ConfigError(self.no_updates())
         read: Fingerprint = {}
         with self._weights_lock:
-            before = self._kept, self._sums
+            before = self._kept, self._sums, self.version
             try:
                 self._keep(self.whole(weights, read))
                 self.version = version
                 found = self._send()
             except BaseException as error:
-                self._kept, self._sums = before
+                self._kept, self._sums, self.version = before
                 if isinstance(error, Unanswered):
                     raise failure(error, self.where) from error
                 raise
@@ -232,13 +235,12 @@ class HTTPEngine(ServedEngine):
         return self.client.ask("GET", "/v1/weights")
 
     def _keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the ``weights`` that differ from those that the server held at first, or ever did.
+        """Copy the ``weights`` that a restarted server lacks, or ever lacked.
 
         They are copied in the server's dtypes.
         """
         kept, sums = dict(self._kept), dict(self._sums)
-        dtypes = {name: dtype_of(total) for name, total in self._first.items()}
-        for name, tensor in in_held_dtypes(weights, dtypes):
+        for name, tensor in in_held_dtypes(weights, self._dtypes):
             total = checksum(tensor)
             differs = total != (sums if name in kept else self._first).get(name)
             sums[name] = total
@@ -294,7 +296,10 @@ class HTTPEngine(ServedEngine):
             if not error.refused:
                 raise failure(error, self.where) from error
             raise ConfigError(f"{self.no_updates()} ({error})") from error
-        self._first_digest, self._first = held["digest"], held["fingerprint"]
+        self._first_digest, found = held["start_digest"], held["fingerprint"]
+        self._dtypes = {name: dtype_of(total) for name, total in found.items()}
+        # an earlier run may have updated this server
+        self._first = dict(found) if held["digest"] == self._first_digest else {}
         self._updates = True
 
     def no_updates(self) -> str:

@@ -48,7 +48,7 @@ class WeightUpdates:
     ) -> None:
         self.engine = engine
         self.loop = loop
-        self.digest = digest
+        self.digest = self._start = digest
         self.replaced = replaced
         self.tokens = tokens
         self.largest = largest
@@ -71,10 +71,14 @@ class WeightUpdates:
         ]
 
     def held(self, call: HTTPCall) -> dict[str, object]:
-        """Return version, digest and checksums of the weights."""
+        """Return version, digest and checksums of the weights.
+
+        ``start_digest`` is that of the weights that the server has after a restart.
+        """
         return {
             "version": self.engine.version,
             "digest": self.digest,
+            "start_digest": self._start,
             "fingerprint": self._fingerprint(),
             "is_whole": not self._update,
         }

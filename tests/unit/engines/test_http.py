@@ -349,6 +349,33 @@ def test_an_update_sends_only_what_the_server_lacks_and_all_of_it_after_a_restar
         assert sent == [second, third]
 
 
+def test_a_run_on_a_server_that_another_run_updated_survives_its_restart(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    (tmp_path / "keys").write_text("secret\n")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    keys = {"weights_token_file": str(tmp_path / "keys")}
+    limits = SamplingConfig(max_new_tokens=3)
+    with model_server(folder, **keys) as (url, _):
+        earlier = opened(url, api_key_env=KEY).engine
+        earlier.require_updates()
+        weights = {name: tensor * 2 for name, tensor in start.items()}
+        earlier.load_weights(weights.items(), 7)
+        engine = opened(url, api_key_env=KEY).engine
+        engine.require_updates()
+        # the server holds all of them already
+        engine.load_weights(weights.items(), 1)
+        [expected] = engine.generate(requests(1), limits)
+    with model_server(folder, **keys) as (other, _):
+        engine.client = opened(other, api_key_env=KEY).engine.client
+        [found] = engine.generate(requests(1), limits)
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        assert engine.counts["weights_resent"] == 1
+
+
 def test_weights_that_do_not_fit_are_refused_and_the_server_answers_no_one_until_they_do(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
