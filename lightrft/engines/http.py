@@ -276,16 +276,14 @@ class HTTPEngine(ServedEngine):
     def _checked(self, found: Mapping[str, str]) -> Fingerprint:
         """Return ``found``, the checksums of the server's weights.
 
-        Raises:
-            ModelError: With merged adapters, which no caller can compare, some differ.
+        Raises ``ModelError`` if one is not that of the weights that were sent.
         """
-        if self.lora is not None:
-            for name, total in self._sums.items():
-                if found.get(name) != total:
-                    raise ModelError(
-                        f"weights of version {self.version} were not transferred: {self.where} "
-                        f"holds another {name!r} than the merged one"
-                    )
+        for name, total in self._sums.items():
+            if found.get(name) != total:
+                raise ModelError(
+                    f"weights of version {self.version} were not transferred: {self.where} holds "
+                    f"another {name!r} than the trainer"
+                )
         return dict(found)
 
     def require_updates(self) -> None:
