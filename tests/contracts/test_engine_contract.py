@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,11 +287,11 @@ def test_a_response_that_nobody_watches_is_aborted(subject: Subject) -> None:
 def test_a_short_response_is_yielded_before_a_long_one_ends(subject: Subject) -> None:
     [prompt] = prompts(subject, 1)
     # long enough for a server whose streams arrive by threads of their own
-    long = Request(prompt, 1, greedy=True, max_new_tokens=200)
+    long = Request(prompt, 1, greedy=True, max_new_tokens=240)
     short = Request(prompt, 2, greedy=True, max_new_tokens=2)
-    stream = iter(subject.engine.generate([long, short], SamplingConfig()))
-    assert next(stream).seed == 2
-    assert next(stream).seed == 1
+    with closing(subject.engine.generate([long, short], SamplingConfig())) as stream:
+        assert next(stream).seed == 2
+        assert next(stream).seed == 1
 
 
 def test_an_iterator_that_is_dropped_leaves_nothing_behind(subject: Subject) -> None:

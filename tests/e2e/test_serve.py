@@ -49,7 +49,13 @@ def test_the_client_of_openai_reads_every_kind_of_answer(url):
     )
     said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert said == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        whole.usage.prompt_tokens,
+        whole.usage.completion_tokens,
+    )
+    # all but the last token of the prompt were computed for the first request
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
     extra = client.chat.completions.create(**given, extra_body={"return_token_ids": True})
     choice: Any = extra.choices[0]
     assert len(choice.token_ids) == len(choice.sampled_logprobs) == whole.usage.completion_tokens

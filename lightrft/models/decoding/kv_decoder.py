@@ -115,6 +115,7 @@ class KVDecoder:
 
         Raises ``ModelError`` for a name or a shape that is not the model's.
         """
+        self.forget_prefixes()
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
             here = parameters.get(name)

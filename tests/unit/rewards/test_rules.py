@@ -47,6 +47,7 @@ def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scor
         "experts",
         "drafted",
         "accepted",
+        "reused_tokens",
     }
     assert names(PromptView) == names(Prompt) - {"media", "attachments", "request"}
     prompt = Prompt("a", [1], "b", "c", "d", "e", {"f": 1})
