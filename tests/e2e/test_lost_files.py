@@ -79,6 +79,14 @@ def test_metrics_that_are_removed_are_written_again(run, tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
+def remove_folder(folder: Path) -> None:
+    for _ in range(5):
+        # the run may write a file into it at this moment
+        with suppress(OSError):
+            shutil.rmtree(folder)
+            return
+
+
 @pytest.mark.parametrize(
     "name", ["rollouts", "tensorboard", "checkpoints", "log.txt", "config.yaml"]
 )
@@ -87,11 +95,7 @@ def test_a_part_of_the_folder_that_is_removed_ends_in_a_message_or_not_at_all(ru
         if not (folder / name).is_dir():
             (folder / name).unlink(missing_ok=True)
             return
-        for _ in range(5):
-            # The run may write a file into it at this moment.
-            with suppress(OSError):
-                shutil.rmtree(folder / name)
-                return
+        remove_folder(folder / name)
 
     outcome = run(remove)
     assert "Traceback" not in outcome.err
@@ -102,7 +106,7 @@ def test_a_part_of_the_folder_that_is_removed_ends_in_a_message_or_not_at_all(ru
 
 
 def test_a_run_whose_folder_is_removed_says_so_and_does_not_make_another(run, tmp_path):
-    assert_ended(run(shutil.rmtree), str(tmp_path / "run"), "No such file or directory")
+    assert_ended(run(remove_folder), str(tmp_path / "run"), "No such file or directory")
     assert not (tmp_path / "run").exists()
 
 
