@@ -88,11 +88,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(
-    args: argparse.Namespace, prompt_tokens: int
-) -> tuple[PreTrainedModel, list[Prompt], torch.Tensor]:
-    model = tiny_model(
-        args.family,
+def sized_model(family: str, args: argparse.Namespace, positions: int) -> PreTrainedModel:
+    """A model of ``family`` for ``positions`` tokens, in the sizes of the command line, without an end token."""
+    return tiny_model(
+        family,
         vocab_size=args.vocabulary,
         hidden_size=args.hidden,
         num_hidden_layers=args.layers,
@@ -100,8 +99,26 @@ def build(
         num_key_value_heads=max(1, args.hidden // 64),
         intermediate_size=args.hidden * 11 // 4,
         eos_token_id=None,
-        max_position_embeddings=prompt_tokens + args.longest,
+        max_position_embeddings=positions,
     )
+
+
+def conditions(family: str, args: argparse.Namespace) -> dict[str, str]:
+    """What a result depends on besides its work: the load of the machine, versions and the model."""
+    return {
+        "load": f"{os.getloadavg()[1]:.1f} on average over the last five minutes, this benchmark "
+        "included",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"python {platform.python_version()}",
+        "model": f"{family}, {args.layers} layers of {args.hidden}, vocabulary {args.vocabulary}, "
+        "float32",
+    }
+
+
+def build(
+    args: argparse.Namespace, prompt_tokens: int
+) -> tuple[PreTrainedModel, list[Prompt], torch.Tensor]:
+    model = sized_model(args.family, args, prompt_tokens + args.longest)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(
         4, args.vocabulary, (args.prompts, prompt_tokens), generator=generator
@@ -337,12 +354,7 @@ def report(args: argparse.Namespace, found: list[Measured], failed: list[str]) -
     _, _, lengths = build(args, args.prompt_tokens[0])
     about = {
         "machine": f"{args.machine}, {platform.system()}, {os.cpu_count()} cores",
-        "load": f"{os.getloadavg()[1]:.1f} on average over the last five minutes, this benchmark "
-        "included",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"python {platform.python_version()}",
-        "model": f"{args.family}, {args.layers} layers of {args.hidden}, vocabulary "
-        f"{args.vocabulary}, float32",
+        **conditions(args.family, args),
         "work": f"{args.prompts} prompts x {args.answers} responses; lengths lognormal, median "
         f"{args.median:g}, sigma {args.sigma:g}: mean {lengths.float().mean():.0f}, longest "
         f"{int(lengths.max())}",

@@ -23,13 +23,13 @@ for _variable, _value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
+from benchmarks.generate import conditions, sized_model
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
-from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.types import Prompt, Request
 
 
@@ -50,21 +50,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--machine", default=f"{platform.machine()}-{os.cpu_count()}cores")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args()
-
-
-def build(args: argparse.Namespace) -> PreTrainedModel:
-    turn = args.question_tokens + args.answer_tokens
-    return tiny_model(
-        "qwen2",
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 32,
-        num_key_value_heads=max(1, args.hidden // 64),
-        intermediate_size=args.hidden * 11 // 4,
-        eos_token_id=None,
-        max_position_embeddings=args.system_tokens + args.turns * turn,
-    )
 
 
 def converse(
@@ -101,7 +86,8 @@ def converse(
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    model = build(args)
+    turn = args.question_tokens + args.answer_tokens
+    model = sized_model("qwen2", args, args.system_tokens + args.turns * turn)
     for keeps in (False, True):
         converse(args, model, keeps=keeps)  # warms up
     rounds: dict[bool, list[list[float]]] = {False: [], True: []}
@@ -122,12 +108,7 @@ def report(
     command = f"python benchmarks/turns.py {' '.join(sys.argv[1:])}".strip()
     about = {
         "machine": f"{args.machine}, {args.threads} threads",
-        "load": f"{os.getloadavg()[1]:.1f} on average over the last five minutes, this benchmark "
-        "included",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"python {platform.python_version()}",
-        "model": f"qwen2, {args.layers} layers of {args.hidden}, vocabulary {args.vocabulary}, "
-        "float32",
+        **conditions("qwen2", args),
         "work": f"{args.conversations} conversations of {args.turns} turns; system prompt "
         f"{args.system_tokens}, question {args.question_tokens}, response {args.answer_tokens} "
         "tokens",
