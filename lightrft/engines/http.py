@@ -149,9 +149,9 @@ class HTTPEngine(ServedEngine):
             "stream": True,
         }
         if self.is_own:
-            # the same stop strings as here, so that the server does not go on
             if request.prompt.media:
                 shared["media"] = media_to_base64(request.prompt.media)
+            # the same stop strings as here, so that the server does not go on
             return {**shared, "stop": sampling.stop, "seeds": [one.seed for one in responses]}
         return {**shared, "seed": first.seed, "ignore_eos": True, "logprobs": 0}
 
@@ -220,7 +220,8 @@ class HTTPEngine(ServedEngine):
         with self._weights_lock:
             before = self._kept, self._sums, self.version
             try:
-                self._keep(self.whole(weights, read))
+                # without adapters, ``_keep`` computes the only checksums
+                self._keep(weights if self.lora is None else self.whole(weights, read))
                 self.version = version
                 found = self._send()
             except BaseException as error:
