@@ -24,15 +24,7 @@ from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client import server_client
 from tests import warm
 from tests.e2e.command import ROOT
-from tests.e2e.test_sglang_engine import (
-    answers,
-    half_done,
-    of_the_wrong_layer,
-    on,
-    opened,
-    skipped,
-    with_swapped_shards,
-)
+from tests.e2e.test_sglang_engine import FAULTS, answers, assert_fault_stops, on, opened
 from tests.serving_helpers import free_port, wait_for
 from tests.sglang_server import SGLangServer, sglang_server
 
@@ -219,24 +211,12 @@ def test_a_server_that_does_not_join_is_named_with_the_way_out_at_once(served: S
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize(
-    "fault", [skipped, half_done, of_the_wrong_layer, with_swapped_shards], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_broadcast_that_goes_wrong_stops_the_run_at_its_first_batch(
     fault: Callable[[Weights], Weights], rl_tree: dict[str, Any], served: Served, tmp_path: Path
 ) -> None:
     url, server = served
-    updates: list[int] = []
-
-    def broken(weights: Weights) -> Weights:
-        updates.append(1)
-        # the first update sends the weights that the run starts with
-        return weights if len(updates) == 1 else fault(weights)
-
-    server.broken = broken
-    with pytest.raises(ModelError, match="Cause: "):
-        run_rl(build(RLConfig, by_broadcast(rl_tree, url, tmp_path)))
-    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) <= 1
+    assert_fault_stops(fault, server, by_broadcast(rl_tree, url, tmp_path), tmp_path / "run")
 
 
 def test_a_server_in_another_process_receives_them_also_after_it_was_killed(

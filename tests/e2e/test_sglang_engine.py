@@ -180,13 +180,13 @@ def with_swapped_shards(weights: Weights) -> Weights:
     }
 
 
-@pytest.mark.parametrize(
-    "fault", [skipped, half_done, of_the_wrong_layer, with_swapped_shards], ids=lambda f: f.__name__
-)
-def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
-    fault: Callable[[Weights], Weights], rl_tree: dict[str, Any], served: Served, tmp_path: Path
+FAULTS = [skipped, half_done, of_the_wrong_layer, with_swapped_shards]
+
+
+def assert_fault_stops(
+    fault: Callable[[Weights], Weights], server: SGLangServer, tree: dict[str, Any], run: Path
 ) -> None:
-    url, server = served
+    """Assert that a run ends at its first batch after an update that goes wrong."""
     updates: list[int] = []
 
     def broken(weights: Weights) -> Weights:
@@ -196,8 +196,16 @@ def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
 
     server.broken = broken
     with pytest.raises(ModelError, match="Cause: "):
-        run_rl(build(RLConfig, on(rl_tree, url, tmp_path)))
-    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) <= 1
+        run_rl(build(RLConfig, tree))
+    assert len(read_rows(run / "metrics.jsonl")) <= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
+    fault: Callable[[Weights], Weights], rl_tree: dict[str, Any], served: Served, tmp_path: Path
+) -> None:
+    url, server = served
+    assert_fault_stops(fault, server, on(rl_tree, url, tmp_path), tmp_path / "run")
 
 
 def test_weights_that_another_run_replaces_end_the_run(served: Served, tmp_path: Path) -> None:

@@ -51,6 +51,15 @@ def url(folder: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with the token that the variable of ``KEY`` holds."""
+    monkeypatch.setenv(KEY, "secret")
+    file = tmp_path / "keys"
+    file.write_text("secret\n")
+    return file
+
+
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "FIRST_WAIT", 0.01)
@@ -218,14 +227,10 @@ def test_a_refused_port_ends_the_run_after_the_deadline() -> None:
         opened(f"http://127.0.0.1:{free_port()}", deadline=0.3)
 
 
-def test_a_key_that_expires_ends_the_run_at_once(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(KEY, "secret")
-    (tmp_path / "keys").write_text("secret\n")
-    with model_server(folder, http={"token_file": str(tmp_path / "keys")}) as (url, _):
+def test_a_key_that_expires_ends_the_run_at_once(folder: Path, keys: Path) -> None:
+    with model_server(folder, http={"token_file": str(keys)}) as (url, _):
         found = opened(url, api_key_env=KEY, deadline=600.0)
-        (tmp_path / "keys").write_text("secret 2020-01-01T00:00:00Z\n")
+        keys.write_text("secret 2020-01-01T00:00:00Z\n")
         with pytest.raises(ConfigError, match=r"status 401: .*the token expired"):
             found.run()
 
@@ -286,10 +291,8 @@ def test_an_endpoint_of_text_alone_evaluates_if_nothing_compares_its_log_probs(
 
 
 def test_an_update_that_the_server_forgets_begins_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KEY, "secret")
-    (tmp_path / "keys").write_text("secret\n")
     put, updates = http._put, []
 
     def interrupted(client: Any, update: str, number: int, bucket: bytes) -> None:
@@ -301,7 +304,7 @@ def test_an_update_that_the_server_forgets_begins_again(
 
     monkeypatch.setattr(http, "_put", interrupted)
     limits = {"max_body_mb": 0.05}
-    with model_server(folder, weights_token_file=str(tmp_path / "keys"), http=limits) as (url, _):
+    with model_server(folder, weights_token_file=str(keys), http=limits) as (url, _):
         engine = opened(url, api_key_env=KEY).engine
         engine.require_updates()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -313,10 +316,8 @@ def test_an_update_that_the_server_forgets_begins_again(
 
 
 def test_an_update_sends_only_what_the_server_lacks_and_all_of_it_after_a_restart(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KEY, "secret")
-    (tmp_path / "keys").write_text("secret\n")
     put, sent = http._put, []
 
     def counted(client: Any, update: str, number: int, bucket: bytes) -> None:
@@ -328,8 +329,7 @@ def test_an_update_sends_only_what_the_server_lacks_and_all_of_it_after_a_restar
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    keys = {"weights_token_file": str(tmp_path / "keys")}
-    with model_server(folder, **keys) as (url, _):
+    with model_server(folder, weights_token_file=str(keys)) as (url, _):
         engine = opened(url, api_key_env=KEY).engine
         engine.require_updates()
         engine.load_weights(weights.items(), 0)
@@ -342,7 +342,7 @@ def test_an_update_sends_only_what_the_server_lacks_and_all_of_it_after_a_restar
             assert found == checksums(weights.items())
             assert sent == [name]
             sent.clear()
-    with model_server(folder, **keys) as (other, _):
+    with model_server(folder, weights_token_file=str(keys)) as (other, _):
         engine.client = opened(other, api_key_env=KEY).engine.client
         weights[third] = weights[third] * 2
         assert engine.load_weights(weights.items(), 4) == checksums(weights.items())
@@ -350,15 +350,12 @@ def test_an_update_sends_only_what_the_server_lacks_and_all_of_it_after_a_restar
 
 
 def test_a_run_on_a_server_that_another_run_updated_survives_its_restart(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, keys: Path
 ) -> None:
-    monkeypatch.setenv(KEY, "secret")
-    (tmp_path / "keys").write_text("secret\n")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     start = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    keys = {"weights_token_file": str(tmp_path / "keys")}
     limits = SamplingConfig(max_new_tokens=3)
-    with model_server(folder, **keys) as (url, _):
+    with model_server(folder, weights_token_file=str(keys)) as (url, _):
         earlier = opened(url, api_key_env=KEY).engine
         earlier.require_updates()
         weights = {name: tensor * 2 for name, tensor in start.items()}
@@ -368,7 +365,7 @@ def test_a_run_on_a_server_that_another_run_updated_survives_its_restart(
         # the server holds all of them already
         engine.load_weights(weights.items(), 1)
         [expected] = engine.generate(requests(1), limits)
-    with model_server(folder, **keys) as (other, _):
+    with model_server(folder, weights_token_file=str(keys)) as (other, _):
         engine.client = opened(other, api_key_env=KEY).engine.client
         [found] = engine.generate(requests(1), limits)
         assert found.token_ids == expected.token_ids
@@ -377,11 +374,9 @@ def test_a_run_on_a_server_that_another_run_updated_survives_its_restart(
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_server_answers_no_one_until_they_do(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, keys: Path
 ) -> None:
-    monkeypatch.setenv(KEY, "secret")
-    (tmp_path / "keys").write_text("secret\n")
-    with model_server(folder, weights_token_file=str(tmp_path / "keys")) as (url, _):
+    with model_server(folder, weights_token_file=str(keys)) as (url, _):
         assert httpx.post(f"{url}/v1/weights/begin", json={"version": 1}).status_code == 401
         engine = opened(url, api_key_env=KEY).engine
         engine.require_updates()
