@@ -47,11 +47,13 @@ class Passing(Exception):
     Args:
         problem: The cause.
         pause: Fewest seconds before the next trial.
+        broken: The server does not work. Otherwise the trial counts as an answer.
     """
 
-    def __init__(self, problem: str, pause: float = 0.0) -> None:
+    def __init__(self, problem: str, pause: float = 0.0, *, broken: bool = False) -> None:
         super().__init__(problem)
         self.pause = pause
+        self.broken = broken
 
 
 class OpenStream:
@@ -213,6 +215,8 @@ class ServerClient:
                 self._check(answer)
                 with handle.over(answer):
                     for event in self._events(answer, handle):
+                        # it answers, and ``take`` may ask it in turn
+                        self.breaker.succeeded()
                         if take(event):
                             trials.progressed()
                             self._news = time.monotonic()
@@ -277,6 +281,10 @@ class ServerClient:
                 result = trial(max(shortest, end() - time.monotonic()))
             except Passing as error:
                 problem, pause = str(error), max(trials.wait, error.pause)
+                if error.broken:
+                    self.breaker.failed(problem)
+                else:
+                    self.breaker.succeeded()
             except (httpx.TransportError, ValueError) as error:
                 problem, pause = f"{type(error).__name__}: {error}", trials.wait
                 self.breaker.failed(problem)
@@ -314,12 +322,10 @@ class ServerClient:
             pause: Fewest seconds before a repetition.
         """
         problem = f"status {status}: {text}"
-        if status in self.passing or status < httpx.codes.INTERNAL_SERVER_ERROR:
-            self.breaker.succeeded()
-        else:
-            self.breaker.failed(problem)
-        if status in self.passing or status >= httpx.codes.INTERNAL_SERVER_ERROR:
+        if status in self.passing:
             raise Passing(problem, pause)
+        if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+            raise Passing(problem, pause, broken=True)
         refusal = Unanswered(f"{self.url} refused the request: {problem}")
         refusal.refused = True
         raise refusal

@@ -28,6 +28,7 @@ from lightrft.trainer.inference import run_eval
 from lightrft.types import Prompt, Ragged, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client import server_client
+from lightrft.utils.http_client.server_client import OpenStream, Passing
 from lightrft.workers.media_checks import check_server_media
 from tests.model_helpers import byte_pairs
 from tests.serving_helpers import altered, free_port, model_server
@@ -197,6 +198,24 @@ def test_a_stream_that_stalls_is_asked_for_again_and_gives_the_same_tokens(
     assert {s: r.token_ids for s, r in rollouts.items()} == {
         s: r.token_ids for s, r in expected.items()
     }
+
+
+def test_a_stream_that_answers_lets_other_requests_through_even_if_it_is_rejected(url: str) -> None:
+    client = opened(url, deadline=3.0).engine.client
+    for _ in range(client.breaker.after):
+        client.breaker.failed("silent")
+    events: list[Any] = []
+
+    def take(event: Any) -> bool:
+        events.append(event)
+        if len(events) == 1:
+            assert client.ask("GET", "/v1/models")["data"]
+            raise Passing("these are other weights")
+        return True
+
+    body = {"prompt": [5, 6], "max_tokens": 1, "stream": True}
+    client.stream("/v1/completions", lambda: body, take, 10.0, OpenStream())
+    assert len(events) > 1 and client.breaker.silent_for == 0
 
 
 def test_a_watched_response_is_seen_once_in_spite_of_a_broken_stream(url: str) -> None:
