@@ -193,6 +193,11 @@ class EngineConfig(Settings):
     when memory runs out during generation."""
     max_num_seqs: int = Field(256, ge=1)
     """Most responses that grow at once."""
+    quantization: Literal["fp8_per_channel"] | None = None
+    """Quantization of the weights that responses are sampled from. ``fp8_per_channel`` rounds each
+    row of each linear layer to FP8, and the inputs of these layers too. Training keeps its own
+    weights, and each update quantizes them again. Every FP8 value is compared after each update.
+    ``null`` quantizes nothing. For ``vllm``."""
     speculative: SpeculativeConfig | None = None
     """Speculative decoding; ``null`` decodes a token per step. It pays where few responses grow at
     once and their text repeats itself or the prompt. For ``native``."""
@@ -201,7 +206,7 @@ class EngineConfig(Settings):
     they differ. The check runs on the first batch, and after each weight update of an engine with
     separate weights. It uses the batch that follows, or with ``rollout.staleness`` a few tokens
     generated at once. It costs a forward of a few rows. Turn it off for an engine that is meant to
-    differ, e.g. one with quantised weights."""
+    differ."""
     url: str | None = None
     """Address of the server, such as ``http://host:8000``: ``lightrft serve``, or vLLM with
     ``--logprobs-mode processed_logprobs``; for ``sglang``, SGLang."""
@@ -245,6 +250,15 @@ class EngineConfig(Settings):
                     f"engine.{name} = {getattr(self, name)} needs engine.kind http, which is "
                     f"{self.kind}; set engine.kind=http, or leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _quantizes_in_vllm(self) -> EngineConfig:
+        if self.quantization is not None and self.kind != "vllm":
+            raise ValueError(
+                f"engine.quantization = {self.quantization} is for vLLM, and engine.kind is "
+                f"{self.kind}; set engine.kind=vllm, or leave out engine.quantization"
+            )
         return self
 
     @model_validator(mode="after")

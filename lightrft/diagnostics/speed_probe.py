@@ -22,7 +22,13 @@ from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.rollout.collate import collate
-from lightrft.rollout.logprob_check import Agreement, agreement, batch_of, compare_logprobs
+from lightrft.rollout.logprob_check import (
+    Agreement,
+    agreement,
+    batch_of,
+    coarsest,
+    compare_logprobs,
+)
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.workers.local import local_policy
@@ -239,6 +245,7 @@ def _agreement(
     found = compare_logprobs(actor, batch, config.sampling, None)
     if found is None:
         return reason, None
+    found.dtype = coarsest(found.dtype, config.engine)
     return reason, agreement(actor, found, config.sampling, None)
 
 

@@ -32,6 +32,7 @@ from lightrft.engines.requests import (
     response_room,
 )
 from lightrft.engines.stop_strings import StopStrings
+from lightrft.engines.vllm_parts.fp8_weights import FP8Weights
 from lightrft.engines.vllm_parts.media import MediaKind, VLLMMedia
 from lightrft.engines.vllm_parts.options import llm_options
 from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
@@ -97,7 +98,8 @@ class VLLMEngine:
         self._vllm = import_vllm()
         self._ends = sorted(set(ends))
         self._llm = self._load(model, dtype, reads_media=bool(media))
-        self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes)
+        fp8 = FP8Weights(self._llm, dtype) if config.quantization is not None else None
+        self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes, fp8)
         self._core = self._llm.llm_engine
         family = self._llm.model_config.hf_config.model_type
         self._media = VLLMMedia(self._vllm, self._llm, family, media) if media else None

@@ -226,7 +226,7 @@ class AsyncGenerator:
         probe = None
         # The trainer can only compute the logits of its current weights.
         if self._check_logprobs and version == step:
-            probe = WeightProbe.of(groups, self._settings.sampling, version)
+            probe = WeightProbe.of(groups, self._settings.sampling, version, self._settings.engine)
         part = None
         if self._prefetcher is not None:
             part = self._prefetcher.submit(batch, version, weights, probe)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightrft.config.rollout import RolloutConfig
-from lightrft.config.strategy import SamplingConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.distributed.process_group import ProcessGroup, run_with_keepalive
 from lightrft.engines.base import Engine, never_stop
 from lightrft.observability.timers import Timers
@@ -65,6 +65,7 @@ class CollectSettings:
         sampling: The settings ``sampling``.
         judge: Decides which responses of a group are trained on. Called once for each group.
         seed: The setting ``run.seed``.
+        engine: The settings ``engine``.
         greedy: Each group has a greedy response too, for its reward alone.
     """
 
@@ -72,6 +73,7 @@ class CollectSettings:
     sampling: SamplingConfig
     judge: Callable[[Sequence[Rollout]], FilterResult]
     seed: int
+    engine: EngineConfig
     greedy: bool = False
 
 

@@ -31,6 +31,7 @@ ROWS = 4
 """Number of responses of a batch that are compared."""
 
 ROUNDING = {
+    torch.float8_e4m3fn: 2**-4,
     torch.bfloat16: 2**-8,
     torch.float16: 2**-11,
     torch.float32: 2**-11,
@@ -41,9 +42,15 @@ ROUNDING = {
 Float32 matmuls may use TF32, and the engine reports float32 in any case.
 """
 
-HALF = (torch.bfloat16, torch.float16)
+COARSE = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+"""Types in which the mean difference counts."""
 REMOVED = 0.05
 """Fraction of tokens, rounded up, that the trainer's filter may remove by rounding alone."""
+
+
+def coarsest(dtype: torch.dtype, engine: EngineConfig) -> torch.dtype:
+    """Return the coarser of ``dtype`` and the type of the weights that ``engine`` samples from."""
+    return dtype if engine.quantization is None else torch.float8_e4m3fn
 
 
 def gap_bound(dtype: torch.dtype, layers: int) -> float:
@@ -87,8 +94,8 @@ class LogprobComparison:
     def gap(self, sampling: SamplingConfig) -> float:
         """Return the difference in nats if the engine sampled by ``sampling``.
 
-        It is the largest difference, or the mean in half precision. The difference of a greedy
-        token is the distance of its logit from the largest logit.
+        It is the largest difference, or the mean in half precision and FP8. The difference of a
+        greedy token is the distance of its logit from the largest logit.
         """
         likeliest = sampling.model_copy(update={"temperature": 0.0})
         gaps = torch.empty_like(self.reported)
@@ -129,7 +136,7 @@ class LogprobComparison:
     def _summed_up(self, gaps: Tensor) -> float:
         if not len(gaps):
             return 0.0
-        return float(gaps.mean() if self.dtype in HALF else gaps.max())
+        return float(gaps.mean() if self.dtype in COARSE else gaps.max())
 
 
 AllowedTokens = Callable[[list[int], list[int], int], Tensor]
@@ -449,6 +456,7 @@ def check_batch(
         found = compare_logprobs(roles.actor, batch, sampling, version)
     if found is None:
         return
+    found.dtype = coarsest(found.dtype, engine)
 
     def unequal() -> str:
         return unequal_weight(roles.engine_fingerprint, roles.weights())
@@ -565,6 +573,8 @@ class CheckedEngine:
         if sampling.constraint is not None and isinstance(self.engine, NativeEngine):
             allowed = self.engine.constrained_tokens(rollouts, sampling).at
         found = compare_logprobs(self.actor, batch, sampling, None, allowed)
+        if found is not None:
+            found.dtype = coarsest(found.dtype, self.config)
         refuse_gap(self.actor, found, sampling, None)
 
 

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lightrft.config.strategy import SamplingConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Engine
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import GREEDY
@@ -23,6 +23,7 @@ from lightrft.rollout.generation import no_op
 from lightrft.rollout.logprob_check import (
     LogprobComparison,
     batch_of,
+    coarsest,
     logits_at,
     refuse_gap,
     refuse_weights,
@@ -44,6 +45,7 @@ class WeightProbe:
         version: Version of the weights.
         sampling: The sampling settings.
         responses: The first tokens of responses that older weights sampled.
+        engine: The settings ``engine``.
         answers: The tokens that the engine samples in their place.
         logits: ``[n, V]``. The trainer's logits of the first n tokens of ``responses``.
         dtype: The coarsest type used to compute ``logits``.
@@ -52,6 +54,7 @@ class WeightProbe:
     version: int
     sampling: SamplingConfig
     responses: list[Rollout]
+    engine: EngineConfig = field(default_factory=EngineConfig)
     answers: list[Rollout] = field(default_factory=list)
     logits: Tensor | None = None
     dtype: torch.dtype = torch.float32
@@ -61,6 +64,7 @@ class WeightProbe:
         groups: Sequence[Sequence[Rollout]],
         sampling: SamplingConfig,
         version: int,
+        engine: EngineConfig | None = None,
     ) -> WeightProbe | None:
         """Build a probe from ``groups``.
 
@@ -68,6 +72,7 @@ class WeightProbe:
             groups: Responses of the last batch.
             sampling: The sampling settings.
             version: Version of the weights.
+            engine: The settings ``engine``. ``None`` for an engine that quantizes nothing.
 
         Returns:
             The probe. ``None`` if the groups have no tokens, or have tokens of ``version``, which
@@ -80,7 +85,8 @@ class WeightProbe:
         if not begun:
             return None
         # The trainer's logits do not suppress end tokens, so the engine must not either.
-        return WeightProbe(version, sampling.model_copy(update={"min_new_tokens": 0}), begun)
+        free = sampling.model_copy(update={"min_new_tokens": 0})
+        return WeightProbe(version, free, begun, engine or EngineConfig())
 
     def ask(self, engine: Engine, keep_alive: Callable[[], None] = no_op) -> None:
         """Sample the probe's tokens with ``engine``, which must have the weights of ``version``.
@@ -103,7 +109,8 @@ class WeightProbe:
         with roles.strategy.gathered(actor):
             batch = batch_of(self.responses).to(actor.device)
             places = torch.arange(min(batch.tokens, room(actor)), device=actor.device)
-            logits, self.dtype = logits_at(actor, batch, places)
+            logits, dtype = logits_at(actor, batch, places)
+        self.dtype = coarsest(dtype, self.engine)
         self.logits = logits.cpu()
 
     def compared(self) -> LogprobComparison | None:

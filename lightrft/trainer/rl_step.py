@@ -95,7 +95,12 @@ def collect_settings(config: RLConfig, requirements: Requirements) -> CollectSet
         least=2 if requirements.groups else 1,
     )
     return CollectSettings(
-        config.rollout, config.sampling, judge, config.run.seed, requirements.greedy
+        config.rollout,
+        config.sampling,
+        judge,
+        config.run.seed,
+        config.engine,
+        requirements.greedy,
     )
 
 

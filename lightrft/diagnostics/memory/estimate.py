@@ -339,7 +339,12 @@ def vllm_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
     _, width = heads_of(policy.text)
     widths = [width] * policy.text.num_hidden_layers
     cache = key_value_cache(engine.max_cache_tokens, widths, policy.itemsize)
-    return {"vLLM's weights": held(policy.parameters).weights, "vLLM's cache": float(cache)}
+    weights = held(policy.parameters).weights
+    if engine.quantization is not None:
+        # a byte per weight of the blocks; the scales and norms are small
+        _, blocks = policy.units(1)
+        weights -= sum(blocks) * (1 - 1 / policy.itemsize)
+    return {"vLLM's weights": weights, "vLLM's cache": float(cache)}
 
 
 def _left_whole(

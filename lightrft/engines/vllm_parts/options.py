@@ -10,6 +10,7 @@ import torch
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.vllm_parts.media import media_options
+from lightrft.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ def llm_options(
         dtype: Type of the weights and of the computation.
         ranks: Number of ranks of the run. Each has a replica.
         reads_media: The model reads media.
+
+    Raises:
+        ConfigError: Weights of this type cannot be quantized.
     """
     options: dict[str, Any] = {
         "model": model.path,
@@ -47,9 +51,15 @@ def llm_options(
         # else the model's own generation_config changes the sampling
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
+        "quantization": config.quantization,
     }
     if reads_media:
         options |= media_options()
+    if config.quantization is not None and dtype == torch.float32:
+        raise ConfigError(
+            f"engine.quantization = {config.quantization} needs a model in half precision, which "
+            "is float32; set model.dtype=bfloat16, or leave out engine.quantization"
+        )
     about = package.EngineArgs(**options).create_model_config()
     options |= {
         "max_num_seqs": config.max_num_seqs,

@@ -20,6 +20,7 @@ from lightrft.config.model import LoRAConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.merged_adapters import merged
+from lightrft.engines.vllm_parts.fp8_weights import FP8Weights
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import plain_name
 
@@ -42,16 +43,24 @@ class VLLMWeights:
         llm: Its ``LLM``, made with ``llm_options``.
         lora: Settings of the policy's adapters. ``None`` without adapters.
         shapes: Shapes of the adapters' tensors, by name.
+        fp8: Compares the weights that vLLM holds. ``None`` for weights that it does not quantize.
 
     Attributes:
         adapter: The ``LoRARequest`` that every request must carry. ``None`` if none is served.
         frozen: Parameters that ``load`` reads first, for callers that send the trained ones alone.
     """
 
-    def __init__(self, package: Any, llm: Any, lora: LoRAConfig | None, shapes: Shapes) -> None:
+    def __init__(
+        self,
+        package: Any,
+        llm: Any,
+        lora: LoRAConfig | None,
+        shapes: Shapes,
+        fp8: FP8Weights | None = None,
+    ) -> None:
         self.adapter: Any = None
         self.frozen: Mapping[str, Tensor] = {}
-        self._llm, self._lora = llm, lora
+        self._llm, self._lora, self._fp8 = llm, lora, fp8
         self._request = package.lora.request.LoRARequest
         self._numbers = itertools.count(1)
         self._held: Fingerprint = {}
@@ -69,7 +78,7 @@ class VLLMWeights:
             version: Their version.
 
         Raises:
-            ModelError: vLLM does not hold the new adapter.
+            ModelError: vLLM does not hold the new adapter, or other FP8 values.
         """
         found: Fingerprint = {}
 
@@ -92,9 +101,13 @@ class VLLMWeights:
         self._held = {}
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if self._fp8 is not None:
+            weights = self._fp8.recorded(weights)
         self._llm.collective_rpc(reload, args=(weights,))
         # vLLM may stop early, and reading may be a collective call
         deque(weights, maxlen=0)
+        if self._fp8 is not None:
+            self._fp8.check()
 
     def _load_adapter(self, weights: Weights, version: int, found: Fingerprint) -> None:
         adapter: dict[str, Tensor] = {}

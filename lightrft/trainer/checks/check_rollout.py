@@ -71,6 +71,13 @@ def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[
             "corrects: set algorithm.importance_sampling=[tis], or "
             "algorithm.old_logprobs=rollout with a loss that clips the ratio"
         )
+    if config.engine.quantization is not None and requirements.ignores_sampler_logprobs:
+        yield (
+            f"engine.quantization = {config.engine.quantization} samples from other probabilities "
+            "than training computes, and nothing corrects for it: set "
+            "algorithm.importance_sampling=[tis], or algorithm.old_logprobs=rollout with a loss "
+            "that clips the ratio"
+        )
 
 
 def _rewardless(rollout: RolloutConfig) -> Iterator[str]:

@@ -230,4 +230,4 @@ def collect_settings(config: DPOConfig, requirements: PreferenceRequirements) ->
         max_rounds=online.max_rounds,
     )
     judge = PreferenceJudge(requirements.kind, online)
-    return CollectSettings(rollout, config.sampling, judge, config.run.seed)
+    return CollectSettings(rollout, config.sampling, judge, config.run.seed, config.engine)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import ChatConfig, RLConfig
-from lightrft.engines.vllm_parts import weights as vllm_weights
 from lightrft.trainer.inference import Chat
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError
+from tests.e2e.vllm.faults import FAULTS, Fault, break_updates
 from tests.e2e.vllm.runs import lines
-
-Weights = Iterator[tuple[str, Tensor]]
 
 
 def test_a_run_trains_on_the_log_probs_that_vllm_sampled_from(
@@ -41,53 +36,14 @@ def test_a_killed_and_resumed_run_samples_from_the_weights_of_its_checkpoint(
     assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
 
 
-def skipped(load: Callable[..., None], worker: Any, weights: Weights) -> None:
-    list(weights)
-
-
-def half_done(load: Callable[..., None], worker: Any, weights: Weights) -> None:
-    everything = list(weights)
-    load(worker, iter(everything[: len(everything) // 2]))
-
-
-def of_the_wrong_layer(load: Callable[..., None], worker: Any, weights: Weights) -> None:
-    swap = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
-    renamed = []
-    for name, tensor in list(weights):
-        layer = next((part for part in swap if part in name), "")
-        renamed.append((name.replace(layer, swap[layer]) if layer else name, tensor))
-    load(worker, iter(renamed))
-
-
-def with_swapped_shards(load: Callable[..., None], worker: Any, weights: Weights) -> None:
-    def swapped(name: str, tensor: Tensor) -> Tensor:
-        if "down_proj" not in name:
-            return tensor
-        return torch.cat(tensor.chunk(2)[::-1])
-
-    load(worker, iter([(name, swapped(name, tensor)) for name, tensor in list(weights)]))
-
-
-@pytest.mark.parametrize(
-    "fault", [skipped, half_done, of_the_wrong_layer, with_swapped_shards], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
-    fault: Callable[..., None],
+    fault: Fault,
     tree: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load, calls = vllm_weights.reload, []
-
-    def reload(worker: Any, weights: Weights) -> None:
-        calls.append(worker)
-        # the first one loads the weights that the run starts with
-        if len(calls) == 1:
-            load(worker, weights)
-        else:
-            fault(load, worker, weights)
-
-    monkeypatch.setattr(vllm_weights, "reload", reload)
+    break_updates(fault, monkeypatch)
     with pytest.raises(ModelError, match="Cause: "):
         run_rl(build(RLConfig, tree))
     assert len(lines(tmp_path)) <= 1
