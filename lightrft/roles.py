@@ -186,10 +186,8 @@ class Roles:
     kept_features: KeptFeatures | None = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter of the policy, gathered, by its name in the engine's model."""
-        # Without the name of the actor's attribute, since engines hold the model itself.
-        for name, tensor in self.strategy.full_parameters(self.policy.state):
-            yield name.removeprefix("model."), tensor
+        """Yield the weights of the policy, see ``engine_weights``."""
+        return engine_weights(self.strategy, self.policy.state)
 
     def publish(self, version: int) -> None:
         """Load the policy's weights into the engine as ``version``."""
@@ -283,3 +281,17 @@ class Roles:
         for role in (self.engine, self.async_engine, self.scorer, *self.read_only):
             if isinstance(role, Closable):
                 role.close()
+
+
+def engine_weights(strategy: Strategy, state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter of a policy, gathered, by its name in the engine's model.
+
+    Every rank must iterate.
+
+    Args:
+        strategy: The strategy that placed the policy.
+        state: The policy.
+    """
+    # Without the name of the actor's attribute, since engines hold the model itself.
+    for name, tensor in strategy.full_parameters(state):
+        yield name.removeprefix("model."), tensor

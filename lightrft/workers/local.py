@@ -264,7 +264,7 @@ def local_roles(
             processor=processor,
             async_engine=apart["async_engine"](actor, strategy)
             if "async_engine" in apart
-            else local_async_engine(config, actor, tokenizer, strategy),
+            else local_async_engine(config, policy, tokenizer, strategy),
             async_process_group=ranks.duplicate() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
             critic=local_critic(config.model, config.critic, strategy, max(1, steps * per_step))
@@ -375,7 +375,10 @@ def check_native(engine: EngineConfig, setting: str, value: object) -> None:
 
 
 def local_async_engine(
-    config: RLConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase, strategy: Strategy
+    config: RLConfig,
+    policy: TrainableModel[Actor],
+    tokenizer: PreTrainedTokenizerBase,
+    strategy: Strategy,
 ) -> Engine | None:
     """Build an engine with a full copy of the weights on each rank, for asynchronous generation.
 
@@ -383,16 +386,17 @@ def local_async_engine(
 
     Args:
         config: settings of the run.
-        actor: the policy.
+        policy: the policy.
         tokenizer: tokenizer of the policy.
         strategy: strategy of the policy.
     """
     if not config.rollout.staleness:
         return None
+    actor = policy.model
     if config.engine.kind == "vllm":
         return async_vllm(config, actor.model, tokenizer, strategy.ranks)
     if config.engine.kind in SERVED_KINDS:
-        return async_served(config, actor.model, tokenizer, strategy.ranks)
+        return async_served(config, policy, tokenizer, strategy)
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
         decoder = KVDecoder(actor.model, actor.experts).apart()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor
 
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import EngineConfig
@@ -17,9 +18,13 @@ from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
+from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.roles import TrainableModel, engine_weights
 from lightrft.rollout.logprob_check import refuse_weights
+from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.module_tensors import factor_of
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 
 if TYPE_CHECKING:
@@ -76,35 +81,62 @@ def local_served(
 
 def async_served(
     config: RLConfig,
-    model: nn.Module,
+    policy: TrainableModel[Actor],
     tokenizer: PreTrainedTokenizerBase,
-    ranks: ProcessGroup,
+    strategy: Strategy,
 ) -> Engine:
     """Build an engine that generates during training, and gets the trained weights alone.
 
+    With several ranks, all weights are gathered and sent once, and rank 0 keeps a copy of the
+    frozen ones that adapters are added to. Every rank must call it.
+
     Args:
         config: Settings of the run.
-        model: The policy.
+        policy: The policy.
         tokenizer: Tokenizer of the model.
-        ranks: All ranks of the run.
+        strategy: Strategy of the policy.
 
     Raises:
-        ConfigError: The run has several processes, or ``local_served`` raises it.
+        ConfigError: See ``local_served``.
+        ModelError: The server did not take the weights.
     """
-    if ranks.size > 1:
-        raise ConfigError(
-            f"rollout.staleness = {config.rollout.staleness} with engine.kind = "
-            f"{config.engine.kind} needs one process, and launch.processes = {ranks.size}: rank 0 "
-            "asks for all ranks, which train meanwhile; set launch.processes=1, "
-            "rollout.staleness=0 or engine.kind=native"
-        )
-    decoder = KVDecoder(model)
-    built = local_served(config.model, config.engine, tokenizer, decoder, ranks, trains=True)
+    model, ranks = policy.model.model, strategy.ranks
+    built = local_served(
+        config.model, config.engine, tokenizer, KVDecoder(model), ranks, trains=True
+    )
+    if isinstance(built, RankZeroEngine):
+        # The thread that generates has collective calls of its own.
+        shared = RankZeroEngine(built.engine, ranks.duplicate())
+        _send_whole(shared, engine_weights(strategy, policy.state))
+        return shared
     assert isinstance(built, ServedEngine)
     if config.model.lora is not None:
         # adapters are merged into weights that training does not change, and does not send
         built.frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     return built
+
+
+def _send_whole(engine: RankZeroEngine, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Send all ``weights`` as version 0. Keep the ones that later adapters are added to.
+
+    Every rank must call it.
+    """
+    bases: dict[str, Tensor] = {}
+
+    def kept() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            _, factor = factor_of(name) or (name, None)
+            if engine.engine is not None and factor == "base":
+                bases[name] = tensor.detach().to("cpu", copy=True)
+            yield name, tensor
+
+    try:
+        engine.load_weights(kept(), 0)
+    except BaseException:
+        engine.close()
+        raise
+    if isinstance(engine.engine, ServedEngine):
+        engine.engine.frozen = bases
 
 
 def _opened(
