@@ -10,15 +10,14 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import checksum, dtype_of
+from lightrft.engines.fingerprint import dtype_of
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
-from lightrft.engines.sending.held_dtypes import in_held_dtypes
+from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.served.media_wire import media_to_base64
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
@@ -88,7 +87,7 @@ class HTTPEngine(ServedEngine):
         # what the server holds after a restart (empty if unknown), what it must hold now, and the
         # weights that ever differed from the former
         self._first: Fingerprint = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes = HeldDtypes()
         self._sums: Fingerprint = {}
         self._kept: dict[str, Tensor] = {}
         self._weights_lock = threading.Lock()
@@ -241,12 +240,9 @@ class HTTPEngine(ServedEngine):
         They are copied in the server's dtypes.
         """
         kept, sums = dict(self._kept), dict(self._sums)
-        for name, tensor in in_held_dtypes(weights, self._dtypes):
-            total = checksum(tensor)
-            differs = total != (sums if name in kept else self._first).get(name)
-            sums[name] = total
-            if differs:
-                kept[name] = tensor.detach().to("cpu", copy=True)
+        # what is in ``sums`` and was not kept equals ``_first``
+        for name, tensor in changed_weights(weights, sums, self._dtypes, start=self._first):
+            kept[name] = tensor.to("cpu", copy=True)
         self._kept, self._sums = kept, sums
 
     def _send(self) -> Fingerprint:
@@ -296,7 +292,7 @@ class HTTPEngine(ServedEngine):
                 raise failure(error, self.where) from error
             raise ConfigError(f"{self.no_updates()} ({error})") from error
         self._first_digest, found = held["start_digest"], held["fingerprint"]
-        self._dtypes = {name: dtype_of(total) for name, total in found.items()}
+        self._dtypes = HeldDtypes({name: dtype_of(total) for name, total in found.items()})
         # an earlier run may have updated this server
         self._first = dict(found) if held["digest"] == self._first_digest else {}
         self._updates = True

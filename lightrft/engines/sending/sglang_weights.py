@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import checksum
+from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.sending.server_group import ServerGroup
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ConfigError, ModelError
@@ -135,7 +135,7 @@ class BroadcastWeights:
         self._processes = int(server.get("tp_size") or 1)
         name = str(server.get("dtype"))
         dtype = getattr(torch, DTYPES.get(name, name), None)
-        self._dtype = dtype if isinstance(dtype, torch.dtype) else None
+        self._dtypes = HeldDtypes(of_matrices=dtype if isinstance(dtype, torch.dtype) else None)
         self._held = held
         self._group: ServerGroup | None = None
         self._device = torch.device("cpu")
@@ -190,20 +190,11 @@ class BroadcastWeights:
 
     def _changed(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the ``weights`` that the server lacks, in its dtype, and keep a copy of each."""
-        for name, tensor in weights:
-            tensor = self._converted(tensor.detach()).contiguous()
+        found = changed_weights(weights, self._sums, self._dtypes, all_of_them=self._lacks_all)
+        for name, tensor in found:
             self._device = tensor.device
-            total = checksum(tensor)
-            if self._lacks_all or self._sums.get(name) != total:
-                self._sums[name] = total
-                self._copies[name] = tensor.to("cpu", copy=True)
-                yield name, tensor
-
-    def _converted(self, tensor: Tensor) -> Tensor:
-        # Vectors cost nothing, and the server may hold some with more bits than its matrices.
-        if self._dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self._dtype)
+            self._copies[name] = tensor.to("cpu", copy=True)
+            yield name, tensor.contiguous()
 
     def _failure(self, step: Callable[..., None], *args: object) -> Exception | None:
         """Run ``step`` and return its error, after which the group is of no use."""
