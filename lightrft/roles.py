@@ -6,7 +6,7 @@ A launcher builds the roles; a training loop only calls their methods.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.base import Engine, Fingerprint
+from lightrft.engines.sending.update_cost import UPDATE_COSTS
 from lightrft.models.actor import Actor, Backbone, TokenScores
 from lightrft.models.multimodal.equal_towers import has_constant_towers, has_same_towers
 from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.multimodal.merge_inputs import has_media
-from lightrft.observability.metrics import Metrics, Sum
+from lightrft.observability.metrics import Max, Metrics, Sum
 from lightrft.rewards.base import RewardScorer
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.types import Batch
@@ -106,8 +107,11 @@ class Closable(Protocol):
 class HasEventCounts(Protocol):
     """A role that counts events such as restarts."""
 
-    def take_counts(self) -> dict[str, int]:
-        """Return the number of events since the last call, by name."""
+    def take_counts(self) -> Mapping[str, float]:
+        """Return the number of events since the last call, by name.
+
+        The names of ``UpdateCost`` may be among them, for an engine.
+        """
         ...
 
 
@@ -268,13 +272,14 @@ class Roles:
             "reference": self.reference,
             "teacher": self.teacher,
         }
-        found = {}
+        found = Metrics()
         for name, role in roles.items():
             if isinstance(role, HasEventCounts):
-                found |= {
-                    f"{name}/{what}": Sum(count) for what, count in role.take_counts().items()
-                }
-        return Metrics(found)
+                for what, count in role.take_counts().items():
+                    # the engines of all ranks are updated at once
+                    kind = Max if what in UPDATE_COSTS else Sum
+                    found.add(f"{name}/{what}", kind(count))
+        return found
 
     def close(self) -> None:
         """Close every role that owns more than memory."""

@@ -16,6 +16,7 @@ from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import dtype_of
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
+from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.weight_transport import (
     RayObject,
     Way,
@@ -85,6 +86,7 @@ class WeightSync:
         self._lives: tuple[int, ...] = ()
         self._found: dict[int, Fingerprint] = {}
         self._resent = 0
+        self._cost = UpdateCost()
 
     @property
     def travelled(self) -> set[str]:
@@ -93,6 +95,10 @@ class WeightSync:
 
     def sync(self, weights: Weights, version: int) -> Fingerprint:
         """Send ``weights`` of ``version`` to every worker and return their common fingerprint."""
+        with self._cost.timed():
+            return self._synced(weights, version)
+
+    def _synced(self, weights: Weights, version: int) -> Fingerprint:
         self.crew.settle()
         # This call also detects workers that were lost since the last transfer.
         there = self.crew.each("ping" if self._begun else "fingerprint")
@@ -100,7 +106,7 @@ class WeightSync:
             self._compare_start([found for found in there if found is not None])
         self.crew.settle()
         sums = dict(self._sums)
-        copies, arrived = self._send(self._travelling(weights, sums))
+        copies, arrived = self._send(self._cost.counted(self._travelling(weights, sums)))
         self._copies, self._sums, self._begun = copies, sums, True
         self.version, self._found = version, {}
         if arrived:
@@ -118,10 +124,11 @@ class WeightSync:
         self.crew.settle()  # restarted workers have received the weights now
         return self._agreed(self._sums)
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, float]:
         """See ``HasEventCounts``."""
         resent, self._resent = self._resent, 0
-        return {"restarts": self.crew.take_restarts(), "weights_resent": resent}
+        restarts = self.crew.take_restarts()
+        return {"restarts": restarts, "weights_resent": resent, **self._cost.take()}
 
     def close(self) -> None:
         """End the workers."""

@@ -16,6 +16,7 @@ from lightrft.config.strategy import EngineConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.sending.server_group import ServerGroup
+from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered
@@ -35,7 +36,13 @@ DTYPES = {"half": "float16", "float": "float32"}
 
 
 class SGLangWeights(Protocol):
-    """A way of new weights to the server."""
+    """A way of new weights to the server.
+
+    Attributes:
+        cost: Gets the bytes of the tensors that are sent.
+    """
+
+    cost: UpdateCost
 
     def load(self, weights: Weights, version: str) -> None:
         """Send ``weights``, and name them ``version``.
@@ -65,10 +72,12 @@ class FolderWeights:
     Args:
         client: Sends requests to the server.
         folder: The folder.
+        cost: Gets the bytes of the tensors that are sent.
     """
 
-    def __init__(self, client: ServerClient, folder: str) -> None:
+    def __init__(self, client: ServerClient, folder: str, cost: UpdateCost) -> None:
         self.client = client
+        self.cost = cost
         self._root = Path(folder).expanduser()
         self._folder: Path | None = None
         self._version = ""
@@ -78,7 +87,7 @@ class FolderWeights:
         old, self._folder, self._version = self._folder, self._root / version, version
         on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in weights)
         with whole_folder(self._folder) as folder:
-            for number, shard in enumerate(shards(on_host, SHARD)):
+            for number, shard in enumerate(shards(self.cost.counted(on_host), SHARD)):
                 save_file(shard, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
         self.resend()
         if old is not None and old != self._folder:
@@ -119,6 +128,7 @@ class BroadcastWeights:
         run: Name of the run.
         server: What the server says about itself.
         held: Returns the version of the weights that the server holds.
+        cost: Gets the bytes of the tensors that are sent.
     """
 
     def __init__(
@@ -128,8 +138,10 @@ class BroadcastWeights:
         run: str,
         server: Mapping[str, Any],
         held: Callable[[], str | None],
+        cost: UpdateCost,
     ) -> None:
         self.client = client
+        self.cost = cost
         self._config = config
         self._run = run
         self._processes = int(server.get("tp_size") or 1)
@@ -205,7 +217,7 @@ class BroadcastWeights:
         return None
 
     def _send(self, bucket: Mapping[str, Tensor]) -> None:
-        self._joined().send(list(bucket.items()))
+        self._joined().send(list(self.cost.counted(bucket.items())))
 
     def _send_all(self) -> None:
         for bucket in shards(self._copies.items(), BUCKET):

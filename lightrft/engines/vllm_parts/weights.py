@@ -20,6 +20,7 @@ from lightrft.config.model import LoRAConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.merged_adapters import merged
+from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import plain_name
 
@@ -46,10 +47,12 @@ class VLLMWeights:
     Attributes:
         adapter: The ``LoRARequest`` that every request must carry. ``None`` if none is served.
         frozen: Parameters that ``load`` reads first, for callers that send the trained ones alone.
+        cost: Bytes that vLLM has read, and seconds that ``load`` has taken.
     """
 
     def __init__(self, package: Any, llm: Any, lora: LoRAConfig | None, shapes: Shapes) -> None:
         self.adapter: Any = None
+        self.cost = UpdateCost()
         self.frozen: Mapping[str, Tensor] = {}
         self._llm, self._lora = llm, lora
         self._request = package.lora.request.LoRARequest
@@ -92,7 +95,7 @@ class VLLMWeights:
         self._held = {}
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._llm.collective_rpc(reload, args=(weights,))
+        self._llm.collective_rpc(reload, args=(self.cost.counted(weights),))
         # vLLM may stop early, and reading may be a collective call
         deque(weights, maxlen=0)
 
@@ -111,6 +114,7 @@ class VLLMWeights:
         base = unknown()
         for first in base:
             self._reload(itertools.chain([first], base))
+        deque(self.cost.counted(adapter.items()), maxlen=0)
         found |= self._serve(f"policy-v{version}", adapter)
 
     def _serve(self, name: str, adapter: Mapping[str, Tensor]) -> Fingerprint:
