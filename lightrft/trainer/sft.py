@@ -31,6 +31,7 @@ from lightrft.trainer.supervised import (
 )
 from lightrft.utils.state_io import State
 from lightrft.workers.local import local_policy, local_tokenizer, policy_scorer
+from lightrft.workers.media_checks import kinds_to_check
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +115,12 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     steps = config.train.count_steps(len(dataset), config.batch_size)
     prompts = loaded_eval_prompts(config, tokenizer, processor, session)
     strategy, actor, engine = local_policy(
-        config.model, config.strategy, config.engine, tokenizer, session.ranks
+        config.model,
+        config.strategy,
+        config.engine,
+        tokenizer,
+        session.ranks,
+        media=kinds_to_check(config.engine, prompts),
     )
     return SFTRun(
         session=session,

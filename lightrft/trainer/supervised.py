@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardConfig
 from lightrft.config.verbs import GivenDataConfig, SupervisedConfig
-from lightrft.datasets.sampler import media_kinds
 from lightrft.distributed.process_group import (
     ProcessGroup,
     broadcast_failure,
@@ -29,7 +28,6 @@ from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.media_checks import check_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,7 +160,6 @@ def loaded_eval_prompts(
         processor,
         reward=config.reward,
     )
-    check_media(config.model, config.engine, media_kinds(prompts))
     try_rewards(config.reward, prompts, tokenizer, session.ranks)
     return prompts
 

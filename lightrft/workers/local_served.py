@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import factor_of
+from lightrft.workers.media_checks import check_server_media
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def local_served(
     ranks: ProcessGroup,
     *,
     trains: bool,
+    media: Collection[str] = (),
 ) -> Engine:
     """Connect to the server of ``engine``. Send it the policy's weights if they will change.
 
@@ -51,9 +53,11 @@ def local_served(
         decoder: Holds the weights of the policy.
         ranks: All ranks of the run.
         trains: The weights will change.
+        media: Kinds of media of the prompts.
 
     Raises:
-        ConfigError: The server has another model or tokenizer, or cannot follow this policy.
+        ConfigError: The server has another model or tokenizer, or cannot follow this policy, or
+            cannot generate for such media.
         ModelError: The server has other weights than the policy after they were sent.
         ResourceError: The server does not answer.
     """
@@ -67,7 +71,15 @@ def local_served(
         if ranks.rank:
             return None
         lora = model.lora if trains else None
-        return _opened(engine, tokenizer, decoder, lora, trains=trains, sends=ranks.size == 1)
+        built = _connected(engine, tokenizer, decoder, trains=trains)
+        try:
+            check_server_media(built, media)
+            if trains and isinstance(built, ServedEngine):
+                _begin_updates(built, decoder, lora, sends=ranks.size == 1)
+        except BaseException:
+            built.close()
+            raise
+        return built
 
     if ranks.size == 1:
         built = make()
@@ -139,43 +151,37 @@ def _send_whole(engine: RankZeroEngine, weights: Iterator[tuple[str, Tensor]]) -
         engine.engine.frozen = bases
 
 
-def _opened(
+def _connected(
     engine: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
     decoder: DecoderProtocol,
-    lora: LoRAConfig | None,
     *,
     trains: bool,
-    sends: bool,
 ) -> Engine:
-    """Connect to the server.
-
-    Args:
-        engine: Settings of the engine.
-        tokenizer: Tokenizer of the model.
-        decoder: Holds the weights of the policy.
-        lora: Settings of the policy's adapters.
-        trains: The weights will change.
-        sends: Send the weights of a policy that will change now. Shards are sent later.
-    """
+    """Connect to the server. Accept one that returns text alone if nothing is compared with it."""
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
-        built = kind.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
+        return kind.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
     except TextAlone as error:
         if trains or engine.check_logprobs:
             raise
         return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
-    if not trains:
-        return built
-    built.lora = lora
-    try:
-        built.require_updates()
-        if not sends:
-            return built
+
+
+def _begin_updates(
+    engine: ServedEngine, decoder: DecoderProtocol, lora: LoRAConfig | None, *, sends: bool
+) -> None:
+    """Raise an error unless the server takes new weights, and send those of the policy.
+
+    Args:
+        engine: The engine.
+        decoder: Holds the weights of the policy.
+        lora: Settings of the policy's adapters.
+        sends: Send the weights now. Shards are sent later.
+    """
+    engine.lora = lora
+    engine.require_updates()
+    if sends:
         weights = dict(decoder.parameters())
-        refuse_weights(built.load_weights(weights.items(), 0), weights, 0)
-    except BaseException:
-        built.close()
-        raise
-    return built
+        refuse_weights(engine.load_weights(weights.items(), 0), weights, 0)

@@ -56,6 +56,7 @@ from lightrft.workers.local import (
     policy_scorer,
     self_teacher,
 )
+from lightrft.workers.media_checks import kinds_to_check
 from lightrft.workers.served_teacher import ServedTeacher
 
 Rows = list[Example] | list[Prompt]
@@ -285,11 +286,14 @@ def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
             check_weights(config, rows, key)
     steps = config.train.count_steps(len(dataset), config.batch_size)
     prompts = loaded_eval_prompts(config, tokenizer, processor, session)
+    asked = [prompts, dataset] if config.distill.on_policy else [prompts]
     return DistillRun(
         session=session,
         eval=config.eval,
         eval_prompts=prompts,
-        roles=local_students_and_teachers(config, session, tokenizer, processor, steps, teachers),
+        roles=local_students_and_teachers(
+            config, session, tokenizer, processor, steps, teachers, asked
+        ),
         seed=config.run.seed,
         steps=steps,
         config=config,
@@ -308,6 +312,7 @@ def local_students_and_teachers(
     processor: Processor | None,
     steps: int,
     teachers: Mapping[str, NamedTeacher],
+    asked: Sequence[object],
 ) -> Roles:
     """Load the student and its teachers.
 
@@ -318,9 +323,15 @@ def local_students_and_teachers(
         processor: prepares media, or None for a text-only model.
         steps: number of steps of the run.
         teachers: the teachers by the data source that they teach, "" for all others.
+        asked: rows that the student responds to.
     """
     strategy, actor, engine = local_policy(
-        config.model, config.strategy, config.engine, tokenizer, session.ranks
+        config.model,
+        config.strategy,
+        config.engine,
+        tokenizer,
+        session.ranks,
+        media=kinds_to_check(config.engine, *asked),
     )
     policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps))
     loaded: dict[str, Reference] = {}
