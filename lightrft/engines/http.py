@@ -152,6 +152,8 @@ class HTTPEngine(ServedEngine):
         if self.is_own:
             if request.prompt.media:
                 shared["media"] = media_to_base64(request.prompt.media)
+                # the policy may have sampled placeholders, which stand for no media
+                shared["response_tokens"] = request.num_generated
             # the same stop strings as here, so that the server does not go on
             return {**shared, "stop": sampling.stop, "seeds": [one.seed for one in responses]}
         return {**shared, "seed": first.seed, "ignore_eos": True, "logprobs": 0}

@@ -44,19 +44,17 @@ from lightrft.trainer.distill.teachers import NamedTeacher, find_teachers
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.sft import load_validation
-from lightrft.trainer.supervised import loaded_eval_prompts, run_supervised
+from lightrft.trainer.supervised import loaded_eval_prompts, run_supervised, supervised_policy
 from lightrft.types import Batch, Prompt, Rollout
 from lightrft.utils.errors import GenerationInterrupted
 from lightrft.utils.seeding import derive_seed, torch_generator
 from lightrft.utils.state_io import State
 from lightrft.workers.local import (
     local_frozen,
-    local_policy,
     local_tokenizer,
     policy_scorer,
     self_teacher,
 )
-from lightrft.workers.media_checks import kinds_to_check
 from lightrft.workers.served_teacher import ServedTeacher
 
 Rows = list[Example] | list[Prompt]
@@ -325,14 +323,7 @@ def local_students_and_teachers(
         teachers: the teachers by the data source that they teach, "" for all others.
         asked: rows that the student responds to.
     """
-    strategy, actor, engine = local_policy(
-        config.model,
-        config.strategy,
-        config.engine,
-        tokenizer,
-        session.ranks,
-        media=kinds_to_check(config.engine, *asked),
-    )
+    strategy, actor, engine = supervised_policy(config, session, tokenizer, asked)
     policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps))
     loaded: dict[str, Reference] = {}
     for name, own in teachers.items():
