@@ -41,8 +41,8 @@ FLOORS = {"policy/kl_per_answer": 0.12}
 a difference of 0 has no digits of its own. Over 0.12, 1e-5 are 1.2e-6."""
 NOT_COMPARED = ("time", "seconds", "tokens_per_second", "policy/rollout_logprob_diff")
 """How the names begin of what depends on the clock, or measures rounding itself."""
-WORKERS = ("/restarts", "/weights_resent")
-"""How they end where there are workers only."""
+WORKERS = ("/restarts", "/weights_resent", "/retries", "/update_bytes", "/update_seconds")
+"""How they end where there are workers or a server only."""
 Tree = dict[str, Any]
 
 

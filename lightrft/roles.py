@@ -6,7 +6,7 @@ A launcher builds the roles; a training loop only calls their methods.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.base import Engine, Fingerprint
+from lightrft.engines.sending.update_cost import UPDATE_COSTS
 from lightrft.models.actor import Actor, Backbone, TokenScores
 from lightrft.models.multimodal.equal_towers import has_constant_towers, has_same_towers
 from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.multimodal.merge_inputs import has_media
-from lightrft.observability.metrics import Metrics, Sum
+from lightrft.observability.metrics import Max, Metrics, Sum
 from lightrft.rewards.base import RewardScorer
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.types import Batch
@@ -106,8 +107,11 @@ class Closable(Protocol):
 class HasEventCounts(Protocol):
     """A role that counts events such as restarts."""
 
-    def take_counts(self) -> dict[str, int]:
-        """Return the number of events since the last call, by name."""
+    def take_counts(self) -> Mapping[str, float]:
+        """Return the number of events since the last call, by name.
+
+        The names of ``UpdateCost`` may be among them, for an engine.
+        """
         ...
 
 
@@ -186,10 +190,8 @@ class Roles:
     kept_features: KeptFeatures | None = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter of the policy, gathered, by its name in the engine's model."""
-        # Without the name of the actor's attribute, since engines hold the model itself.
-        for name, tensor in self.strategy.full_parameters(self.policy.state):
-            yield name.removeprefix("model."), tensor
+        """Yield the weights of the policy, see ``engine_weights``."""
+        return engine_weights(self.strategy, self.policy.state)
 
     def publish(self, version: int) -> None:
         """Load the policy's weights into the engine as ``version``."""
@@ -270,16 +272,31 @@ class Roles:
             "reference": self.reference,
             "teacher": self.teacher,
         }
-        found = {}
+        found = Metrics()
         for name, role in roles.items():
             if isinstance(role, HasEventCounts):
-                found |= {
-                    f"{name}/{what}": Sum(count) for what, count in role.take_counts().items()
-                }
-        return Metrics(found)
+                for what, count in role.take_counts().items():
+                    # the engines of all ranks are updated at once
+                    kind = Max if what in UPDATE_COSTS else Sum
+                    found.add(f"{name}/{what}", kind(count))
+        return found
 
     def close(self) -> None:
         """Close every role that owns more than memory."""
         for role in (self.engine, self.async_engine, self.scorer, *self.read_only):
             if isinstance(role, Closable):
                 role.close()
+
+
+def engine_weights(strategy: Strategy, state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter of a policy, gathered, by its name in the engine's model.
+
+    Every rank must iterate.
+
+    Args:
+        strategy: The strategy that placed the policy.
+        state: The policy.
+    """
+    # Without the name of the actor's attribute, since engines hold the model itself.
+    for name, tensor in strategy.full_parameters(state):
+        yield name.removeprefix("model."), tensor

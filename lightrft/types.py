@@ -230,6 +230,8 @@ class Request:
         watch: Called with the tokens of the growing response after each token. Once it returns
             ``False``, the response is returned as it is, with finish reason ``abort``.
         constraint: Form of this response. ``None`` takes that of the sampling settings.
+        prompt_response_tokens: Number of last tokens of the prompt that are the beginning of a
+            response. Placeholders among them stand for no media.
     """
 
     prompt: Prompt
@@ -241,6 +243,7 @@ class Request:
     pause_after_tokens: int | None = None
     watch: Callable[[list[int]], bool] | None = None
     constraint: ConstraintConfig | None = None
+    prompt_response_tokens: int = 0
 
     @property
     def num_generated(self) -> int:

@@ -298,6 +298,7 @@ class EncodedDataset(Generic[T]):
     """
 
     counts: Counter[str]
+    encoder: ChatEncoder
     _sources: Sources[Any]
     _fetcher: Fetcher[T]
     _kept: Columns
@@ -359,6 +360,15 @@ class EncodedDataset(Generic[T]):
     def longest(self) -> int:
         """Return the number of tokens of the longest entry."""
         return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
+
+    @property
+    def media_kinds(self) -> set[str]:
+        """The kinds of media whose placeholders some entry has. It reads all tokens."""
+        processor = self.encoder.processor
+        if processor is None:
+            return set()
+        tokens = np.asarray(self._kept["tokens"])
+        return {kind for kind, token in processor.tokens.items() if bool((tokens == token).any())}
 
 
 COLUMNS = {"tokens": "i", "ends": "Q", "source": "H", "row": "Q", "cut_rows": "Q", "cuts": "Q"}
@@ -461,15 +471,6 @@ class PromptDataset(EncodedDataset[Prompt]):
     def reads_media(self) -> bool:
         """Return True if prompts may have media, which take time to decode and memory to store."""
         return self.encoder.media is not None
-
-    @property
-    def media_kinds(self) -> set[str]:
-        """The kinds of media whose placeholders some prompt has."""
-        processor = self.encoder.processor
-        if processor is None:
-            return set()
-        tokens = np.asarray(self._kept["tokens"])
-        return {kind for kind, token in processor.tokens.items() if bool((tokens == token).any())}
 
     def places(self, ids: Sequence[str]) -> list[int]:
         """Return the indices of the prompts called ``ids``.

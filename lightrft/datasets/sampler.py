@@ -166,11 +166,6 @@ class EvalPrompts(Sequence[Prompt]):
                 prompt.media = {}
 
 
-def media_kinds(prompts: Sequence[Prompt]) -> set[str]:
-    """Return the kinds of media that some prompt of an eval set may have."""
-    return prompts.media_kinds if isinstance(prompts, EvalPrompts) else set()
-
-
 def in_parts(
     prompts: Sequence[Prompt],
     ranks: ProcessGroup = SINGLE_PROCESS,

@@ -61,6 +61,7 @@ from lightrft.trainer.supervised import check_supervised
 from lightrft.types import Rollout
 from lightrft.utils.errors import ConfigError, UserError
 from lightrft.workers.local import local_tokenizer
+from lightrft.workers.media_checks import kinds_to_check
 
 Result = TypeVar("Result")
 SamplingVerb: TypeAlias = RLConfig | DistillVerbConfig | DPOConfig
@@ -320,7 +321,8 @@ def _prompts(
     found += _unwritten(prompts.encoder)
     found += _unknown(prompts)
     found.append(_context(config, prompts.longest))
-    found += media_findings(config.model, config.engine, prompts.media_kinds)
+    kinds = kinds_to_check(config.engine, prompts)
+    found += media_findings(config.model, config.engine, kinds)
     return prompts
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import checksum, dtype_of
+from lightrft.engines.fingerprint import dtype_of
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
-from lightrft.engines.sending.held_dtypes import in_held_dtypes
+from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.served.media_wire import media_to_base64
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
@@ -85,10 +86,10 @@ class HTTPEngine(ServedEngine):
         self.digest = ""
         self._first_digest = ""
         self._updates = False
-        # what the server holds after a restart (empty if unknown), what it must hold now, and the
-        # weights that ever differed from the former
+        # what the server holds after a restart (empty if unknown), what it must hold now, and
+        # copies of the weights that ever differed from the former
         self._first: Fingerprint = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes = HeldDtypes()
         self._sums: Fingerprint = {}
         self._kept: dict[str, Tensor] = {}
         self._weights_lock = threading.Lock()
@@ -151,6 +152,8 @@ class HTTPEngine(ServedEngine):
         if self.is_own:
             if request.prompt.media:
                 shared["media"] = media_to_base64(request.prompt.media)
+                # the policy may have sampled placeholders, which stand for no media
+                shared["response_tokens"] = request.num_generated
             # the same stop strings as here, so that the server does not go on
             return {**shared, "stop": sampling.stop, "seeds": [one.seed for one in responses]}
         return {**shared, "seed": first.seed, "ignore_eos": True, "logprobs": 0}
@@ -207,7 +210,8 @@ class HTTPEngine(ServedEngine):
         """Send to the server what differs from its weights, see ``Engine.load_weights``.
 
         A copy of what ever differed stays in the memory of this process, for a server that is
-        restarted. Adapters are merged. The fingerprint is then of the tensors that were merged.
+        restarted. Tensors are read, copied and sent bucket by bucket, so a bucket is all that is
+        held twice. Adapters are merged. The fingerprint is then of the tensors that were merged.
 
         Raises:
             ConfigError: The server takes no weights.
@@ -218,14 +222,14 @@ class HTTPEngine(ServedEngine):
             raise ConfigError(self.no_updates())
         read: Fingerprint = {}
         with self._weights_lock:
-            before = self._kept, self._sums, self.version
+            before, self.version = self.version, version
             try:
-                # without adapters, ``_keep`` computes the only checksums
-                self._keep(weights if self.lora is None else self.whole(weights, read))
-                self.version = version
-                found = self._send()
+                # without adapters, the only checksums are those of ``_kept_anew``
+                with self.cost.timed():
+                    found = self._send(weights if self.lora is None else self.whole(weights, read))
             except BaseException as error:
-                self._kept, self._sums, self.version = before
+                # The copies are of two versions: none may reach a server, which has a part too.
+                self._first, self._kept, self._sums, self.version = {}, {}, {}, before
                 if isinstance(error, Unanswered):
                     raise failure(error, self.where) from error
                 raise
@@ -235,26 +239,28 @@ class HTTPEngine(ServedEngine):
         """Return what the server says about its weights."""
         return self.client.ask("GET", "/v1/weights")
 
-    def _keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the ``weights`` that a restarted server lacks, or ever lacked.
+    def _kept_anew(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Copy the ``weights`` that changed, and yield the copies. A copy replaces the one before.
 
-        They are copied in the server's dtypes.
+        Weights that the server starts with are never copied until they change.
         """
-        kept, sums = dict(self._kept), dict(self._sums)
-        for name, tensor in in_held_dtypes(weights, self._dtypes):
-            total = checksum(tensor)
-            differs = total != (sums if name in kept else self._first).get(name)
-            sums[name] = total
-            if differs:
-                kept[name] = tensor.detach().to("cpu", copy=True)
-        self._kept, self._sums = kept, sums
+        # what is in ``_sums`` and was not kept equals ``_first``
+        changed = changed_weights(weights, self._sums, self._dtypes, start=self._first)
+        for name, tensor in changed:
+            old = self._kept.get(name)
+            if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                self._kept[name] = tensor.to("cpu", copy=True)
+            else:
+                old.copy_(tensor)
+            yield name, self._kept[name]
 
-    def _send(self) -> Fingerprint:
-        """Send the kept weights that the server lacks."""
+    def _send(self, weights: Iterable[tuple[str, Tensor]] = ()) -> Fingerprint:
+        """Send the ``weights`` that the server lacks, and those of earlier updates."""
         problem: Unanswered | None = None
+        fresh = self._kept_anew(weights)
         for _ in range(UPDATE_TRIALS):
             try:
-                found = self._sent()
+                found = self._sent(fresh)
                 self.digest = found["digest"]
                 return self._checked(found["fingerprint"])
             except Unanswered as error:
@@ -262,15 +268,25 @@ class HTTPEngine(ServedEngine):
                 if not error.refused:
                     raise
                 problem = error
+                # the next trial sends the copies
+                deque(fresh, maxlen=0)
         raise ModelError(
             f"{self.where} did not take the weights of version {self.version}: {problem}"
         )
 
-    def _sent(self) -> Mapping[str, Any]:
+    def _sent(self, fresh: Iterator[tuple[str, Tensor]]) -> Mapping[str, Any]:
         begun = self.client.ask("POST", "/v1/weights/begin", {"version": self.version})
         update, held = begun["update"], begun["fingerprint"]
-        lacks = {n: w for n, w in self._kept.items() if held.get(n) != self._sums[n]}
-        for number, bucket in enumerate(weight_buckets(lacks.items(), int(begun["largest"]))):
+        sent: set[str] = set()
+
+        def lacks() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in chain(fresh, self._kept.items()):
+                if name not in sent and held.get(name) != self._sums[name]:
+                    sent.add(name)
+                    yield name, tensor
+
+        buckets = weight_buckets(self.cost.counted(lacks()), int(begun["largest"]))
+        for number, bucket in enumerate(buckets):
             _put(self.client, update, number, bucket)
         return self.client.ask("POST", "/v1/weights/end", {"update": update})
 
@@ -296,7 +312,7 @@ class HTTPEngine(ServedEngine):
                 raise failure(error, self.where) from error
             raise ConfigError(f"{self.no_updates()} ({error})") from error
         self._first_digest, found = held["start_digest"], held["fingerprint"]
-        self._dtypes = {name: dtype_of(total) for name, total in found.items()}
+        self._dtypes = HeldDtypes({name: dtype_of(total) for name, total in found.items()})
         # an earlier run may have updated this server
         self._first = dict(found) if held["digest"] == self._first_digest else {}
         self._updates = True

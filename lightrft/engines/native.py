@@ -261,9 +261,10 @@ class GenerationBatch:
             # Equal tokens share a prefill. Placeholder tokens do not identify media, so those go by
             # object.
             key = (id(request.prompt) if prompt.media else None, *prompt.token_ids)
-            groups.setdefault(key, PromptRequests(prompt, request.num_generated)).waiting.append(
-                request
-            )
+            begun = request.num_generated
+            plain = begun + request.prompt_response_tokens
+            group = groups.setdefault(key, PromptRequests(prompt, begun, plain))
+            group.waiting.append(request)
         self._waiting.extend(groups.values())
 
     @property
@@ -454,7 +455,7 @@ class GenerationBatch:
     def _prefill(self, fresh: list[PromptRequests]) -> None:
         if not fresh:
             return
-        handles, logits = self._session.prefill([g.prompt for g in fresh], [g.begun for g in fresh])
+        handles, logits = self._session.prefill([g.prompt for g in fresh], [g.plain for g in fresh])
         for group, handle, row in zip(fresh, handles, logits):
             group.handle, group.logits = handle, row
         self._open += fresh

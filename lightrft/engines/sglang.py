@@ -158,7 +158,8 @@ class SGLangEngine(ServedEngine):
         read: Fingerprint = {}
         self.version, self.weights = version, f"{self._run}-{version}"
         try:
-            self._sender().load(self.whole(weights, read), self.weights)
+            with self.cost.timed():
+                self._sender().load(self.whole(weights, read), self.weights)
         except Unanswered as error:
             raise failure(error, self.where) from error
         return read
@@ -166,11 +167,11 @@ class SGLangEngine(ServedEngine):
     def _sender(self) -> SGLangWeights:
         if self._way is None:
             if self.config.weights_dir is not None:
-                self._way = FolderWeights(self.client, self.config.weights_dir)
+                self._way = FolderWeights(self.client, self.config.weights_dir, self.cost)
             else:
                 refuse_layout(self._server, self.where)
                 self._way = BroadcastWeights(
-                    self.client, self.config, self._run, self._server, self._held
+                    self.client, self.config, self._run, self._server, self._held, self.cost
                 )
         return self._way
 

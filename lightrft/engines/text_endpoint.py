@@ -88,13 +88,21 @@ class TextEndpoint:
         refuse_native_settings(sampling, self.config.kind)
         check_requests(wanted, sampling, self.config)
         for request in wanted:
-            if request.prompt.media or request.num_generated or request.watch is not None:
+            if request.prompt.media:
+                self.refuse_media(f"prompt {request.prompt.id!r}, which has media")
+            if request.num_generated or request.watch is not None:
                 raise ConfigError(
                     f"engine.url = {self.config.url!r} returns text alone, and prompt "
-                    f"{request.prompt.id!r} has media, or a response to continue; set "
-                    "engine.kind=native"
+                    f"{request.prompt.id!r} has a response to continue; set engine.kind=native"
                 )
         return self._answers(wanted, sampling, stopped)
+
+    def refuse_media(self, what: str) -> None:
+        """See ``ServedEngine.refuse_media``."""
+        raise ConfigError(
+            f"engine.url = {self.config.url!r} gets prompts as text, and cannot generate for "
+            f"{what}; set engine.kind=native"
+        )
 
     def _answers(
         self, requests: Sequence[Request], sampling: SamplingConfig, stopped: Callable[[], bool]

@@ -295,7 +295,8 @@ class VLLMEngine:
         if self._sleeping and self._frees_memory:
             # the cache stays away until the next response
             self._llm.wake_up(["weights"])
-        found = self.weights.load(weights, version)
+        with self.weights.cost.timed():
+            found = self.weights.load(weights, version)
         self._dropped = False
         if not self._core.reset_prefix_cache():
             raise ModelError("vLLM did not reset its prefix cache after the weight update")
@@ -303,6 +304,10 @@ class VLLMEngine:
         self._core.reset_encoder_cache()
         self.version = version
         return found
+
+    def take_counts(self) -> dict[str, float]:
+        """See ``HasEventCounts``."""
+        return self.weights.cost.take()
 
     def sleep(self, level: int) -> None:
         """See ``Engine.sleep``. vLLM frees memory on GPUs alone.

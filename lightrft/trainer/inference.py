@@ -37,6 +37,7 @@ from lightrft.workers.local import (
     local_tokenizer,
     with_reward_models,
 )
+from lightrft.workers.media_checks import check_media, check_server_media, kinds_to_check
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,13 @@ def run_eval(config: EvaluateConfig) -> EvalSummary:
         with closing(local_scorer(config.reward)) as functions:
             weights = None if saved is None else saved.weights
             strategy, actor, engine = local_policy(
-                model, config.strategy, config.engine, tokenizer, weights=weights, trains=False
+                model,
+                config.strategy,
+                config.engine,
+                tokenizer,
+                weights=weights,
+                trains=False,
+                media=kinds_to_check(config.engine, prompts),
             )
             check_lengths(
                 actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data"
@@ -162,6 +169,7 @@ class Chat:
         _, actor, engine = local_policy(
             model, config.strategy, config.engine, tokenizer, weights=weights, trains=False
         )
+        self._model, self._bare_engine = model, engine
         self.engine = CheckedEngine(engine, actor, config.engine)
         bound, context = length_bound(actor.base.config), context_length(actor.base.config)
         self.context = context if bound is None else min(bound.tokens, context or bound.tokens)
@@ -189,7 +197,7 @@ class Chat:
         """Attach a file or URL to the next message. An empty ``kind`` is guessed from the name.
 
         Raises:
-            DataError: the model does not read this kind, or the file cannot be read.
+            DataError: the model or the engine does not read this kind, or the file cannot be read.
         """
         kind = kind or (mimetypes.guess_type(path)[0] or "").partition("/")[0]
         if kind not in self.kinds:
@@ -197,6 +205,11 @@ class Chat:
             raise DataError(
                 f"{path}: it is of kind {kind or 'unknown'}, and this model reads {kinds}"
             )
+        try:
+            check_media(self._model, self.config.engine, {kind})
+            check_server_media(self._bare_engine, {kind})
+        except ConfigError as error:
+            raise DataError(f"{path}: {error}") from error
         where = path if "://" in path else str(Path(path).expanduser().absolute())
         part = {"type": kind, kind: where}
         # Encoded now, so that a file that cannot be read fails here and not in the next message.

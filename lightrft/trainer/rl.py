@@ -10,7 +10,6 @@ from typing import Any
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.datasets.sampler import media_kinds
 from lightrft.distributed.process_group import (
     ProcessGroup,
     broadcast_failure,
@@ -44,7 +43,7 @@ from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import resume_from_checkpoint, run_steps
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.local import local_roles, local_tokenizer
-from lightrft.workers.media_checks import check_media, check_server_media
+from lightrft.workers.media_checks import check_media, check_server_media, kinds_to_check
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +240,7 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         processor,
         reward=config.reward,
     )
-    kinds = stream.dataset.media_kinds | media_kinds(prompts)
+    kinds = kinds_to_check(config.engine, stream.dataset, prompts)
     check_media(config.model, config.engine, kinds)
     controls = Controllers.of(config.algorithm)
     # With scoring workers, reward functions may only be importable on the workers' nodes.

@@ -28,9 +28,10 @@ from lightrft.trainer.supervised import (
     check_supervised,
     loaded_eval_prompts,
     run_supervised,
+    supervised_policy,
 )
 from lightrft.utils.state_io import State
-from lightrft.workers.local import local_policy, local_tokenizer, policy_scorer
+from lightrft.workers.local import local_tokenizer, policy_scorer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,9 +114,7 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     check_enough("batch_size", config.batch_size, len(dataset), "examples")
     steps = config.train.count_steps(len(dataset), config.batch_size)
     prompts = loaded_eval_prompts(config, tokenizer, processor, session)
-    strategy, actor, engine = local_policy(
-        config.model, config.strategy, config.engine, tokenizer, session.ranks
-    )
+    strategy, actor, engine = supervised_policy(config, session, tokenizer, [prompts])
     return SFTRun(
         session=session,
         eval=config.eval,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardConfig
 from lightrft.config.verbs import GivenDataConfig, SupervisedConfig
-from lightrft.datasets.sampler import media_kinds
 from lightrft.distributed.process_group import (
     ProcessGroup,
     broadcast_failure,
@@ -29,12 +28,16 @@ from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.media_checks import check_media
+from lightrft.workers.local import local_policy
+from lightrft.workers.media_checks import kinds_to_check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.engines.base import Engine
+    from lightrft.models.actor import Actor
     from lightrft.models.processors import Processor
+    from lightrft.strategy.base import Strategy
 
 
 def check_supervised(config: SupervisedConfig, reads: Collection[str] = ()) -> None:
@@ -162,9 +165,31 @@ def loaded_eval_prompts(
         processor,
         reward=config.reward,
     )
-    check_media(config.model, config.engine, media_kinds(prompts))
     try_rewards(config.reward, prompts, tokenizer, session.ranks)
     return prompts
+
+
+def supervised_policy(
+    config: SupervisedConfig,
+    session: RunSession,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[object],
+) -> tuple[Strategy, Actor, Engine]:
+    """Load the policy of a run that trains on given responses, and its engine.
+
+    Args:
+        config: Settings of the run.
+        session: Gives the ranks.
+        tokenizer: Tokenizer of the model.
+        asked: Rows that the policy responds to, such as the eval set.
+
+    Raises:
+        ConfigError: The engine cannot generate for media of these rows.
+    """
+    media = kinds_to_check(config.engine, *asked)
+    return local_policy(
+        config.model, config.strategy, config.engine, tokenizer, session.ranks, media=media
+    )
 
 
 def try_rewards(

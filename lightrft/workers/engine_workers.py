@@ -319,7 +319,7 @@ class EngineWorkerGroup:
         """See ``Engine.wake``."""
         self.crew.each("wake")
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, float]:
         """See ``HasEventCounts``."""
         return self.delivery.take_counts()
 

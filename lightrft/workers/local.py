@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,7 @@ from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.local_draft import draft_decoder
 from lightrft.workers.local_served import async_served, local_served
 from lightrft.workers.local_vllm import async_vllm, local_vllm
+from lightrft.workers.media_checks import check_media
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
@@ -97,6 +98,7 @@ def local_policy(
     *,
     trains: bool = True,
     replay_routes: bool = False,
+    media: Collection[str] = (),
 ) -> tuple[Strategy, Actor, Engine]:
     """Build the strategy, the policy on its device and an engine over the same weights.
 
@@ -110,7 +112,12 @@ def local_policy(
             keeps the weights of ``model``.
         trains: the weights will change, and the engine must follow them.
         replay_routes: the engine records the experts of each token, and the policy replays them.
+        media: kinds of media of the prompts, see ``kinds_to_check``.
+
+    Raises:
+        ConfigError: the engine cannot generate for such media.
     """
+    check_media(model, engine, media)
     placed = strategy_of(strategy, ranks)
     # A server that nothing is compared with needs no weights here.
     is_hollow = engine.kind in SERVED_KINDS and not trains and not engine.check_logprobs
@@ -127,7 +134,7 @@ def local_policy(
     if engine.kind == "vllm":
         return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks, together)
     if engine.kind in SERVED_KINDS:
-        served = local_served(model, engine, tokenizer, decoder, ranks, trains=trains)
+        served = local_served(model, engine, tokenizer, decoder, ranks, trains=trains, media=media)
         return placed, actor, served
     draft = draft_decoder(engine, model, tokenizer, actor.device)
     native = NativeEngine(decoder, tokenizer, engine, draft=draft, whole=whole, together=together)
@@ -264,7 +271,7 @@ def local_roles(
             processor=processor,
             async_engine=apart["async_engine"](actor, strategy)
             if "async_engine" in apart
-            else local_async_engine(config, actor, tokenizer, strategy),
+            else local_async_engine(config, policy, tokenizer, strategy),
             async_process_group=ranks.duplicate() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
             critic=local_critic(config.model, config.critic, strategy, max(1, steps * per_step))
@@ -375,7 +382,10 @@ def check_native(engine: EngineConfig, setting: str, value: object) -> None:
 
 
 def local_async_engine(
-    config: RLConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase, strategy: Strategy
+    config: RLConfig,
+    policy: TrainableModel[Actor],
+    tokenizer: PreTrainedTokenizerBase,
+    strategy: Strategy,
 ) -> Engine | None:
     """Build an engine with a full copy of the weights on each rank, for asynchronous generation.
 
@@ -383,16 +393,17 @@ def local_async_engine(
 
     Args:
         config: settings of the run.
-        actor: the policy.
+        policy: the policy.
         tokenizer: tokenizer of the policy.
         strategy: strategy of the policy.
     """
     if not config.rollout.staleness:
         return None
+    actor = policy.model
     if config.engine.kind == "vllm":
         return async_vllm(config, actor.model, tokenizer, strategy.ranks)
     if config.engine.kind in SERVED_KINDS:
-        return async_served(config, actor.model, tokenizer, strategy.ranks)
+        return async_served(config, policy, tokenizer, strategy)
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
         decoder = KVDecoder(actor.model, actor.experts).apart()

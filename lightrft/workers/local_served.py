@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor
 
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import EngineConfig
@@ -17,9 +18,14 @@ from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
+from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.roles import TrainableModel, engine_weights
 from lightrft.rollout.logprob_check import refuse_weights
+from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.module_tensors import factor_of
+from lightrft.workers.media_checks import check_server_media
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 
 if TYPE_CHECKING:
@@ -34,6 +40,7 @@ def local_served(
     ranks: ProcessGroup,
     *,
     trains: bool,
+    media: Collection[str] = (),
 ) -> Engine:
     """Connect to the server of ``engine``. Send it the policy's weights if they will change.
 
@@ -46,9 +53,11 @@ def local_served(
         decoder: Holds the weights of the policy.
         ranks: All ranks of the run.
         trains: The weights will change.
+        media: Kinds of media of the prompts.
 
     Raises:
-        ConfigError: The server has another model or tokenizer, or cannot follow this policy.
+        ConfigError: The server has another model or tokenizer, or cannot follow this policy, or
+            cannot generate for such media.
         ModelError: The server has other weights than the policy after they were sent.
         ResourceError: The server does not answer.
     """
@@ -62,7 +71,15 @@ def local_served(
         if ranks.rank:
             return None
         lora = model.lora if trains else None
-        return _opened(engine, tokenizer, decoder, lora, trains=trains, sends=ranks.size == 1)
+        built = _connected(engine, tokenizer, decoder, trains=trains)
+        try:
+            check_server_media(built, media)
+            if trains and isinstance(built, ServedEngine):
+                _begin_updates(built, decoder, lora, sends=ranks.size == 1)
+        except BaseException:
+            built.close()
+            raise
+        return built
 
     if ranks.size == 1:
         built = make()
@@ -76,30 +93,34 @@ def local_served(
 
 def async_served(
     config: RLConfig,
-    model: nn.Module,
+    policy: TrainableModel[Actor],
     tokenizer: PreTrainedTokenizerBase,
-    ranks: ProcessGroup,
+    strategy: Strategy,
 ) -> Engine:
     """Build an engine that generates during training, and gets the trained weights alone.
 
+    With several ranks, all weights are gathered and sent once, and rank 0 keeps a copy of the
+    frozen ones that adapters are added to. Every rank must call it.
+
     Args:
         config: Settings of the run.
-        model: The policy.
+        policy: The policy.
         tokenizer: Tokenizer of the model.
-        ranks: All ranks of the run.
+        strategy: Strategy of the policy.
 
     Raises:
-        ConfigError: The run has several processes, or ``local_served`` raises it.
+        ConfigError: See ``local_served``.
+        ModelError: The server did not take the weights.
     """
-    if ranks.size > 1:
-        raise ConfigError(
-            f"rollout.staleness = {config.rollout.staleness} with engine.kind = "
-            f"{config.engine.kind} needs one process, and launch.processes = {ranks.size}: rank 0 "
-            "asks for all ranks, which train meanwhile; set launch.processes=1, "
-            "rollout.staleness=0 or engine.kind=native"
-        )
-    decoder = KVDecoder(model)
-    built = local_served(config.model, config.engine, tokenizer, decoder, ranks, trains=True)
+    model, ranks = policy.model.model, strategy.ranks
+    built = local_served(
+        config.model, config.engine, tokenizer, KVDecoder(model), ranks, trains=True
+    )
+    if isinstance(built, RankZeroEngine):
+        # The thread that generates has collective calls of its own.
+        shared = RankZeroEngine(built.engine, ranks.duplicate())
+        _send_whole(shared, engine_weights(strategy, policy.state))
+        return shared
     assert isinstance(built, ServedEngine)
     if config.model.lora is not None:
         # adapters are merged into weights that training does not change, and does not send
@@ -107,43 +128,60 @@ def async_served(
     return built
 
 
-def _opened(
+def _send_whole(engine: RankZeroEngine, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Send all ``weights`` as version 0. Keep the ones that later adapters are added to.
+
+    Every rank must call it.
+    """
+    bases: dict[str, Tensor] = {}
+
+    def kept() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            _, factor = factor_of(name) or (name, None)
+            if engine.engine is not None and factor == "base":
+                bases[name] = tensor.detach().to("cpu", copy=True)
+            yield name, tensor
+
+    try:
+        engine.load_weights(kept(), 0)
+    except BaseException:
+        engine.close()
+        raise
+    if isinstance(engine.engine, ServedEngine):
+        engine.engine.frozen = bases
+
+
+def _connected(
     engine: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
     decoder: DecoderProtocol,
-    lora: LoRAConfig | None,
     *,
     trains: bool,
-    sends: bool,
 ) -> Engine:
-    """Connect to the server.
-
-    Args:
-        engine: Settings of the engine.
-        tokenizer: Tokenizer of the model.
-        decoder: Holds the weights of the policy.
-        lora: Settings of the policy's adapters.
-        trains: The weights will change.
-        sends: Send the weights of a policy that will change now. Shards are sent later.
-    """
+    """Connect to the server. Accept one that returns text alone if nothing is compared with it."""
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
-        built = kind.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
+        return kind.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
     except TextAlone as error:
         if trains or engine.check_logprobs:
             raise
         return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
-    if not trains:
-        return built
-    built.lora = lora
-    try:
-        built.require_updates()
-        if not sends:
-            return built
+
+
+def _begin_updates(
+    engine: ServedEngine, decoder: DecoderProtocol, lora: LoRAConfig | None, *, sends: bool
+) -> None:
+    """Raise an error unless the server takes new weights, and send those of the policy.
+
+    Args:
+        engine: The engine.
+        decoder: Holds the weights of the policy.
+        lora: Settings of the policy's adapters.
+        sends: Send the weights now. Shards are sent later.
+    """
+    engine.lora = lora
+    engine.require_updates()
+    if sends:
         weights = dict(decoder.parameters())
-        refuse_weights(built.load_weights(weights.items(), 0), weights, 0)
-    except BaseException:
-        built.close()
-        raise
-    return built
+        refuse_weights(engine.load_weights(weights.items(), 0), weights, 0)

@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol, runtime_checkable
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.base import Engine
 from lightrft.engines.served.served_engine import ServedEngine
+from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.engines.vllm_parts.media import refuse_media
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.rank_zero_engine import RankZeroEngine
+
+
+@runtime_checkable
+class HasMediaKinds(Protocol):
+    """Rows whose media are known."""
+
+    @property
+    def media_kinds(self) -> Collection[str]:
+        """The kinds of media of the rows. It may read all of them."""
+        ...
+
+
+def kinds_to_check(engine: EngineConfig, *rows: object) -> set[str]:
+    """Return the kinds of media that the engine must take.
+
+    It is empty for the native engine, which takes every kind, so that no row is read for it.
+
+    Args:
+        engine: Settings of the engine.
+        rows: What the engine generates for. Rows without ``media_kinds`` have no media.
+    """
+    if engine.kind == "native":
+        return set()
+    return {kind for one in rows if isinstance(one, HasMediaKinds) for kind in one.media_kinds}
 
 
 def check_media(model: ModelConfig, engine: EngineConfig, kinds: Collection[str]) -> None:
@@ -41,5 +67,5 @@ def check_server_media(engine: Engine | None, kinds: Collection[str]) -> None:
         kinds: Kinds of media of the prompts.
     """
     inner = engine.engine if isinstance(engine, RankZeroEngine) else engine
-    if kinds and isinstance(inner, ServedEngine):
+    if kinds and isinstance(inner, ServedEngine | TextEndpoint):
         inner.refuse_media(f"prompts with media of kind {', '.join(sorted(kinds))}")

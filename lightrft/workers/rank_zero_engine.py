@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ class RankZeroEngine:
         if self.engine is not None:
             self.engine.wake()
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> Mapping[str, float]:
         """See ``HasEventCounts``."""
         return self.engine.take_counts() if isinstance(self.engine, HasEventCounts) else {}
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import checksum, dtype_of
-from lightrft.engines.sending.held_dtypes import in_held_dtypes
+from lightrft.engines.fingerprint import dtype_of
+from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
+from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.weight_transport import (
     RayObject,
     Way,
@@ -80,11 +81,12 @@ class WeightSync:
         # of every weight that was sent or trained, in the version that workers hold
         self._sums: Fingerprint = {}
         self._copies: dict[str, Tensor] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes = HeldDtypes()
         self._carrier: WeightTransport | None = None
         self._lives: tuple[int, ...] = ()
         self._found: dict[int, Fingerprint] = {}
         self._resent = 0
+        self._cost = UpdateCost()
 
     @property
     def travelled(self) -> set[str]:
@@ -93,6 +95,10 @@ class WeightSync:
 
     def sync(self, weights: Weights, version: int) -> Fingerprint:
         """Send ``weights`` of ``version`` to every worker and return their common fingerprint."""
+        with self._cost.timed():
+            return self._synced(weights, version)
+
+    def _synced(self, weights: Weights, version: int) -> Fingerprint:
         self.crew.settle()
         # This call also detects workers that were lost since the last transfer.
         there = self.crew.each("ping" if self._begun else "fingerprint")
@@ -100,7 +106,7 @@ class WeightSync:
             self._compare_start([found for found in there if found is not None])
         self.crew.settle()
         sums = dict(self._sums)
-        copies, arrived = self._send(self._travelling(weights, sums))
+        copies, arrived = self._send(self._cost.counted(self._travelling(weights, sums)))
         self._copies, self._sums, self._begun = copies, sums, True
         self.version, self._found = version, {}
         if arrived:
@@ -118,10 +124,11 @@ class WeightSync:
         self.crew.settle()  # restarted workers have received the weights now
         return self._agreed(self._sums)
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, float]:
         """See ``HasEventCounts``."""
         resent, self._resent = self._resent, 0
-        return {"restarts": self.crew.take_restarts(), "weights_resent": resent}
+        restarts = self.crew.take_restarts()
+        return {"restarts": restarts, "weights_resent": resent, **self._cost.take()}
 
     def close(self) -> None:
         """End the workers."""
@@ -132,22 +139,18 @@ class WeightSync:
 
         Workers load the start model themselves, so they have most weights already.
         """
-        for name, total in known[0].items() if known else ():
-            self._dtypes[name] = dtype_of(total)
+        first = known[0] if known else {}
+        self._dtypes = HeldDtypes({name: dtype_of(total) for name, total in first.items()})
+        for name, total in first.items():
             if all(there.get(name) == total for there in known):
                 self._sums[name] = total
 
     def _travelling(self, weights: Weights, sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
         """Yield the ``weights`` that workers lack, in their dtypes. Update the checksums ``sums``
         of all weights."""
-        trained = self.hand.trained
-        for name, tensor in in_held_dtypes(weights, self._dtypes):
-            if self._begun and trained is not None and name not in trained:
-                continue
-            total = checksum(tensor)
-            if sums.get(name) != total or not self.hand.only_changed:
-                sums[name] = total
-                yield name, tensor
+        trained = self.hand.trained if self._begun else None
+        compared = ((n, w) for n, w in weights if trained is None or n in trained)
+        return changed_weights(compared, sums, self._dtypes, all_of_them=not self.hand.only_changed)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], bool]:
         """Send ``weights`` to all workers.

@@ -179,6 +179,22 @@ def test_a_response_to_a_picture_is_resumed_to_the_same_tokens(subject: Subject)
     assert subject.greedy(prompt, partial=part).token_ids == whole.token_ids
 
 
+def test_a_sampled_placeholder_stands_for_nothing_when_its_response_is_resumed(
+    subject: Subject,
+) -> None:
+    if subject.engine.shares_weights or isinstance(subject.engine, NativeEngine):
+        pytest.skip("the engine that others are compared with")
+    prompt = subject.rig.prompt("0", *TWO)
+    part = subject.greedy(prompt, pause_after_tokens=3)
+    part.token_ids[1] = subject.rig.processor.tokens["image"]
+    expected = Subject(engine_of("native", subject.rig), subject.rig, "").greedy(
+        prompt, partial=part
+    )
+    found = subject.greedy(prompt, partial=part)
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_new_weights_of_the_tower_alone_change_the_responses(subject: Subject) -> None:
     prompt = subject.rig.prompt("0", *TWO)
     before = subject.greedy(prompt)

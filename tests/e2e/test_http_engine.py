@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import ChatConfig, EvaluateConfig, RLConfig, SFTConfig
@@ -23,8 +22,8 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client import server_client
-from lightrft.workers.local_served import async_served
-from tests.e2e.several import ENVIRONMENT, check_equal, train
+from tests.e2e.several import ENVIRONMENT, check_equal, config_file, train
+from tests.e2e.test_faults import run_until
 from tests.serving_helpers import (
     free_port,
     killing_server,
@@ -111,15 +110,6 @@ def test_a_server_generates_while_the_policy_trains_with_the_numbers_of_the_nati
     assert_same(numbers(served(tree, url)), expected)
     rows = read_rows(Path(tree["run"]["dir"]) / "run" / "metrics.jsonl")
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
-
-
-def test_a_server_for_several_processes_that_train_meanwhile_is_refused(
-    rl_tree: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = build(RLConfig, served(rl_tree, url, rollout={"staleness": 1}))
-    ranks = SimpleNamespace(rank=0, size=2)
-    with pytest.raises(ConfigError, match=r"launch\.processes = 2.*set launch\.processes=1"):
-        async_served(config, nn.Module(), None, ranks)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -278,3 +268,36 @@ def test_two_processes_that_share_a_server_have_the_numbers_of_one(
     for name, processes in (("one", 1), ("two", 2)):
         train(served(uneven_tree, url, **over), tmp_path, name, processes)
     check_equal(tmp_path / "two", tmp_path / "one")
+
+
+def ahead_of(tree: dict[str, Any], **over: Any) -> dict[str, Any]:
+    """A run whose batches are generated during training, by older weights, and rewarded differently."""
+    varied = tree["reward"]["terms"][0].replace(":ones", ":varied")
+    more = {
+        "rollout": {"staleness": 1},
+        "algorithm": {"importance_sampling": ["tis"]},
+        "reward": {"terms": [varied]},
+        "checkpoint": {"every": 1, "keep": 9},
+    }
+    return deep_merge(deep_merge(tree, more), over)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lora", "is_killed"), [(None, True), ({"rank": 4}, False)])
+def test_two_processes_train_while_a_server_generates_with_the_numbers_of_the_native_engine(
+    lora: dict[str, Any] | None,
+    is_killed: bool,
+    uneven_tree: dict[str, Any],
+    url: str,
+    tmp_path: Path,
+) -> None:
+    tree = ahead_of(uneven_tree, model={"lora": lora})
+    train(tree, tmp_path, "native", 2)
+    tree = served(tree, url)
+    if is_killed:
+        ended = run_until(config_file(tree, tmp_path, "served"), "after checkpoint", 2, 0, "kill")
+        assert ended.status != 0
+    train(tree, tmp_path, "served", 2)
+    check_equal(tmp_path / "served", tmp_path / "native")
+    rows = read_rows(tmp_path / "served" / "metrics.jsonl")
+    assert [row["staleness/max"] for row in rows if "staleness/max" in row] == [0, 1, 1]

@@ -83,6 +83,10 @@ def test_the_client_of_anthropic_reads_every_kind_of_answer(url):
         whole.content[0].text,
         whole.usage.output_tokens,
     )
+    tokens = client.messages.count_tokens(model="tiny", messages=ASK, system="short").input_tokens
+    assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == tokens
+    # all but the last token of the prompt were computed for the first request
+    assert (last.usage.input_tokens, last.usage.cache_read_input_tokens) == (1, tokens - 1)
     tools: Any = [{"name": "add", "input_schema": {"type": "object"}}]
     with client.messages.stream(**given, tools=tools) as stream:
         assert stream.get_final_message().stop_reason is not None

@@ -54,7 +54,7 @@ def media_findings(
         engine: Settings of the engine.
         kinds: Kinds of media of the prompts.
     """
-    if not kinds or engine.kind == "native":
+    if not kinds:
         return
     try:
         check_media(model, engine, kinds)

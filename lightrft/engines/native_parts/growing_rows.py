@@ -21,12 +21,14 @@ class PromptRequests:
     """The requests of one prompt. ``logits [V]`` of its first response token are kept while some
     requests wait.
 
-    The last ``begun`` tokens of ``prompt`` are a response that is resumed.
+    The last ``begun`` tokens of ``prompt`` are a response that is resumed. Placeholders among its
+    last ``plain`` tokens stand for no media.
     """
 
     prompt: Prompt
     # 0 for a prompt without a response
     begun: int = 0
+    plain: int = 0
     waiting: deque[Request] = field(default_factory=deque)
     rows: int = 0
     # the session's handle, -1 until the prompt is computed

@@ -67,7 +67,8 @@ def merged_weight(factors: Mapping[Factor, Tensor], lora: LoRAConfig) -> Tensor:
         factors: ``base [out, in]``, ``a [rank, in]``, ``b [out, rank]``, and ``magnitude [out]``.
         lora: Settings of the adapters.
     """
-    base = factors["base"]
+    # frozen weights may be kept on the host
+    base = factors["base"].to(factors["a"].device)
     # adapters of half-precision weights are float32, and the sum is rounded once
     whole = base.float() + lora.alpha / lora.rank * (factors["b"].float() @ factors["a"].float())
     if lora.dora:

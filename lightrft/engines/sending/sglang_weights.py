@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import checksum
+from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.sending.server_group import ServerGroup
+from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered
@@ -35,7 +36,13 @@ DTYPES = {"half": "float16", "float": "float32"}
 
 
 class SGLangWeights(Protocol):
-    """A way of new weights to the server."""
+    """A way of new weights to the server.
+
+    Attributes:
+        cost: Gets the bytes of the tensors that are sent.
+    """
+
+    cost: UpdateCost
 
     def load(self, weights: Weights, version: str) -> None:
         """Send ``weights``, and name them ``version``.
@@ -65,10 +72,12 @@ class FolderWeights:
     Args:
         client: Sends requests to the server.
         folder: The folder.
+        cost: Gets the bytes of the tensors that are sent.
     """
 
-    def __init__(self, client: ServerClient, folder: str) -> None:
+    def __init__(self, client: ServerClient, folder: str, cost: UpdateCost) -> None:
         self.client = client
+        self.cost = cost
         self._root = Path(folder).expanduser()
         self._folder: Path | None = None
         self._version = ""
@@ -78,7 +87,7 @@ class FolderWeights:
         old, self._folder, self._version = self._folder, self._root / version, version
         on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in weights)
         with whole_folder(self._folder) as folder:
-            for number, shard in enumerate(shards(on_host, SHARD)):
+            for number, shard in enumerate(shards(self.cost.counted(on_host), SHARD)):
                 save_file(shard, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
         self.resend()
         if old is not None and old != self._folder:
@@ -119,6 +128,7 @@ class BroadcastWeights:
         run: Name of the run.
         server: What the server says about itself.
         held: Returns the version of the weights that the server holds.
+        cost: Gets the bytes of the tensors that are sent.
     """
 
     def __init__(
@@ -128,14 +138,16 @@ class BroadcastWeights:
         run: str,
         server: Mapping[str, Any],
         held: Callable[[], str | None],
+        cost: UpdateCost,
     ) -> None:
         self.client = client
+        self.cost = cost
         self._config = config
         self._run = run
         self._processes = int(server.get("tp_size") or 1)
         name = str(server.get("dtype"))
         dtype = getattr(torch, DTYPES.get(name, name), None)
-        self._dtype = dtype if isinstance(dtype, torch.dtype) else None
+        self._dtypes = HeldDtypes(of_matrices=dtype if isinstance(dtype, torch.dtype) else None)
         self._held = held
         self._group: ServerGroup | None = None
         self._device = torch.device("cpu")
@@ -190,20 +202,11 @@ class BroadcastWeights:
 
     def _changed(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the ``weights`` that the server lacks, in its dtype, and keep a copy of each."""
-        for name, tensor in weights:
-            tensor = self._converted(tensor.detach()).contiguous()
+        found = changed_weights(weights, self._sums, self._dtypes, all_of_them=self._lacks_all)
+        for name, tensor in found:
             self._device = tensor.device
-            total = checksum(tensor)
-            if self._lacks_all or self._sums.get(name) != total:
-                self._sums[name] = total
-                self._copies[name] = tensor.to("cpu", copy=True)
-                yield name, tensor
-
-    def _converted(self, tensor: Tensor) -> Tensor:
-        # Vectors cost nothing, and the server may hold some with more bits than its matrices.
-        if self._dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self._dtype)
+            self._copies[name] = tensor.to("cpu", copy=True)
+            yield name, tensor.contiguous()
 
     def _failure(self, step: Callable[..., None], *args: object) -> Exception | None:
         """Run ``step`` and return its error, after which the group is of no use."""
@@ -214,7 +217,7 @@ class BroadcastWeights:
         return None
 
     def _send(self, bucket: Mapping[str, Tensor]) -> None:
-        self._joined().send(list(bucket.items()))
+        self._joined().send(list(self.cost.counted(bucket.items())))
 
     def _send_all(self) -> None:
         for bucket in shards(self._copies.items(), BUCKET):

@@ -21,6 +21,7 @@ from lightrft.engines.fingerprint import checksum
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import check_requests, refuse_native_settings, response_limit
 from lightrft.engines.sending.merged_adapters import merged
+from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.stop_strings import StopStrings
 from lightrft.types import Request, Rollout
@@ -69,6 +70,7 @@ class ServedEngine(ABC):
         version: Version of the weights.
         model: Name of the served model.
         counts: Number of events, by name.
+        cost: Bytes and seconds of weight updates.
         lora: Settings of the policy's adapters, which are merged before weights are sent. ``None``
             without adapters.
         frozen: Parameters that are merged with those of each update, for callers that send the
@@ -93,6 +95,7 @@ class ServedEngine(ABC):
         self.context: int | None = None
         self.model = ""
         self.counts: Counter[str] = Counter()
+        self.cost = UpdateCost()
         self.lora: LoRAConfig | None = None
         self.frozen: Mapping[str, Tensor] = {}
         self._ends = sorted(set(ends))
@@ -238,11 +241,11 @@ class ServedEngine(ABC):
             call.handle.close()
         self.client.close()
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, float]:
         """See ``HasEventCounts``."""
         retries, self.client.counts["retries"] = self.client.counts["retries"], 0
         found, self.counts = self.counts, Counter()
-        return {"retries": retries, **found}
+        return {"retries": retries, **found, **self.cost.take()}
 
     def ends(self, sampling: SamplingConfig) -> set[int]:
         """Return the token ids that end a response."""

@@ -39,8 +39,8 @@ def weight_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator
         header = json.dumps([_shown(piece) for piece in layout]).encode()
         # values start at a multiple, so that they can be viewed as their type
         header += b" " * (-(SIZE + len(header)) % ALIGNED)
-        values = slots[slot][: used(layout)].numpy().tobytes()
-        yield b"".join([len(header).to_bytes(SIZE, "little"), header, values])
+        values = slots[slot][: used(layout)].numpy()
+        yield b"".join([len(header).to_bytes(SIZE, "little"), header, values.data])
 
 
 def read_bucket(bucket: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[np.ndarray, Layout]:

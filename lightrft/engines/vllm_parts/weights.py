@@ -20,6 +20,7 @@ from lightrft.config.model import LoRAConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.merged_adapters import merged
+from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.vllm_parts.fp8_weights import FP8Weights
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import plain_name
@@ -48,6 +49,7 @@ class VLLMWeights:
     Attributes:
         adapter: The ``LoRARequest`` that every request must carry. ``None`` if none is served.
         frozen: Parameters that ``load`` reads first, for callers that send the trained ones alone.
+        cost: Bytes that vLLM has read, and seconds that ``load`` has taken.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class VLLMWeights:
         fp8: FP8Weights | None = None,
     ) -> None:
         self.adapter: Any = None
+        self.cost = UpdateCost()
         self.frozen: Mapping[str, Tensor] = {}
         self._llm, self._lora, self._fp8 = llm, lora, fp8
         self._request = package.lora.request.LoRARequest
@@ -103,7 +106,7 @@ class VLLMWeights:
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self._fp8 is not None:
             weights = self._fp8.recorded(weights)
-        self._llm.collective_rpc(reload, args=(weights,))
+        self._llm.collective_rpc(reload, args=(self.cost.counted(weights),))
         # vLLM may stop early, and reading may be a collective call
         deque(weights, maxlen=0)
         if self._fp8 is not None:
@@ -124,6 +127,7 @@ class VLLMWeights:
         base = unknown()
         for first in base:
             self._reload(itertools.chain([first], base))
+        deque(self.cost.counted(adapter.items()), maxlen=0)
         found |= self._serve(f"policy-v{version}", adapter)
 
     def _serve(self, name: str, adapter: Mapping[str, Tensor]) -> Fingerprint:

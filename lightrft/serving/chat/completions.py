@@ -54,7 +54,8 @@ class Completions:
         """Answer ``/v1/completions``, at once or as a stream.
 
         With ``return_token_ids``, each event of a stream has the ids of its tokens. ``media`` are
-        the tensors of a prompt of token ids, see ``media_to_base64``.
+        the tensors of a prompt of token ids, see ``media_to_base64``. The last ``response_tokens``
+        of that prompt are the beginning of a response, in which placeholders stand for no media.
         """
         body = call.body
         echo = bool(body.get("echo"))
@@ -63,18 +64,20 @@ class Completions:
             likely = int(call.number("logprobs", 0, 0, MOST_LIKELY))
         if body.get("stream") and (echo or likely is not None):
             raise bad("echo and logprobs are given with the whole answer; leave out stream")
-        prompts = await asyncio.to_thread(self._prompts, body)
+        given = int(call.number("response_tokens", 0, 0, 2**31))
+        prompts = await asyncio.to_thread(self._prompts, body, given)
         if echo and body.get("max_tokens") == 0:
             # one token is generated to share the code, and is not shown
             call = HTTPCall({**body, "max_tokens": 1, "n": 1}, call.deadline)
         wanted = await asyncio.to_thread(self.generator.wanted, call, likely, echo)
-        wanted = replace(wanted, has_tokens=bool(body.get("return_token_ids")))
+        has_tokens = bool(body.get("return_token_ids"))
+        wanted = replace(wanted, has_tokens=has_tokens, response_tokens=given)
         future, stream = self.generator.begin(prompts, wanted, call.deadline)
         if stream is not None:
             return self._stream(stream, future, prompts, wanted, body)
         return self._answer(prompts, await asyncio.wrap_future(future), body, wanted)
 
-    def _prompts(self, body: Mapping[str, Any]) -> list[Prompt]:
+    def _prompts(self, body: Mapping[str, Any], response_tokens: int) -> list[Prompt]:
         given = body.get("prompt")
         is_ids = isinstance(given, list) and bool(given) and isinstance(given[0], int)
         several = given if isinstance(given, list) and not is_ids else [given]
@@ -84,17 +87,19 @@ class Completions:
         if body.get("media") is not None:
             if not is_ids:
                 raise bad("media come with the token ids of one prompt")
-            prompts[0].media = self._media(body["media"], prompts[0])
+            ids = prompts[0].token_ids
+            asked = ids[: max(0, len(ids) - response_tokens)]
+            prompts[0].media = self._media(body["media"], asked)
         return prompts
 
-    def _media(self, given: object, prompt: Prompt) -> Media:
-        """Return the media of a request, which must fit the placeholders of ``prompt``."""
+    def _media(self, given: object, ids: Sequence[int]) -> Media:
+        """Return the media of a request, which must fit the placeholders among ``ids``."""
         processor = self.chat.encoder.processor
         if processor is None:
             raise bad("the model reads text alone, and the request has media")
         try:
             media = media_from_base64(given, 1, "media")
-            check_placeholders(processor, prompt.token_ids, media)
+            check_placeholders(processor, ids, media)
         except DataError as error:
             raise bad(str(error)) from error
         return media

@@ -60,7 +60,7 @@ class Messages:
                 *map(_tool_use, calls),
             ],
             "stop_reason": _reason(rollout, calls, wanted.sampling.stop),
-            "usage": self._usage(asked, len(rollout)),
+            "usage": _usage(asked, rollout),
             **token_fields(call.body, rollout),
         }
 
@@ -76,11 +76,8 @@ class Messages:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage(asked, 0),
+            "usage": _usage(asked),
         }
-
-    def _usage(self, asked: Conversation, made: int) -> dict[str, int]:
-        return {"input_tokens": len(asked.prompt.token_ids), "output_tokens": made}
 
     async def _events(self, stream: TokenStream, asked: Conversation) -> AsyncIterator[object]:
         yield {"type": "message_start", "message": self._heading(asked)}
@@ -100,8 +97,25 @@ class Messages:
             for event in _whole(text, calls):
                 yield event
         reason = {"stop_reason": _reason(rollout, calls, ()), "stop_sequence": None}
-        yield {"type": "message_delta", "delta": reason, "usage": {"output_tokens": len(rollout)}}
+        # the counts of this event replace those of the first one
+        yield {"type": "message_delta", "delta": reason, "usage": _usage(asked, rollout)}
         yield {"type": "message_stop"}
+
+
+def _usage(asked: Conversation, rollout: Rollout | None = None) -> dict[str, int]:
+    """Return the numbers of tokens of a request, or of one that has no response yet.
+
+    The tokens of the prompt are counted apart from those that came from an earlier sequence, as in
+    the API of Anthropic.
+    """
+    tokens = len(asked.prompt.token_ids)
+    if rollout is None:
+        return {"input_tokens": tokens, "cache_read_input_tokens": 0, "output_tokens": 0}
+    return {
+        "input_tokens": tokens - rollout.reused_tokens,
+        "cache_read_input_tokens": rollout.reused_tokens,
+        "output_tokens": len(rollout),
+    }
 
 
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:

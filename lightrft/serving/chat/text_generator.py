@@ -54,6 +54,7 @@ class Wanted:
         is_stream: The answer is sent as it grows.
         constraint: Form of the responses. ``None`` takes that of the server's settings.
         has_tokens: The events of a stream have the ids of their tokens.
+        response_tokens: Number of last tokens of each prompt that are the beginning of a response.
     """
 
     sampling: SamplingConfig
@@ -63,6 +64,7 @@ class Wanted:
     is_stream: bool = False
     constraint: ConstraintConfig | None = None
     has_tokens: bool = False
+    response_tokens: int = 0
 
 
 class TextGenerator:
@@ -141,9 +143,9 @@ class TextGenerator:
         for p, prompt in enumerate(prompts):
             room = self._room(prompt, sampling)
             for k, seed in enumerate(wanted.seeds, p * count):
-                constraint = wanted.constraint
+                form, held = wanted.constraint, wanted.response_tokens
                 requests.append(
-                    Request(prompt, seed, k, max_new_tokens=room, constraint=constraint)
+                    Request(prompt, seed, k, room, constraint=form, prompt_response_tokens=held)
                 )
         # requests with other limits share a batch: each has its own limit
         shared = sampling.model_copy(update={"max_new_tokens": self.sampling.max_new_tokens})

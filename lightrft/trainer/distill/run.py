@@ -44,14 +44,13 @@ from lightrft.trainer.distill.teachers import NamedTeacher, find_teachers
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.sft import load_validation
-from lightrft.trainer.supervised import loaded_eval_prompts, run_supervised
+from lightrft.trainer.supervised import loaded_eval_prompts, run_supervised, supervised_policy
 from lightrft.types import Batch, Prompt, Rollout
 from lightrft.utils.errors import GenerationInterrupted
 from lightrft.utils.seeding import derive_seed, torch_generator
 from lightrft.utils.state_io import State
 from lightrft.workers.local import (
     local_frozen,
-    local_policy,
     local_tokenizer,
     policy_scorer,
     self_teacher,
@@ -285,11 +284,14 @@ def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
             check_weights(config, rows, key)
     steps = config.train.count_steps(len(dataset), config.batch_size)
     prompts = loaded_eval_prompts(config, tokenizer, processor, session)
+    asked = [prompts, dataset] if config.distill.on_policy else [prompts]
     return DistillRun(
         session=session,
         eval=config.eval,
         eval_prompts=prompts,
-        roles=local_students_and_teachers(config, session, tokenizer, processor, steps, teachers),
+        roles=local_students_and_teachers(
+            config, session, tokenizer, processor, steps, teachers, asked
+        ),
         seed=config.run.seed,
         steps=steps,
         config=config,
@@ -308,6 +310,7 @@ def local_students_and_teachers(
     processor: Processor | None,
     steps: int,
     teachers: Mapping[str, NamedTeacher],
+    asked: Sequence[object],
 ) -> Roles:
     """Load the student and its teachers.
 
@@ -318,10 +321,9 @@ def local_students_and_teachers(
         processor: prepares media, or None for a text-only model.
         steps: number of steps of the run.
         teachers: the teachers by the data source that they teach, "" for all others.
+        asked: rows that the student responds to.
     """
-    strategy, actor, engine = local_policy(
-        config.model, config.strategy, config.engine, tokenizer, session.ranks
-    )
+    strategy, actor, engine = supervised_policy(config, session, tokenizer, asked)
     policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps))
     loaded: dict[str, Reference] = {}
     for name, own in teachers.items():

@@ -17,7 +17,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.rollout import SelectConfig
 from lightrft.config.verbs import GenerateConfig, LabelStepsConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.datasets.sampler import EvalPrompts, media_kinds
+from lightrft.datasets.sampler import EvalPrompts
 from lightrft.engines.base import Engine
 from lightrft.models.processors import load_processor
 from lightrft.observability.observer import NullObserver, Observer
@@ -40,7 +40,7 @@ from lightrft.workers.local import (
     local_tokenizer,
     with_reward_models,
 )
-from lightrft.workers.media_checks import check_media, check_server_media
+from lightrft.workers.media_checks import kinds_to_check
 
 log = logging.getLogger(__name__)
 
@@ -242,12 +242,15 @@ def loaded_engine(
         if not config.reward.terms:
             functions.check_sources({prompt.data_source for prompt in prompts})
         weights = None if saved is None else saved.weights
-        kinds = media_kinds(prompts)
-        check_media(model, config.engine, kinds)
         strategy, actor, engine = local_policy(
-            model, config.strategy, config.engine, inputs.tokenizer, weights=weights, trains=False
+            model,
+            config.strategy,
+            config.engine,
+            inputs.tokenizer,
+            weights=weights,
+            trains=False,
+            media=kinds_to_check(config.engine, prompts),
         )
-        check_server_media(engine, kinds)
         check_lengths(actor, longest(prompts) + more, config.sampling, "sampling", "data")
         scorer = with_reward_models(
             functions, config.reward, model, inputs.tokenizer, strategy.device

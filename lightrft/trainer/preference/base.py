@@ -27,9 +27,10 @@ from lightrft.roles import Roles, TrainableModel
 from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.run_session import RunSession
+from lightrft.trainer.supervised import supervised_policy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.state_io import State
-from lightrft.workers.local import local_policy, policy_scorer, preference_reference
+from lightrft.workers.local import policy_scorer, preference_reference
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +200,7 @@ def load_roles(
     tokenizer: PreTrainedTokenizerBase,
     processor: Processor | None,
     steps: int,
+    asked: Sequence[object],
 ) -> Roles:
     """Load the policy and its reference.
 
@@ -209,11 +211,10 @@ def load_roles(
         tokenizer: Tokenizer of the policy.
         processor: Prepares media, or None for a text-only model.
         steps: Number of steps of the run.
+        asked: Prompts that the policy responds to.
     """
     log.info("preference.reference.source: %s", source)
-    strategy, actor, engine = local_policy(
-        config.model, config.strategy, config.engine, tokenizer, session.ranks
-    )
+    strategy, actor, engine = supervised_policy(config, session, tokenizer, asked)
     policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps))
     return Roles(
         strategy=strategy,

@@ -118,7 +118,7 @@ def prepare_given(
         session=session,
         eval=config.eval,
         eval_prompts=prompts,
-        roles=load_roles(config, source, session, tokenizer, processor, steps),
+        roles=load_roles(config, source, session, tokenizer, processor, steps, [prompts]),
         seed=config.run.seed,
         steps=steps,
         config=config,

@@ -208,7 +208,9 @@ def prepare_online(
         session=session,
         eval=config.eval,
         eval_prompts=prompts,
-        roles=load_roles(config, source, session, tokenizer, processor, steps),
+        roles=load_roles(
+            config, source, session, tokenizer, processor, steps, [prompts, stream.dataset]
+        ),
         seed=config.run.seed,
         steps=steps,
         health=Health(frozenset() if always_learns else frozenset({"groups"})),

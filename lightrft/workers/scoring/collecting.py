@@ -15,7 +15,9 @@ from lightrft.types import Batch, Rollout, Segments
 
 def counts_of(scorer: RewardScorer) -> dict[str, int]:
     """Return the events that ``scorer`` has counted since the last call; none if it counts none."""
-    return scorer.take_counts() if isinstance(scorer, HasEventCounts) else {}
+    if not isinstance(scorer, HasEventCounts):
+        return {}
+    return {name: int(count) for name, count in scorer.take_counts().items()}
 
 
 class CollectingScorer:

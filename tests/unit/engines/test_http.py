@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config.base import build
@@ -360,12 +361,46 @@ def test_an_update_sends_only_what_the_server_lacks_and_all_of_it_after_a_restar
             found = engine.load_weights(weights.items(), version)
             assert found == checksums(weights.items())
             assert sent == [name]
+            assert engine.take_counts()["update_bytes"] == weights[name].nbytes
             sent.clear()
     with model_server(folder, weights_token_file=str(keys)) as (other, _):
         engine.client = opened(other, api_key_env=KEY).engine.client
         weights[third] = weights[third] * 2
         assert engine.load_weights(weights.items(), 4) == checksums(weights.items())
-        assert sent == [second, third]
+        assert sorted(sent) == sorted([second, third])
+
+
+def test_an_update_is_read_copied_and_sent_bucket_by_bucket(
+    folder: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, read, sent = http._put, [0], [0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    largest = max(tensor.nbytes for tensor in start.values())
+
+    def scaled(by: float) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in start.items():
+            read[0] += tensor.nbytes
+            yield name, tensor * by
+
+    def noted(client: Any, update: str, number: int, bucket: bytes) -> None:
+        sent[0] += len(bucket)
+        # one tensor may be in two buckets
+        assert read[0] <= sent[0] + largest
+        put(client, update, number, bucket)
+
+    monkeypatch.setattr(http, "_put", noted)
+    with model_server(folder, weights_token_file=str(keys), http={"max_body_mb": 0.05}) as (
+        url,
+        _,
+    ):
+        engine = opened(url, api_key_env=KEY).engine
+        engine.require_updates()
+        engine.load_weights(scaled(2.0), 1)
+        assert sent[0] > read[0] > 3 * largest
+        copies = {name: tensor.data_ptr() for name, tensor in engine._kept.items()}
+        engine.load_weights(scaled(3.0), 2)
+        assert {name: tensor.data_ptr() for name, tensor in engine._kept.items()} == copies
 
 
 def test_a_run_on_a_server_that_another_run_updated_survives_its_restart(

@@ -122,6 +122,11 @@ def answers(
     return list(engine.generate(requests, SAMPLING, stopped))
 
 
+def losses(engines: EngineWorkerGroup) -> dict[str, float]:
+    """What was counted but for bytes and seconds."""
+    return {n: c for n, c in engines.take_counts().items() if not n.startswith("update")}
+
+
 def hand(way: Way = "message", **more: object) -> WeightSyncConfig:
     return WeightSyncConfig(way=way, bucket=20_000, **more)  # type: ignore[arg-type]
 
@@ -140,7 +145,7 @@ def test_two_engines_draw_what_one_draws_with_the_weights_that_they_were_given(
     by_seed = {r.seed: r.logprobs for r in expected}
     for rollout in drawn:
         assert rollout.logprobs == pytest.approx(by_seed[rollout.seed], abs=1e-5)
-    assert engines.take_counts() == {"restarts": 0, "weights_resent": 0}
+    assert losses(engines) == {"restarts": 0, "weights_resent": 0}
 
 
 def test_an_answer_that_was_begun_goes_on_and_one_that_is_stopped_comes_back_as_it_is(
@@ -206,7 +211,7 @@ def test_weights_arrive_bit_for_bit_by_each_way_and_only_trained_ones_travel_aga
         assert engines.delivery.travelled == trained
     with pytest.raises(ModelError, match="do not fit"):
         engines.load_weights([(min(trained), torch.zeros(3))], 3)
-    assert engines.take_counts() == {"restarts": 0, "weights_resent": 0}
+    assert losses(engines) == {"restarts": 0, "weights_resent": 0}
 
 
 def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_that_is_started(
@@ -277,6 +282,12 @@ def test_only_tensors_that_changed_are_sent_and_in_the_dtype_of_the_engine(
         halves[name] = checksum(moved[name].bfloat16())
         assert engines.load_weights(moved.items(), 3) == halves
         assert {found for found, _ in sent} == {name}
+        counts = engines.take_counts()
+        assert (
+            counts["update_bytes"]
+            == sum(weights[n].numel() * 2 for n in changed) + 2 * weights[name].numel()
+        )
+        assert counts["update_seconds"] > 0 and "update_bytes" not in engines.take_counts()
         worker.signal(signal.SIGKILL)
         engines.crew.each("ping")
         engines.crew.settle()
@@ -313,7 +324,7 @@ def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(
         assert told(answers(engines, requests[:8])) == told(
             answers(local_engine(folder, weights, 6), requests[:8])
         )
-        assert engines.take_counts() == {"restarts": 1, "weights_resent": 0}
+        assert losses(engines) == {"restarts": 1, "weights_resent": 0}
     finally:
         engines.close()
 
@@ -337,7 +348,7 @@ def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(
         assert engines.load_weights(dying(), 2) == {
             name: checksum(tensor) for name, tensor in weights.items()
         }
-        assert engines.take_counts() == {"restarts": 1, "weights_resent": 1}
+        assert losses(engines) == {"restarts": 1, "weights_resent": 1}
         assert {v for r in answers(engines, requests_of()) for v in r.versions} == {2}
     finally:
         engines.close()
@@ -393,7 +404,7 @@ def test_engines_that_fall_silent_in_a_hand_over_are_waited_for_once_and_started
     assert [w.told for w in workers] == [
         [["fingerprint", "weights", "weights", "ping"], ["weights", "settle"]]
     ] * 2
-    assert engines.take_counts() == {"restarts": 2, "weights_resent": 1}
+    assert losses(engines) == {"restarts": 2, "weights_resent": 1}
     assert [FaultPolicy(call_timeout=silence).grace for silence in (900.0, 30.0, 5.0)] == [
         180.0,
         10.0,
@@ -557,6 +568,6 @@ def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(
         }
         assert time.monotonic() - began < 300
         lost = int(pause is None)
-        assert engines.take_counts() == {"restarts": lost, "weights_resent": lost}
+        assert losses(engines) == {"restarts": lost, "weights_resent": lost}
     finally:
         engines.close()
