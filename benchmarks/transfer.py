@@ -5,7 +5,11 @@ Random tensors of the sizes of a model (embedding, and in each layer two large m
 keep them, in buckets of ``--bucket-mb``; the fastest of ``--rounds`` counts. Each worker then says what it holds. With ``--device cuda``,
 ``shared`` is CUDA IPC on one device, and ``broadcast`` (NCCL) needs a device for each worker.
 
-    python benchmarks/transfer.py [--mb 512] [--bucket-mb 16 64 256] [--workers 1 2] [--ways message shared broadcast] [--smoke]
+The ways ``http``, ``sglang`` and ``sglang-folder`` send a model of about that size, of which every number has changed, to a server in
+another process: ``lightrft serve``, and the server of the tests that speaks SGLang's protocol. Their seconds are those of a whole update,
+with the checksums that find what has changed, and for ``http`` with those that prove what has arrived.
+
+    python benchmarks/transfer.py [--mb 512] [--bucket-mb 16 64 256] [--workers 1 2] [--ways message shared broadcast http ...] [--smoke]
                                   [--out benchmarks/results/transfer-MACHINE.md]
 """
 
@@ -14,11 +18,15 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 for _variable, _value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0")):
     os.environ.setdefault(_variable, _value)
@@ -27,11 +35,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+from lightrft.config.strategy import EngineConfig
 from lightrft.engines.fingerprint import checksum
+from lightrft.engines.http import HTTPEngine
+from lightrft.engines.sending import sglang_weights
+from lightrft.engines.served.served_engine import ServedEngine
+from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.weight_transport import WeightBuffer, build_transport, fill
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from tests.serving_helpers import free_port, wait_for
 from tests.worker_helpers import ProcessWorker
 
 SECONDS = 300.0
+WAYS = ("message", "shared", "broadcast")
+SERVED = ("http", "sglang", "sglang-folder")
+KEY = "TRANSFER_KEY"
 
 
 class Shelf:
@@ -95,6 +113,61 @@ def measure(
     return min(seconds)
 
 
+def saved_model(folder: Path, megabytes: float) -> dict[str, Tensor]:
+    """Save a model of about ``megabytes`` in float32, and return its weights."""
+    tokenizer = tiny_tokenizer()
+    width = 1024 if megabytes > 64 else 128
+    layers = max(1, round(megabytes * 2**20 / 4 / (16 * width**2)))
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    model = tiny_model("qwen2", seed=1, vocab_size=len(tokenizer), **sizes)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+@contextmanager
+def served_engine(way: str, folder: Path, bucket: float) -> Iterator[ServedEngine]:
+    """Start a server of the model in ``folder`` in a process, and yield an engine that sends it weights."""
+    port, tokenizer = free_port(), tiny_tokenizer()
+    url = f"http://127.0.0.1:{port}"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent), KEY: "secret"}
+    os.environ[KEY] = "secret"
+    (folder / "keys").write_text("secret\n")
+    words = ["-m", "tests.sglang_server", str(folder), str(port)]
+    if way == "http":
+        settings = [f"http.port={port}", f"http.max_body_mb={bucket}", "model.dtype=float32"]
+        settings += [f"weights_token_file={folder / 'keys'}", "device=cpu"]
+        words = ["-m", "lightrft", "serve", str(folder), *settings]
+    config: dict[str, Any] = {"kind": "http" if way == "http" else "sglang", "url": url}
+    config |= {"api_key_env": KEY} if way == "http" else {}
+    config |= {"weights_dir": str(folder / "sent")} if way == "sglang-folder" else {}
+    sglang_weights.BUCKET = int(bucket * 2**20)
+    with subprocess.Popen([sys.executable, *words], env=env, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(url)
+            kind = HTTPEngine if way == "http" else SGLangEngine
+            engine = kind.connect(EngineConfig(**config), tokenizer, [tokenizer.eos_token_id])
+            engine.require_updates()
+            yield engine
+            engine.close()
+        finally:
+            process.kill()
+
+
+def measure_served(
+    way: str, folder: Path, weights: dict[str, Tensor], bucket: float, rounds: int
+) -> tuple[float, float]:
+    """Seconds of the fastest round, and the bytes that it sent. The engine of ``http`` compares what has arrived."""
+    costs: list[tuple[float, float]] = []
+    with served_engine(way, folder, bucket) as engine:
+        for version in range(1, rounds + 1):
+            new = {name: tensor * (1 + version / 8) for name, tensor in weights.items()}
+            engine.load_weights(new.items(), version)
+            counts = engine.take_counts()
+            costs.append((counts["update_seconds"], counts["update_bytes"]))
+    return min(costs)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -102,7 +175,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mb", type=float, default=512)
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[16, 64, 256])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--ways", nargs="+", default=["message", "shared", "broadcast"])
+    parser.add_argument("--ways", nargs="+", default=[*WAYS, *SERVED])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smoke", action="store_true", help="a few megabytes, to see that it runs")
@@ -127,13 +200,14 @@ def main() -> None:
     say(f"`{' '.join(['python', 'benchmarks/transfer.py', *sys.argv[1:]])}`\n")
     say(
         f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, "
-        f"{args.device}; {size / 2**20:.0f} MiB of weights. Every worker then held every bit.\n"
+        f"{args.device}; {size / 2**20:.0f} MiB of weights. Workers and the server of `http` then held every bit. `sglang` is a server "
+        "that speaks SGLang's protocol (tests/sglang_server.py), and `sglang-folder` sends it files.\n"
     )
     say("| transport | workers | bucket, MiB | bytes sent, MB | seconds | GB/s to each |")
     say("|---|---|---|---|---|---|")
     for count in args.workers:
         workers = [ProcessWorker(f"shelf {i}", partial(Shelf, args.device)) for i in range(count)]
-        for way in args.ways:
+        for way in [way for way in args.ways if way in WAYS]:
             for bucket in args.bucket_mb:
                 seconds = measure(
                     way, workers, weights, int(bucket * 2**20), args.rounds, args.device
@@ -146,6 +220,17 @@ def main() -> None:
                 )
         for worker in workers:
             worker.close()
+    with TemporaryDirectory() as folder:
+        served = [way for way in args.ways if way in SERVED]
+        model = saved_model(Path(folder), args.mb) if served else {}
+        for way in served:
+            for bucket in args.bucket_mb if way != "sglang-folder" else [0]:
+                seconds, sent = measure_served(way, Path(folder), model, bucket, args.rounds)
+                shown = f"{bucket:g}" if bucket else "-"
+                say(
+                    f"| {way} | 1 | {shown} | {sent / 1e6:.0f} | {seconds:.3f} | "
+                    f"{sent / seconds / 1e9:.2f} |"
+                )
     if args.out is not None:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

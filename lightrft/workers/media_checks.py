@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol, runtime_checkable
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
@@ -16,16 +15,6 @@ from lightrft.utils.errors import ConfigError
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 
 
-@runtime_checkable
-class HasMediaKinds(Protocol):
-    """Rows whose media are known."""
-
-    @property
-    def media_kinds(self) -> Collection[str]:
-        """The kinds of media of the rows. It may read all of them."""
-        ...
-
-
 def kinds_to_check(engine: EngineConfig, *rows: object) -> set[str]:
     """Return the kinds of media that the engine must take.
 
@@ -33,11 +22,11 @@ def kinds_to_check(engine: EngineConfig, *rows: object) -> set[str]:
 
     Args:
         engine: Settings of the engine.
-        rows: What the engine generates for. Rows without ``media_kinds`` have no media.
+        rows: What the engine generates for: datasets with ``media_kinds``, and prompts of text.
     """
     if engine.kind == "native":
         return set()
-    return {kind for one in rows if isinstance(one, HasMediaKinds) for kind in one.media_kinds}
+    return {kind for one in rows for kind in getattr(one, "media_kinds", ())}
 
 
 def check_media(model: ModelConfig, engine: EngineConfig, kinds: Collection[str]) -> None:

@@ -125,3 +125,4 @@ def test_an_engine_that_takes_every_kind_reads_no_row_for_it() -> None:
     assert kinds_to_check(EngineConfig(), Rows(), []) == set()
     assert not Rows.reads
     assert kinds_to_check(EngineConfig(kind="vllm"), Rows(), []) == {"image"}
+    assert Rows.reads == 1

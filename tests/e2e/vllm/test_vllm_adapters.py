@@ -59,6 +59,9 @@ def test_an_adapter_is_served_under_the_name_of_its_version_and_resumes(
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+    sizes = [line["engine/update_bytes"] for line in steps]
+    # the first update has the frozen weights
+    assert sizes[0] > 2 * sizes[1] > 0 and sizes[1] == sizes[3]
     # else nothing above would tell an adapter from the base model
     assert steps[-1]["policy/grad_norm"] > 0
 

@@ -23,6 +23,8 @@ def test_a_run_trains_on_the_log_probs_that_vllm_sampled_from(
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+    assert all(line["engine/update_bytes"] > 0 for line in steps)
+    assert all(line["engine/update_seconds"] > 0 for line in steps)
 
 
 def test_a_killed_and_resumed_run_samples_from_the_weights_of_its_checkpoint(
