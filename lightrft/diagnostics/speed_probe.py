@@ -22,13 +22,7 @@ from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.rollout.collate import collate
-from lightrft.rollout.logprob_check import (
-    Agreement,
-    agreement,
-    batch_of,
-    coarsest,
-    compare_logprobs,
-)
+from lightrft.rollout.logprob_check import Agreement, agreement, batch_of, compare_logprobs
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.workers.local import local_policy
@@ -242,10 +236,9 @@ def _agreement(
     """Settle the layout as a run does, then compare log-probs of ``rollouts`` with the model's."""
     batch = batch_of(rollouts)
     reason = check_layout(actor, batch) if config.model.check_layout else ""
-    found = compare_logprobs(actor, batch, config.sampling, None)
+    found = compare_logprobs(actor, batch, config.sampling, None, engine=config.engine)
     if found is None:
         return reason, None
-    found.dtype = coarsest(found.dtype, config.engine)
     return reason, agreement(actor, found, config.sampling, None)
 
 

@@ -77,7 +77,6 @@ class AsyncGenerator:
         stream: Source of prompts.
         steps: Number of steps of the run.
         stopped: Returns true when the run must stop.
-        check_logprobs: The setting ``engine.check_logprobs``.
 
     Raises:
         ValueError: If ``roles.async_engine`` is missing.
@@ -90,7 +89,6 @@ class AsyncGenerator:
         stream: PromptStream,
         steps: int,
         stopped: Callable[[], bool],
-        check_logprobs: bool,
     ) -> None:
         if roles.async_engine is None:
             raise ValueError(
@@ -104,7 +102,7 @@ class AsyncGenerator:
         self._roles, self._settings = replace(roles, engine=roles.async_engine), settings
         self._stream, self._steps = stream, steps
         self._staleness, self._stopped = settings.rollout.staleness, stopped
-        self._check_logprobs = check_logprobs
+        self._check_logprobs = settings.engine.check_logprobs
         # A separate group: two threads must not interleave collective calls on one.
         self._ranks = roles.async_process_group or roles.strategy.ranks
         self._jobs: dict[int, _Job] = {}
@@ -116,7 +114,7 @@ class AsyncGenerator:
         self._prefetcher: RankPrefetcher | None = None
         if can_prefetch_per_rank(settings.rollout, roles.async_engine, self._ranks):
             self._prefetcher = RankPrefetcher(
-                self._roles, settings, stream, self._ranks, self._over, check_logprobs
+                self._roles, settings, stream, self._ranks, self._over
             )
 
     def start(self, step: int, state: State) -> None:

@@ -48,9 +48,9 @@ REMOVED = 0.05
 """Fraction of tokens, rounded up, that the trainer's filter may remove by rounding alone."""
 
 
-def coarsest(dtype: torch.dtype, engine: EngineConfig) -> torch.dtype:
+def coarsest(dtype: torch.dtype, engine: EngineConfig | None) -> torch.dtype:
     """Return the coarser of ``dtype`` and the type of the weights that ``engine`` samples from."""
-    return dtype if engine.quantization is None else torch.float8_e4m3fn
+    return dtype if engine is None or engine.quantization is None else torch.float8_e4m3fn
 
 
 def gap_bound(dtype: torch.dtype, layers: int) -> float:
@@ -151,6 +151,7 @@ def compare_logprobs(
     sampling: SamplingConfig,
     version: int | None,
     allowed: AllowedTokens | None = None,
+    engine: EngineConfig | None = None,
 ) -> LogprobComparison | None:
     """Score a few tokens of ``batch`` that policy ``version`` sampled.
 
@@ -162,6 +163,7 @@ def compare_logprobs(
         sampling: The sampling settings.
         version: Version of the policy. ``None`` accepts any version.
         allowed: Finds the tokens that constraints allowed. ``None`` without constraints.
+        engine: The settings ``engine``. ``None`` for an engine that quantizes nothing.
 
     Returns:
         The tokens with both log-probs, or ``None`` if there is no such token.
@@ -191,6 +193,7 @@ def compare_logprobs(
     if allowed is not None:
         of = rows[few.row_of[places].cpu()].tolist()
         banned = ~allowed(of, steps.tolist(), logits.shape[1]).to(places.device)
+    dtype = coarsest(dtype, engine)
     return LogprobComparison(logits, tokens, reported, greedy, seen, dtype, first, banned)
 
 
@@ -453,10 +456,9 @@ def check_batch(
     if roles.logprobs_checked and roles.engine.shares_weights:
         return
     with roles.strategy.gathered(roles.actor):
-        found = compare_logprobs(roles.actor, batch, sampling, version)
+        found = compare_logprobs(roles.actor, batch, sampling, version, engine=engine)
     if found is None:
         return
-    found.dtype = coarsest(found.dtype, engine)
 
     def unequal() -> str:
         return unequal_weight(roles.engine_fingerprint, roles.weights())
@@ -572,9 +574,7 @@ class CheckedEngine:
         allowed = None
         if sampling.constraint is not None and isinstance(self.engine, NativeEngine):
             allowed = self.engine.constrained_tokens(rollouts, sampling).at
-        found = compare_logprobs(self.actor, batch, sampling, None, allowed)
-        if found is not None:
-            found.dtype = coarsest(found.dtype, self.config)
+        found = compare_logprobs(self.actor, batch, sampling, None, allowed, self.config)
         refuse_gap(self.actor, found, sampling, None)
 
 

@@ -106,7 +106,6 @@ class RankPrefetcher:
         stream: Source of prompts.
         ranks: The process group that generates.
         stopped: Returns true when the run must stop.
-        check_logprobs: Compare the engine's fingerprint with the loaded weights.
     """
 
     def __init__(
@@ -116,10 +115,9 @@ class RankPrefetcher:
         stream: PromptStream,
         ranks: ProcessGroup,
         stopped: Callable[[], bool],
-        check_logprobs: bool,
     ) -> None:
         self._roles, self._settings, self._stream = roles, settings, stream
-        self._ranks, self._stopped, self._check_logprobs = ranks, stopped, check_logprobs
+        self._ranks, self._stopped = ranks, stopped
         self._loaded = -1
         self._moves = 0
         self._ended = 0.0
@@ -224,7 +222,7 @@ class RankPrefetcher:
         assert planned is not None  # the first round of a step always needs prompts
         unreadable, stream.unreadable_rows = stream.unreadable_rows, 0
         if self._loaded != version:
-            load_checked(engine, weights, version, self._check_logprobs)
+            load_checked(engine, weights, version, self._settings.engine.check_logprobs)
             self._loaded = version
         if probe is not None:
             probe.ask(engine)

@@ -45,7 +45,7 @@ class WeightProbe:
         version: Version of the weights.
         sampling: The sampling settings.
         responses: The first tokens of responses that older weights sampled.
-        engine: The settings ``engine``.
+        engine: The settings ``engine``. ``None`` for an engine that quantizes nothing.
         answers: The tokens that the engine samples in their place.
         logits: ``[n, V]``. The trainer's logits of the first n tokens of ``responses``.
         dtype: The coarsest type used to compute ``logits``.
@@ -54,7 +54,7 @@ class WeightProbe:
     version: int
     sampling: SamplingConfig
     responses: list[Rollout]
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: EngineConfig | None = None
     answers: list[Rollout] = field(default_factory=list)
     logits: Tensor | None = None
     dtype: torch.dtype = torch.float32
@@ -86,7 +86,7 @@ class WeightProbe:
             return None
         # The trainer's logits do not suppress end tokens, so the engine must not either.
         free = sampling.model_copy(update={"min_new_tokens": 0})
-        return WeightProbe(version, free, begun, engine or EngineConfig())
+        return WeightProbe(version, free, begun, engine)
 
     def ask(self, engine: Engine, keep_alive: Callable[[], None] = no_op) -> None:
         """Sample the probe's tokens with ``engine``, which must have the weights of ``version``.

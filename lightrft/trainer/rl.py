@@ -301,7 +301,6 @@ def build_async_generator(
         stream,
         steps,
         stopped,
-        config.engine.check_logprobs,
     )
 
 

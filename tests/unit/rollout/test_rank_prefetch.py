@@ -75,7 +75,6 @@ def prefetched(
         stream,
         rank,
         stopped,
-        False,
     )
     jobs = [prefetcher.submit(batch, 0, {}, None) for batch in range(batches)]
     try:
