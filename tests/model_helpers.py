@@ -96,7 +96,7 @@ def vllm_model(folder: Path, seed: int = 0, spread: float = 0.3) -> Any:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        max_position_embeddings=2048,
+        max_position_embeddings=256,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,

@@ -286,12 +286,15 @@ def test_a_response_that_nobody_watches_is_aborted(subject: Subject) -> None:
 
 def test_a_short_response_is_yielded_before_a_long_one_ends(subject: Subject) -> None:
     [prompt] = prompts(subject, 1)
-    # long enough for a server on a busy machine to read the second request; it is aborted after that
-    long = Request(prompt, 1, greedy=True, max_new_tokens=2000)
+    # long enough for a server whose streams arrive by threads of their own
+    long = Request(prompt, 1, greedy=True, max_new_tokens=240)
     short = Request(prompt, 2, greedy=True, max_new_tokens=2)
-    with closing(subject.engine.generate([long, short], SamplingConfig())) as stream:
+    # without a minimum, the model ends after 16 tokens
+    sampling = SamplingConfig(min_new_tokens=240, max_new_tokens=240)
+    with closing(subject.engine.generate([long, short], sampling)) as stream:
         assert next(stream).seed == 2
-        assert next(stream).seed == 1
+        last = next(stream)
+        assert (last.seed, len(last)) == (1, 240)
 
 
 def test_an_iterator_that_is_dropped_leaves_nothing_behind(subject: Subject) -> None:
