@@ -198,9 +198,9 @@ class EngineConfig(Settings):
     once and their text repeats itself or the prompt. For ``native``."""
     compile: bool = False
     """Decode by compiled steps of fixed shapes: CUDA graphs on a GPU, ``torch.compile`` on a CPU
-    with a C++ compiler. Seeds give the same tokens. Turn it on for long runs of small models on a
-    GPU. On a CPU, compiling takes a minute or more and saves about a tenth of the steps' time. For
-    ``native``, in one process, without ``speculative``."""
+    with a C++ compiler. Seeds give the same tokens. On a CPU, compiling a shape takes half a minute
+    or more and saves a tenth of generation at best. For ``native``, in one process, without
+    ``speculative``."""
     check_logprobs: bool = True
     """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where
     they differ. The check runs on the first batch, and after each weight update of an engine with
