@@ -83,6 +83,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--family", default="qwen2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument(
+        "--compile", action="store_true", help="the native engine with engine.compile"
+    )
     parser.add_argument("--machine", default=f"{platform.machine()}-{os.cpu_count()}cores")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args()
@@ -133,10 +136,13 @@ def build(
     return model, prompts, draws.round().long().clamp(1, args.longest)
 
 
-def native(model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor) -> Side:
+def native(
+    model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor, *, compiled: bool = False
+) -> Side:
+    """The native engine, with compiled decoding on request."""
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
-    engine = NativeEngine(KVDecoder(model), tokenizer, EngineConfig())
+    engine = NativeEngine(KVDecoder(model), tokenizer, EngineConfig(compile=compiled))
     answers = len(lengths) // len(prompts)
     requests = [
         Request(prompt, seed=i, sample=i % answers, max_new_tokens=int(length))
@@ -302,7 +308,7 @@ def measure(args: argparse.Namespace, prompt_tokens: int, threads: int, kind: st
     model, prompts, lengths = build(args, prompt_tokens)
     if kind == "bare":
         lengths = torch.full_like(lengths, int(lengths.float().mean()))
-    ours = native(model, prompts, lengths)
+    ours = native(model, prompts, lengths, compiled=args.compile)
     torch.set_num_threads(threads)
     if kind == "generate":
         name, theirs = fastest_batch(model, prompts, lengths, threads)

@@ -1,5 +1,6 @@
 """Tokens a second of the native engine against transformers' ``generate`` on this machine, with skewed lengths of answers.
 
+The native engine runs with and without ``engine.compile`` (CUDA graphs).
 As ``benchmarks/generate.py``, whose two sides these are: both draw the same number of tokens for each answer, from a log-normal law.
 transformers draws in left-padded batches of all, half and a quarter of the answers, of which the fastest counts.
 
@@ -90,21 +91,28 @@ def main() -> None:
     total = args.prompts * args.answers
     lengths = lengths_of(total, args.median, args.sigma, args.longest)
     tokens = int(lengths.sum())
-    sides = {"native": native(model, prompts, lengths)}
+    sides = {
+        "native": native(model, prompts, lengths),
+        "native, compiled": native(model, prompts, lengths, compiled=True),
+    }
     for batch in sorted(
         {total, max(args.answers, total // 2), max(args.answers, total // 4)}, reverse=True
     ):
         sides[f"transformers, batches of {batch}"] = transformers_generate(
             model, prompts, lengths, batch
         )
-    for side in (sides["native"], sides[f"transformers, batches of {total}"]):
+    for side in (
+        sides["native"],
+        sides["native, compiled"],
+        sides[f"transformers, batches of {total}"],
+    ):
         assert side() == tokens  # warms up
     took = {name: [] for name in sides}
     for _ in range(args.rounds):
         for name, side in sides.items():
             took[name].append(seconds(side))
     speeds = {name: tokens / statistics.median(values) for name, values in took.items()}
-    best = max((v, k) for k, v in speeds.items() if k != "native")[0]
+    best = max((v, k) for k, v in speeds.items() if not k.startswith("native"))[0]
     floor = common.parameters(args.size) * dtype.itemsize / bandwidth() * int(lengths.max())
     about = f"Qwen2.5-{args.size} (random weights), {str(dtype)[6:]}; "
     about += f"{args.prompts} prompts of {args.prompt} tokens x {args.answers} answers, "
@@ -121,7 +129,11 @@ def main() -> None:
         ),
         "",
     ]
-    lines += [f"Native over the fastest of transformers: {speeds['native'] / best:.2f}."]
+    gain = speeds["native, compiled"] / speeds["native"]
+    lines += [
+        f"Native over the fastest of transformers: {speeds['native'] / best:.2f}. "
+        f"Compiled over not compiled: {gain:.2f}."
+    ]
     lines += [
         f"Reading the weights once a token of the longest answer would take {floor:.2f} s: "
         f"{tokens / floor:,.0f} tokens/s."
@@ -131,6 +143,7 @@ def main() -> None:
         "tokens per second": speeds,
         "seconds": took,
         "ratio": speeds["native"] / best,
+        "compiled ratio": gain,
         "floor seconds": floor,
     }
     common.write(

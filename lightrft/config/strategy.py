@@ -201,6 +201,11 @@ class EngineConfig(Settings):
     speculative: SpeculativeConfig | None = None
     """Speculative decoding; ``null`` decodes a token per step. It pays where few responses grow at
     once and their text repeats itself or the prompt. For ``native``."""
+    compile: bool = False
+    """Decode by compiled steps of fixed shapes: CUDA graphs on a GPU, ``torch.compile`` on a CPU
+    with a C++ compiler. Seeds give the same tokens. On a CPU, compiling a shape takes half a minute
+    or more and saves a tenth of generation at best. For ``native``, in one process, without
+    ``speculative``."""
     check_logprobs: bool = True
     """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where
     they differ. The check runs on the first batch, and after each weight update of an engine with
@@ -258,6 +263,20 @@ class EngineConfig(Settings):
             raise ValueError(
                 f"engine.quantization = {self.quantization} is for vLLM, and engine.kind is "
                 f"{self.kind}; set engine.kind=vllm, or leave out engine.quantization"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiles_natively(self) -> EngineConfig:
+        if self.compile and self.kind != "native":
+            raise ValueError(
+                "engine.compile = true is for the native engine, and engine.kind is "
+                f"{self.kind}; set engine.kind=native, or leave out engine.compile"
+            )
+        if self.compile and self.speculative is not None:
+            raise ValueError(
+                "engine.compile = true needs steps of one token per row, and engine.speculative "
+                "feeds several; leave out one of the two"
             )
         return self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -11,6 +11,22 @@ import torch
 from torch import Tensor
 
 from lightrft.types import Prompt
+
+
+class CompiledSteps(Protocol):
+    """Counts of compiled decoding steps.
+
+    Attributes:
+        graphs: Number of compiled steps.
+        seconds: Time that compiling them took, with the first run of each.
+        steps: Number of steps that ran compiled.
+        failure: Why compiling failed. Empty if it did not.
+    """
+
+    graphs: int
+    seconds: float
+    steps: int
+    failure: str
 
 
 class ReadExperts(Protocol):
@@ -155,4 +171,28 @@ class PrefixDecoder(DecoderProtocol, Protocol):
 
     def forget_prefixes(self) -> None:
         """Drop the kept sequences."""
+        ...
+
+
+@runtime_checkable
+class CompilingDecoder(DecoderProtocol, Protocol):
+    """A decoder whose steps can be compiled.
+
+    Attributes:
+        compiled: What was compiled so far.
+    """
+
+    @property
+    def compiled(self) -> CompiledSteps: ...
+
+    def compile_steps(
+        self, compiler: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+    ) -> None:
+        """Compile the steps of sessions that are made from now on.
+
+        Args:
+            compiler: Returns a faster form of a step that has run before.
+
+        Raises ``ConfigError`` for a model or a device whose steps cannot be compiled.
+        """
         ...

@@ -20,12 +20,15 @@ from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.constrained.grammars import GrammarCompiler, request_constraint
 from lightrft.engines.constrained.rows import ConstrainedRows, ConstrainedTokens
 from lightrft.engines.decoder_protocol import (
+    CompiledSteps,
+    CompilingDecoder,
     DecoderProtocol,
     PrefixDecoder,
     PrefixSession,
     RollbackSession,
 )
 from lightrft.engines.fingerprint import checksums
+from lightrft.engines.native_parts.compiled_steps import compile_decoder
 from lightrft.engines.native_parts.growing_experts import GrowingExperts
 from lightrft.engines.native_parts.growing_rows import (
     CacheShape,
@@ -105,6 +108,8 @@ class NativeEngine:
         self.draft = draft
         if config.speculative is not None:
             check_speculative(decoder, draft)
+        if config.compile:
+            compile_decoder(decoder, sharded=whole is not None)
         self.size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
     def generate(
@@ -155,6 +160,14 @@ class NativeEngine:
         keeps = isinstance(self.decoder, PrefixDecoder) and self.decoder.keep_prefixes()
         self._keeps_prefixes = keeps
         return keeps
+
+    @property
+    def compiled(self) -> CompiledSteps | None:
+        """Counts of compiled steps. ``None`` without ``engine.compile``."""
+        if not self.config.compile:
+            return None
+        assert isinstance(self.decoder, CompilingDecoder)
+        return self.decoder.compiled
 
     def _forget_prefixes(self) -> None:
         if self._keeps_prefixes:

@@ -20,6 +20,7 @@ from lightrft.algorithms.reward_shaping import token_rewards, with_rewards
 from lightrft.algorithms.token_ops import TokenRows, require_column
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.base import never_stop
+from lightrft.engines.native_parts.compiled_steps import compile_metrics
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.distillation import add_distillation_reward, with_teacher
 from lightrft.learner.forward_passes import (
@@ -195,6 +196,7 @@ def _learn_from(
             return _nothing_learned(roles, step, collected, timers)
         batch = advantages_from(batch, config, controls)
     metrics.merge(rollout_metrics(collected))
+    metrics.merge(compile_metrics(roles.engine))
     metrics.add("policy/frac_rows_with_advantage", Mean(rows_with_advantage(batch), len(batch)))
     with timers("update"):
         metrics.merge(update(roles, batch, update_settings(config, requirements), controls, step))

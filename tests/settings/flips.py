@@ -476,6 +476,7 @@ FLIPS: dict[str, Flip] = {
     "engine.max_num_seqs": Flip(2, "run"),
     "engine.check_logprobs": Flip(False, "run"),
     "engine.quantization": Flip("fp8_per_channel", "run", refused=True),
+    "engine.compile": Flip(True, "run", COPIES, refused=True),
     "engine.speculative.kind": Flip("draft", "run", COPIES, refused=True),
     "engine.speculative.tokens": Flip(1, "run", COPIES),
     "engine.speculative.longest_match": Flip(1, "run", COPIES),

@@ -46,6 +46,7 @@ from lightrft.diagnostics.memory.sharding import shares_of
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.decoding.kinds import decodes_by_plan
 from lightrft.models.decoding.kv_decoder import PREFILL_TOKENS
+from lightrft.models.decoding.static_step import padded_shape
 from lightrft.models.loading.sharded_read import PIECE, put_together
 from lightrft.strategy.tensor_parallel import cut_names
 from lightrft.strategy.wrap_policy import largest_block, outermost_blocks
@@ -246,6 +247,10 @@ def drawing_answers(
         engine.max_cache_tokens,
         engine.max_num_seqs,
     )
+    if engine.compile:
+        shape = padded_shape(slots, lengths.prompt, rows, lengths.answer, engine.max_cache_tokens)
+        slots, _, rows, _ = shape
+        tokens = shape[0] * shape[1] + shape[2] * shape[3]
     text = policy.text
     heads, width = heads_of(text)
     keys = key_value_cache(tokens, [width] * text.num_hidden_layers, policy.itemsize)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,6 +27,14 @@ from lightrft.models.decoding.plans import FeedPlan, PrefillPlan, Rectangle, Row
 from lightrft.models.decoding.prefix_store import Prefix, PrefixStore
 from lightrft.models.decoding.recorded_experts import RecordedExperts
 from lightrft.models.decoding.resumed_prefill import ResumedPrefillPlan
+from lightrft.models.decoding.static_step import (
+    CompileCount,
+    StaticPlaces,
+    StaticSteps,
+    StepCompiler,
+    padded_shape,
+    power_of_two,
+)
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import transform_logits
@@ -33,7 +42,7 @@ from lightrft.models.lora import base_model
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.types import Prompt, Segments
 from lightrft.utils.device_transfer import to_device
-from lightrft.utils.errors import DataError, ModelError
+from lightrft.utils.errors import ConfigError, DataError, ModelError
 
 PREFILL_TOKENS = 8192
 """Upper bound of prompt tokens (padded) in one model call, which bounds the activations of a
@@ -51,6 +60,8 @@ class KVDecoder:
 
     Attributes:
         prefixes: Keys and values of finished sequences, of all sessions. ``None`` keeps none.
+        compiler: Compiles the steps of sessions that decode by a plan. ``None`` compiles none.
+        compiled: What was compiled so far.
     """
 
     def __init__(self, model: nn.Module, experts: ExpertReplay | None = None) -> None:
@@ -58,6 +69,9 @@ class KVDecoder:
         self.model = model
         self.experts = experts
         self.prefixes: PrefixStore | None = None
+        self.compiler: StepCompiler | None = None
+        self.compiled = CompileCount()
+        self._static: weakref.WeakSet[StaticSteps] = weakref.WeakSet()
         config: Any = model.config
         self._config = config.get_text_config(decoder=True)
         self.by_plan = decodes_by_plan(config)
@@ -124,12 +138,38 @@ class KVDecoder:
                 given = f"weights {name!r} of shape {list(tensor.shape)}"
                 raise ModelError(f"{given} do not fit the sampling model: it has {found}")
             here.data = tensor.detach().to(device=here.device, dtype=here.dtype)
+        for steps in self._static:
+            # a captured step reads the memory of the weights before
+            steps.forget()
 
     def session(self) -> PlanDecodeSession | CachedDecodeSession:
         """Return an empty cache over this model. Sessions share only the weights."""
         if not self.by_plan:
             return CachedDecodeSession(self.model, self.experts)
-        return PlanDecodeSession(self.model, self.experts, self.prefixes)
+        steps = None
+        if self.compiler is not None:
+            steps = StaticSteps(self.compiler, self.compiled)
+            self._static.add(steps)
+        return PlanDecodeSession(self.model, self.experts, self.prefixes, steps)
+
+    def compile_steps(self, compiler: StepCompiler) -> None:
+        """Compile the decoding steps of sessions that are made from now on.
+
+        Raises ``ConfigError`` for a model whose steps cannot be compiled.
+
+        Args:
+            compiler: Returns a faster form of a step that has run before.
+        """
+        kind, reason = self._config.model_type, None
+        if not self.by_plan:
+            reason = f"model type {kind!r} decodes by its own cache"
+        elif (bound := length_bound(self._config)) is not None:
+            reason = f"model type {kind!r} depends on the length of the sequence ({bound.reason})"
+        elif self.experts is not None:
+            reason = "the experts of each token are recorded, which the host reads in each step"
+        if reason is not None:
+            raise ConfigError(f"engine.compile = true: {reason}; leave out engine.compile")
+        self.compiler = compiler
 
     def keep_prefixes(self) -> bool:
         """Keep keys and values of finished sequences, where ``reserve`` leaves room for them.
@@ -187,6 +227,7 @@ class PlanDecodeSession:
         model: The model.
         experts: Records the experts of each token. ``None`` records none.
         prefixes: Keys and values of finished sequences. ``None`` reuses none.
+        static: Padded steps, which are compiled. ``None`` pads and compiles nothing.
 
     Attributes:
         reused: By handle, the number of tokens of a prompt that were not computed again.
@@ -197,10 +238,12 @@ class PlanDecodeSession:
         model: nn.Module,
         experts: ExpertReplay | None = None,
         prefixes: PrefixStore | None = None,
+        static: StaticSteps | None = None,
     ) -> None:
         self.experts = RecordedExperts.of(experts)
         self.reused: dict[int, int] = {}
         self._prefixes = prefixes
+        self._static = static
         self._model = base_model(model)
         self._family = family_of(self._model.config)
         self._decoder = decoder_of(self._model, self._family)
@@ -264,6 +307,9 @@ class PlanDecodeSession:
             answer_tokens: Tokens that the longest response may reach.
             budget: Upper bound of cached tokens.
         """
+        if self._static is not None:
+            padded = padded_shape(prompts, prompt_tokens, rows, answer_tokens, budget)
+            prompts, prompt_tokens, rows, answer_tokens = padded
         used_columns = int(self._prompt_lengths.max(initial=0))
         used_answers = int(self._lengths.max(initial=0))
         # shrinking would copy the arrays, and the next prompts may need the room again
@@ -343,7 +389,7 @@ class PlanDecodeSession:
         self._prompt_lengths = np.concatenate([self._prompt_lengths, lengths])
         self._shifts = np.concatenate([self._shifts, shifts])
         # step() builds it again: the rows of the new slots are not in it
-        self._rows = None
+        self._forget_places()
 
     def remember(self, row: int, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Keep the keys and values of a row, for later prompts that begin with its tokens.
@@ -400,13 +446,15 @@ class PlanDecodeSession:
         """
         self._handle_of = np.concatenate([self._handle_of, np.array(handles, dtype=np.int64)])
         self._lengths = np.concatenate([self._lengths, np.zeros(len(handles), dtype=np.int64)])
-        self._rows = None
+        self._forget_places()
 
     def step(self, tokens: Tensor) -> Tensor:
         """Feed ``tokens [R]``, the last token of each row.
 
         Return the logits ``[R, V]`` of the next.
         """
+        if self._static is not None:
+            return self._padded_step(self._static, tokens)
         rows = self._placed(int(self._lengths.max()) + 1)
         plan = StepPlan(self._prompts, self._answers, rows)
         positions = rows.positions if self._shift is None else rows.positions + self._shift
@@ -416,6 +464,26 @@ class PlanDecodeSession:
         rows.advance()
         self._lengths += 1
         return logits
+
+    def _padded_step(self, static: StaticSteps, tokens: Tensor) -> Tensor:
+        self._grow(int(self._lengths.max()) + 1)
+        if not static.placed:
+            arrays = self._prompts, self._answers
+            lengths = self._prompt_lengths, self._lengths
+            static.place(arrays, self._slots(), *lengths, self._shifts, self._device)
+        logits = static.run(tokens, self._padded_logits)
+        self._lengths += 1
+        return logits
+
+    def _padded_logits(self, places: StaticPlaces) -> Tensor:
+        plan = StepPlan(self._prompts, self._answers, places)
+        inputs: dict[str, object] = {"input_ids": places.tokens[None]}
+        return self._logits(inputs | {"position_ids": places.rotary[None]}, plan)
+
+    def _forget_places(self) -> None:
+        self._rows = None
+        if self._static is not None:
+            self._static.changed()
 
     def feed(self, tokens: Tensor, counts: np.ndarray) -> Tensor:
         """Feed ``tokens [T]``: the next ``counts [R]`` tokens of each row, row after row.
@@ -446,21 +514,32 @@ class PlanDecodeSession:
 
     def _placed(self, needed: int) -> RowPlaces:
         """Return the places of the rows, with room for responses of ``needed`` tokens."""
-        if needed > self._answers.columns:
-            # doubling keeps the total cost of copies linear in the length of the responses
-            doubled = min(self._room, max(64, 2 * self._answers.columns))
-            used = int(self._lengths.max())
-            self._answers.resize(len(self), max(needed, doubled), len(self), used)
+        self._grow(needed)
         if self._rows is None:
-            # release() moves prompts between slots, so rows keep handles
-            slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
-            slots = np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
+            slots = self._slots()
             lengths = self._lengths.copy()
             self._rows = RowPlaces(slots, self._prompt_lengths, lengths, self._device)
             self._shift = None
             if self._shifts.any():
                 self._shift = to_device(torch.from_numpy(self._shifts[slots]), self._device)
         return self._rows
+
+    def _grow(self, needed: int) -> None:
+        if needed <= self._answers.columns:
+            return
+        # doubling keeps the total cost of copies linear in the length of the responses
+        doubled = min(self._room, max(64, 2 * self._answers.columns))
+        used, rows = int(self._lengths.max()), len(self)
+        if self._static is not None:
+            self._static.changed()
+            rows = min(power_of_two(rows), self._answers.rows)
+        self._answers.resize(rows, max(needed, doubled), len(self), used)
+
+    def _slots(self) -> np.ndarray:
+        """Return ``[R]``, the slot of each row's prompt."""
+        # release() moves prompts between slots, so rows keep handles
+        slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
+        return np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
 
     def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
         """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
@@ -471,7 +550,7 @@ class PlanDecodeSession:
             self._lengths[dst] = self._lengths[src]
         self._handle_of = self._handle_of[:rows]
         self._lengths = self._lengths[:rows]
-        self._rows = None
+        self._forget_places()
 
     def release(self, handle: int) -> None:
         """Drop a prompt that no row uses any more. The last slot moves into its place."""
@@ -489,7 +568,7 @@ class PlanDecodeSession:
         self._handles.pop()
         self._prompt_lengths = self._prompt_lengths[:-1]
         self._shifts = self._shifts[:-1]
-        self._rows = None
+        self._forget_places()
 
     def _logits(
         self,

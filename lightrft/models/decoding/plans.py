@@ -6,6 +6,7 @@ Keys and values are rectangles: a prompt per slot, and a response per row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,11 +22,17 @@ class Rectangle:
 
     Unused places must be finite (zero at first), since a masked value is still multiplied by a
     probability of zero.
+
+    Attributes:
+        rows: Number of rows.
+        columns: Number of columns.
+        moves: How often the arrays got new memory.
     """
 
     def __init__(self) -> None:
         self.rows = 0
         self.columns = 0
+        self.moves = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +65,7 @@ class Rectangle:
             return
         self.rows = rows
         self.columns = columns
+        self.moves += 1
         for index, (key, value) in self._layers.items():
             new_key = _resized(key, rows, columns, used_rows, used_columns)
             new_value = _resized(value, rows, columns, used_rows, used_columns)
@@ -141,6 +149,32 @@ class PrefillPlan:
             store[slots, :, : self._columns] = rectangle
         options = {"scale": scale, "softcap": softcap, "window": window}
         return self._plan.attend(layer, query, key, value, **options)
+
+
+class StepPlaces(Protocol):
+    """The rows of a step, see ``RowPlaces``.
+
+    Attributes:
+        count: Number of rows.
+        slots: Number of prompts.
+        lanes: Most rows of a prompt.
+        prompt_columns: Number of columns of the prompts in use.
+        longest: Tokens of the longest response.
+        prompt_end: ``[R]``. Tokens of each row's prompt.
+        positions: ``[R]``. Index of each row's next token in its sequence.
+    """
+
+    count: int
+    slots: int
+    lanes: int
+    prompt_columns: int
+    longest: int
+    prompt_end: Tensor
+    positions: Tensor
+
+    def maps(self, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def hidden(self, window: int | None) -> Tensor | None: ...
 
 
 class RowPlaces:
@@ -234,7 +268,7 @@ class RowPlaces:
 class StepPlan:
     """One new token per row, which attends to its prompt, its response so far, and itself."""
 
-    def __init__(self, prompts: Rectangle, answers: Rectangle, rows: RowPlaces) -> None:
+    def __init__(self, prompts: Rectangle, answers: Rectangle, rows: StepPlaces) -> None:
         self._prompts, self._answers, self._rows = prompts, answers, rows
         self._hidden: dict[int | None, Tensor | None] = {}
         self._places: dict[int, Tensor] = {}
@@ -367,7 +401,7 @@ def write(stores: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], place: Tens
 
 
 def attend_by_row(
-    rows: RowPlaces,
+    rows: StepPlaces,
     query: Tensor,
     prompts: tuple[Tensor, Tensor],
     answers: tuple[Tensor, Tensor],

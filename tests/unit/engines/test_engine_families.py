@@ -21,6 +21,7 @@ from lightrft.models.decoding.kinds import (
     rereads_prefix,
 )
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.decoding.static_step import uncompiled
 from lightrft.models.tiny import MEDIA_FAMILIES, tiny_media_model
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_config, family_model
@@ -113,6 +114,12 @@ def assert_sampled_as_own(model: PreTrainedModel) -> None:
     rollouts = list(engine.generate(requests, SAMPLING))
     assert sorted(len(r) for r in rollouts) == sorted(r.max_new_tokens or 0 for r in requests)
     assert_own(model, rollouts)
+    if isinstance(engine.decoder, KVDecoder) and engine.decoder.by_plan:
+        engine.decoder.compiler = uncompiled
+        padded = {r.seed: r.token_ids for r in engine.generate(requests, SAMPLING)}
+        assert padded == {r.seed: r.token_ids for r in rollouts}
+        assert engine.decoder.compiled.steps > 0
+        engine.decoder.compiler = None
     few = requests[2:5]  # resumed, and among other rows than before
     begun = {
         r.seed: r

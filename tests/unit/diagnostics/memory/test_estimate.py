@@ -179,6 +179,12 @@ def test_a_draft_model_is_held_whole_by_each_rank_and_caches_the_same_tokens(
     assert drafted.models["policy"] == plain.models["policy"]
 
 
+def test_compiled_decoding_pads_the_cache(tmp_path: Path) -> None:
+    plain, compiled = found(tmp_path), found(tmp_path, engine={"compile": True})
+    ours, theirs = (phase_of(x, "generation").parts["cache"] for x in (compiled, plain))
+    assert ours > theirs
+
+
 def test_a_mixture_of_experts_is_computed_and_what_cannot_be_traced_is_said(tmp_path: Path) -> None:
     needed = found(tmp_path, "qwen3_moe")
     assert next(p for p in needed.phases if p.name == "policy: update").parts["activations"] > 0

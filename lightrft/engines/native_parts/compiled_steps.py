@@ -1,0 +1,122 @@
+"""Compiled decoding of the native engine: CUDA graphs on a GPU, ``torch.compile`` on a CPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightrft.engines.decoder_protocol import CompiledSteps, CompilingDecoder, DecoderProtocol
+from lightrft.observability.metrics import Last, Metrics
+from lightrft.utils.errors import ConfigError
+
+Step = Callable[[], Tensor]
+
+
+class CudaGraphs:
+    """Captures each step as a CUDA graph. All graphs share one memory pool.
+
+    Args:
+        device: Device of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def __call__(self, step: Step) -> Step:
+        with torch.cuda.device(self._device):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+
+class TorchCompile:
+    """Compiles each step for the CPU."""
+
+    def __call__(self, step: Step) -> Step:
+        compiled = torch.compile(step, dynamic=False)
+
+        def run() -> Tensor:
+            # one step is compiled for many shapes, and torch stops at 8 by default
+            with torch._dynamo.config.patch(recompile_limit=1024):
+                return compiled()
+
+        return run
+
+
+def compiler_for(device: torch.device) -> Callable[[Step], Step]:
+    """Return the compiler of steps on ``device``.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    problem = f"engine.compile = true on the device {device}"
+    if device.type == "cuda":
+        return CudaGraphs(device)
+    if device.type != "cpu":
+        raise ConfigError(
+            f"{problem}: it compiles for NVIDIA GPUs and CPUs; leave out engine.compile"
+        )
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            f"{problem} needs a C++ compiler, and there is no {compiler}; install one, name it in "
+            f"the environment variable CXX, or leave out engine.compile"
+        )
+    return TorchCompile()
+
+
+@runtime_checkable
+class CompilingEngine(Protocol):
+    """An engine that may compile its steps."""
+
+    @property
+    def compiled(self) -> CompiledSteps | None: ...
+
+
+def compile_decoder(decoder: DecoderProtocol, *, sharded: bool) -> None:
+    """Let ``decoder`` compile its steps.
+
+    Args:
+        decoder: The policy.
+        sharded: The weights are gathered for each generation.
+
+    Raises:
+        ConfigError: Its steps cannot be compiled.
+    """
+    if sharded:
+        raise ConfigError(
+            "engine.compile = true: the ranks shard the weights, which get new addresses each time "
+            "they are gathered; leave out engine.compile, or run one process"
+        )
+    if not isinstance(decoder, CompilingDecoder):
+        raise ConfigError(
+            f"engine.compile = true: {type(decoder).__name__} compiles no steps; leave out "
+            "engine.compile"
+        )
+    decoder.compile_steps(compiler_for(decoder.device))
+
+
+def compile_metrics(engine: object) -> Metrics:
+    """Return what ``engine`` has compiled so far. Return no metrics without compilation."""
+    metrics = Metrics()
+    if isinstance(engine, CompilingEngine) and (found := engine.compiled) is not None:
+        metrics.add("rollout/compiled_graphs", Last(found.graphs))
+        metrics.add("rollout/compiled_steps", Last(found.steps))
+        metrics.add("rollout/compile_seconds", Last(found.seconds))
+        metrics.add("rollout/compile_failed", Last(float(bool(found.failure))))
+    return metrics
