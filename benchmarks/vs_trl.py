@@ -72,7 +72,10 @@ TEXT_CASES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """How one side runs: ``threads``, rows of a micro-batch, and for TRL the way of generating and the type of its weights."""
+    """How one side runs: ``threads``, rows of a micro-batch, the way of generating, and for TRL the type of its weights.
+
+    ``generation``: TRL's way, or ``compiled`` for ``engine.compile``.
+    """
 
     side: str
     threads: int
@@ -81,7 +84,7 @@ class Variant:
     weights: str = "float32"
 
     def __str__(self) -> str:
-        more = f", {self.generation}" if self.side == "trl" else ""
+        more = f", {self.generation}" if self.side == "trl" or self.generation != "generate" else ""
         more += f", {self.weights} weights" if self.weights != "float32" else ""
         return (
             f"{self.threads} thread{'s' * (self.threads > 1)}, micro-batches of {self.rows}{more}"
@@ -230,8 +233,10 @@ class Work:
         return [Variant(side, n, rows) for n in threads for rows in (self.whole, self.whole // 4)]
 
     def further(self, case: Any, best: Variant) -> list[Variant]:
-        """What TRL may be faster with, beside ``best`` of the rest: its other way of generating, which cannot suppress the end token."""
-        return [] if case.full else [replace(best, generation="continuous")]
+        """What a side may be faster with, beside ``best`` of the rest: TRL's other way of generating cannot suppress the end token."""
+        if case.full or best.side == "lightrft":
+            return []
+        return [replace(best, generation="continuous")]
 
     def machine(self) -> str:
         return cpu_model()
@@ -334,6 +339,7 @@ def rl_config(job: Job, steps: int) -> Any:
         },
         "reward": {"terms": [f"{job.folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
+        "engine": {"compile": job.variant.generation == "compiled"},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
         "train": {
             "steps": steps,
@@ -668,17 +674,16 @@ def calibrate(work: Work, case: str, folder: Path) -> list[Variant]:
         tried = {
             v: one_round(work, case, v, folder, 1) for v in work.variants(work.cases[case], side)
         }
-        if side == "trl":
-            best = min(tried, key=lambda v: tried[v]["step"])
-            for variant in work.further(work.cases[case], best):
-                try:
-                    tried[variant] = one_round(work, case, variant, folder, 1)
-                except SystemExit as error:
-                    print(
-                        f"  {case}: trl, {variant}: left out, it fails: "
-                        f"{str(error).strip().splitlines()[-1]}",
-                        flush=True,
-                    )
+        best = min(tried, key=lambda v: tried[v]["step"])
+        for variant in work.further(work.cases[case], best):
+            try:
+                tried[variant] = one_round(work, case, variant, folder, 1)
+            except SystemExit as error:
+                print(
+                    f"  {case}: {side}, {variant}: left out, it fails: "
+                    f"{str(error).strip().splitlines()[-1]}",
+                    flush=True,
+                )
         for variant, took in tried.items():
             print(
                 f"  {case}: {side}, {variant}: {took['step']:.2f} s a step, "

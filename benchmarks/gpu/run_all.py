@@ -24,16 +24,18 @@ import common
 HERE = Path(__file__).resolve().parent
 JOBS: dict[str, tuple[list[str], int]] = {
     "layouts": (["layouts.py"], 90),
+    "compiled": (["compiled.py"], 120),
     "step-0.5b": (["step.py", "--size", "0.5b"], 120),
+    "step-0.5b-compiled": (["step.py", "--size", "0.5b", "--compile"], 120),
     "generate-0.5b": (["generate.py", "--size", "0.5b"], 100),
-    "vs_trl": (["vs_trl.py", "--rounds", "1"], 240),
+    "vs_trl": (["vs_trl.py", "--rounds", "1", "--cases", "0.5b-32", "0.5b"], 480),
     "ranks": (["ranks.py"], 150),
     "sglang": (["served_sglang.py"], 500),
     "step-7b": (["step.py", "--size", "7b", "--steps", "2", "--micro", "8192"], 200),
     "step-1.5b": (["step.py", "--size", "1.5b", "--steps", "2"], 150),
 }
 """Scripts with their arguments, most telling first, and the seconds that each may take at most."""
-AGAIN = ("sglang", "step-7b", "step-1.5b")
+AGAIN = ("sglang", "step-0.5b-compiled", "step-7b", "step-1.5b")
 """Left out of a smoke run: the same script once more, and what needs a GPU."""
 NOT_RUN = 3
 LEAST = 20

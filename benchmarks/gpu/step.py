@@ -3,7 +3,7 @@
 Goes through the same functions as ``lightrft rl``: answers are drawn, rewarded, asked about at the reference, and trained on. The model
 is made on the spot, and no answer ends by itself, so that each run does the same work.
 
-    python benchmarks/gpu/step.py [--size 0.5b | 1.5b | 7b] [--lora] [--steps 3] [--smoke]
+    python benchmarks/gpu/step.py [--size 0.5b | 1.5b | 7b] [--lora] [--compile] [--steps 3] [--smoke]
 
 Utilisation is the FLOPs that a step asks for over what the device could do meanwhile; ``common.work_of`` has the formula.
 """
@@ -52,6 +52,7 @@ def tree(args: Any, folder: Path, prompts: Path) -> dict[str, Any]:
         "rollout": {"prompts_per_step": args.prompts, "group_size": args.samples},
         "sampling": {"max_new_tokens": args.answer, "min_new_tokens": args.answer},
         "engine": {
+            "compile": args.compile,
             "max_num_seqs": args.prompts * args.samples,
             "max_cache_tokens": 4 * args.samples * args.prompts * args.answer,
         },
@@ -160,6 +161,7 @@ def main() -> None:
         action="store_true",
         help="train adapters; always so above 1.5b, whose optimizer needs several GPUs",
     )
+    parser.add_argument("--compile", action="store_true", help="decode with engine.compile")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=16)
@@ -201,6 +203,7 @@ def main() -> None:
     )
     head += f"{args.samples} answers of {args.answer}, reference in the loss, "
     head += f"micro-batches of {args.micro} tokens; {args.steps} steps, medians"
+    head += "; decoding is compiled" if args.compile else ""
     more = {
         "work": head,
         "numbers": numbers,
@@ -208,7 +211,7 @@ def main() -> None:
         "peak FLOP/s": vars(speed),
         "predicted bytes": needed.peak,
     }
-    name = f"step-{args.size}" + ("-lora" if args.lora else "")
+    name = f"step-{args.size}" + "-lora" * args.lora + "-compiled" * args.compile
     common.write(
         args.out, name, args.machine, f"A step of GRPO, {args.size}", more, [head, "", *lines]
     )

@@ -3,9 +3,9 @@
 Rounds, calibration and report are those of ``benchmarks/vs_trl.py``: a process for each round of a side, rounds in turns, and each side as
 it was fastest in a calibration round. Both compute in bfloat16. Weights here are bfloat16 with float32 masters; TRL's are tried as
 float32 under autocast and as bfloat16, its generation by ``generate``, by continuous batching and, where vllm is installed, by vllm.
-What fails of these is said and left out.
+This side is tried with ``engine.compile`` (CUDA graphs) too. What fails of these is said and left out.
 
-    python benchmarks/gpu/vs_trl.py [--cases 0.5b 1.5b] [--rounds 2] [--smoke]
+    python benchmarks/gpu/vs_trl.py [--cases 0.5b 0.5b-32 1.5b] [--rounds 2] [--smoke]
 
 Needs ``pip install trl``. Without it ``--smoke`` runs this side alone; anything else ends with status 3.
 """
@@ -50,6 +50,7 @@ class OnGPU(Work):
     stem = "vs_trl_gpu"
     cases: Mapping[str, Any] = {
         "0.5b": Case("0.5b", 512, 2),
+        "0.5b-32": Case("0.5b", 32, 3),
         "1.5b": Case("1.5b", 512, 2),
         "smoke": Case("smoke", 16, 1),
     }
@@ -80,6 +81,8 @@ class OnGPU(Work):
     def further(self, case: Case, best: Variant) -> list[Variant]:
         if self.device == "cpu":
             return []  # continuous batching takes a minute and gigabytes there
+        if best.side == "lightrft":
+            return [replace(best, generation="compiled")]
         ways = [replace(best, generation="continuous"), replace(best, rows=self.whole)]
         return ways + ([replace(best, generation="vllm")] if find_spec("vllm") else [])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +20,7 @@ Step = Callable[[], Tensor]
 
 
 class CudaGraphs:
-    """Captures each step as a CUDA graph. All graphs share one memory pool.
+    """Captures each step as a CUDA graph. Graphs that exist at the same time share a memory pool.
 
     Args:
         device: Device of the model.
@@ -28,14 +29,18 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def __call__(self, step: Step) -> Step:
         with torch.cuda.device(self._device):
-            if self._pool is None:
+            if not self._graphs:
+                # a pool ends with its last graph, and nothing can be captured into it afterwards
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # other threads may allocate memory meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = step()
+            self._graphs.add(graph)
 
         def replay() -> Tensor:
             graph.replay()
