@@ -72,10 +72,7 @@ TEXT_CASES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """How one side runs: ``threads``, rows of a micro-batch, the way of generating, and for TRL the type of its weights.
-
-    ``generation``: TRL's way, or ``compiled`` for ``engine.compile``.
-    """
+    """How one side runs: ``threads``, rows of a micro-batch, and for TRL the way of generating and the type of its weights."""
 
     side: str
     threads: int
@@ -84,7 +81,7 @@ class Variant:
     weights: str = "float32"
 
     def __str__(self) -> str:
-        more = f", {self.generation}" if self.side == "trl" or self.generation != "generate" else ""
+        more = f", {self.generation}" if self.side == "trl" else ""
         more += f", {self.weights} weights" if self.weights != "float32" else ""
         return (
             f"{self.threads} thread{'s' * (self.threads > 1)}, micro-batches of {self.rows}{more}"
@@ -233,10 +230,8 @@ class Work:
         return [Variant(side, n, rows) for n in threads for rows in (self.whole, self.whole // 4)]
 
     def further(self, case: Any, best: Variant) -> list[Variant]:
-        """What a side may be faster with, beside ``best`` of the rest: TRL's other way of generating cannot suppress the end token."""
-        if case.full or best.side == "lightrft":
-            return []
-        return [replace(best, generation="continuous")]
+        """What TRL may be faster with, beside ``best`` of the rest: its other way of generating, which cannot suppress the end token."""
+        return [] if case.full else [replace(best, generation="continuous")]
 
     def machine(self) -> str:
         return cpu_model()
@@ -339,7 +334,6 @@ def rl_config(job: Job, steps: int) -> Any:
         },
         "reward": {"terms": [f"{job.folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
-        "engine": {"compile": job.variant.generation == "compiled"},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
         "train": {
             "steps": steps,
@@ -671,19 +665,24 @@ def calibrate(work: Work, case: str, folder: Path) -> list[Variant]:
         return [Variant(side, os.cpu_count() or 1, work.whole) for side in ("lightrft", "trl")]
     chosen = []
     for side in ("lightrft", "trl"):
-        tried = {
-            v: one_round(work, case, v, folder, 1) for v in work.variants(work.cases[case], side)
-        }
-        best = min(tried, key=lambda v: tried[v]["step"])
-        for variant in work.further(work.cases[case], best):
-            try:
-                tried[variant] = one_round(work, case, variant, folder, 1)
-            except SystemExit as error:
-                print(
-                    f"  {case}: {side}, {variant}: left out, it fails: "
-                    f"{str(error).strip().splitlines()[-1]}",
-                    flush=True,
-                )
+        variants = work.variants(work.cases[case], side)
+        if len(variants) == 1 and (
+            side == "lightrft" or not work.further(work.cases[case], *variants)
+        ):
+            chosen += variants
+            continue
+        tried = {v: one_round(work, case, v, folder, 1) for v in variants}
+        if side == "trl":
+            best = min(tried, key=lambda v: tried[v]["step"])
+            for variant in work.further(work.cases[case], best):
+                try:
+                    tried[variant] = one_round(work, case, variant, folder, 1)
+                except SystemExit as error:
+                    print(
+                        f"  {case}: trl, {variant}: left out, it fails: "
+                        f"{str(error).strip().splitlines()[-1]}",
+                        flush=True,
+                    )
         for variant, took in tried.items():
             print(
                 f"  {case}: {side}, {variant}: {took['step']:.2f} s a step, "

@@ -25,10 +25,11 @@ HERE = Path(__file__).resolve().parent
 JOBS: dict[str, tuple[list[str], int]] = {
     "layouts": (["layouts.py"], 90),
     "compiled": (["compiled.py"], 120),
+    "decoding": (["decoding.py"], 90),
     "step-0.5b": (["step.py", "--size", "0.5b"], 120),
     "step-0.5b-compiled": (["step.py", "--size", "0.5b", "--compile"], 120),
     "generate-0.5b": (["generate.py", "--size", "0.5b"], 100),
-    "vs_trl": (["vs_trl.py", "--rounds", "1", "--cases", "0.5b-32", "0.5b"], 480),
+    "vs_trl": (["vs_trl.py", "--rounds", "1", "--cases", "0.5b-32", "0.5b"], 600),
     "ranks": (["ranks.py"], 150),
     "sglang": (["served_sglang.py"], 500),
     "step-7b": (["step.py", "--size", "7b", "--steps", "2", "--micro", "8192"], 200),

@@ -3,9 +3,11 @@
 Rounds, calibration and report are those of ``benchmarks/vs_trl.py``: a process for each round of a side, rounds in turns, and each side as
 it was fastest in a calibration round. Both compute in bfloat16. Weights here are bfloat16 with float32 masters; TRL's are tried as
 float32 under autocast and as bfloat16, its generation by ``generate``, by continuous batching and, where vllm is installed, by vllm.
-This side is tried with ``engine.compile`` (CUDA graphs) too. What fails of these is said and left out.
+This side decodes by CUDA graphs, its default on a GPU. What fails of these is said and left out.
 
-    python benchmarks/gpu/vs_trl.py [--cases 0.5b 0.5b-32 1.5b] [--rounds 2] [--smoke]
+    python benchmarks/gpu/vs_trl.py [--cases 0.5b 0.5b-32 1.5b] [--rounds 2] [--fixed] [--smoke]
+
+``--fixed`` tries no variants: TRL has bfloat16 weights and ``generate``, which was its fastest on an H100.
 
 Needs ``pip install trl``. Without it ``--smoke`` runs this side alone; anything else ends with status 3.
 """
@@ -37,6 +39,7 @@ class Case:
     steps: int
     seconds: bool = True
     full: bool = False
+    new_tokens: int = 256
 
     @property
     def vocabulary(self) -> int:
@@ -50,21 +53,23 @@ class OnGPU(Work):
     stem = "vs_trl_gpu"
     cases: Mapping[str, Any] = {
         "0.5b": Case("0.5b", 512, 2),
-        "0.5b-32": Case("0.5b", 32, 3),
+        "0.5b-32": Case("0.5b", 32, 4, new_tokens=64),
         "1.5b": Case("1.5b", 512, 2),
-        "smoke": Case("smoke", 16, 1),
+        "smoke": Case("smoke", 16, 1, new_tokens=8),
     }
     usual = ("0.5b",)
     checked = ("0.5b", "smoke")
     model = "qwen2"
-    groups, answers, new_tokens = 8, 8, 256
+    groups, answers = 8, 8
 
-    def __init__(self, smoke: bool) -> None:
+    def __init__(self, smoke: bool, case: str = "0.5b", fixed: bool = False) -> None:
+        self.fixed = fixed
+        self.new_tokens = self.cases[case].new_tokens
         self.device = str(common.device())
         self.dtype = "bfloat16" if self.device == "cuda" else "float32"
         self.size = f"weights drawn at random, {self.dtype} here (with float32 masters)"
         if smoke:
-            self.groups, self.answers, self.new_tokens = 2, 2, 8
+            self.groups, self.answers = 2, 2
 
     def made_of(self, case: Case) -> str:
         return case.size
@@ -73,17 +78,19 @@ class OnGPU(Work):
         common.make(of, folder)
 
     def variants(self, case: Case, side: str) -> list[Variant]:
-        rows = [self.whole, self.whole // 4]
-        if side == "lightrft" or self.device == "cpu":
-            return [Variant(side, 1, n) for n in rows]
-        return [Variant(side, 1, rows[-1], weights=weights) for weights in ("float32", "bfloat16")]
+        if self.device == "cpu":
+            return [Variant(side, 1, n) for n in (self.whole, self.whole // 4)]
+        if side == "lightrft":
+            return [Variant(side, 1, self.whole)]
+        kinds = ("bfloat16",) if self.fixed else ("float32", "bfloat16")
+        return [Variant(side, 1, self.whole, weights=kind) for kind in kinds]
 
     def further(self, case: Case, best: Variant) -> list[Variant]:
         if self.device == "cpu":
             return []  # continuous batching takes a minute and gigabytes there
-        if best.side == "lightrft":
-            return [replace(best, generation="compiled")]
-        ways = [replace(best, generation="continuous"), replace(best, rows=self.whole)]
+        if self.fixed:
+            return []
+        ways = [replace(best, generation="continuous")]
         return ways + ([replace(best, generation="vllm")] if find_spec("vllm") else [])
 
     def trl_options(self, variant: Variant) -> dict[str, Any]:
@@ -105,6 +112,7 @@ class OnGPU(Work):
         return 0.0 if self.device == "cuda" else super().workers_mb()
 
     def about(self, case: Case) -> str:
+        self.new_tokens = case.new_tokens
         return f"Qwen2.5-{case.size}, {super().about(case)}"
 
 
@@ -121,7 +129,8 @@ def one_side(work: OnGPU) -> None:
 
 
 def arguments(given: list[str]) -> list[str]:
-    """``--smoke`` as the case of that name."""
+    """``--smoke`` as the case of that name, without ``--fixed``."""
+    given = [g for g in given if g != "--fixed"]
     if "--smoke" in given:
         given = [*(g for g in given if g != "--smoke"), "--cases", "smoke", "--rounds", "1"]
     if os.environ.get("OUT") and "--out" not in given:
@@ -131,12 +140,13 @@ def arguments(given: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     order = json.loads(sys.argv[2]) if sys.argv[1:2] == ["--worker"] else {}
+    fixed = "--fixed" in sys.argv
     smoke = "--smoke" in sys.argv or order.get("case") == "smoke"
     sys.argv[1:] = sys.argv[1:] if order else arguments(sys.argv[1:])
     if find_spec("trl") or order:
-        main(OnGPU(smoke), __doc__)
+        main(OnGPU(smoke, order.get("case", "0.5b"), fixed), __doc__)
     elif smoke:
-        one_side(OnGPU(smoke))
+        one_side(OnGPU(smoke, "smoke"))
     else:
         print("not run: needs trl (pip install trl)")
         sys.exit(3)

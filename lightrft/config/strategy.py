@@ -201,10 +201,11 @@ class EngineConfig(Settings):
     speculative: SpeculativeConfig | None = None
     """Speculative decoding; ``null`` decodes a token per step. It pays where few responses grow at
     once and their text repeats itself or the prompt. For ``native``."""
-    compile: bool = False
+    compile: bool | None = None
     """Decode by compiled steps of fixed shapes: CUDA graphs on a GPU, ``torch.compile`` on a CPU
-    with a C++ compiler. Seeds give the same tokens. On a CPU, compiling a shape takes half a minute
-    or more and saves a tenth of generation at best. For ``native``, in one process, without
+    with a C++ compiler. Seeds give the same tokens. ``null`` compiles on an NVIDIA GPU, where the
+    rest of the config and the policy allow it. On a CPU, compiling a shape takes half a minute or
+    more and saves a tenth of generation at best. For ``native``, in one process, without
     ``speculative``."""
     check_logprobs: bool = True
     """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where

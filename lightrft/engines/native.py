@@ -28,7 +28,7 @@ from lightrft.engines.decoder_protocol import (
     RollbackSession,
 )
 from lightrft.engines.fingerprint import checksums
-from lightrft.engines.native_parts.compiled_steps import compile_decoder
+from lightrft.engines.native_parts.compiled_steps import compile_where_it_pays
 from lightrft.engines.native_parts.growing_experts import GrowingExperts
 from lightrft.engines.native_parts.growing_rows import (
     CacheShape,
@@ -108,8 +108,8 @@ class NativeEngine:
         self.draft = draft
         if config.speculative is not None:
             check_speculative(decoder, draft)
-        if config.compile:
-            compile_decoder(decoder, sharded=whole is not None)
+        sharded = whole is not None or together > 1
+        self._compiles = compile_where_it_pays(decoder, config, sharded=sharded)
         self.size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
     def generate(
@@ -163,8 +163,8 @@ class NativeEngine:
 
     @property
     def compiled(self) -> CompiledSteps | None:
-        """Counts of compiled steps. ``None`` without ``engine.compile``."""
-        if not self.config.compile:
+        """Counts of compiled steps. ``None`` where none are compiled."""
+        if not self._compiles:
             return None
         assert isinstance(self.decoder, CompilingDecoder)
         return self.decoder.compiled

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
-from lightrft.config.strategy import StrategyConfig
+from lightrft.config.strategy import EngineConfig, StrategyConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
@@ -201,6 +201,20 @@ class ProcessProfile:
         return self.strategy.tensor_parallel * self.strategy.sequence_parallel
 
 
+def compiles_steps(engine: EngineConfig, device: Device, policy: Model) -> bool:
+    """Return whether the native engine compiles its decoding steps, which pads the cache.
+
+    Args:
+        engine: settings of the engine.
+        device: where it runs.
+        policy: the model that generates.
+    """
+    if engine.compile is not None:
+        return engine.compile
+    alone = device.kind == "cuda" and device.processes == 1
+    return alone and engine.speculative is None and decodes_by_plan(policy.model.base.config)
+
+
 def drawing_answers(
     place: ProcessProfile,
     policy: Model,
@@ -247,7 +261,7 @@ def drawing_answers(
         engine.max_cache_tokens,
         engine.max_num_seqs,
     )
-    if engine.compile:
+    if compiles_steps(engine, place.device, policy):
         shape = padded_shape(slots, lengths.prompt, rows, lengths.answer, engine.max_cache_tokens)
         slots, _, rows, _ = shape
         tokens = shape[0] * shape[1] + shape[2] * shape[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -12,9 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightrft.config.strategy import EngineConfig
 from lightrft.engines.decoder_protocol import CompiledSteps, CompilingDecoder, DecoderProtocol
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.utils.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 Step = Callable[[], Tensor]
 
@@ -98,15 +102,15 @@ def compile_decoder(decoder: DecoderProtocol, *, sharded: bool) -> None:
 
     Args:
         decoder: The policy.
-        sharded: The weights are gathered for each generation.
+        sharded: Several ranks hold the weights.
 
     Raises:
         ConfigError: Its steps cannot be compiled.
     """
     if sharded:
         raise ConfigError(
-            "engine.compile = true: the ranks shard the weights, which get new addresses each time "
-            "they are gathered; leave out engine.compile, or run one process"
+            "engine.compile = true: the ranks shard the weights, so a step gathers weights or "
+            "waits for other ranks; leave out engine.compile, or run one process"
         )
     if not isinstance(decoder, CompilingDecoder):
         raise ConfigError(
@@ -114,6 +118,31 @@ def compile_decoder(decoder: DecoderProtocol, *, sharded: bool) -> None:
             "engine.compile"
         )
     decoder.compile_steps(compiler_for(decoder.device))
+
+
+def compile_where_it_pays(decoder: DecoderProtocol, config: EngineConfig, *, sharded: bool) -> bool:
+    """Let ``decoder`` compile its steps as ``engine.compile`` says. Return whether it does.
+
+    Args:
+        decoder: The policy.
+        config: The settings of the engine.
+        sharded: Several ranks hold the weights.
+
+    Raises:
+        ConfigError: ``engine.compile`` is true, and its steps cannot be compiled.
+    """
+    by_default = config.compile is None and decoder.device.type == "cuda"
+    if config.compile:
+        compile_decoder(decoder, sharded=sharded)
+    elif by_default and config.speculative is None:
+        try:
+            compile_decoder(decoder, sharded=sharded)
+        except ConfigError as error:
+            log.info("decoding is not compiled: %s", error)
+            return False
+    else:
+        return False
+    return True
 
 
 def compile_metrics(engine: object) -> Metrics:

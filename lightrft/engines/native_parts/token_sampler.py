@@ -37,7 +37,8 @@ class TokenSampler:
     """
 
     def __init__(self, sampling: SamplingConfig, ends: np.ndarray, device: torch.device) -> None:
-        self._sampling, self._ends, self._device = sampling, ends, device
+        self._sampling, self._device = sampling, device
+        self._end_ids = to_device(torch.from_numpy(ends), device)
         # temperature 0 turns every filter off
         self._likeliest = sampling.model_copy(update={"temperature": 0.0})
         self._first = draws.of_first_token(sampling)
@@ -87,15 +88,16 @@ class TokenSampler:
     def _suppressed(self, logits: Tensor, steps: np.ndarray) -> Tensor | None:
         """Return ``[T, V]`` bool, the ends that places below ``min_new_tokens`` must not have."""
         least = self._sampling.min_new_tokens
-        if not least or not len(self._ends):
+        if not least or not len(self._end_ids):
             return None
         early = steps < least
         if not early.any():
             return None
-        # built on the host, where the steps are, and copied in one transfer
-        mask = np.zeros(tuple(logits.shape), dtype=bool)
-        mask[np.ix_(early, self._ends)] = True
-        return to_device(torch.from_numpy(mask), self._device)
+        # only the places travel: a mask from the host would be one byte per logit
+        rows = to_device(torch.from_numpy(np.flatnonzero(early)), self._device)
+        mask = torch.zeros(logits.shape, dtype=torch.bool, device=self._device)
+        mask[rows.unsqueeze(1), self._end_ids] = True
+        return mask
 
 
 def _banned(allowed: Tensor, suppress: Tensor | None) -> Tensor:

@@ -273,13 +273,20 @@ class StaticSteps:
             logits = compiled()
         except Exception as error:
             # a model may do on the host what cannot be captured; it still decodes, step by step
-            self.count.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.count.failure = _first_cause(error)
             log.warning("decoding is not compiled: %s", self.count.failure)
             return step()
         padded.compiled = compiled
         self.count.graphs += 1
         self.count.seconds += time.perf_counter() - began
         return logits
+
+
+def _first_cause(error: BaseException) -> str:
+    """Return the first line of the error that began a chain: a failed capture raises more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def padded_shape(

@@ -180,9 +180,12 @@ def test_a_draft_model_is_held_whole_by_each_rank_and_caches_the_same_tokens(
 
 
 def test_compiled_decoding_pads_the_cache(tmp_path: Path) -> None:
-    plain, compiled = found(tmp_path), found(tmp_path, engine={"compile": True})
-    ours, theirs = (phase_of(x, "generation").parts["cache"] for x in (compiled, plain))
-    assert ours > theirs
+    chosen = (found(tmp_path, engine={"compile": choice}) for choice in (True, False, None))
+    compiled, plain, by_default = (phase_of(x, "generation").parts["cache"] for x in chosen)
+    assert by_default == compiled > plain
+    on_cpu = (found(tmp_path, kind="cpu", engine={"compile": choice}) for choice in (False, None))
+    plain, by_default = (phase_of(x, "generation").parts["cache"] for x in on_cpu)
+    assert by_default == plain
 
 
 def test_a_mixture_of_experts_is_computed_and_what_cannot_be_traced_is_said(tmp_path: Path) -> None:

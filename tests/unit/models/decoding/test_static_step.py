@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.native_parts.compiled_steps import compile_where_it_pays
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.decoding.static_step import Step, StepCompiler, padded_shape, uncompiled
 from lightrft.models.expert_replay import ExpertReplay
@@ -145,3 +147,15 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_settings_that_compile_nothing_are_refused(other: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"engine\.compile = true"):
         EngineConfig.model_validate({"compile": True, **other})
+
+
+def test_by_default_steps_are_compiled_on_a_gpu_alone() -> None:
+    class OnGPU(KVDecoder):
+        device = torch.device("cuda")
+
+    model, chosen = tiny_model("qwen2"), partial(compile_where_it_pays, config=EngineConfig())
+    assert chosen(OnGPU(model), sharded=False)
+    assert not chosen(KVDecoder(model), sharded=False)
+    assert not chosen(OnGPU(model), sharded=True)
+    assert not chosen(OnGPU(family_model("mamba")), sharded=False)
+    assert not compile_where_it_pays(OnGPU(model), EngineConfig(compile=False), sharded=False)
