@@ -15,6 +15,7 @@ from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.served.start_checks import open_client
+from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.decoding.kv_decoder import KVDecoder
@@ -127,13 +128,22 @@ def _opened(
         sends: Send the weights of a policy that will change now. Shards are sent later.
     """
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    ends = [*decoder.eos_token_ids, *eos]
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
-        built = kind.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
+        built: ServedEngine = kind.connect(engine, tokenizer, ends)
     except TextAlone as error:
         if trains or engine.check_logprobs:
             raise
         return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
+    if isinstance(built, HTTPEngine):
+        if engine.weights_dir is not None and (built.is_own or not trains):
+            raise ConfigError(
+                f"engine.weights_dir = {engine.weights_dir} changes nothing here: it is for the "
+                "adapters of a run that trains on a vLLM server; leave it out"
+            )
+        if trains and not built.is_own:
+            built = VLLMServerEngine.over(built, ends)
     if not trains:
         return built
     built.lora = lora

@@ -24,3 +24,17 @@ def in_held_dtypes(
         if held.is_floating_point and tensor.is_floating_point():
             tensor = tensor.to(held)
         yield name, tensor
+
+
+def matrix_in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a matrix of floats in ``dtype``, and any other tensor as it is.
+
+    Vectors cost nothing, and a server may hold some with more bits than its matrices.
+
+    Args:
+        tensor: The tensor.
+        dtype: The dtype of the server. ``None`` if it is not known.
+    """
+    if dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
+from lightrft.engines.sending.held_dtypes import matrix_in_dtype
 from lightrft.engines.sending.server_group import ServerGroup
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ConfigError, ModelError
@@ -191,19 +192,13 @@ class BroadcastWeights:
     def _changed(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the ``weights`` that the server lacks, in its dtype, and keep a copy of each."""
         for name, tensor in weights:
-            tensor = self._converted(tensor.detach()).contiguous()
+            tensor = matrix_in_dtype(tensor.detach(), self._dtype).contiguous()
             self._device = tensor.device
             total = checksum(tensor)
             if self._lacks_all or self._sums.get(name) != total:
                 self._sums[name] = total
                 self._copies[name] = tensor.to("cpu", copy=True)
                 yield name, tensor
-
-    def _converted(self, tensor: Tensor) -> Tensor:
-        # Vectors cost nothing, and the server may hold some with more bits than its matrices.
-        if self._dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self._dtype)
 
     def _failure(self, step: Callable[..., None], *args: object) -> Exception | None:
         """Run ``step`` and return its error, after which the group is of no use."""

@@ -148,6 +148,7 @@ class ServerClient:
         data: bytes | None = None,
         *,
         once: bool = False,
+        is_text: bool = False,
     ) -> Mapping[str, Any]:
         """Return the server's answer, after repetitions.
 
@@ -158,6 +159,7 @@ class ServerClient:
             headers: Further headers.
             data: Bytes to send in place of a body.
             once: Repeat nothing.
+            is_text: The answer is a text, which is left out.
 
         Raises:
             Unanswered: The server refuses the request, or does not answer before ``deadline``.
@@ -169,7 +171,7 @@ class ServerClient:
                 method, path, json=body, content=data, headers=sent, timeout=_timeout(left, left)
             )
             self._check(answer)
-            return answer.json()
+            return {} if is_text else answer.json()
 
         return self._repeated(trial, _Trials(), once=once)
 

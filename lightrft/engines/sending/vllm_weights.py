@@ -1,0 +1,299 @@
+"""Two ways of new weights to a vLLM server: whole weights by broadcasts, and adapters by files."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightrft.config.model import LoRAConfig
+from lightrft.config.strategy import EngineConfig
+from lightrft.engines.base import Fingerprint
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.sending.held_dtypes import matrix_in_dtype
+from lightrft.engines.sending.vllm_group import VLLMGroup
+from lightrft.engines.vllm_parts.weights import read_adapter, stored_name, write_adapter
+from lightrft.utils.atomic_files import whole_folder
+from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.http_client.server_client import ServerClient, Unanswered
+from lightrft.utils.module_tensors import plain_name
+
+log = logging.getLogger(__name__)
+
+Weights = Iterable[tuple[str, Tensor]]
+
+BUCKET = 256 * 2**20
+"""Bytes of a bucket. This machine has two, and the server one."""
+UPDATE_TRIALS = 5
+"""Trials of an update that breaks, e.g. since the server was restarted."""
+FIRST_NAME = "default"
+"""Name that vLLM gives the weights that it has loaded itself."""
+
+
+class VLLMSender(Protocol):
+    """A way of new weights to the server."""
+
+    def load(self, weights: Weights, version: str) -> Fingerprint:
+        """Send ``weights``, and name them ``version``.
+
+        Returns:
+            The checksums of what the server has read.
+
+        Raises:
+            ModelError: The server did not take them.
+            Unanswered: It did not answer.
+        """
+        ...
+
+    def check(self) -> bool:
+        """Send the weights of the last ``load`` again if the server was restarted.
+
+        Returns:
+            The weights were sent again.
+
+        Raises:
+            ModelError: Somebody else has replaced them.
+            Unanswered: The server did not answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Delete what ``load`` left."""
+        ...
+
+
+class BroadcastToVLLM:
+    """Broadcasts the layers that changed, and all layers to a server that was restarted.
+
+    vLLM fuses tensors of a layer, such as the projections to queries, keys and values, and loads
+    them as a whole. So a layer with a changed tensor is sent as a whole. This machine keeps a copy
+    of all weights in CPU memory. The server answers nobody during an update.
+
+    Args:
+        client: Sends requests to the server.
+        config: Settings of the engine.
+        refusal: Returns the error for a server that takes no weights from this run.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        config: EngineConfig,
+        refusal: Callable[[object], ConfigError],
+    ) -> None:
+        self.client = client
+        self._config = config
+        self._refusal = refusal
+        self._group: VLLMGroup | None = None
+        self._has_joined = False
+        self._updates = itertools.count()
+        self._device = torch.device("cpu")
+        self._dtype: torch.dtype | None = None
+        # of all weights, in the dtype of the server; and what the server has received
+        self._copies: dict[str, Tensor] = {}
+        self._sums: Fingerprint = {}
+        self._received: Fingerprint = {}
+        self._version = ""
+
+    def load(self, weights: Weights, version: str) -> Fingerprint:
+        """See ``VLLMSender.load``. Weights that are left out stay as they are."""
+        stream = iter(weights)
+        for first in stream:
+            self._device = first[1].device
+            stream = itertools.chain([first], stream)
+            break
+        if not self._has_joined:
+            # its dtype must be known before copies are made
+            self._join_first()
+        changed = self._keep(stream)
+        before, self._version = self._version, version
+        self._send(before, changed)
+        return dict(self._received)
+
+    def check(self) -> bool:
+        """See ``VLLMSender.check``."""
+        held = self._held()
+        if held == self._version:
+            return False
+        if held != FIRST_NAME:
+            raise ModelError(
+                f"{self._url} holds the weights {held!r} in place of {self._version!r}; let no "
+                "other run update this server, and resume"
+            )
+        self._send("", set())
+        return True
+
+    def close(self) -> None:
+        """See ``VLLMSender.close``."""
+        self._leave()
+
+    @property
+    def _url(self) -> str:
+        return f"engine.url = {self._config.url!r}"
+
+    def _held(self) -> str:
+        """Return the name of the weights that the server holds."""
+        return str(self.client.ask("GET", "/weight_info").get("weight_version"))
+
+    def _keep(self, weights: Weights) -> set[str]:
+        """Copy the ``weights`` that changed, in the server's dtype. Return their layers."""
+        changed = set()
+        for name, tensor in weights:
+            tensor = matrix_in_dtype(tensor.detach(), self._dtype)
+            total = checksum(tensor)
+            if self._sums.get(name) != total:
+                self._sums[name] = total
+                self._copies[name] = tensor.to("cpu", copy=True)
+                changed.add(layer_of(name))
+        return changed
+
+    def _send(self, before: str, changed: set[str]) -> None:
+        """Send the ``changed`` layers, or all unless the server holds the weights ``before``."""
+        problem: Exception | None = None
+        for _ in range(UPDATE_TRIALS):
+            # waits until the server answers
+            is_known = self._held() == before
+            try:
+                self._update(
+                    {n: t for n, t in self._copies.items() if layer_of(n) in changed}
+                    if is_known
+                    else self._copies
+                )
+                return
+            except (Unanswered, RuntimeError, TimeoutError) as error:
+                log.warning("weights did not reach %s (%s); all are sent again", self._url, error)
+                self._leave()
+                problem, before = error, ""
+        raise ModelError(
+            f"{self._url} did not take the weights {self._version!r}: {problem}"
+        ) from problem
+
+    def _update(self, weights: Mapping[str, Tensor]) -> None:
+        ask = self.client.ask
+        ask("POST", "/pause?mode=keep", {}, once=True)
+        # an update that ends early leaves a name that no run expects
+        self._rename(f"{self._version}-incomplete")
+        if weights:
+            for received in self._joined().update(weights.items(), f"{next(self._updates)}"):
+                self._compare(received, weights)
+                self._received |= received
+        self._rename(self._version)
+        ask("POST", "/resume", {}, once=True)
+
+    def _rename(self, version: str) -> None:
+        self.client.ask("POST", "/update_weight_version", {"new_version": version}, once=True)
+
+    def _compare(self, received: Mapping[str, str], sent: Mapping[str, Tensor]) -> None:
+        """Raise ``ModelError`` unless a process of the server received what was sent."""
+        expected = {name: self._sums[name] for name in sent}
+        if odd := {name for name, _ in received.items() ^ expected.items()}:
+            raise ModelError(
+                f"weights {self._version!r} were not transferred: {self._url} received "
+                f"{len(odd)} of {len(expected)} tensors wrong or not at all, e.g. {min(odd)!r}"
+            )
+
+    def _join_first(self) -> None:
+        try:
+            self._dtype = self._joined().dtype
+        except (Unanswered, RuntimeError, TimeoutError) as error:
+            raise self._refusal(error) from error
+        self._has_joined = True
+
+    def _joined(self) -> VLLMGroup:
+        """Return the group, which is made where there is none."""
+        if self._group is None:
+            processes = int(self.client.ask("GET", "/get_world_size")["world_size"])
+            self._group = VLLMGroup(
+                self.client, processes, BUCKET, self._device, self._config.timeout
+            )
+        return self._group
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+class AdapterToVLLM:
+    """Writes adapters into ``engine.weights_dir``, from where the server loads them by name.
+
+    The server must hold the frozen weights.
+
+    Args:
+        client: Sends requests to the server.
+        folder: The folder.
+        lora: Settings of the adapters.
+        where: The setting that names the server, for messages.
+    """
+
+    def __init__(self, client: ServerClient, folder: str, lora: LoRAConfig, where: str) -> None:
+        self.client = client
+        self._root = Path(folder).expanduser()
+        self._lora = lora
+        self._where = where
+        self._version = ""
+
+    def load(self, weights: Weights, version: str) -> Fingerprint:
+        """See ``VLLMSender.load``. The fingerprint is of the adapter alone."""
+        adapter = {name: tensor for name, tensor in weights if plain_name(name) is None}
+        folder = self._root / version
+        with whole_folder(folder) as begun:
+            write_adapter(begun, adapter, self._lora)
+        old, self._version = self._version, version
+        self._load()
+        self._forget(old)
+        read = read_adapter(folder)
+        return {name: checksum(read[stored_name(name)]) for name in adapter}
+
+    def check(self) -> bool:
+        """See ``VLLMSender.check``."""
+        if self._version in self._served():
+            return False
+        self._load()
+        return True
+
+    def close(self) -> None:
+        """See ``VLLMSender.close``."""
+        self._forget(self._version)
+
+    def _load(self) -> None:
+        body = {"lora_name": self._version, "lora_path": str(self._root / self._version)}
+        problem = "it serves none of that name"
+        try:
+            self.client.ask("POST", "/v1/load_lora_adapter", body, is_text=True)
+        except Unanswered as error:
+            # also if it was loaded by a trial whose answer was lost
+            if not error.refused:
+                raise
+            problem = str(error)
+        if self._version not in self._served():
+            raise ModelError(
+                f"the adapter {self._version!r} was not transferred to {self._where}: {problem}"
+            )
+
+    def _served(self) -> Iterator[str]:
+        """Yield the names of the models and adapters that the server has."""
+        return (str(entry.get("id")) for entry in self.client.ask("GET", "/v1/models")["data"])
+
+    def _forget(self, version: str) -> None:
+        if version:
+            with contextlib.suppress(Unanswered):
+                path, body = "/v1/unload_lora_adapter", {"lora_name": version}
+                self.client.ask("POST", path, body, once=True, is_text=True)
+            shutil.rmtree(self._root / version, ignore_errors=True)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of the tensor ``name``: up to its first number, or else its module."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: at + 1])
+    return ".".join(parts[:-1])
