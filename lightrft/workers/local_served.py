@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -14,8 +15,8 @@ from lightrft.engines.base import Engine
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.served.served_engine import ServedEngine
-from lightrft.engines.served.start_checks import open_client
-from lightrft.engines.served.vllm_server import VLLMServerEngine
+from lightrft.engines.served.start_checks import PausedServer, open_client
+from lightrft.engines.served.vllm_server import VLLMServerEngine, resume_paused
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.decoding.kv_decoder import KVDecoder
@@ -131,19 +132,19 @@ def _opened(
     ends = [*decoder.eos_token_ids, *eos]
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
-        built: ServedEngine = kind.connect(engine, tokenizer, ends)
+        try:
+            built: ServedEngine = kind.connect(engine, tokenizer, ends)
+        except PausedServer:
+            if not trains:
+                raise
+            resume_paused(engine)
+            built = kind.connect(engine, tokenizer, ends)
     except TextAlone as error:
         if trains or engine.check_logprobs:
             raise
         return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
     if isinstance(built, HTTPEngine):
-        if engine.weights_dir is not None and (built.is_own or not trains):
-            raise ConfigError(
-                f"engine.weights_dir = {engine.weights_dir} changes nothing here: it is for the "
-                "adapters of a run that trains on a vLLM server; leave it out"
-            )
-        if trains and not built.is_own:
-            built = VLLMServerEngine.over(built, ends)
+        built = _trainable(built, ends, trains=trains)
     if not trains:
         return built
     built.lora = lora
@@ -157,3 +158,15 @@ def _opened(
         built.close()
         raise
     return built
+
+
+def _trainable(built: HTTPEngine, ends: Sequence[int], *, trains: bool) -> ServedEngine:
+    """Return the engine over the same server that can get new weights, if ``trains`` is set."""
+    folder = built.config.weights_dir
+    if folder is not None and (built.is_own or not trains):
+        built.close()
+        raise ConfigError(
+            f"engine.weights_dir = {folder} changes nothing here: it is for the adapters of a run "
+            "that trains on a vLLM server; leave it out"
+        )
+    return VLLMServerEngine.over(built, ends) if trains and not built.is_own else built

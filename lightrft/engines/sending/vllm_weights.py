@@ -122,12 +122,7 @@ class BroadcastToVLLM:
         held = self._held()
         if held == self._version:
             return False
-        if held != FIRST_NAME:
-            raise ModelError(
-                f"{self._url} holds the weights {held!r} in place of {self._version!r}; let no "
-                "other run update this server, and resume"
-            )
-        self._send("", set())
+        self._send(self._version, set())
         return True
 
     def close(self) -> None:
@@ -157,15 +152,24 @@ class BroadcastToVLLM:
     def _send(self, before: str, changed: set[str]) -> None:
         """Send the ``changed`` layers, or all unless the server holds the weights ``before``."""
         problem: Exception | None = None
+        copies = self._copies
         for _ in range(UPDATE_TRIALS):
             # waits until the server answers
-            is_known = self._held() == before
+            held = self._held()
+            is_known = held == before
+            if before and not is_known:
+                if held != FIRST_NAME:
+                    raise ModelError(
+                        f"{self._url} holds the weights {held!r} in place of {before!r}; let no "
+                        "other run update this server, and resume"
+                    )
+                # it was restarted, and a group ends with its server
+                self._leave()
             try:
-                self._update(
-                    {n: t for n, t in self._copies.items() if layer_of(n) in changed}
-                    if is_known
-                    else self._copies
-                )
+                if is_known:
+                    self._update({n: t for n, t in copies.items() if layer_of(n) in changed})
+                else:
+                    self._update(copies)
                 return
             except (Unanswered, RuntimeError, TimeoutError) as error:
                 log.warning("weights did not reach %s (%s); all are sent again", self._url, error)
@@ -230,15 +234,22 @@ class AdapterToVLLM:
         client: Sends requests to the server.
         folder: The folder.
         lora: Settings of the adapters.
-        where: The setting that names the server, for messages.
+        refusal: Returns the error for a server that takes no adapters from this run.
     """
 
-    def __init__(self, client: ServerClient, folder: str, lora: LoRAConfig, where: str) -> None:
+    def __init__(
+        self,
+        client: ServerClient,
+        folder: str,
+        lora: LoRAConfig,
+        refusal: Callable[[object], ConfigError],
+    ) -> None:
         self.client = client
         self._root = Path(folder).expanduser()
         self._lora = lora
-        self._where = where
-        self._version = ""
+        self._refusal = refusal
+        # newest last; more than one while they are replaced
+        self._versions: list[str] = []
 
     def load(self, weights: Weights, version: str) -> Fingerprint:
         """See ``VLLMSender.load``. The fingerprint is of the adapter alone."""
@@ -246,48 +257,56 @@ class AdapterToVLLM:
         folder = self._root / version
         with whole_folder(folder) as begun:
             write_adapter(begun, adapter, self._lora)
-        old, self._version = self._version, version
-        self._load()
-        self._forget(old)
+        self._versions.append(version)
+        if problem := self._load():
+            if len(self._versions) == 1:
+                raise self._refusal(problem)
+            raise ModelError(f"the adapter {version!r} was not transferred: {problem}")
+        self._forget(self._versions[:-1])
         read = read_adapter(folder)
         return {name: checksum(read[stored_name(name)]) for name in adapter}
 
     def check(self) -> bool:
         """See ``VLLMSender.check``."""
-        if self._version in self._served():
+        if self._versions[-1] in self._served():
             return False
-        self._load()
+        if problem := self._load():
+            raise ModelError(f"the adapter {self._versions[-1]!r} was not transferred: {problem}")
         return True
 
     def close(self) -> None:
         """See ``VLLMSender.close``."""
-        self._forget(self._version)
+        self._forget(self._versions[:])
 
-    def _load(self) -> None:
-        body = {"lora_name": self._version, "lora_path": str(self._root / self._version)}
-        problem = "it serves none of that name"
-        try:
-            self.client.ask("POST", "/v1/load_lora_adapter", body, is_text=True)
-        except Unanswered as error:
-            # also if it was loaded by a trial whose answer was lost
-            if not error.refused:
-                raise
-            problem = str(error)
-        if self._version not in self._served():
-            raise ModelError(
-                f"the adapter {self._version!r} was not transferred to {self._where}: {problem}"
-            )
+    def _load(self) -> str:
+        """Make the server load the newest adapter. Return the reason if it does not."""
+        version = self._versions[-1]
+        body = {"lora_name": version, "lora_path": str(self._root / version)}
+        problem = "the server has none of that name"
+        for _ in range(UPDATE_TRIALS):
+            try:
+                path = "/v1/load_lora_adapter"
+                self.client.ask("POST", path, body, once=True, is_text=True)
+            except Unanswered as error:
+                # also if a trial whose answer was lost has loaded it
+                problem = str(error)
+            # waits until the server answers
+            if version in self._served():
+                return ""
+        return problem
 
     def _served(self) -> Iterator[str]:
         """Yield the names of the models and adapters that the server has."""
         return (str(entry.get("id")) for entry in self.client.ask("GET", "/v1/models")["data"])
 
-    def _forget(self, version: str) -> None:
-        if version:
+    def _forget(self, versions: Iterable[str]) -> None:
+        """Make the server drop adapters, and delete their files."""
+        for version in versions:
             with contextlib.suppress(Unanswered):
                 path, body = "/v1/unload_lora_adapter", {"lora_name": version}
                 self.client.ask("POST", path, body, once=True, is_text=True)
             shutil.rmtree(self._root / version, ignore_errors=True)
+            self._versions.remove(version)
 
 
 def layer_of(name: str) -> str:

@@ -29,9 +29,9 @@ from lightrft.engines.sending.vllm_weights import (
     VLLMSender,
 )
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
-from lightrft.engines.served.start_checks import probe_tokens
+from lightrft.engines.served.start_checks import open_client, probe_tokens
 from lightrft.engines.vllm import check_sampling
-from lightrft.engines.vllm_parts.options import unserved_reason
+from lightrft.engines.vllm_parts.options import served_rank, unserved_reason
 from lightrft.engines.vllm_parts.weight_receiver import BACKEND
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.http_client.server_client import Passing, ServerClient, Unanswered
@@ -49,7 +49,7 @@ COMMAND = (
 )
 ADAPTER_COMMAND = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --logprobs-mode processed_logprobs "
-    "--enable-scale-out --enable-lora --max-lora-rank RANK --max-loras 2"
+    "--enable-scale-out --enable-lora --max-lora-rank"
 )
 
 
@@ -100,9 +100,12 @@ class VLLMServerEngine(ServedEngine):
         """See ``ServedEngine.shared_calls``. vLLM finds a known prompt in its cache."""
         return [[response] for response in responses]
 
-    def body(self, responses: Sequence[GrowingResponse]) -> dict[str, Any]:
-        """See ``ServedEngine.body``. A server that was restarted gets the weights first."""
+    def prepare_trial(self) -> None:
+        """See ``ServedEngine.prepare_trial``. A server that was restarted gets the weights."""
         self._check_weights()
+
+    def body(self, responses: Sequence[GrowingResponse]) -> dict[str, Any]:
+        """See ``ServedEngine.body``."""
         [response] = responses
         request, sampling = response.request, response.sampling
         return {
@@ -197,7 +200,7 @@ class VLLMServerEngine(ServedEngine):
         if folder is None:
             self._sender = BroadcastToVLLM(self.client, self.config, self._refusal)
         else:
-            self._sender = AdapterToVLLM(self.client, folder, self._servable(), self.where)
+            self._sender = AdapterToVLLM(self.client, folder, self._servable(), self._refusal)
         try:
             self.served = self._probe()
             if folder is None:
@@ -236,7 +239,9 @@ class VLLMServerEngine(ServedEngine):
 
     def _refusal(self, cause: object) -> ConfigError:
         """Return the error that refuses a run which trains."""
-        command = COMMAND if self.config.weights_dir is None else ADAPTER_COMMAND
+        command = COMMAND
+        if self.config.weights_dir is not None and self.lora is not None:
+            command = f"{ADAPTER_COMMAND} {served_rank(self.lora)}"
         return ConfigError(
             f"{self.where} takes no new weights, and this run trains them: {cause}\nStart vLLM, "
             f"with lightrft installed in its environment, as\n  {command}\nor start lightrft serve "
@@ -248,3 +253,21 @@ class VLLMServerEngine(ServedEngine):
         if self._sender is not None:
             self._sender.close()
         super().close()
+
+
+def resume_paused(config: EngineConfig) -> None:
+    """Resume a vLLM server that a run has left paused, which ended during its update.
+
+    Only for runs that send all weights before they ask for tokens.
+
+    Args:
+        config: Settings of the engine.
+    """
+    log.warning("engine.url = %r is paused, since a run ended during its update", config.url)
+    client = open_client(config)
+    try:
+        client.ask("POST", "/resume", {})
+    except Unanswered as error:
+        raise failure(error, f"engine.url = {config.url!r}") from error
+    finally:
+        client.close()

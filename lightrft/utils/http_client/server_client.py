@@ -182,6 +182,7 @@ class ServerClient:
         take: Callable[[Mapping[str, Any]], bool],
         silence: float,
         handle: OpenStream,
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
         """Pass each server-sent event of an answer to ``take``, up to the last one.
 
@@ -194,6 +195,7 @@ class ServerClient:
             take: Takes an event. It returns True if the event brings something new.
             silence: Seconds without an event after which the stream is asked for again.
             handle: Closes the stream. No trial follows then.
+            prepare: Called before each trial. It may send other requests.
 
         Raises:
             Unanswered: The server refuses the request, or does not answer before ``deadline``.
@@ -213,6 +215,8 @@ class ServerClient:
                 if answer.status_code != httpx.codes.OK:
                     answer.read()
                 self._check(answer)
+                # ``take`` may send other requests, which would wait for this trial
+                self.breaker.succeeded()
                 with handle.over(answer):
                     for event in self._events(answer, handle):
                         if take(event):
@@ -220,7 +224,7 @@ class ServerClient:
                             self._news = time.monotonic()
 
         try:
-            self._repeated(trial, trials, handle)
+            self._repeated(trial, trials, handle, prepare)
         except Unanswered:
             if not handle.is_closed:
                 raise
@@ -254,6 +258,7 @@ class ServerClient:
         trial: Callable[[float], R],
         trials: _Trials,
         handle: OpenStream | None = None,
+        prepare: Callable[[], object] = lambda: None,
         *,
         once: bool = False,
     ) -> R:
@@ -263,6 +268,7 @@ class ServerClient:
             trial: Sends the request. It gets the seconds that are left.
             trials: When the request began, and the pause before its next trial.
             handle: Ends the trials once it is closed.
+            prepare: Called before each trial, which may have to wait for the server.
             once: Make one trial.
         """
         # others may have waited for the server that long already: one trial only
@@ -272,7 +278,10 @@ class ServerClient:
             return seconds + (trials.start if handle is None else max(trials.start, self._news))
 
         problem = ""
-        while self.breaker.enter(end()):
+        while True:
+            prepare()
+            if not self.breaker.enter(end()):
+                break
             # the last trial too has some time
             shortest = min(CONNECT_SECONDS, self.deadline)
             try:
