@@ -155,7 +155,7 @@ def test_a_run_has_the_numbers_of_vllm_in_its_process_and_leaves_its_weights(
     name = httpx.get(f"{server.url}/weight_info").json()["weight_version"]
     assert name.endswith("-v3")
     with pytest.raises(ConfigError, match=r"of another run.*restart it, or leave out"):
-        run_rl(build(RLConfig, adapted(tree, server, tmp_path)))
+        run_rl(build(RLConfig, adapted(tree, server, tmp_path / "other")))
 
 
 def test_adapters_are_merged_without_a_folder_and_give_the_numbers_of_vllm_in_the_process(
