@@ -22,7 +22,12 @@ from lightrft.engines.requests import response_room
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.served.media_wire import media_to_base64
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
-from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
+from lightrft.engines.served.start_checks import (
+    check_tokenizer,
+    probe_tokens,
+    refuse_paused,
+    served_model,
+)
 from lightrft.engines.served.weight_buckets import weight_buckets
 from lightrft.engines.vllm import check_sampling
 from lightrft.types import Prompt, Request
@@ -335,6 +340,8 @@ class HTTPEngine(ServedEngine):
         limit = entry.get("max_model_len")
         self.context = None if limit is None else int(limit)
         check_tokenizer(self.client, self.config, self.tokenizer, self.model)
+        if entry.get("owned_by") == "vllm":
+            refuse_paused(self.client, self.config)
         self._check_logprobs()
 
     def _check_logprobs(self) -> None:
