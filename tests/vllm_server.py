@@ -17,6 +17,8 @@ TRAINS = ("--enable-scale-out", "--weight-transfer-config", f'{{"backend": "{BAC
 ADAPTERS = ("--enable-lora", "--max-lora-rank", "8")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # else several processes need a NUMA node each
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
 }

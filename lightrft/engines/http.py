@@ -24,8 +24,8 @@ from lightrft.engines.served.media_wire import media_to_base64
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.start_checks import (
     check_tokenizer,
+    is_paused,
     probe_tokens,
-    refuse_paused,
     served_model,
 )
 from lightrft.engines.served.weight_buckets import weight_buckets
@@ -77,6 +77,7 @@ class HTTPEngine(ServedEngine):
     Attributes:
         is_own: The server is ``lightrft serve``.
         digest: Digest of the weights that the server must have. Empty for other servers.
+        is_paused: The server answers nobody. A run updates its weights, or ended while it did.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class HTTPEngine(ServedEngine):
         ends: Sequence[int],
     ) -> None:
         super().__init__(client, tokenizer, config, ends)
-        self.is_own = False
+        self.is_own = self.is_paused = False
         self.digest = ""
         self._first_digest = ""
         self._updates = False
@@ -341,8 +342,9 @@ class HTTPEngine(ServedEngine):
         self.context = None if limit is None else int(limit)
         check_tokenizer(self.client, self.config, self.tokenizer, self.model)
         if entry.get("owned_by") == "vllm":
-            refuse_paused(self.client, self.config)
-        self._check_logprobs()
+            self.is_paused = is_paused(self.client)
+        if not self.is_paused:
+            self._check_logprobs()
 
     def _check_logprobs(self) -> None:
         """Raise ``ConfigError`` unless log-probs are of the distribution that is sampled from.

@@ -15,8 +15,8 @@ from lightrft.engines.base import Engine
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.served.served_engine import ServedEngine
-from lightrft.engines.served.start_checks import PausedServer, open_client
-from lightrft.engines.served.vllm_server import VLLMServerEngine, resume_paused
+from lightrft.engines.served.start_checks import open_client
+from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.actor import Actor
@@ -166,14 +166,7 @@ def _connected(
     ends = [*decoder.eos_token_ids, *eos]
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
-        try:
-            return kind.connect(engine, tokenizer, ends)
-        except PausedServer:
-            # an adapter needs the weights that the server was started with
-            if not trains or engine.weights_dir is not None:
-                raise
-            resume_paused(engine)
-            return kind.connect(engine, tokenizer, ends)
+        return kind.connect(engine, tokenizer, ends)
     except TextAlone as error:
         if trains or engine.check_logprobs:
             raise
@@ -201,6 +194,12 @@ def _begin_updates(
 def _trainable(built: HTTPEngine, *, trains: bool) -> ServedEngine:
     """Return the engine over the same server that can get new weights, if ``trains`` is set."""
     folder = built.config.weights_dir
+    # only an update of all weights ends the pause
+    if built.is_paused and (folder is not None or not trains):
+        raise ConfigError(
+            f"{built.where} is paused: a run updates its weights, or ended while it did; wait, or "
+            "restart the server"
+        )
     if folder is not None and (built.is_own or not trains):
         raise ConfigError(
             f"engine.weights_dir = {folder} changes nothing here: it is for the adapters of a run "

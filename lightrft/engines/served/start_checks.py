@@ -82,29 +82,19 @@ def served_model(client: ServerClient, config: EngineConfig) -> Mapping[str, Any
     return models[name or whole[0]]
 
 
-class PausedServer(ConfigError):
-    """The server answers nobody: a run updates its weights, or ended while it did."""
-
-
-def refuse_paused(client: ServerClient, config: EngineConfig) -> None:
-    """Raise ``PausedServer`` if a vLLM server is paused, since it would not answer.
+def is_paused(client: ServerClient) -> bool:
+    """Return whether a vLLM server is paused, and answers nobody.
 
     Args:
         client: Sends requests to the server.
-        config: Settings of the engine.
     """
     try:
-        paused = client.ask("GET", "/is_paused").get("is_paused")
+        return bool(client.ask("GET", "/is_paused").get("is_paused"))
     except Unanswered as error:
         if not error.refused:
             raise
         # only a server that takes new weights tells, and can be paused
-        return
-    if paused:
-        raise PausedServer(
-            f"engine.url = {config.url!r} is paused: a run updates its weights, or ended while it "
-            "did; wait, or restart the server"
-        )
+        return False
 
 
 def check_tokenizer(

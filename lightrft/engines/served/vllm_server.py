@@ -29,7 +29,7 @@ from lightrft.engines.sending.vllm_weights import (
     VLLMSender,
 )
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
-from lightrft.engines.served.start_checks import open_client, probe_tokens
+from lightrft.engines.served.start_checks import probe_tokens
 from lightrft.engines.vllm import check_sampling
 from lightrft.engines.vllm_parts.options import served_rank, unserved_reason
 from lightrft.engines.vllm_parts.weight_receiver import BACKEND
@@ -60,6 +60,7 @@ class VLLMServerEngine(ServedEngine):
         weights: Name of the weights that the server must have. Empty until some are sent.
         served: Name of the weights that answers must have. It differs from ``weights`` for
             adapters, which are requested by ``weights``.
+        is_paused: The server answers nobody until some are sent.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class VLLMServerEngine(ServedEngine):
     ) -> None:
         super().__init__(client, tokenizer, config, ends)
         self.weights = self.served = ""
+        self.is_paused = False
         self._run = f"lightrft-{uuid.uuid4().hex[:12]}"
         self._updates = itertools.count(1)
         self._sender: VLLMSender | None = None
@@ -83,6 +85,7 @@ class VLLMServerEngine(ServedEngine):
         ends = sorted(engine.ends(SamplingConfig()))
         made = cls(engine.client, engine.tokenizer, engine.config, ends)
         made.model, made.context = engine.model, engine.context
+        made.is_paused = engine.is_paused
         return made
 
     def check_server(self) -> None:
@@ -205,7 +208,7 @@ class VLLMServerEngine(ServedEngine):
             lora = self._servable()
             self._sender = AdapterToVLLM(self.client, folder, lora, self._refusal, self.cost)
         try:
-            self.served = self._probe()
+            self.served = "" if self.is_paused else self._probe()
             if folder is None:
                 self.client.ask("GET", "/weight_info")
         except Unanswered as error:
@@ -256,21 +259,3 @@ class VLLMServerEngine(ServedEngine):
         if self._sender is not None:
             self._sender.close()
         super().close()
-
-
-def resume_paused(config: EngineConfig) -> None:
-    """Resume a vLLM server that a run has left paused, which ended during its update.
-
-    Only for runs that send all weights before they ask for tokens.
-
-    Args:
-        config: Settings of the engine.
-    """
-    log.warning("engine.url = %r is paused, since a run ended during its update", config.url)
-    client = open_client(config)
-    try:
-        client.ask("POST", "/resume", {})
-    except Unanswered as error:
-        raise failure(error, f"engine.url = {config.url!r}") from error
-    finally:
-        client.close()

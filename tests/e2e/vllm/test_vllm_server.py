@@ -249,6 +249,29 @@ def test_weights_that_another_run_sends_meanwhile_end_the_run(
         run_rl(build(RLConfig, on(tree, server, tmp_path)))
 
 
+def test_a_server_that_a_run_left_in_its_update_answers_nobody_until_the_next_run_sends_all_weights(
+    tree: dict[str, Any], server: VLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = numbers(on(tree, server, tmp_path / "whole"))
+    send, sent = VLLMGroup._send, []
+
+    def ends(self: VLLMGroup, slot: int, layout: Any) -> Any:
+        sent.append(slot)
+        if len(sent) == 8:
+            raise KeyboardInterrupt
+        return send(self, slot, layout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_weights, "BUCKET", 2**14)
+        patch.setattr(VLLMGroup, "_send", ends)
+        with pytest.raises(KeyboardInterrupt):
+            run_rl(build(RLConfig, on(tree, server, tmp_path / "ended")))
+    assert httpx.get(f"{server.url}/is_paused").json()["is_paused"]
+    with pytest.raises(ConfigError, match=r"is paused: a run updates its weights, or ended"):
+        run_rl(build(RLConfig, adapted(tree, server, tmp_path / "adapters")))
+    check_equal(numbers(on(tree, server, tmp_path / "next")), expected)
+
+
 def test_a_server_killed_while_it_generates_and_during_an_update_changes_no_number(
     tree: dict[str, Any], server: VLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,3 +313,25 @@ def test_a_server_killed_while_it_generates_and_during_an_update_changes_no_numb
     assert len(kills) == 2
     check_equal(found, expected)
     assert json.dumps(found).count("engine/weights_resent") >= 1
+
+
+@pytest.mark.parametrize("way", ["tensor", "data"])
+def test_all_processes_of_a_server_get_the_weights_and_have_the_numbers_of_one(
+    way: str, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[VLLMGroup] = []
+    update = VLLMGroup.update
+
+    def noted(self: VLLMGroup, *given: Any) -> Any:
+        groups.append(self)
+        received = update(self, *given)
+        assert len(received) == 2 and received[0] == received[1]
+        return received
+
+    monkeypatch.setattr(VLLMGroup, "update", noted)
+    expected = numbers(tree)
+    with vllm_server(tmp_path / "model", *TRAINS, f"--{way}-parallel-size", "2") as server:
+        found = numbers(on(tree, server, tmp_path))
+    check_equal(found, expected)
+    assert len(groups) == 4 and len(set(groups)) == 1
+    assert max(row["policy/rollout_logprob_diff"] for row in found) < 1e-5
