@@ -22,11 +22,12 @@ from lightrft.engines.sending.vllm_weights import AdapterToVLLM, BroadcastToVLLM
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError
-from tests.e2e.vllm.runs import check_equal
+from tests.e2e.vllm.runs import check_equal, train
 from tests.model_helpers import vllm_model
 from tests.vllm_server import ADAPTERS, TRAINS, VLLMServer, vllm_server
 
 LORA = {"model": {"lora": {"rank": 3, "alpha": 12.0}}, "optimizer": {"lr": 0.05}}
+AHEAD = {"rollout": {"staleness": 1}, "algorithm": {"importance_sampling": ["tis"]}}
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +91,12 @@ def test_an_adapter_is_served_by_the_name_of_its_version_with_the_numbers_of_vll
     check_equal(found, expected)
     # the weights that the run starts with came twice
     assert [row["engine/update_bytes"] for row in found] == [sum(sizes[:3]), *sizes[3:]]
-    # the weights that the run starts with twice, and after each step
+    # of the weights that the run starts with, twice, and after each step
     assert [name.rpartition("-")[2] for name in names] == ["v0", "v0", "v1", "v2", "v3"]
+    ahead = deep_merge(adapted(tree, server, tmp_path), AHEAD)
+    two = train(ahead, tmp_path / "two", "launch.processes=2")
+    folder = {"run": {"dir": str(tmp_path / "ahead")}}
+    check_equal(two, numbers(deep_merge(deep_merge(deep_merge(tree, LORA), AHEAD), folder)))
     assert not list((tmp_path / "adapters").iterdir())
 
 
@@ -169,10 +174,11 @@ def test_adapters_are_merged_without_a_folder_and_give_the_numbers_of_vllm_in_th
     tree: dict[str, Any], server: VLLMServer, tmp_path: Path
 ) -> None:
     lora = deep_merge(LORA, {"model": {"lora": {"targets": ["q_proj"]}}})
-    over = {"rollout": {"staleness": 1}, "algorithm": {"importance_sampling": ["tis"]}}
-    given = deep_merge(deep_merge(tree, lora), over)
+    given = deep_merge(deep_merge(tree, lora), AHEAD)
     # a part of a fused layer changes, and the frozen ones of its layer must come with it
-    check_equal(numbers(on(given, server, tmp_path)), numbers(given))
+    expected, served = numbers(given), on(given, server, tmp_path)
+    check_equal(numbers(served), expected)
+    check_equal(train(served, tmp_path / "two", "launch.processes=2"), expected)
 
 
 def skipped(update: Any, group: VLLMGroup, weights: Any, name: str) -> Any:
