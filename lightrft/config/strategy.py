@@ -226,14 +226,15 @@ class EngineConfig(Settings):
     ``null`` sends none."""
     timeout: float = Field(120.0, gt=0)
     """Seconds without a token from ``url`` after which a response is asked for again, and of a
-    broadcast of weights to SGLang. Raise it for a server that lets requests wait, or lower
+    broadcast of weights to SGLang or vLLM. Raise it for a server that lets requests wait, or lower
     ``max_num_seqs``."""
     deadline: float = Field(600.0, gt=0)
     """Seconds without anything new from ``url``, in spite of repetitions, after which the run
     ends."""
     weights_dir: str | None = None
     """Folder that this process and the server both read, for the weights of updates. It holds one
-    copy. ``null`` broadcasts them in a process group. For ``sglang``."""
+    copy. ``null`` broadcasts them in a process group. For ``sglang``, and for ``http`` with a vLLM
+    server, which then gets the adapter of ``model.lora`` alone."""
 
     @model_validator(mode="after")
     def _of_kind(self) -> EngineConfig:
@@ -243,10 +244,9 @@ class EngineConfig(Settings):
                     f"engine.kind = {self.kind} with engine.url = {self.url!r}; set it to the "
                     "address of the server, e.g. engine.url=http://127.0.0.1:8000"
                 )
-            other = {"http": "weights_dir", "sglang": "digest"}[self.kind]
-            if (value := getattr(self, other)) is not None:
+            if self.kind == "sglang" and self.digest is not None:
                 raise ValueError(
-                    f"engine.{other} = {value} changes nothing for engine.kind {self.kind}; leave "
+                    f"engine.digest = {self.digest} changes nothing for engine.kind sglang; leave "
                     "it out"
                 )
             return self

@@ -22,7 +22,12 @@ from lightrft.engines.requests import response_room
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.served.media_wire import media_to_base64
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
-from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
+from lightrft.engines.served.start_checks import (
+    check_tokenizer,
+    is_paused,
+    probe_tokens,
+    served_model,
+)
 from lightrft.engines.served.weight_buckets import weight_buckets
 from lightrft.engines.vllm import check_sampling
 from lightrft.types import Prompt, Request
@@ -72,6 +77,7 @@ class HTTPEngine(ServedEngine):
     Attributes:
         is_own: The server is ``lightrft serve``.
         digest: Digest of the weights that the server must have. Empty for other servers.
+        is_paused: The server answers nobody. A run updates its weights, or ended while it did.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class HTTPEngine(ServedEngine):
         ends: Sequence[int],
     ) -> None:
         super().__init__(client, tokenizer, config, ends)
-        self.is_own = False
+        self.is_own = self.is_paused = False
         self.digest = ""
         self._first_digest = ""
         self._updates = False
@@ -335,7 +341,10 @@ class HTTPEngine(ServedEngine):
         limit = entry.get("max_model_len")
         self.context = None if limit is None else int(limit)
         check_tokenizer(self.client, self.config, self.tokenizer, self.model)
-        self._check_logprobs()
+        if entry.get("owned_by") == "vllm":
+            self.is_paused = is_paused(self.client)
+        if not self.is_paused:
+            self._check_logprobs()
 
     def _check_logprobs(self) -> None:
         """Raise ``ConfigError`` unless log-probs are of the distribution that is sampled from.

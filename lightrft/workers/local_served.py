@@ -16,6 +16,7 @@ from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.served.start_checks import open_client
+from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.actor import Actor
@@ -74,6 +75,8 @@ def local_served(
         built = _connected(engine, tokenizer, decoder, trains=trains)
         try:
             check_server_media(built, media)
+            if isinstance(built, HTTPEngine):
+                built = _trainable(built, trains=trains)
             if trains and isinstance(built, ServedEngine):
                 _begin_updates(built, decoder, lora, sends=ranks.size == 1)
         except BaseException:
@@ -160,9 +163,10 @@ def _connected(
 ) -> Engine:
     """Connect to the server. Accept one that returns text alone if nothing is compared with it."""
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    ends = [*decoder.eos_token_ids, *eos]
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
-        return kind.connect(engine, tokenizer, [*decoder.eos_token_ids, *eos])
+        return kind.connect(engine, tokenizer, ends)
     except TextAlone as error:
         if trains or engine.check_logprobs:
             raise
@@ -185,3 +189,20 @@ def _begin_updates(
     if sends:
         weights = dict(decoder.parameters())
         refuse_weights(engine.load_weights(weights.items(), 0), weights, 0)
+
+
+def _trainable(built: HTTPEngine, *, trains: bool) -> ServedEngine:
+    """Return the engine over the same server that can get new weights, if ``trains`` is set."""
+    folder = built.config.weights_dir
+    # only an update of all weights ends the pause
+    if built.is_paused and (folder is not None or not trains):
+        raise ConfigError(
+            f"{built.where} is paused: a run updates its weights, or ended while it did; wait, or "
+            "restart the server"
+        )
+    if folder is not None and (built.is_own or not trains):
+        raise ConfigError(
+            f"engine.weights_dir = {folder} changes nothing here: it is for the adapters of a run "
+            "that trains on a vLLM server; leave it out"
+        )
+    return VLLMServerEngine.over(built) if trains and not built.is_own else built

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from lightrft.engines.base import Engine
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
@@ -31,12 +29,13 @@ from lightrft.utils.errors import ConfigError, ResourceError
 from tests.model_helpers import assert_logprobs_close, vllm_model
 from tests.serving_helpers import free_port, serve_process, wait_for
 from tests.sglang_server import sglang_server
+from tests.vllm_server import TRAINS, vllm_server
 
 ENGINES = [
     "native",
     "http",
     "sglang",
-    *(["vllm", "vllm_server"] if importlib.util.find_spec("vllm") else []),
+    *(["vllm", "vllm_server", "vllm_server_trained"] if importlib.util.find_spec("vllm") else []),
 ]
 KEY = "TEST_KEY_OF_SERVERS"
 WORDS = ["the quick brown fox", "jumps over the lazy dog", "one two three four"]
@@ -77,26 +76,6 @@ def own_server(folder: Path, keys: Path) -> Iterator[str]:
         process.wait(10)
 
 
-@contextmanager
-def vllm_server(folder: Path) -> Iterator[str]:
-    """Run vLLM's own server in a process, and yield its address."""
-    port = free_port()
-    words = ["--model", str(folder), "--port", str(port), "--dtype", "float32"]
-    words += ["--max-num-seqs", "8", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}", 300)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-
-
 @pytest.fixture(scope="module", params=ENGINES)
 def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     folder: Path = tmp_path_factory.mktemp("model")
@@ -123,11 +102,20 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
             yield Subject(engine, model, tokenizer)
             engine.close()
         return
-    if request.param == "vllm_server":
-        with vllm_server(folder) as url:
-            served = EngineConfig(kind="http", url=url, max_num_seqs=8)
+    if request.param.startswith("vllm_server"):
+        words = TRAINS if request.param == "vllm_server_trained" else ()
+        with vllm_server(folder, *words) as server:
+            served = EngineConfig(kind="http", url=server.url, max_num_seqs=8)
             engine = HTTPEngine.connect(served, tokenizer, ends)
-            yield Subject(engine, model, tokenizer)
+            trained = VLLMServerEngine.over(engine)
+            if words:
+                trained.require_updates()
+            else:
+                with pytest.raises(
+                    ConfigError, match=r"(?s)takes no new weights.*vllm serve MODEL"
+                ):
+                    trained.require_updates()
+            yield Subject(trained if words else engine, model, tokenizer)
             engine.close()
         return
     if request.param == "native":

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.sending import sglang_weights
-from lightrft.engines.sending.server_group import address_towards
+from lightrft.engines.sending.server_calls import address_towards
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.distributed.local_store import LOOPBACK, is_loopback
-from lightrft.engines.weight_transport import LOOK_SECONDS, backend_group, open_store
+from lightrft.engines.sending.server_calls import (
+    Answer,
+    address_towards,
+    ask_in_thread,
+    wait_until,
+)
+from lightrft.engines.weight_transport import backend_group, open_store
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered
 
 NUMBERS = itertools.count()
 """Numbers of groups, so that each has another name."""
-PORTS = {"http": 80, "https": 443}
 
 
 class ServerGroup:
@@ -129,46 +128,21 @@ class ServerGroup:
         store = dist.PrefixStore(f"{self.name}/", store)
         return dist.PrefixStore("cuda/" if device.type == "cuda" else "cpu/", store)
 
-    def _ask(self, path: str, body: Mapping[str, Any]) -> Future[Mapping[str, Any]]:
-        """Ask the server in a thread, once, since it must join the group meanwhile."""
-        future: Future[Mapping[str, Any]] = Future()
+    def _ask(self, path: str, body: Mapping[str, Any]) -> Answer:
+        # once, and in a thread, since the server must join the group meanwhile
+        return ask_in_thread(self.client, path, body)
 
-        def ask() -> None:
-            try:
-                future.set_result(self.client.ask("POST", path, body, once=True))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=ask, daemon=True, name="served engine").start()
-        return future
-
-    def _look(self, done: Callable[[], bool], answer: Future[Mapping[str, Any]]) -> None:
+    def _look(self, done: Callable[[], bool], answer: Answer) -> None:
         """Wait until ``done`` returns True. Raise what the server refuses meanwhile."""
-        until, wait = time.monotonic() + self._seconds, LOOK_SECONDS / 50
-        while not done():
+
+        def look() -> None:
             if answer.done():
                 self._answer(answer)
-            if time.monotonic() > until:
-                raise TimeoutError(f"{self.client.url} did not take part in {self._seconds:g} s")
-            time.sleep(wait)
-            wait = min(2 * wait, LOOK_SECONDS)
 
-    def _answer(self, future: Future[Mapping[str, Any]]) -> None:
+        wait_until(done, look, self._seconds, self.client.url)
+
+    def _answer(self, future: Answer) -> None:
         """Wait for an answer of the server. Raise ``Unanswered`` unless it succeeded."""
         answer = future.result(self._seconds)
         if not answer.get("success"):
             raise Unanswered(f"{self.client.url}: {answer.get('message')}")
-
-
-def address_towards(url: str) -> str:
-    """Return the address of this machine in the network that leads to ``url``."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if is_loopback(host):
-        return LOOPBACK
-    found = socket.getaddrinfo(host, parts.port or PORTS[parts.scheme], type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # sends nothing
-        probe.connect(address)
-        return probe.getsockname()[0]

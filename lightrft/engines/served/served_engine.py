@@ -186,6 +186,12 @@ class ServedEngine(ABC):
     def path(self) -> str:
         """The path that generates."""
 
+    def prepare_trial(self) -> None:  # noqa: B027 (nothing is the default)
+        """Prepare the server for a call. It is called before each trial, from several threads.
+
+        Raises ``ModelError`` if the server has other weights than this run.
+        """
+
     @abstractmethod
     def body(self, responses: Sequence[GrowingResponse]) -> dict[str, Any]:
         """Return the JSON object that asks for the ``responses`` of one call."""
@@ -388,7 +394,12 @@ class _Call:
         engine = self.engine
         try:
             engine.client.stream(
-                engine.path, self._body, self._take, engine.config.timeout, self.handle
+                engine.path,
+                self._body,
+                self._take,
+                engine.config.timeout,
+                self.handle,
+                engine.prepare_trial,
             )
             if not self.handle.is_closed and (missing := len(self._unfinished())):
                 problem = f"the server ended the answer, and {missing} responses have no end"

@@ -56,6 +56,8 @@ def bearer(config: EngineConfig) -> dict[str, str]:
 def served_model(client: ServerClient, config: EngineConfig) -> Mapping[str, Any]:
     """Return what the server says about the model ``engine.served_model``, or its only one.
 
+    Adapters, whose ``parent`` is a model, are found by their names alone.
+
     Args:
         client: Sends requests to the server.
         config: Settings of the engine.
@@ -65,18 +67,34 @@ def served_model(client: ServerClient, config: EngineConfig) -> Mapping[str, Any
     """
     listed = client.ask("GET", "/v1/models").get("data") or []
     models = {str(entry.get("id")): entry for entry in listed}
+    whole = [name for name, entry in models.items() if not entry.get("parent")]
     name = config.served_model
-    if name is None and len(models) != 1:
+    if name is None and len(whole) != 1:
         raise ConfigError(
-            f"engine.url = {config.url!r} serves {len(models)} models "
-            f"({', '.join(models) or 'none'}); name one by engine.served_model"
+            f"engine.url = {config.url!r} serves {len(whole)} models "
+            f"({', '.join(whole) or 'none'}); name one by engine.served_model"
         )
     if name is not None and name not in models:
         raise ConfigError(
             f"engine.served_model = {name!r}: engine.url = {config.url!r} does not serve it"
             f"{did_you_mean(name, models)}"
         )
-    return models[name or next(iter(models))]
+    return models[name or whole[0]]
+
+
+def is_paused(client: ServerClient) -> bool:
+    """Return whether a vLLM server is paused, and answers nobody.
+
+    Args:
+        client: Sends requests to the server.
+    """
+    try:
+        return bool(client.ask("GET", "/is_paused").get("is_paused"))
+    except Unanswered as error:
+        if not error.refused:
+            raise
+        # only a server that takes new weights tells, and can be paused
+        return False
 
 
 def check_tokenizer(

@@ -36,7 +36,7 @@ def weight_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator
     room = max(ALIGNED, most * (HEADER_SHARE - 1) // HEADER_SHARE // ALIGNED * ALIGNED)
     slots = [torch.empty(room, dtype=torch.uint8)]
     for slot, layout in fill(weights, slots):
-        header = json.dumps([_shown(piece) for piece in layout]).encode()
+        header = json.dumps([slice_to_json(piece) for piece in layout]).encode()
         # values start at a multiple, so that they can be viewed as their type
         header += b" " * (-(SIZE + len(header)) % ALIGNED)
         values = slots[slot][: used(layout)].numpy()
@@ -56,7 +56,7 @@ def read_bucket(bucket: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[n
     start = SIZE + int.from_bytes(bucket[:SIZE], "little")
     try:
         entries = json.loads(bucket[SIZE:start])
-        layout = tuple(_piece(entry) for entry in entries)
+        layout = tuple(slice_from_json(entry) for entry in entries)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"the header of a bucket cannot be read: {error!r}") from error
     values = np.frombuffer(bucket, dtype=np.uint8, offset=start)
@@ -65,13 +65,22 @@ def read_bucket(bucket: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[n
     return values, layout
 
 
-def _shown(piece: TensorSlice) -> dict[str, Any]:
+def slice_to_json(piece: TensorSlice) -> dict[str, Any]:
+    """Return ``piece`` as a JSON object."""
     numbers = {name: getattr(piece, name) for name in FIELDS}
     dtype = str(piece.dtype).removeprefix("torch.")
     return {"name": piece.name, "dtype": dtype, "shape": list(piece.shape), **numbers}
 
 
-def _piece(entry: Mapping[str, Any]) -> TensorSlice:
+def slice_from_json(entry: Mapping[str, Any]) -> TensorSlice:
+    """Return the slice of an object that ``slice_to_json`` has made.
+
+    Raises:
+        ValueError: It is malformed.
+        KeyError: An entry is missing.
+        TypeError: An entry is no number or list.
+        AttributeError: There is no such type of tensors.
+    """
     dtype = getattr(torch, str(entry["dtype"]))
     shape, numbers = tuple(entry["shape"]), [entry[name] for name in FIELDS]
     if not isinstance(dtype, torch.dtype):

@@ -107,8 +107,13 @@ def _adapter_options(package: Any, about: Any, lora: LoRAConfig | None) -> dict[
     if reason:
         log.info("vLLM cannot serve this adapter and gets merged weights: %s", reason)
         return {}
-    rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
+    rank = served_rank(lora)
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+
+
+def served_rank(lora: LoRAConfig) -> int:
+    """Return the ``max_lora_rank`` of vLLM that serves adapters of these settings."""
+    return next(rank for rank in LORA_RANKS if rank >= lora.rank)
 
 
 def unserved_reason(lora: LoRAConfig) -> str:

@@ -150,6 +150,7 @@ class ServerClient:
         data: bytes | None = None,
         *,
         once: bool = False,
+        is_text: bool = False,
     ) -> Mapping[str, Any]:
         """Return the server's answer, after repetitions.
 
@@ -160,6 +161,7 @@ class ServerClient:
             headers: Further headers.
             data: Bytes to send in place of a body.
             once: Repeat nothing.
+            is_text: The answer is a text, which is left out.
 
         Raises:
             Unanswered: The server refuses the request, or does not answer before ``deadline``.
@@ -171,7 +173,7 @@ class ServerClient:
                 method, path, json=body, content=data, headers=sent, timeout=_timeout(left, left)
             )
             self._check(answer)
-            return answer.json()
+            return {} if is_text else answer.json()
 
         return self._repeated(trial, _Trials(), once=once)
 
@@ -182,6 +184,7 @@ class ServerClient:
         take: Callable[[Mapping[str, Any]], bool],
         silence: float,
         handle: OpenStream,
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
         """Pass each server-sent event of an answer to ``take``, up to the last one.
 
@@ -194,6 +197,7 @@ class ServerClient:
             take: Takes an event. It returns True if the event brings something new.
             silence: Seconds without an event after which the stream is asked for again.
             handle: Closes the stream. No trial follows then.
+            prepare: Called before each trial. It may send other requests.
 
         Raises:
             Unanswered: The server refuses the request, or does not answer before ``deadline``.
@@ -222,7 +226,7 @@ class ServerClient:
                             self._news = time.monotonic()
 
         try:
-            self._repeated(trial, trials, handle)
+            self._repeated(trial, trials, handle, prepare)
         except Unanswered:
             if not handle.is_closed:
                 raise
@@ -256,6 +260,7 @@ class ServerClient:
         trial: Callable[[float], R],
         trials: _Trials,
         handle: OpenStream | None = None,
+        prepare: Callable[[], object] = lambda: None,
         *,
         once: bool = False,
     ) -> R:
@@ -265,6 +270,7 @@ class ServerClient:
             trial: Sends the request. It gets the seconds that are left.
             trials: When the request began, and the pause before its next trial.
             handle: Ends the trials once it is closed.
+            prepare: Called before each trial, which may have to wait for the server.
             once: Make one trial.
         """
         # others may have waited for the server that long already: one trial only
@@ -274,7 +280,10 @@ class ServerClient:
             return seconds + (trials.start if handle is None else max(trials.start, self._news))
 
         problem = ""
-        while self.breaker.enter(end()):
+        while True:
+            prepare()
+            if not self.breaker.enter(end()):
+                break
             # the last trial too has some time
             shortest = min(CONNECT_SECONDS, self.deadline)
             try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from lightrft.engines import http
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.served.start_checks import served_model
 from lightrft.engines.served.weight_buckets import read_bucket
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -119,6 +121,32 @@ def test_another_model_or_key_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         opened(url, **settings)
+
+
+def test_the_only_model_is_found_beside_adapters_that_the_server_has() -> None:
+    listed = [{"id": "base", "parent": None}, {"id": "adapter", "parent": "base"}]
+    client = SimpleNamespace(ask=lambda method, path: {"data": listed})
+    config = EngineConfig(kind="http", url="http://127.0.0.1:1")
+    assert served_model(client, config)["id"] == "base"  # type: ignore[arg-type]
+    listed.append({"id": "other"})
+    with pytest.raises(ConfigError, match=r"serves 2 models \(base, other\)"):
+        served_model(client, config)  # type: ignore[arg-type]
+
+
+def test_a_folder_for_adapters_that_nothing_would_read_is_refused(
+    url: str, folder: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "label": "2"}\n')
+    tree = {
+        "model": {"path": str(folder)},
+        "reward": {"terms": ["math"]},
+        "eval": {"data": {"sources": [str(rows)]}},
+        "engine": {"kind": "http", "url": url, "weights_dir": str(tmp_path), "deadline": 20.0},
+        "run": {"dir": str(tmp_path)},
+    }
+    with pytest.raises(ConfigError, match=r"engine\.weights_dir = .* changes nothing here"):
+        run_eval(build(EvaluateConfig, tree))
 
 
 def test_another_tokenizer_is_refused_at_the_start(url: str) -> None:

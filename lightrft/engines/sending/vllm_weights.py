@@ -1,0 +1,319 @@
+"""Two ways of new weights to a vLLM server: whole weights by broadcasts, and adapters by files."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightrft.config.model import LoRAConfig
+from lightrft.config.strategy import EngineConfig
+from lightrft.engines.base import Fingerprint
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
+from lightrft.engines.sending.update_cost import UpdateCost
+from lightrft.engines.sending.vllm_group import VLLMGroup
+from lightrft.engines.vllm_parts.weights import read_adapter, stored_name, write_adapter
+from lightrft.utils.atomic_files import whole_folder
+from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.http_client.server_client import ServerClient, Unanswered
+from lightrft.utils.module_tensors import plain_name
+
+log = logging.getLogger(__name__)
+
+Weights = Iterable[tuple[str, Tensor]]
+
+BUCKET = 256 * 2**20
+"""Bytes of a bucket. This machine has two, and the server one."""
+UPDATE_TRIALS = 5
+"""Trials of an update that breaks, e.g. since the server was restarted."""
+FIRST_NAME = "default"
+"""Name that vLLM gives the weights that it has loaded itself."""
+
+
+class VLLMSender(Protocol):
+    """A way of new weights to the server."""
+
+    def load(self, weights: Weights, version: str) -> Fingerprint:
+        """Send ``weights``, and name them ``version``.
+
+        Returns:
+            The checksums of what the server has read.
+
+        Raises:
+            ModelError: The server did not take them.
+            Unanswered: It did not answer.
+        """
+        ...
+
+    def check(self) -> bool:
+        """Send the weights of the last ``load`` again if the server was restarted.
+
+        Returns:
+            The weights were sent again.
+
+        Raises:
+            ModelError: Somebody else has replaced them.
+            Unanswered: The server did not answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Delete what ``load`` left."""
+        ...
+
+
+class BroadcastToVLLM:
+    """Broadcasts the layers that changed, and all layers to a server that was restarted.
+
+    vLLM fuses tensors of a layer, such as the projections to queries, keys and values, and loads
+    them as a whole. So a layer with a changed tensor is sent as a whole. This machine keeps a copy
+    of all weights in CPU memory. The server answers nobody during an update.
+
+    Args:
+        client: Sends requests to the server.
+        config: Settings of the engine.
+        refusal: Returns the error for a server that takes no weights from this run.
+        cost: Gets the bytes of the tensors that are sent.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        config: EngineConfig,
+        refusal: Callable[[object], ConfigError],
+        cost: UpdateCost,
+    ) -> None:
+        self.client = client
+        self.cost = cost
+        self._config = config
+        self._refusal = refusal
+        self._group: VLLMGroup | None = None
+        self._has_joined = False
+        self._updates = itertools.count()
+        self._device = torch.device("cpu")
+        self._dtypes = HeldDtypes()
+        # of all weights, in the dtypes of the server; and what the server has received
+        self._copies: dict[str, Tensor] = {}
+        self._sums: Fingerprint = {}
+        self._received: Fingerprint = {}
+        self._version = ""
+
+    def load(self, weights: Weights, version: str) -> Fingerprint:
+        """See ``VLLMSender.load``. Weights that are left out stay as they are."""
+        stream = iter(weights)
+        for first in stream:
+            self._device = first[1].device
+            stream = itertools.chain([first], stream)
+            break
+        if not self._has_joined:
+            # its dtype must be known before copies are made
+            self._join_first()
+        for name, tensor in changed_weights(stream, self._sums, self._dtypes):
+            self._copies[name] = tensor.to("cpu", copy=True)
+        before, self._version = self._version, version
+        self._send(before)
+        return dict(self._received)
+
+    def check(self) -> bool:
+        """See ``VLLMSender.check``."""
+        held = self._held()
+        if held == self._version:
+            return False
+        self._send(self._version)
+        return True
+
+    def close(self) -> None:
+        """See ``VLLMSender.close``."""
+        self._leave()
+
+    @property
+    def _url(self) -> str:
+        return f"engine.url = {self._config.url!r}"
+
+    def _held(self) -> str:
+        """Return the name of the weights that the server holds."""
+        return str(self.client.ask("GET", "/weight_info").get("weight_version"))
+
+    def _lacking(self) -> dict[str, Tensor]:
+        """Return the layers with a tensor that the server has not received."""
+        sums, received = self._sums, self._received
+        layers = {layer_of(name) for name in sums if received.get(name) != sums[name]}
+        return {name: t for name, t in self._copies.items() if layer_of(name) in layers}
+
+    def _send(self, before: str) -> None:
+        """Send what the server lacks. That is all unless it holds the weights ``before``."""
+        problem: Exception | None = None
+        for _ in range(UPDATE_TRIALS):
+            # waits until the server answers
+            held = self._held()
+            if before and held != before:
+                if held != FIRST_NAME:
+                    raise ModelError(
+                        f"{self._url} holds the weights {held!r} in place of {before!r}; let no "
+                        "other run update this server, and resume"
+                    )
+                # it was restarted, and a group ends with its server
+                self._leave()
+            try:
+                self._update(self._lacking())
+                return
+            except (Unanswered, RuntimeError, TimeoutError) as error:
+                log.warning("weights did not reach %s (%s); all are sent again", self._url, error)
+                self._leave()
+                problem, before = error, ""
+        raise ModelError(
+            f"{self._url} did not take the weights {self._version!r}: {problem}"
+        ) from problem
+
+    def _update(self, weights: Mapping[str, Tensor]) -> None:
+        ask = self.client.ask
+        ask("POST", "/pause?mode=keep", {}, once=True)
+        # an update that ends early leaves a name that no run expects
+        self._rename(f"{self._version}-incomplete")
+        if weights:
+            sent = self.cost.counted(weights.items())
+            for received in self._joined().update(sent, f"{next(self._updates)}"):
+                self._compare(received, weights)
+                self._received |= received
+        self._rename(self._version)
+        ask("POST", "/resume", {}, once=True)
+
+    def _rename(self, version: str) -> None:
+        self.client.ask("POST", "/update_weight_version", {"new_version": version}, once=True)
+
+    def _compare(self, received: Mapping[str, str], sent: Mapping[str, Tensor]) -> None:
+        """Raise ``ModelError`` unless a process of the server received what was sent."""
+        expected = {name: self._sums[name] for name in sent}
+        if odd := {name for name, _ in received.items() ^ expected.items()}:
+            raise ModelError(
+                f"weights {self._version!r} were not transferred: {self._url} received "
+                f"{len(odd)} of {len(expected)} tensors wrong or not at all, e.g. {min(odd)!r}"
+            )
+
+    def _join_first(self) -> None:
+        try:
+            self._dtypes = HeldDtypes(of_matrices=self._joined().dtype)
+        except (Unanswered, RuntimeError, TimeoutError) as error:
+            raise self._refusal(error) from error
+        self._has_joined = True
+
+    def _joined(self) -> VLLMGroup:
+        """Return the group, which is made where there is none."""
+        if self._group is None:
+            processes = int(self.client.ask("GET", "/get_world_size")["world_size"])
+            self._group = VLLMGroup(
+                self.client, processes, BUCKET, self._device, self._config.timeout
+            )
+        return self._group
+
+    def _leave(self) -> None:
+        """Leave the group. Everything is sent to the next one."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        self._received = {}
+
+
+class AdapterToVLLM:
+    """Writes adapters into ``engine.weights_dir``, from where the server loads them by name.
+
+    The server must hold the frozen weights.
+
+    Args:
+        client: Sends requests to the server.
+        folder: The folder.
+        lora: Settings of the adapters.
+        refusal: Returns the error for a server that takes no adapters from this run.
+        cost: Gets the bytes of the tensors that are sent.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        folder: str,
+        lora: LoRAConfig,
+        refusal: Callable[[object], ConfigError],
+        cost: UpdateCost,
+    ) -> None:
+        self.client = client
+        self.cost = cost
+        self._root = Path(folder).expanduser()
+        self._lora = lora
+        self._refusal = refusal
+        # newest last; more than one while they are replaced
+        self._versions: list[str] = []
+
+    def load(self, weights: Weights, version: str) -> Fingerprint:
+        """See ``VLLMSender.load``. The fingerprint is of the adapter alone."""
+        trained = ((name, tensor) for name, tensor in weights if plain_name(name) is None)
+        adapter = dict(self.cost.counted(trained))
+        folder = self._root / version
+        with whole_folder(folder) as begun:
+            write_adapter(begun, adapter, self._lora)
+        self._versions.append(version)
+        if problem := self._load():
+            if len(self._versions) == 1:
+                raise self._refusal(problem)
+            raise ModelError(f"the adapter {version!r} was not transferred: {problem}")
+        self._forget(self._versions[:-1])
+        read = read_adapter(folder)
+        return {name: checksum(read[stored_name(name)]) for name in adapter}
+
+    def check(self) -> bool:
+        """See ``VLLMSender.check``."""
+        if self._versions[-1] in self._served():
+            return False
+        if problem := self._load():
+            raise ModelError(f"the adapter {self._versions[-1]!r} was not transferred: {problem}")
+        return True
+
+    def close(self) -> None:
+        """See ``VLLMSender.close``."""
+        self._forget(self._versions[:])
+
+    def _load(self) -> str:
+        """Make the server load the newest adapter. Return the reason if it does not."""
+        version = self._versions[-1]
+        body = {"lora_name": version, "lora_path": str(self._root / version)}
+        problem = "the server has none of that name"
+        for _ in range(UPDATE_TRIALS):
+            try:
+                path = "/v1/load_lora_adapter"
+                self.client.ask("POST", path, body, once=True, is_text=True)
+            except Unanswered as error:
+                # also if a trial whose answer was lost has loaded it
+                problem = str(error)
+            # waits until the server answers
+            if version in self._served():
+                return ""
+        return problem
+
+    def _served(self) -> Iterator[str]:
+        """Yield the names of the models and adapters that the server has."""
+        return (str(entry.get("id")) for entry in self.client.ask("GET", "/v1/models")["data"])
+
+    def _forget(self, versions: Iterable[str]) -> None:
+        """Make the server drop adapters, and delete their files."""
+        for version in versions:
+            with contextlib.suppress(Unanswered):
+                path, body = "/v1/unload_lora_adapter", {"lora_name": version}
+                self.client.ask("POST", path, body, once=True, is_text=True)
+            shutil.rmtree(self._root / version, ignore_errors=True)
+            self._versions.remove(version)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of the tensor ``name``: up to its first number, or else its module."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: at + 1])
+    return ".".join(parts[:-1])
