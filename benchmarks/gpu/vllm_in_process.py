@@ -256,7 +256,7 @@ def checked(found: engine_checks.Found, folder: Path, part: str, args: Any) -> N
     # proves that these weights can be told from those before
     stale = engine_checks.gap(model, some)
     found.add("log-prob difference of the old weights", stale)
-    if stale < 2 * found.limit:
+    if stale <= found.limit:
         found.fail("stale", "the log-probs of the old weights are too close to tell")
     found.compare("after an update", model, list(engine.generate(few, sampling)))
     refused(found, engine, model, next(numbers))
@@ -285,7 +285,9 @@ def native(found: engine_checks.Found, folder: Path, args: Any) -> None:
 
 def run_part(part: str, folder: Path, args: Any) -> dict[str, Any]:
     """What one part has found, an error that ended it among what is wrong."""
-    found = engine_checks.Found(FP8_LIMIT if part == "fp8" else engine_checks.HALF)
+    limit = FP8_LIMIT if part == "fp8" and not args.smoke else engine_checks.HALF
+    found = engine_checks.Found(limit)
+    torch.manual_seed(0)
     print(f"--- {part}", flush=True)
     try:
         native(found, folder, args) if part == "native" else checked(found, folder, part, args)
