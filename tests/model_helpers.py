@@ -89,7 +89,7 @@ def byte_pairs(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def vllm_model(folder: Path, seed: int = 0, spread: float = 0.3) -> Any:
+def vllm_model(folder: Path, seed: int = 0, spread: float = 0.3, tied: bool = False) -> Any:
     """Save a model that vLLM can compute on a CPU, where heads have 32 channels or more, with its tokenizer. Return the model."""
     tokenizer = byte_pairs(["the quick brown fox jumps", "one + two = three"], 280)
     tokenizer.save_pretrained(folder)
@@ -105,7 +105,7 @@ def vllm_model(folder: Path, seed: int = 0, spread: float = 0.3) -> Any:
         # the logits of the usual range are so alike that any weights sample the same tokens
         initializer_range=spread,
         eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)

@@ -31,6 +31,7 @@ JOBS: dict[str, tuple[list[str], int]] = {
     "generate-0.5b": (["generate.py", "--size", "0.5b"], 100),
     "vs_trl": (["vs_trl.py", "--rounds", "1", "--cases", "0.5b-32", "0.5b"], 600),
     "ranks": (["ranks.py"], 150),
+    "vllm": (["vllm_in_process.py"], 400),
     "sglang": (["served_sglang.py"], 500),
     "step-7b": (["step.py", "--size", "7b", "--steps", "2", "--micro", "8192"], 200),
     "step-1.5b": (["step.py", "--size", "1.5b", "--steps", "2"], 150),

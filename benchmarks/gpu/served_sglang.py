@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import common  # first: it says where the rest lies
+import engine_checks
 import httpx
 import torch
 from transformers import AutoModelForCausalLM
@@ -31,13 +31,11 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.models.loading.from_pretrained import load_tokenizer
-from lightrft.types import Prompt, Request, Rollout
+from lightrft.types import Request, Rollout
 
 NOT_RUN = 3
 START_SECONDS = 400.0
 PORT = 30017
-HALF = 0.05
-"""Mean difference of log-probs, in nats, that bfloat16 explains."""
 
 
 @contextmanager
@@ -72,59 +70,33 @@ def answers(url: str) -> bool:
         return False
 
 
-def gap(model: Any, rollouts: list[Rollout]) -> float:
-    """The mean difference of log-probs from those of ``model``, in nats."""
-    gaps = []
-    for rollout in rollouts:
-        ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]]).to(model.device)
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1].float()
-        chosen = torch.tensor(rollout.token_ids, device=model.device)[:, None]
-        found = logits.log_softmax(-1).gather(-1, chosen)[:, 0].cpu()
-        gaps += (found - torch.tensor(rollout.logprobs)).abs().tolist()
-    return statistics.fmean(gaps)
-
-
 def checked(engine: SGLangEngine, model: Any, tokens: int, count: int) -> dict[str, Any]:
     """What is wrong, by check (empty where nothing is), and what was measured."""
-    ids = torch.randint(4, model.config.vocab_size, (4, 32)).tolist()
-    prompts = [Prompt(str(k), row) for k, row in enumerate(ids)]
-    requests = [
-        Request(prompt, 100 * p + k, k) for p, prompt in enumerate(prompts) for k in range(count)
-    ]
+    found = engine_checks.Found()
+    asked = engine_checks.requests(model.config.vocab_size, 4, 32, count)
     sampling = SamplingConfig(max_new_tokens=tokens)
-    wrong: dict[str, str] = {}
+
+    def draw(requests: list[Request]) -> list[Rollout]:
+        return list(engine.generate(requests, sampling))
+
     engine.load_weights(model.named_parameters(), 0)
-    first = {r.seed: r for r in engine.generate(requests, sampling)}
+    first = draw(asked)
     began = time.perf_counter()
-    again = {r.seed: r for r in engine.generate(requests, sampling)}
-    seconds = time.perf_counter() - began
-    numbers: dict[str, Any] = {"tokens per second": sum(map(len, again.values())) / seconds}
-    if any(first[seed].token_ids != again[seed].token_ids for seed in first):
-        wrong["seeds"] = "the same seeds gave other tokens"
-    numbers["log-prob difference"] = gap(model, list(first.values())[:8])
-    state = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    again = draw(asked)
+    found.add("tokens per second", sum(map(len, again)) / (time.perf_counter() - began))
+    found.same_tokens(first, again)
+    found.compare("at the start", model, first[:8])
+    engine_checks.change(model)
     began = time.perf_counter()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.05)
     engine.load_weights(model.named_parameters(), 1)
-    numbers["update seconds"] = time.perf_counter() - began
-    new = list(engine.generate(requests[:8], sampling))
-    numbers["log-prob difference after an update"] = gap(model, new)
-    if {version for r in new for version in r.versions} != {1}:
-        wrong["version"] = "tokens of the new weights do not have their version"
+    found.add("update seconds", time.perf_counter() - began)
+    new = draw(asked[:8])
+    found.compare("after an update", model, new)
+    found.versions(new, 1)
     engine.sleep(1)
     engine.wake()
-    numbers["log-prob difference after sleep"] = gap(
-        model, list(engine.generate(requests[:8], sampling))
-    )
-    for name, value in numbers.items():
-        if name.startswith("log-prob") and not value < HALF:
-            wrong[name] = f"{value:.3g} nats"
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(state[name])
-    return {"wrong": wrong, **numbers}
+    found.compare("after sleep", model, draw(asked[:8]))
+    return {"wrong": found.wrong, **found.numbers}
 
 
 def main() -> int:

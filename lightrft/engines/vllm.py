@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 TESTED = ("0.32.0",)
 """Versions of vLLM that pass the tests of this engine."""
+MEMORY = ("weights", "kv_cache")
+"""Names of the parts of memory that vLLM frees in sleep."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM replaces a lower temperature above 0 by this one."""
 
@@ -108,6 +110,8 @@ class VLLMEngine:
         self._numbers = itertools.count()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._sleeping = self._dropped = False
+        # what vLLM has freed: it must be asked to map each part again only once
+        self._freed: list[str] = []
         self._frees_memory = self._llm.model_config.enable_sleep_mode
         self.stays_awake = False
 
@@ -292,9 +296,8 @@ class VLLMEngine:
                 f"{len(self._growing)} responses are unfinished; finish or abort them before new "
                 "weights are loaded"
             )
-        if self._sleeping and self._frees_memory:
-            # the cache stays away until the next response
-            self._llm.wake_up(["weights"])
+        # the cache stays away until the next response
+        self._restore("weights")
         with self.weights.cost.timed():
             found = self.weights.load(weights, version)
         self._dropped = False
@@ -319,6 +322,7 @@ class VLLMEngine:
             return
         if self._frees_memory:
             self._llm.sleep(level)
+            self._freed = list(MEMORY)
             self._dropped = level > 1
         if level > 1:
             self.weights.forget()
@@ -326,9 +330,15 @@ class VLLMEngine:
 
     def wake(self) -> None:
         """See ``Engine.wake``. After ``sleep(2)``, weights must be loaded before a response."""
-        if self._sleeping and self._frees_memory:
-            self._llm.wake_up()
+        self._restore(*MEMORY)
         self._sleeping = False
+
+    def _restore(self, *parts: str) -> None:
+        """Map those ``parts`` of vLLM's memory again that it has freed."""
+        freed = [part for part in self._freed if part in parts]
+        if freed:
+            self._llm.wake_up(freed)
+            self._freed = [part for part in self._freed if part not in freed]
 
     def close(self) -> None:
         self._growing.clear()

@@ -112,6 +112,8 @@ def read_back(layer: nn.Module, columns: int, scales: Tensor) -> Tensor:
         columns: Number of its inputs.
         scales: ``[rows]``. Scale of each row.
     """
+    # the trainer's weights, and so their scales, may be on another device
+    scales = scales.to(next(layer.parameters()).device)
     found = torch.empty(len(scales), columns, dtype=torch.uint8, device=scales.device)
     method: Any = layer.quant_method
     for start in range(0, columns, COLUMNS):

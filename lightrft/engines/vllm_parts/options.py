@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's ``max_lora_rank``."""
+FREE_SHARE = 0.01
+"""Share of the GPU that must be free when vLLM starts. The trainer's model is in memory too."""
 BLOCK_TOKENS = 256
 """Tokens of cache that rounding to blocks may lose."""
 
@@ -71,9 +73,12 @@ def llm_options(
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "enforce_eager": True,
-        # its allocator exists on GPUs alone
-        "enable_sleep_mode": torch.cuda.is_available(),
     }
+    if torch.cuda.is_available():
+        # its allocator exists on GPUs alone
+        options["enable_sleep_mode"] = True
+        # vLLM starts only if this share of the GPU is free, though the cache has its own limit
+        options["gpu_memory_utilization"] = FREE_SHARE
     if ranks > 1:
         # replicas join the process group of the run, and exchange nothing after the start
         options["distributed_executor_backend"] = "external_launcher"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.config.model import LoRAConfig
 from lightrft.engines.base import Fingerprint
@@ -167,6 +167,24 @@ class VLLMWeights:
 def reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Load whole ``weights`` in vLLM's ``worker``."""
     worker.reload_weights(weights_iterator=weights)
+    repack_tied_layers(worker.get_model())
+
+
+def repack_tied_layers(model: nn.Module) -> None:
+    """Renew the copies that layers of vLLM's ``model`` have of weights of another layer.
+
+    On a CPU, an output layer that is tied to the embeddings packs them into a copy at the start. An
+    update loads the embeddings alone.
+    """
+    found: set[int] = set()
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.device.type != "cpu":
+            continue
+        if id(weight) in found:
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
+        found.add(id(weight))
 
 
 def write_adapter(folder: Path, adapter: Mapping[str, Tensor], lora: LoRAConfig) -> None:

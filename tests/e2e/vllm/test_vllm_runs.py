@@ -14,11 +14,16 @@ from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError
 from tests.e2e.vllm.faults import FAULTS, Fault, break_updates
 from tests.e2e.vllm.runs import lines
+from tests.model_helpers import vllm_model
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_run_trains_on_the_log_probs_that_vllm_sampled_from(
-    tree: dict[str, Any], tmp_path: Path
+    tied: bool, tree: dict[str, Any], tmp_path: Path
 ) -> None:
+    if tied:
+        # the output layer is the embeddings
+        vllm_model(tmp_path / "model", tied=True)
     run_rl(build(RLConfig, tree))
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == [1, 2, 3]
