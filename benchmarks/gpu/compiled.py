@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 import common  # first: it says where the rest lies
 import torch
-from served_sglang import gap as mean_gap
+from engine_checks import gap as mean_gap
 from transformers import PreTrainedModel
 
 from lightrft.config.model import ModelConfig
