@@ -65,6 +65,10 @@ BALLAST = 0.2
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """vLLM's settings for CUDA graphs without ``torch.compile``."""
 
+if not importlib.util.find_spec("flashinfer"):
+    # vLLM takes it for installed, and ends at the start without it
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
 # vLLM on CPUs needs heads of 32 channels
 common.SIZES["smoke"].update(num_attention_heads=2, num_key_value_heads=1)
 

@@ -144,7 +144,8 @@ if __name__ == "__main__":
     smoke = "--smoke" in sys.argv or order.get("case") == "smoke"
     sys.argv[1:] = sys.argv[1:] if order else arguments(sys.argv[1:])
     if find_spec("trl") or order:
-        main(OnGPU(smoke, order.get("case", "0.5b"), fixed), __doc__)
+        case = order.get("case") or next((a for a in sys.argv if a in OnGPU.cases), "0.5b")
+        main(OnGPU(smoke, case, fixed), __doc__)
     elif smoke:
         one_side(OnGPU(smoke, "smoke"))
     else:
