@@ -42,17 +42,20 @@ class Keys:
 def kernel() -> Callable[..., Any] | None:
     """Return torch's variable-length attention, or ``None``.
 
-    It must support a scale, a window and grouped heads.
+    It must support a scale and a window.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = inspect.signature(varlen_attn).parameters
     # older versions of torch have the function without these arguments
-    if not {"scale", "window_size", "enable_gqa"} <= set(known):
-        return None
-    return varlen_attn
+    return varlen_attn if {"scale", "window_size"} <= arguments(varlen_attn) else None
+
+
+@cache
+def arguments(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the arguments of ``function``."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def usable(query: Tensor, value: Tensor, softcap: float | None) -> bool:
@@ -140,9 +143,14 @@ def attend(
     bounds = keys.query_starts, keys.key_starts, keys.longest_query, keys.longest_key
     # the kernel counts earlier keys without the query itself; -1 is unlimited
     back = -1 if window is None else window - 1
-    out = run(
-        q, k, v, *bounds, scale=scale, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1]
-    )
+    grouped: dict[str, Any] = {}
+    if (times := q.shape[1] // k.shape[1]) > 1:
+        if "enable_gqa" in arguments(run):
+            grouped = {"enable_gqa": True}
+        else:
+            # torch 2.11 has no such argument
+            k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    out = run(q, k, v, *bounds, scale=scale, window_size=(back, 0), **grouped)
     # every token is a query of exactly one run, so no row stays uninitialised
     rows = torch.empty_like(out).index_copy(0, keys.query_index, out)
     return rows.unsqueeze(0)
