@@ -37,7 +37,7 @@ JOBS: dict[str, tuple[list[str], int]] = {
     "step-1.5b": (["step.py", "--size", "1.5b", "--steps", "2"], 150),
 }
 """Scripts with their arguments, most telling first, and the seconds that each may take at most."""
-AGAIN = ("sglang", "step-0.5b-compiled", "step-7b", "step-1.5b")
+AGAIN = ("sglang", "vllm", "step-0.5b-compiled", "step-7b", "step-1.5b")
 """Left out of a smoke run: the same script once more, and what needs a GPU."""
 NOT_RUN = 3
 LEAST = 20
