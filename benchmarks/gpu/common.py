@@ -167,12 +167,11 @@ def parameters(size: str) -> int:
     )
 
 
-def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A model folder of ``size`` with a tokenizer of one token for each row of its vocabulary, and a file with a reward."""
+def random_model(size: str, dtype: torch.dtype) -> Any:
+    """A model of ``size`` on the device, with random weights."""
     from transformers import AutoModelForCausalLM
 
-    from lightrft.models.loading.hf_logging import suppress_hf_warnings
-    from lightrft.models.tiny.text import tiny_config, tiny_tokenizer
+    from lightrft.models.tiny.text import tiny_config
 
     fields = dict(SIZES[size])
     config = tiny_config("qwen2", vocab_size=fields.pop("vocab_size"), **fields)
@@ -181,6 +180,16 @@ def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     found = sum(p.numel() for p in model.parameters())
     assert found == parameters(size), (found, parameters(size))
+    return model
+
+
+def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A model folder of ``size`` with a tokenizer of one token for each row of its vocabulary, and a file with a reward."""
+    from lightrft.models.loading.hf_logging import suppress_hf_warnings
+    from lightrft.models.tiny.text import tiny_tokenizer
+
+    model = random_model(size, dtype)
+    config = model.config
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = (
         config.pad_token_id,
         config.eos_token_id,

@@ -9,56 +9,25 @@ suppresses end tokens. ``_step`` is the model, ``_draw`` sampling, ``to_host`` t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import common  # first: it says where the rest lies
+import engine_checks
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.vs_trl import Stopwatch
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines import native
 from lightrft.models.decoding.kv_decoder import KVDecoder
-from lightrft.models.tiny.text import tiny_config, tiny_tokenizer
-from lightrft.types import Prompt, Request
+from lightrft.models.tiny.text import tiny_tokenizer
 
 PARTS = ("_step", "_draw", "_admit", "_accept", "_take")
 SAMPLES = 8
 
 
-def timed(owner: Any, name: str, spent: dict[str, float]) -> None:
-    """Add the host's seconds in ``owner.name`` to ``spent``."""
-    inner: Callable[..., Any] = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
-
-    setattr(owner, name, call)
-
-
-def made(size: str) -> PreTrainedModel:
-    """Return a model of ``size`` on the device, with random weights."""
-    fields = dict(common.SIZES[size])
-    config = tiny_config("qwen2", vocab_size=fields.pop("vocab_size"), **fields)
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    with common.device():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
 def seconds(engine: native.NativeEngine, rows: int, prompt: int, tokens: int, least: int) -> float:
     """Return the time of one call."""
-    torch.manual_seed(0)
     vocabulary = engine.decoder.model.config.vocab_size  # ty: ignore[unresolved-attribute]
-    ids = torch.randint(4, vocabulary, (rows // SAMPLES, prompt)).tolist()
-    requests = [
-        Request(Prompt(str(i), row), 100 * i + k, k)
-        for i, row in enumerate(ids)
-        for k in range(SAMPLES)
-    ]
+    requests = engine_checks.requests(vocabulary, rows // SAMPLES, prompt, SAMPLES)
     sampling = SamplingConfig(max_new_tokens=tokens, min_new_tokens=least)
     common.wait()
     began = time.perf_counter()
@@ -78,11 +47,12 @@ def main() -> None:
         args.size, args.tokens, shapes = "smoke", 8, ((16, 16),)
     # compiling for a CPU takes half a minute for each shape
     choices = (False, True) if torch.cuda.is_available() else (False,)
-    spent: dict[str, float] = {}
+    watch = Stopwatch()
     for part in PARTS:
-        timed(native.GenerationBatch, part, spent)
-    timed(native, "to_host", spent)
-    model, tokenizer = made(args.size), tiny_tokenizer()
+        watch.wrap(native.GenerationBatch, part, part)
+    watch.wrap(native, "to_host", "to_host")
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model, tokenizer = common.random_model(args.size, dtype).eval(), tiny_tokenizer()
     tokenizer.eos_token = None
     table, tree = [], []
     for rows, prompt in shapes:
@@ -90,9 +60,11 @@ def main() -> None:
             config = EngineConfig(compile=compiled, max_num_seqs=256, max_cache_tokens=400_000)
             engine = native.NativeEngine(KVDecoder(model), tokenizer, config)
             for least in (0, 0, args.tokens):
-                spent.clear()
+                watch.take()
                 took = seconds(engine, rows, prompt, args.tokens, least)
-            parts = {name: round(1000 * value / args.tokens, 2) for name, value in spent.items()}
+            parts = {
+                name: round(1000 * value / args.tokens, 2) for name, value in watch.take().items()
+            }
             ms, speed = 1000 * took / args.tokens, rows * args.tokens / took
             counts = engine.compiled
             graphs = 0 if counts is None else counts.graphs

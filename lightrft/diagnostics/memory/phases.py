@@ -45,7 +45,7 @@ from lightrft.diagnostics.memory.meta_trace import Saved, Traced
 from lightrft.diagnostics.memory.sharding import shares_of
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.decoding.kinds import decodes_by_plan
-from lightrft.models.decoding.kv_decoder import PREFILL_TOKENS
+from lightrft.models.decoding.kv_decoder import PREFILL_TOKENS, PlanDecodeSession
 from lightrft.models.decoding.static_step import padded_shape
 from lightrft.models.loading.sharded_read import PIECE, put_together
 from lightrft.strategy.tensor_parallel import cut_names
@@ -264,7 +264,7 @@ def drawing_answers(
     if compiles_steps(engine, place.device, policy):
         shape = padded_shape(slots, lengths.prompt, rows, lengths.answer, engine.max_cache_tokens)
         slots, _, rows, _ = shape
-        tokens = shape[0] * shape[1] + shape[2] * shape[3]
+        tokens = PlanDecodeSession.tokens(*shape)
     text = policy.text
     heads, width = heads_of(text)
     keys = key_value_cache(tokens, [width] * text.num_hidden_layers, policy.itemsize)
