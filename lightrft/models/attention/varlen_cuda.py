@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrft.utils.device_transfer import to_device
+
 Run = tuple[int, int]
 
 
@@ -22,16 +24,16 @@ class Keys:
     """Gathered queries and keys of all runs, in order.
 
     Attributes:
-        query_index: ``[Q]`` row index of each query.
-        key_index: ``[K]`` row index of each key.
+        query_index: ``[Q]`` row index of each query. ``None`` for all rows in order.
+        key_index: ``[K]`` row index of each key. ``None`` for all rows in order.
         query_starts: ``[runs + 1]`` start of each run among the queries.
         key_starts: ``[runs + 1]`` start of each run among the keys.
         longest_query: Queries of the longest run.
         longest_key: Keys of the longest run.
     """
 
-    query_index: Tensor
-    key_index: Tensor
+    query_index: Tensor | None
+    key_index: Tensor | None
     query_starts: Tensor
     key_starts: Tensor
     longest_query: int
@@ -101,12 +103,17 @@ def gather_keys(
         key_counts.append(sum(n for _, n in own))
     query_counts = [n for _, n in runs]
 
-    def positions(parts: Sequence[Run]) -> Tensor:
-        return torch.cat([torch.arange(s, s + n) for s, n in parts]).to(device)
+    def positions(parts: Sequence[Run]) -> Tensor | None:
+        first, lengths = torch.tensor(parts).unbind(1)
+        ends = lengths.cumsum(0)
+        index = torch.arange(int(ends[-1])) + (first - ends + lengths).repeat_interleave(lengths)
+        # to gather all rows in order would only copy them, in each layer and its backward pass
+        in_order = torch.equal(index, torch.arange(sum(query_counts)))
+        return None if in_order else to_device(index, device)
 
     def starts(lengths: Sequence[int]) -> Tensor:
         # the kernel takes offsets as int32
-        return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        return to_device(torch.tensor([0, *lengths]).cumsum(0).int(), device)
 
     return Keys(
         query_index=positions(runs),
@@ -138,19 +145,22 @@ def attend(
     """
     run = kernel()
     assert run is not None
-    q = query[0].transpose(0, 1).index_select(0, keys.query_index)
-    k, v = (x[0].transpose(0, 1).index_select(0, keys.key_index) for x in (key, value))
+    q = _rows(query, keys.query_index)
+    k, v = (_rows(x, keys.key_index) for x in (key, value))
     bounds = keys.query_starts, keys.key_starts, keys.longest_query, keys.longest_key
     # the kernel counts earlier keys without the query itself; -1 is unlimited
     back = -1 if window is None else window - 1
-    grouped: dict[str, Any] = {}
-    if (times := q.shape[1] // k.shape[1]) > 1:
-        if "enable_gqa" in arguments(run):
-            grouped = {"enable_gqa": True}
-        else:
-            # torch 2.11 has no such argument
-            k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    # torch 2.11 has no such argument, and takes fewer key heads as they are
+    named = "enable_gqa" in arguments(run)
+    grouped = {"enable_gqa": q.shape[1] > k.shape[1]} if named else {}
     out = run(q, k, v, *bounds, scale=scale, window_size=(back, 0), **grouped)
-    # every token is a query of exactly one run, so no row stays uninitialised
-    rows = torch.empty_like(out).index_copy(0, keys.query_index, out)
-    return rows.unsqueeze(0)
+    if keys.query_index is not None:
+        # every token is a query of exactly one run, so no row stays uninitialised
+        out = torch.empty_like(out).index_copy(0, keys.query_index, out)
+    return out.unsqueeze(0)
+
+
+def _rows(x: Tensor, index: Tensor | None) -> Tensor:
+    """Return the rows ``index`` of ``x [1, H, T, d]`` as ``[n, H, d]``."""
+    rows = x[0].transpose(0, 1)
+    return rows if index is None else rows.index_select(0, index)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,9 +33,10 @@ def without_grouped_heads(
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """The arguments of torch 2.11."""
-    assert query.shape[1] == key.shape[1] == value.shape[1]
+    """The arguments of torch 2.11, which takes fewer key heads without a word."""
     assert window_size[1] == 0
+    times = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     starts, ends = query_starts.tolist(), key_starts.tolist()
     assert longest_query == query_starts.diff().max() and longest_key == key_starts.diff().max()
     rows = [
@@ -53,8 +56,6 @@ def with_grouped_heads(
 ) -> Tensor:
     """The arguments of torch 2.13."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
-    times = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     return without_grouped_heads(query, key, value, *bounds, **more)  # type: ignore[arg-type]
 
 
@@ -64,8 +65,8 @@ def test_the_kernel_of_each_torch_attends_as_the_mask_says_forward_and_backward(
     kernel: object, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen_cuda, "kernel", lambda: kernel)
-    for window in WINDOWS:
-        prompts, answers = [7, 3, 5], [[4, 1], [], [6]]
+    rows = [([7, 3, 5], [[4, 1], [], [6]]), ([7, 3, 5], [[], [], []])]
+    for window, (prompts, answers) in itertools.product(WINDOWS, rows):
         mask, positions = visible(prompts, answers, [], window)
         generator = torch.Generator().manual_seed(0)
         shapes = [(1, heads, len(positions), 8) for heads in (4, kv_heads, kv_heads)]
@@ -82,6 +83,19 @@ def test_the_kernel_of_each_torch_attends_as_the_mask_says_forward_and_backward(
         truth = torch.autograd.grad((expected * weight).sum(), inputs)
         assert (found - expected).abs().max() < 1e-12
         assert all((a - b).abs().max() < 1e-12 for a, b in zip(grads, truth))
+
+
+def test_rows_that_are_in_order_are_not_gathered() -> None:
+    runs, prompt = [(0, 7), (7, 3), (10, 5)], (0, 7)
+    alone = varlen_cuda.gather_keys(runs, [], torch.device("cpu"))
+    assert alone.query_index is None and alone.key_index is None
+    shared = varlen_cuda.gather_keys(runs, [(prompt, runs[1:])], torch.device("cpu"))
+    assert shared.query_index is None and shared.key_index is not None
+    expected = [*range(7), *range(7), *range(7, 10), *range(7), *range(10, 15)]
+    assert shared.key_index.tolist() == expected
+    turned = varlen_cuda.gather_keys(runs[::-1], [], torch.device("cpu"))
+    assert turned.query_index is not None
+    assert turned.query_index.tolist() == [*range(10, 15), *range(7, 10), *range(7)]
 
 
 def test_the_installed_torch_has_the_kernel() -> None:
