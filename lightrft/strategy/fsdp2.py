@@ -178,6 +178,9 @@ class Fsdp2Strategy(SingleStrategy):
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
     def shard_like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return super().shard_like(whole, tensor)

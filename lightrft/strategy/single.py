@@ -31,6 +31,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 HOST = torch.device("cpu")
 WEIGHTS = "weights/"
 """Prefix of a parameter's name in ``STATE_FILE``."""
+PIECE_BYTES = 64 * 2**20
+"""Bytes of masters whose gradients are converted together: few kernels, little memory."""
 STATE_FILE, ABOUT_FILE = "state.safetensors", "state.json"
 
 
@@ -45,6 +47,27 @@ class Masters:
     masters: dict[str, Tensor]
     step: int = 0
     total: int = 1
+
+    def halves(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the parameters that have a master of their own, each with it."""
+        pairs = [(p, self.masters[name]) for name, p in self.parameters.items()]
+        return [pair for pair in pairs if pair[0] is not pair[1]]
+
+
+def _pieces(
+    pairs: Sequence[tuple[nn.Parameter, Tensor]],
+) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+    """Split ``pairs`` so that the masters of a piece take ``PIECE_BYTES``, or are one tensor."""
+    piece: list[tuple[nn.Parameter, Tensor]] = []
+    size = 0
+    for pair in pairs:
+        if piece and size + pair[1].nbytes > PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(pair)
+        size += pair[1].nbytes
+    if piece:
+        yield piece
 
 
 class SingleStrategy:
@@ -94,15 +117,18 @@ class SingleStrategy:
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         loss.backward()
         inner: Masters = state.inner
-        for name, parameter in inner.parameters.items():
-            master = inner.masters[name]
-            if master is parameter or parameter.grad is None:
-                continue
+        halves = [(p, m) for p, m in inner.halves() if p.grad is not None]
+        for pairs in _pieces(halves):
             # Micro-batches add up in float32: a sum of half-precision gradients would lose the
             # small ones.
-            grad = parameter.grad.to(master.dtype)
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
-            parameter.grad = None
+            grads = [torch.empty_like(master) for _, master in pairs]
+            self._copy(grads, [p.grad for p, _ in pairs if p.grad is not None])
+            sums = [(m.grad, grad) for (_, m), grad in zip(pairs, grads) if m.grad is not None]
+            if sums:
+                torch._foreach_add_(*([self.local(x) for x in column] for column in zip(*sums)))
+            for (parameter, master), grad in zip(pairs, grads):
+                master.grad = grad if master.grad is None else master.grad
+                parameter.grad = None
 
     def step(self, state: TrainState) -> StepInfo:
         inner: Masters = state.inner
@@ -179,6 +205,10 @@ class SingleStrategy:
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def local(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of ``tensor``, in the same memory."""
+        return tensor
+
     def shard_like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         return whole.to(tensor.device)
 
@@ -212,12 +242,15 @@ class SingleStrategy:
         self._write_back(inner)
         set_lr(state.optimizer, state.config, inner.step, inner.total)
 
-    @staticmethod
-    def _write_back(inner: Masters) -> None:
-        with torch.no_grad():
-            for name, parameter in inner.parameters.items():
-                if inner.masters[name] is not parameter:
-                    parameter.copy_(inner.masters[name])
+    def _write_back(self, inner: Masters) -> None:
+        for pairs in _pieces(inner.halves()):
+            parameters, masters = zip(*pairs)
+            self._copy(parameters, masters)
+
+    @torch.no_grad()
+    def _copy(self, to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+        """Copy tensors into others of the same shapes, in few kernels on a GPU."""
+        torch._foreach_copy_([self.local(x) for x in to], [self.local(x) for x in of])
 
 
 def _move_in_place(tensor: Tensor, device: torch.device) -> None:

@@ -65,7 +65,11 @@ def test_without_master_weights_such_steps_are_lost() -> None:
     assert all(torch.equal(p, b) for p, b in weights)
 
 
-def test_bfloat16_gradients_of_micro_batches_add_up_in_float32() -> None:
+@pytest.mark.parametrize("piece", [1, single.PIECE_BYTES])
+def test_bfloat16_gradients_of_micro_batches_add_up_in_float32(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(single, "PIECE_BYTES", piece)
     strategy, state = make(torch.bfloat16)
     for seed in range(64):
         strategy.backward(state, loss_of(state, seed) / 64, last=seed == 63)
