@@ -71,8 +71,9 @@ class ModelConfig(Settings):
     added to such weights, so ``model/`` of a run holds the adapters alone (``lightrft merge``)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    logits_mb: int = Field(64, ge=1)
-    """Bound in MiB of the logits that exist at once. Lower it when memory runs out."""
+    logits_mb: int | None = Field(None, ge=1)
+    """Bound in MiB of the logits that exist at once. Lower it when memory runs out. ``null`` is 64
+    on a CPU and 256 on a GPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     unproved_family: Literal["refuse", "allow"] = "refuse"
@@ -82,6 +83,17 @@ class ModelConfig(Settings):
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: parts (``language``, ``tower``, ``projector``) or prefixes
     of parameters' names."""
+
+    def logits_limit(self, kind: str) -> int:
+        """Return ``logits_mb`` on a device.
+
+        Args:
+            kind: Type of the device, as torch names it.
+        """
+        if self.logits_mb is not None:
+            return self.logits_mb
+        # On a GPU each chunk costs launches, and adds a gradient of the size of the head.
+        return 64 if kind == "cpu" else 256
 
 
 class PolicyModelConfig(ModelConfig):

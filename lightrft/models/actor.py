@@ -431,7 +431,8 @@ class Actor(Backbone):
         targets = part.of(batch.responses.tokens)
         scores = self.score_states(states, targets, temperature=temperature, entropy=entropy)
         softcap, scale = head_transform(self.base.config, self.family)
-        options = {"softcap": softcap, "scale": scale, "chunk_mb": self.config.logits_mb}
+        limit = self.config.logits_limit(states.device.type)
+        options = {"softcap": softcap, "scale": scale, "chunk_mb": limit}
         if energy:
             head = self.base.get_output_embeddings()
             scores = scores._replace(
@@ -486,7 +487,7 @@ class Actor(Backbone):
             "softcap": softcap,
             "scale": scale,
             "entropy": entropy,
-            "chunk_mb": self.config.logits_mb,
+            "chunk_mb": self.config.logits_limit(states.device.type),
         }
         return TokenScores(
             *token_logprobs(states, head, targets, temperature=temperature, **options)

@@ -199,7 +199,8 @@ def compare_logprobs(
 
 def room(actor: Actor) -> int:
     """Return the number of tokens whose logits fit into ``model.logits_mb``."""
-    return max(2, actor.config.logits_mb * 2**20 // (4 * actor.text_config.vocab_size))
+    limit = actor.config.logits_limit(actor.base.device.type)
+    return max(2, limit * 2**20 // (4 * actor.text_config.vocab_size))
 
 
 @torch.no_grad()

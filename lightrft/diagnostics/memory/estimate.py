@@ -93,6 +93,10 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
     place = ProcessProfile(config, lengths, device, config.strategy, device.processes)
     apart = staffed(config)
     models = [model for model in _models(config) if model.name not in apart]
+    for model in models:
+        # passes are traced on the meta device, whose bound would be another
+        limit = model.model.config.logits_limit(device.kind)
+        model.model.config = model.model.config.model_copy(update={"logits_mb": limit})
     kept = {model.name: place.held(model) for model in models}
     loaded = dict(kept)  # what is added to ``kept`` below does not exist while models are loaded
     # The policy itself then generates no training batch.

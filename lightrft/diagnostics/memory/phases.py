@@ -312,7 +312,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
     whole = _whole(place, m, backward=False)
     if model.config.check_layout and isinstance(model, Actor):
         tokens = min(CHECKED_ROWS, answers) * lengths.answer
-        chunk = model.config.logits_mb * MIB
+        chunk = model.config.logits_limit(place.device.kind) * MIB
         logits = layout_check(tokens, m.text.vocab_size, m.itemsize, chunk)
         yield MemoryPhase(f"{m.name}: layout check", {"logits": float(logits), **whole})
     if m.name != "policy" or scored(config):
@@ -381,7 +381,8 @@ def _updates(
     config = place.config
     if m.name == "policy" and compares_distributions(config):
         # Full vocabularies are compared, in chunks of which two exist at a time.
-        update["teacher's logits"] = 2.0 * config.model.logits_mb * MIB
+        limit = config.model.logits_limit(place.device.kind)
+        update["teacher's logits"] = 2.0 * limit * MIB
     update |= _whole(place, m, backward=True)
     yield MemoryPhase(f"{m.name}: update", update)
     if shares.by_blocks and not shares.bucket:
@@ -528,16 +529,17 @@ def traced(
         )
         if problem not in place.problems:
             place.problems.append(problem)
-    return _by_formula(m, batch, trained)
+    return _by_formula(m, batch, trained, place.device.kind)
 
 
-def _by_formula(m: Model, batch: Batch, trained: bool) -> Traced:
+def _by_formula(m: Model, batch: Batch, trained: bool, kind: str) -> Traced:
     """Return the memory of a pass through plain blocks.
 
     Args:
         m: The model.
         batch: The micro-batch of the pass.
         trained: True for a pass with gradient.
+        kind: Type of the device.
     """
     text = m.text
     tokens = int(batch.prompts.lengths.sum() + batch.lengths.sum())
@@ -547,7 +549,7 @@ def _by_formula(m: Model, batch: Batch, trained: bool) -> Traced:
     if layers == 1 and trained:
         # Gradient checkpointing keeps the input of each block.
         inputs = tokens * text.hidden_size * m.itemsize * text.num_hidden_layers
-    logits = m.model.config.logits_mb * MIB * 3
+    logits = m.model.config.logits_limit(kind) * MIB * 3
     summed = int(gradients(m.parameters)) if trained else 0
     widths = _widths(text)
     kept = kept_by_blocks(tokens, layers, m.itemsize, hidden=text.hidden_size, **widths)

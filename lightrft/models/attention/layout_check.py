@@ -103,7 +103,8 @@ def _compared(actor: Actor, batch: Batch) -> Tensor:
     together."""
     tokens = batch.responses.tokens.numel()
     row_bytes = actor.text_config.vocab_size * wide(actor.base.dtype).itemsize
-    count = min(tokens, max(2, actor.config.logits_mb * 2**20 // row_bytes))
+    limit = actor.config.logits_limit(actor.base.device.type)
+    count = min(tokens, max(2, limit * 2**20 // row_bytes))
     # float32 counts no further than 2**24 exactly
     spaced = torch.linspace(0, max(0, tokens - 1), count, dtype=torch.float64)
     return spaced.round().long().to(batch.responses.tokens.device)
