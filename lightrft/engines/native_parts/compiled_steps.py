@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +23,7 @@ Step = Callable[[], Tensor]
 
 
 class CudaGraphs:
-    """Captures each step as a CUDA graph. Graphs that exist at the same time share a memory pool.
+    """Captures each step as a CUDA graph. All graphs share a memory pool.
 
     Args:
         device: Device of the model.
@@ -33,24 +32,46 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        # keeps the pool: it ends with its last graph, and each call of ``generate`` would then take
+        # memory for another one
+        self._last: torch.cuda.CUDAGraph | None = None
+        # one for all captures: memory of a pool belongs to the stream that asked for it
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, step: Step) -> Step:
         with torch.cuda.device(self._device):
-            if not self._graphs:
-                # a pool ends with its last graph, and nothing can be captured into it afterwards
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            # other threads may allocate memory meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = step()
-            self._graphs.add(graph)
+            try:
+                graph, logits = self._capture(step)
+            except torch.OutOfMemoryError:
+                # nothing can be freed during a capture
+                torch.cuda.empty_cache()
+                graph, logits = self._capture(step)
 
         def replay() -> Tensor:
             graph.replay()
             return logits
 
         return replay
+
+    def _capture(self, step: Step) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Return the graph of ``step``, and the logits that a replay writes.
+
+        ``torch.cuda.graph`` would empty the allocator's cache first, and the next training step
+        would ask the device for all of its memory again.
+        """
+        if self._last is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            # other threads may allocate memory meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                logits = step()
+            finally:
+                graph.capture_end()
+        self._last = graph
+        return graph, logits
 
 
 class TorchCompile:
