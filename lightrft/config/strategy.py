@@ -206,7 +206,7 @@ class EngineConfig(Settings):
     with a C++ compiler. Seeds give the same tokens. ``null`` compiles on an NVIDIA GPU, where the
     rest of the config and the policy allow it. On a CPU, compiling a shape takes half a minute or
     more and saves a tenth of generation at best. For ``native``, in one process, without
-    ``speculative``."""
+    ``speculative``, and for ``vllm`` on a GPU."""
     check_logprobs: bool = True
     """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where
     they differ. The check runs on the first batch, and after each weight update of an engine with
@@ -268,11 +268,11 @@ class EngineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _compiles_natively(self) -> EngineConfig:
-        if self.compile and self.kind != "native":
+    def _compiles(self) -> EngineConfig:
+        if self.compile and self.kind in SERVED_KINDS:
             raise ValueError(
-                "engine.compile = true is for the native engine, and engine.kind is "
-                f"{self.kind}; set engine.kind=native, or leave out engine.compile"
+                "engine.compile = true is for the engines native and vllm, and engine.kind is "
+                f"{self.kind}, whose server decides; leave out engine.compile"
             )
         if self.compile and self.speculative is not None:
             raise ValueError(

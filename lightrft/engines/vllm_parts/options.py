@@ -18,6 +18,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's ``max_lora_rank``."""
 FREE_SHARE = 0.01
 """Share of the GPU that must be free when vLLM starts. The trainer's model is in memory too."""
+CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""vLLM's settings to capture steps that decode, without ``torch.compile``."""
 BLOCK_TOKENS = 256
 """Tokens of cache that rounding to blocks may lose."""
 
@@ -72,8 +74,8 @@ def llm_options(
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "enforce_eager": True,
     }
+    options |= graph_options(config)
     if torch.cuda.is_available():
         # its allocator exists on GPUs alone
         options["enable_sleep_mode"] = True
@@ -83,6 +85,23 @@ def llm_options(
         # replicas join the process group of the run, and exchange nothing after the start
         options["distributed_executor_backend"] = "external_launcher"
     return options | _adapter_options(package, about, model.lora)
+
+
+def graph_options(config: EngineConfig) -> dict[str, Any]:
+    """Return whether vLLM decodes by CUDA graphs, as ``engine.compile`` says.
+
+    Raises:
+        ConfigError: ``engine.compile`` is true, and there is no GPU.
+    """
+    gpu = torch.cuda.is_available()
+    if config.compile and not gpu:
+        raise ConfigError(
+            "engine.compile = true with engine.kind = vllm needs a GPU, and there is none; leave "
+            "out engine.compile"
+        )
+    if not gpu or config.compile is False:
+        return {"enforce_eager": True}
+    return {"enforce_eager": False, "compilation_config": dict(CUDA_GRAPHS)}
 
 
 def cache_bytes(package: Any, about: Any, tokens: int) -> int:
