@@ -72,8 +72,8 @@ class ModelConfig(Settings):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     logits_mb: int | None = Field(None, ge=1)
-    """Bound in MiB of the logits that exist at once. Lower it when memory runs out. ``null`` is 64
-    on a CPU and 256 on a GPU."""
+    """Bound in MiB of the logits that exist at once. Lower it when memory runs out. ``null`` is
+    256 on an NVIDIA GPU, and 64 elsewhere."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     unproved_family: Literal["refuse", "allow"] = "refuse"
@@ -92,8 +92,8 @@ class ModelConfig(Settings):
         """
         if self.logits_mb is not None:
             return self.logits_mb
-        # On a GPU each chunk costs launches, and adds a gradient of the size of the head.
-        return 64 if kind == "cpu" else 256
+        # Each chunk costs launches there, and adds a gradient of the size of the head.
+        return 256 if kind == "cuda" else 64
 
 
 class PolicyModelConfig(ModelConfig):
