@@ -108,6 +108,19 @@ def update_of(needed: MemoryEstimate) -> Mapping[str, float]:
     return phase_of(needed, "policy: update").parts
 
 
+def test_logits_have_the_bound_of_the_device_and_not_of_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "vocab_size", 1_000_000)
+    small, large = (
+        update_of(found(tmp_path, kind="cuda", model={"logits_mb": size}))["activations"]
+        for size in (64, 256)
+    )
+    assert large > small
+    on = {k: update_of(found(tmp_path, kind=k))["activations"] for k in ("cpu", "cuda")}
+    assert on == {"cpu": small, "cuda": large}
+
+
 def test_gradients_are_shared_out_with_every_micro_batch(tmp_path: Path) -> None:
     for size in (200, 10_000):
         train = {"train": {"max_tokens_per_micro_batch": size}}
