@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -35,6 +35,7 @@ from lightrft.engines.stop_strings import StopStrings
 from lightrft.engines.vllm_parts.fp8_weights import FP8Weights
 from lightrft.engines.vllm_parts.media import MediaKind, VLLMMedia
 from lightrft.engines.vllm_parts.options import llm_options
+from lightrft.engines.vllm_parts.parameter_names import reading_repeated_names
 from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
@@ -103,8 +104,7 @@ class VLLMEngine:
         fp8 = FP8Weights(self._llm, dtype) if config.quantization is not None else None
         self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes, fp8)
         self._core = self._llm.llm_engine
-        family = self._llm.model_config.hf_config.model_type
-        self._media = VLLMMedia(self._vllm, self._llm, family, media) if media else None
+        self._media = VLLMMedia(self._vllm, self._llm, media) if media else None
         self.context = int(self._llm.model_config.max_model_len)
         self._growing: dict[str, GrowingResponse] = {}
         self._numbers = itertools.count()
@@ -127,8 +127,10 @@ class VLLMEngine:
                 "engine.kind=native"
             ) from error
         states, set_threads = capture_rng(), torch.set_num_threads
+        names = reading_repeated_names() if reads_media else nullcontext()
         try:
-            return self._vllm.LLM(**options)
+            with names:
+                return self._vllm.LLM(**options)
         except ValueError as error:
             size = options["kv_cache_memory_bytes"]
             raise ResourceError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -96,7 +97,12 @@ def media_kinds(model: ModelConfig) -> list[MediaKind]:
     if reader is None:
         return []
     return [
-        MediaKind(tower.kind, tower.token_id(settings), (*tower.inputs, *tower.hints))
+        MediaKind(
+            tower.kind,
+            tower.token_id(settings),
+            (*tower.inputs, *tower.hints),
+            partial(tower.adapt, settings),
+        )
         for tower in reader.towers
     ]
 

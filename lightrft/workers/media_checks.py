@@ -40,7 +40,7 @@ def check_media(model: ModelConfig, engine: EngineConfig, kinds: Collection[str]
         kinds: Kinds of media of the prompts.
     """
     if engine.kind == "vllm":
-        refuse_media(model_settings(model).model_type, sorted(kinds))
+        refuse_media(model_settings(model), sorted(kinds))
     if engine.kind == "sglang" and kinds:
         raise ConfigError(
             f"engine.kind = sglang cannot generate for prompts with media of kind "

@@ -1,9 +1,9 @@
-"""What every engine that reads media promises: responses to images and videos are those of transformers."""
+"""What every engine that reads media promises: responses to images, videos and audio are those of transformers."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,14 @@ from lightrft.engines.native import NativeEngine
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.engines.vllm_parts.media import MediaKind
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.multimodal.merge_inputs import own_keywords
+from lightrft.models.multimodal.submodules import part_of
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.local_vllm import media_kinds
 from lightrft.workers.media_checks import check_media
 from tests.contracts.test_engine_contract import KEY, own_server
-from tests.media_helpers import Rig, rig
+from tests.media_helpers import Piece, Rig, rig
 from tests.model_helpers import assert_logprobs_close
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -37,10 +39,22 @@ SIZES = {
     # the logits of the usual range are so alike that any picture gives the same tokens
     "initializer_range": 0.3,
 }
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"head_dim": 32},
+    "qwen2_audio": {
+        # the only window that vLLM takes
+        "tower": {"max_source_positions": 1500},
+        "processor": {"chunk_length": 30},
+        # of a model that samples no placeholder here, which transformers would take for a clip
+        "seed": 1,
+    },
+}
 PICTURE = ("image", (20, 30, 3))
 TWO = ("one ", PICTURE, " two ", ("image", (33, 17, 3)), "?")
 CLIP = (("video", (3, 16, 24, 3)), "and then?")
 LONG_CLIP = (("video", (40, 16, 24, 3)), "and then?")
+SOUND = ("audio", (7000,))
+TWO_SOUNDS = ("one ", SOUND, " two ", ("audio", (2501,)), "?")
 
 
 @dataclass
@@ -48,6 +62,29 @@ class Subject:
     engine: Engine
     rig: Rig
     family: str
+
+    @property
+    def one(self) -> Piece:
+        """An item that the family reads."""
+        return SOUND if "audio" in self.family else PICTURE
+
+    @property
+    def two(self) -> Sequence[Piece]:
+        """A text with two items."""
+        return TWO_SOUNDS if "audio" in self.family else TWO
+
+    @property
+    def placeholder(self) -> int:
+        return self.rig.processor.tokens["audio" if "audio" in self.family else "image"]
+
+    def rows(self) -> list[Sequence[Piece]]:
+        rows: list[Sequence[Piece]] = [("what?",), (self.one, "what is it?"), self.two]
+        if self.family == "qwen2_vl":
+            rows += [CLIP, (PICTURE, *CLIP)]
+        if self.family == "qwen2_5_vl":
+            # its time axis would be longer than its frames
+            rows += [(("video", (2, 16, 24, 3)), "and then?")]
+        return rows
 
     def run(self, requests: list[Request], **sampling: Any) -> list[Rollout]:
         return list(self.engine.generate(requests, SamplingConfig(**sampling)))
@@ -60,13 +97,11 @@ class Subject:
         """Of the response tokens, by the plain forward pass of transformers."""
         prompt = rollout.prompt
         ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids]])
-        types = torch.zeros_like(ids)
-        places = torch.arange(ids.shape[1]) < len(prompt.token_ids)
-        for number, kind in enumerate(("image", "video"), start=1):
-            types[(ids == self.rig.processor.tokens[kind]) & places] = number
-        media = {name: rows.values for name, rows in prompt.media.items()}
+        # a sampled placeholder stands for no item
+        written = torch.tensor([[*prompt.token_ids, *[-1] * len(rollout)]])
+        model, reader = self.rig.actor.model, self.rig.actor.family.reader
         with torch.no_grad():
-            logits = self.rig.actor.model(ids, mm_token_type_ids=types, **media).logits
+            logits = model(ids, **own_keywords(model, reader, written, prompt.media)).logits
         return logits[0, len(prompt.token_ids) - 1 : -1]
 
     def check(self, rollout: Rollout) -> None:
@@ -93,6 +128,7 @@ def engine_of(name: str, made: Rig, media: list[MediaKind] | None = None) -> Eng
         for name in ("native", *(["vllm"] if HAS_VLLM else []))
         for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     ]
+    + ([("vllm", "qwen2_audio")] if HAS_VLLM else [])
     + [("http", "qwen2_5_vl")],
     ids="-".join,
 )
@@ -102,18 +138,17 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
         with served_subject(family, tmp_path_factory.mktemp("served")) as found:
             yield found
         return
-    sizes = {**SIZES, "head_dim": 32} if family == "qwen3_vl" else SIZES
-    made = rig(family, tmp_path_factory.mktemp("model"), **sizes)
+    made = rig(family, tmp_path_factory.mktemp("model"), **SIZES, **OWN_SIZES.get(family, {}))
     engine = engine_of(name, made)
     yield Subject(engine, made, family)
     engine.close()
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen2_audio"])
 def vllm(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     """An engine with vLLM, for what it alone refuses."""
-    sizes = {**SIZES, "head_dim": 32} if request.param == "qwen3_vl" else SIZES
-    made = rig(request.param, tmp_path_factory.mktemp("vllm"), **sizes)
+    own = OWN_SIZES.get(request.param, {})
+    made = rig(request.param, tmp_path_factory.mktemp("vllm"), **SIZES, **own)
     engine = engine_of("vllm", made)
     yield Subject(engine, made, request.param)
     engine.close()
@@ -134,13 +169,7 @@ def served_subject(family: str, folder: Path) -> Iterator[Subject]:
 
 
 def test_greedy_responses_to_media_are_those_of_transformers(subject: Subject) -> None:
-    rows = [("what?",), (PICTURE, "what is it?"), TWO]
-    if subject.family != "qwen3_vl":
-        rows += [CLIP, (PICTURE, *CLIP)]
-    if subject.family == "qwen2_5_vl":
-        # its time axis would be longer than its frames
-        rows = [*rows[:3], (("video", (2, 16, 24, 3)), "and then?")]
-    prompts = [subject.rig.prompt(str(k), *row, seed=k) for k, row in enumerate(rows)]
+    prompts = [subject.rig.prompt(str(k), *row, seed=k) for k, row in enumerate(subject.rows())]
     asked = [Request(prompt, k, greedy=True) for k, prompt in enumerate(prompts)]
     found = subject.run(asked, max_new_tokens=8)
     assert len(found) == len(prompts)
@@ -148,8 +177,8 @@ def test_greedy_responses_to_media_are_those_of_transformers(subject: Subject) -
         subject.check(rollout)
 
 
-def test_samples_to_a_picture_have_the_log_probs_of_transformers(subject: Subject) -> None:
-    prompt = subject.rig.prompt("0", *TWO)
+def test_samples_have_the_log_probs_of_transformers(subject: Subject) -> None:
+    prompt = subject.rig.prompt("0", *subject.two)
     found = subject.run([Request(prompt, k, k) for k in range(6)], max_new_tokens=6)
     assert len({tuple(rollout.token_ids) for rollout in found}) > 1
     # transformers takes a sampled placeholder for a picture
@@ -163,16 +192,17 @@ def test_samples_to_a_picture_have_the_log_probs_of_transformers(subject: Subjec
         assert_logprobs_close(rollout.logprobs, expected, logits)
 
 
-def test_equal_texts_with_other_pictures_get_other_responses(subject: Subject) -> None:
-    found = [subject.greedy(subject.rig.prompt("0", PICTURE, "?", seed=seed)) for seed in (0, 1)]
+def test_equal_texts_with_other_media_get_other_responses(subject: Subject) -> None:
+    prompts = [subject.rig.prompt("0", subject.one, "?", seed=seed) for seed in (0, 1)]
+    found = [subject.greedy(prompt) for prompt in prompts]
     assert found[0].prompt.token_ids == found[1].prompt.token_ids
     assert found[0].logprobs != found[1].logprobs
     for rollout in found:
         subject.check(rollout)
 
 
-def test_a_response_to_a_picture_is_resumed_to_the_same_tokens(subject: Subject) -> None:
-    prompt = subject.rig.prompt("0", *TWO)
+def test_a_response_to_media_is_resumed_to_the_same_tokens(subject: Subject) -> None:
+    prompt = subject.rig.prompt("0", *subject.two)
     whole = subject.greedy(prompt)
     part = subject.greedy(prompt, pause_after_tokens=3)
     assert part.token_ids == whole.token_ids[:3]
@@ -184,9 +214,9 @@ def test_a_sampled_placeholder_stands_for_nothing_when_its_response_is_resumed(
 ) -> None:
     if subject.engine.shares_weights or isinstance(subject.engine, NativeEngine):
         pytest.skip("the engine that others are compared with")
-    prompt = subject.rig.prompt("0", *TWO)
+    prompt = subject.rig.prompt("0", *subject.two)
     part = subject.greedy(prompt, pause_after_tokens=3)
-    part.token_ids[1] = subject.rig.processor.tokens["image"]
+    part.token_ids[1] = subject.placeholder
     expected = Subject(engine_of("native", subject.rig), subject.rig, "").greedy(
         prompt, partial=part
     )
@@ -195,12 +225,18 @@ def test_a_sampled_placeholder_stands_for_nothing_when_its_response_is_resumed(
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-def test_new_weights_of_the_tower_alone_change_the_responses(subject: Subject) -> None:
-    prompt = subject.rig.prompt("0", *TWO)
+@pytest.mark.parametrize("part", ["tower", "projector", "language"])
+def test_new_weights_of_one_part_alone_change_the_responses(subject: Subject, part: str) -> None:
+    prompt = subject.rig.prompt("0", *subject.two)
     before = subject.greedy(prompt)
     model = subject.rig.actor.model
     old = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    new = {n: t * 1.5 if ".visual." in n and t.ndim > 1 else t for n, t in old.items()}
+    new = {
+        name: (tensor * 1.5 if tensor.ndim > 1 else tensor + 0.05)
+        if part_of(subject.rig.actor.family, name) == part
+        else tensor
+        for name, tensor in old.items()
+    }
     try:
         subject.engine.load_weights(new.items(), 3)
         model.load_state_dict(new, strict=False)
@@ -217,8 +253,8 @@ def test_new_weights_of_the_tower_alone_change_the_responses(subject: Subject) -
 
 @pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
 def test_placeholders_that_vllm_expands_to_another_number_are_refused(vllm: Subject) -> None:
-    good, prompt = vllm.rig.prompt("good", "?"), vllm.rig.prompt("short", PICTURE, "?")
-    prompt.token_ids.remove(vllm.rig.processor.tokens["image"])
+    good, prompt = vllm.rig.prompt("good", "?"), vllm.rig.prompt("short", vllm.one, "?")
+    prompt.token_ids.remove(vllm.placeholder)
     with pytest.raises(ModelError, match=r"vLLM expands prompt 'short' to .* differ from token"):
         vllm.run([Request(good, 1), Request(prompt, 2)], max_new_tokens=4)
     # the good one was aborted too, else these would be refused
@@ -226,15 +262,17 @@ def test_placeholders_that_vllm_expands_to_another_number_are_refused(vllm: Subj
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
-def test_more_places_than_pictures_are_refused(vllm: Subject) -> None:
-    prompt = vllm.rig.prompt("more", PICTURE, "?")
-    prompt.token_ids += [5, vllm.rig.processor.tokens["image"]]
+def test_more_places_than_items_are_refused(vllm: Subject) -> None:
+    prompt = vllm.rig.prompt("more", vllm.one, "?")
+    prompt.token_ids += [5, vllm.placeholder]
     with pytest.raises(ModelError, match="vLLM cannot read the media of prompt 'more'"):
         vllm.greedy(prompt)
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="make test-vllm installs vLLM")
 def test_a_video_longer_than_its_frames_is_refused_by_vllm(vllm: Subject) -> None:
+    if vllm.family == "qwen2_audio":
+        pytest.skip("it reads no videos")
     prompt = vllm.rig.prompt("long", *LONG_CLIP)
     named = "kind video" if vllm.family == "qwen3_vl" else "a video reaches position"
     with pytest.raises(ConfigError, match=named) as found:
@@ -270,3 +308,10 @@ def test_a_family_that_was_not_compared_is_refused_at_the_start(tmp_path: Path) 
     check_media(model, EngineConfig(), {"image"})
     with pytest.raises(ConfigError, match="kind image for the model type gemma3"):
         check_media(model, EngineConfig(kind="vllm"), {"image"})
+
+
+def test_windows_of_audio_that_vllm_cannot_take_are_refused_at_the_start(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(rig("qwen2_audio", tmp_path).path))
+    with pytest.raises(ConfigError, match="this model has windows of 100") as found:
+        check_media(model, EngineConfig(kind="vllm"), {"audio"})
+    assert "engine.kind=native" in str(found.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,11 @@ SERVED_KINDS: Mapping[str, tuple[str, ...]] = {
     "qwen2_vl": ("image", "video"),
     "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image",),
+    "qwen2_audio": ("audio",),
 }
 """Kinds of media of each family whose responses were compared with those of transformers."""
+AUDIO_FRAMES = 3000
+"""Frames of the only window of audio that vLLM takes: 30 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +31,24 @@ class MediaKind:
     Attributes:
         name: ``image``, ``video`` or ``audio``.
         token: Id of its placeholder.
-        inputs: Names of its tensors.
+        inputs: Names of its tensors in a prompt.
+        adapt: Maps these tensors to those that the processor of transformers makes.
     """
 
     name: str
     token: int
     inputs: tuple[str, ...]
+    adapt: Callable[[dict[str, Tensor]], dict[str, object]] = dict
 
 
-def refuse_media(family: str, kinds: Sequence[str]) -> None:
+def refuse_media(settings: Any, kinds: Sequence[str]) -> None:
     """Raise ``ConfigError`` unless vLLM is known to compute media of ``kinds`` as transformers.
 
     Args:
-        family: The model type of the model.
+        settings: The config of the model, of transformers.
         kinds: Kinds of media of the prompts.
     """
+    family = settings.model_type
     served = SERVED_KINDS.get(family, ())
     for kind in kinds:
         if kind not in served:
@@ -50,6 +56,13 @@ def refuse_media(family: str, kinds: Sequence[str]) -> None:
             raise ConfigError(
                 f"engine.kind = vllm cannot generate for prompts with media of kind {kind} for the "
                 f"model type {family}; tested are {tested}. Set engine.kind=native"
+            )
+    if "audio" in kinds:
+        frames = 2 * settings.audio_config.max_source_positions
+        if frames != AUDIO_FRAMES:
+            raise ConfigError(
+                f"engine.kind = vllm takes audio in windows of {AUDIO_FRAMES} frames alone, and "
+                f"this model has windows of {frames}; set engine.kind=native"
             )
 
 
@@ -76,12 +89,10 @@ class VLLMMedia:
     Args:
         package: The package ``vllm``.
         llm: Its ``LLM``, made with ``media_options``.
-        family: The model type of the model.
         kinds: Kinds of media that the model reads.
     """
 
-    def __init__(self, package: Any, llm: Any, family: str, kinds: Sequence[MediaKind]) -> None:
-        self._family = family
+    def __init__(self, package: Any, llm: Any, kinds: Sequence[MediaKind]) -> None:
         self._kinds = kinds
         self._llm = llm
         self._config = llm.model_config.hf_config
@@ -107,7 +118,7 @@ class VLLMMedia:
 
     def check(self, prompt: Prompt) -> None:
         """Raise ``ConfigError`` if vLLM computes the media of ``prompt`` in another way."""
-        refuse_media(self._family, [kind.name for kind in self._kinds if _tensors(kind, prompt)])
+        refuse_media(self._config, [kind.name for kind in self._kinds if _tensors(kind, prompt)])
         self._check_positions(prompt)
 
     def _check_positions(self, prompt: Prompt) -> None:
@@ -143,7 +154,7 @@ class VLLMMedia:
             if not tensors:
                 continue
             count = ids.count(kind.token)
-            items[kind.name] = self._items(tensors, kind.name, count)
+            items[kind.name] = self._items(kind.adapt(tensors), kind.name, count)
             content = _digest(tensors)
             names[kind.name] = [f"version-{version}-{content}-{k}" for k in range(count)]
         processor = self._llm.llm_engine.renderer.get_mm_processor()
@@ -204,7 +215,7 @@ def _items_class(base: Any) -> Any:
     """Return a class of vLLM's items whose tensors pass its processor as they are."""
 
     class Items(base):
-        def __init__(self, data: Mapping[str, Tensor], modality: str, count: int) -> None:
+        def __init__(self, data: Mapping[str, object], modality: str, count: int) -> None:
             super().__init__(data, modality)
             self._count = count
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.served.weight_buckets import slice_from_json
+from lightrft.engines.vllm_parts.parameter_names import vllm_name
 from lightrft.engines.weight_transport import WeightBuffer
 
 BACKEND = "lightrft"
@@ -148,7 +149,8 @@ class WeightReceiver:
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
             self._received[name] = checksum(tensor)
-            self.model.load_weights([(name, tensor)])
+            family = self.model_config.hf_config.model_type
+            self.model.load_weights([(vllm_name(family, name), tensor)])
 
 
 def dtype_key(rank: int) -> str:

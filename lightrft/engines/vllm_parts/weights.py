@@ -22,6 +22,7 @@ from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.merged_adapters import merged
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.vllm_parts.fp8_weights import FP8Weights
+from lightrft.engines.vllm_parts.parameter_names import vllm_name
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import plain_name
 
@@ -64,6 +65,7 @@ class VLLMWeights:
         self.cost = UpdateCost()
         self.frozen: Mapping[str, Tensor] = {}
         self._llm, self._lora, self._fp8 = llm, lora, fp8
+        self._family = llm.model_config.hf_config.model_type
         self._request = package.lora.request.LoRARequest
         self._numbers = itertools.count(1)
         self._held: Fingerprint = {}
@@ -104,6 +106,7 @@ class VLLMWeights:
         self._held = {}
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        weights = ((vllm_name(self._family, name), tensor) for name, tensor in weights)
         if self._fp8 is not None:
             weights = self._fp8.recorded(weights)
         self._llm.collective_rpc(reload, args=(self.cost.counted(weights),))

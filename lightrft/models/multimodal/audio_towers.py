@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from lightrft.models.multimodal.towers import (
@@ -76,8 +76,10 @@ def _clips(
     return list(inputs["input_features"].split(lengths)), own
 
 
-def _window(tower: Any) -> int:
-    return tower.config.max_source_positions * tower.conv1.stride[0] * tower.conv2.stride[0]
+def _window(config: PreTrainedConfig) -> int:
+    """Return the frames of the tower's window."""
+    # the tower's second convolution halves the frames
+    return 2 * config.audio_config.max_source_positions
 
 
 def voxtral_features(frames: int, window: int, stacked: int) -> int:
@@ -99,7 +101,7 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
     numbers are the same.
     """
     tower = model.model.audio_tower
-    clips, own = _clips(inputs, _window(tower), frames_around)
+    clips, own = _clips(inputs, _window(model.config), frames_around)
     weight = tower.conv1.weight
     # padded to the longest clip of the call only
     mels = pad_sequence(clips, batch_first=True).to(weight.device, weight.dtype).transpose(1, 2)
@@ -159,13 +161,13 @@ def _qwen2_audio_arranged(
     lengths: Sequence[int] | None,
     places: Sequence[int] | None,
 ) -> dict[str, Tensor]:
-    window = _window(model.model.audio_tower)
+    window = _window(model.config)
     own = _own_frames([clip[:, :window] for clip in clips], lengths, places)
     return _concatenated(clips, [frames_around(n, window) for n in own], own)
 
 
-def _qwen2_audio_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
-    window = _window(model.model.audio_tower)
+def _qwen2_audio_own(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str, object]:
+    window = _window(config)
     clips, own = _clips(inputs, window, frames_around)
     # the model's own forward takes clips of the full window alone
     full = [torch.nn.functional.pad(clip, (0, 0, 0, window - len(clip))) for clip in clips]
@@ -174,10 +176,10 @@ def _qwen2_audio_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[
     return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
 
 
-def _voxtral(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
+def _voxtral(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return full windows ``[W, mels, window]``, since the tower also reads the silence after a
     clip."""
-    window = _window(model.model.audio_tower)
+    window = _window(config)
     clips, _ = _clips(inputs, window, frames_to_silence)
     # the last kept frame is silence, which fills the window
     whole = [torch.cat([c, c[-1:].expand(-len(c) % window, -1)]) for c in clips]
@@ -191,11 +193,11 @@ def _voxtral_arranged(
     places: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     """Return the media of ``windows [mels, T]`` each, all of whose frames are valid."""
-    own = [_window(model.model.audio_tower)] * len(windows)
+    own = [_window(model.config)] * len(windows)
     return _concatenated(windows, own, own)
 
 
-def _omni_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
+def _omni_own(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return the keywords of the tower, which cuts clips into separate pieces without padding. It
     needs only a clip's frames."""
     clips, own = _clips(inputs, 0, frames_alone)
@@ -205,7 +207,7 @@ def _omni_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, ob
 
 
 def _omni(model: Any, inputs: dict[str, Tensor]) -> Features:
-    output = model.get_audio_features(**_omni_own(model, inputs), return_dict=True)
+    output = model.get_audio_features(**_omni_own(model.config, inputs), return_dict=True)
     return Features(output.last_hidden_state)
 
 
@@ -219,7 +221,7 @@ def _omni_arranged(
     return _concatenated(clips, own, own)
 
 
-def _omni_video(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
+def _omni_video(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str, object]:
     # Qwen2.5-Omni names this input differently than Qwen2.5-VL
     names = {"second_per_grid_ts": "video_second_per_grid"}
     return {names.get(name, name): values for name, values in inputs.items()}

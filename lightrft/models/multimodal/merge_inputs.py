@@ -433,7 +433,7 @@ def own_keywords(
     types = torch.zeros_like(ids)
     for tower in reader.towers:
         if inputs := given(tower, media, hints=True):
-            made |= tower.adapt(model, inputs)
+            made |= tower.adapt(model.config, inputs)
             types[ids == tower.token_id(model.config)] = tower.type_id
     # families name the same keyword differently
     accepted = set(inspect.signature(model.forward).parameters)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from lightrft.models.multimodal.towers import PIXELS, Features, ModalityEncoder, Tower
@@ -32,7 +32,7 @@ def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
     return Features(torch.cat(parts))
 
 
-def _own_clips(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
+def _own_clips(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str, object]:
     lengths = inputs["video_lengths"]
     if (lengths != lengths[0]).any():
         raise ModelError(

@@ -27,9 +27,9 @@ class Features:
     deep: tuple[Tensor, ...] = ()
 
 
-Adapt = Callable[[PreTrainedModel, dict[str, Tensor]], dict[str, object]]
-"""Maps ``(model, media by name)`` to keywords of the model's own forward, for media of another
-shape than it takes."""
+Adapt = Callable[[PreTrainedConfig, dict[str, Tensor]], dict[str, object]]
+"""Maps ``(config of the model, media by name)`` to keywords of the model's own forward, for media
+of another shape than it takes."""
 
 
 Arrange = Callable[
@@ -65,7 +65,7 @@ class Tower:
     inputs: tuple[str, ...]
     token: str
     getter: str = ""
-    adapt: Adapt = lambda model, inputs: dict(inputs)
+    adapt: Adapt = lambda config, inputs: dict(inputs)
     compute: Callable[[PreTrainedModel, dict[str, Tensor]], Features] | None = None
     type_id: int = 1
     hints: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Tower:
         """Return the features of ``inputs``, the values of this tower's media."""
         if self.compute is not None:
             return self.compute(model, inputs)
-        output = getattr(model, self.getter)(**self.adapt(model, inputs), return_dict=True)
+        output = getattr(model, self.getter)(**self.adapt(model.config, inputs), return_dict=True)
         # some families return the features, others an object that holds them
         values = getattr(output, "pooler_output", output)
         deep = getattr(output, "deepstack_features", None) or ()
@@ -200,7 +200,7 @@ GEMMA_3 = ModalityEncoder(
 )
 
 
-def _as_one_row(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
+def _as_one_row(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return crops ``[K, C, H, W]`` as ``[1, K, C, H, W]``, since the model expects crops per row.
     Other shapes stay."""
     made: dict[str, object] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -55,5 +56,38 @@ def picture_tree(tree: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         {
             "model": {"path": str(tmp_path / "pictures")},
             "data": {"sources": [str(tmp_path / "pictures.jsonl")], "apply_chat_template": True},
+        },
+    )
+
+
+@pytest.fixture
+def audio_tree(tree: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Rows of clips, for a tiny model that hears them. Its audio tower alone is trained."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
+    save_tiny_media(
+        "qwen2_audio",
+        tmp_path / "audio",
+        max_position_embeddings=512,
+        # the only window that vLLM takes
+        tower={"max_source_positions": 1500},
+        processor={"chunk_length": 30},
+        **sizes,
+    )
+    rows = []
+    for k in range(6):
+        samples = np.random.default_rng(k).normal(0, 3000, size=4000 + 999 * k).astype(np.int16)
+        with wave.open(str(tmp_path / f"{k}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16000)
+            file.writeframes(samples.tobytes())
+        rows.append({"prompt": "<audio> what?", "audios": [f"{k}.wav"], "label": str(k)})
+    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return deep_merge(
+        tree,
+        {
+            "model": {"path": str(tmp_path / "audio"), "freeze": ["language", "projector"]},
+            "data": {"sources": [str(tmp_path / "clips.jsonl")], "apply_chat_template": True},
+            "train": {"steps": 2},
         },
     )

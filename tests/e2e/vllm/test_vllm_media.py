@@ -1,4 +1,4 @@
-"""Whole runs on pictures that sample with vLLM: the log-probs are the trainer's."""
+"""Whole runs on pictures and audio that sample with vLLM: the log-probs are the trainer's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, ModelError
+from tests.e2e.vllm.faults import break_updates, skipped
 from tests.e2e.vllm.runs import lines
 from tests.media_helpers import save_tiny_media
 
@@ -22,6 +23,24 @@ def test_a_run_on_pictures_trains_on_the_log_probs_that_vllm_sampled_from(
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-4
+
+
+def test_a_run_on_audio_trains_on_the_log_probs_that_vllm_sampled_from(
+    audio_tree: dict[str, Any], tmp_path: Path
+) -> None:
+    run_rl(build(RLConfig, audio_tree))
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2]
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+
+
+def test_an_audio_tower_that_vllm_did_not_get_stops_the_run_at_its_first_batch(
+    audio_tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_updates(skipped, monkeypatch)
+    with pytest.raises(ModelError, match="Cause: "):
+        run_rl(build(RLConfig, audio_tree))
+    assert len(lines(tmp_path)) <= 1
 
 
 def test_a_run_whose_media_vllm_cannot_serve_is_refused_before_a_model_is_loaded(

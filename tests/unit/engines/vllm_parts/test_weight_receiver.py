@@ -42,7 +42,8 @@ class Process(WeightReceiver):
 
     def __init__(self, rank: int, size: int) -> None:
         self.model, self.device = Model(), torch.device("cpu")
-        self.model_config = SimpleNamespace(dtype=torch.float32)
+        config = SimpleNamespace(model_type="qwen2")
+        self.model_config = SimpleNamespace(dtype=torch.float32, hf_config=config)
         self.parallel_config = SimpleNamespace(rank=rank, world_size=size, data_parallel_index=0)
         self.is_active = False
 

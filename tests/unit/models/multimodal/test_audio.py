@@ -224,7 +224,7 @@ def test_windows_of_voxtral_are_those_of_its_own_processor(tmp_path, samples):
     assert len(found["input_features"]) <= samples / 160 + 4
     tower = r.actor.family.reader.towers[0]
     torch.testing.assert_close(
-        tower.adapt(r.actor.base, found)["input_features"], made, atol=WINDOW, rtol=0
+        tower.adapt(r.actor.base.config, found)["input_features"], made, atol=WINDOW, rtol=0
     )
     assert (
         part.count(found)
