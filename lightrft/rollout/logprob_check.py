@@ -20,6 +20,7 @@ from lightrft.engines import sampling as draws
 from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum, dtype_of
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.observability.metrics import Mean, Metrics
@@ -32,6 +33,7 @@ ROWS = 4
 
 ROUNDING = {
     torch.float8_e4m3fn: 2**-4,
+    torch.int8: 2**-5,
     torch.bfloat16: 2**-8,
     torch.float16: 2**-11,
     torch.float32: 2**-11,
@@ -40,9 +42,13 @@ ROUNDING = {
 """Unit roundoff of a layer's output, by dtype.
 
 Float32 matmuls may use TF32, and the engine reports float32 in any case.
+
+The step of an INT8 row is its largest value divided by 127. The rms of its rounding errors is the
+step divided by the square root of 12. It is below 2^-5 of the rms of the row if the largest value
+is below 13.7 times that rms.
 """
 
-COARSE = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+COARSE = (torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16)
 """Types in which the mean difference counts."""
 REMOVED = 0.05
 """Fraction of tokens, rounded up, that the trainer's filter may remove by rounding alone."""
@@ -50,7 +56,8 @@ REMOVED = 0.05
 
 def coarsest(dtype: torch.dtype, engine: EngineConfig | None) -> torch.dtype:
     """Return the coarser of ``dtype`` and the type of the weights that ``engine`` samples from."""
-    return dtype if engine is None or engine.quantization is None else torch.float8_e4m3fn
+    quantization = None if engine is None else engine.quantization
+    return dtype if quantization is None else ROW_FORMATS[quantization].dtype
 
 
 def gap_bound(dtype: torch.dtype, layers: int) -> float:
@@ -94,8 +101,8 @@ class LogprobComparison:
     def gap(self, sampling: SamplingConfig) -> float:
         """Return the difference in nats if the engine sampled by ``sampling``.
 
-        It is the largest difference, or the mean in half precision and FP8. The difference of a
-        greedy token is the distance of its logit from the largest logit.
+        It is the largest difference, or the mean in half precision, FP8 and INT8. The difference
+        of a greedy token is the distance of its logit from the largest logit.
         """
         likeliest = sampling.model_copy(update={"temperature": 0.0})
         gaps = torch.empty_like(self.reported)

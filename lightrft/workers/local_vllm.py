@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lightrft.config.model import ModelConfig
@@ -32,6 +33,7 @@ def local_vllm(
     decoder: DecoderProtocol,
     ranks: ProcessGroup,
     together: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> VLLMEngine:
     """Build an engine over a copy of the policy, and load the policy's weights into it.
 
@@ -42,13 +44,14 @@ def local_vllm(
         decoder: Holds the weights of the policy.
         ranks: All ranks of the run. Each must call it.
         together: The setting ``strategy.tensor_parallel``.
+        dtype: See ``build_vllm``.
 
     Raises:
         ConfigError: vLLM is not installed, or cannot hold this policy.
         ModelError: vLLM read other weights than the policy has.
     """
     check_vllm(model, together)
-    built = build_vllm(model, engine, tokenizer, decoder, ranks)
+    built = build_vllm(model, engine, tokenizer, decoder, ranks, dtype)
     # the weights of several ranks are read later, and each step sends them
     if ranks.size == 1:
         weights = dict(decoder.parameters())
@@ -63,6 +66,7 @@ def build_vllm(
     tokenizer: PreTrainedTokenizerBase,
     decoder: DecoderProtocol,
     ranks: ProcessGroup,
+    dtype: torch.dtype | None = None,
 ) -> VLLMEngine:
     """Build an engine over a copy of the model. It has the weights of the model's folder.
 
@@ -72,18 +76,18 @@ def build_vllm(
         tokenizer: Tokenizer of the model.
         decoder: Gives the types, end tokens and adapters of the policy.
         ranks: All ranks of the run. Each must call it.
+        dtype: Type that the policy computes in. ``None`` for the type of its weights.
     """
     weights = dict(decoder.parameters())
     eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     ends = [*decoder.eos_token_ids, *eos]
-    dtype = next(iter(weights.values())).dtype
     shapes = {name: tuple(w.shape) for name, w in weights.items() if plain_name(name) is None}
     return VLLMEngine(
         model,
         tokenizer,
         engine,
         ends,
-        dtype,
+        dtype or next(iter(weights.values())).dtype,
         adapter_shapes=shapes,
         ranks=ranks.size,
         media=media_kinds(model),
@@ -125,7 +129,11 @@ def async_vllm(
         ConfigError: vLLM is not installed, or cannot hold this policy.
     """
     decoder, together = KVDecoder(model), config.strategy.tensor_parallel
-    built = local_vllm(config.model, config.engine, tokenizer, decoder, ranks, together)
+    settings: Any = model.config
+    # sharded weights are float32 outside of a call, whatever the call computes in
+    built = local_vllm(
+        config.model, config.engine, tokenizer, decoder, ranks, together, settings.dtype
+    )
     built.stays_awake = True
     if built.weights.serves_adapters:
         return built

@@ -10,6 +10,7 @@ import torch
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.vllm_parts.media import media_options
+from lightrft.engines.vllm_parts.row_formats import INT8, ROW_FORMATS, RowFormat
 from lightrft.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,9 @@ def llm_options(
         reads_media: The model reads media.
 
     Raises:
-        ConfigError: Weights of this type cannot be quantized.
+        ConfigError: This model cannot be quantized.
     """
+    form = ROW_FORMATS.get(config.quantization)
     options: dict[str, Any] = {
         "model": model.path,
         "revision": model.revision,
@@ -55,16 +57,14 @@ def llm_options(
         # else the model's own generation_config changes the sampling
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": config.quantization,
     }
     if reads_media:
         options |= media_options()
-    if config.quantization is not None and dtype == torch.float32:
-        raise ConfigError(
-            f"engine.quantization = {config.quantization} needs a model in half precision, which "
-            "is float32; set model.dtype=bfloat16, or leave out engine.quantization"
-        )
+    if form is not None:
+        options |= form.options
     about = package.EngineArgs(**options).create_model_config()
+    if form is not None:
+        _refuse_unquantizable(form, about, dtype, reads_media=reads_media)
     options |= {
         "max_num_seqs": config.max_num_seqs,
         # longer requests are refused, and the cache could not hold them
@@ -84,7 +84,31 @@ def llm_options(
     if ranks > 1:
         # replicas join the process group of the run, and exchange nothing after the start
         options["distributed_executor_backend"] = "external_launcher"
-    return options | _adapter_options(package, about, model.lora)
+    return options | _adapter_options(package, about, model.lora, form)
+
+
+def _refuse_unquantizable(
+    form: RowFormat, about: Any, dtype: torch.dtype, *, reads_media: bool
+) -> None:
+    """Raise ``ConfigError`` for a model whose weights cannot be held in ``form``.
+
+    Args:
+        form: Format of the quantized layers.
+        about: vLLM's ``ModelConfig``.
+        dtype: Type of the weights.
+        reads_media: The model reads media.
+    """
+    if dtype == torch.float32:
+        raise ConfigError(
+            f"engine.quantization = {form.name} needs a model in half precision, which "
+            "is float32; set model.dtype=bfloat16, or leave out engine.quantization"
+        )
+    if about.is_moe or reads_media:
+        kind = "a mixture of experts" if about.is_moe else "a model that reads media"
+        raise ConfigError(
+            f"engine.quantization = {form.name} cannot be compared in {kind}, whose tensors vLLM "
+            "names in another way; leave out engine.quantization"
+        )
 
 
 def graph_options(config: EngineConfig) -> dict[str, Any]:
@@ -120,7 +144,9 @@ def cache_bytes(package: Any, about: Any, tokens: int) -> int:
     return (tokens + BLOCK_TOKENS) * of_token
 
 
-def _adapter_options(package: Any, about: Any, lora: LoRAConfig | None) -> dict[str, Any]:
+def _adapter_options(
+    package: Any, about: Any, lora: LoRAConfig | None, form: RowFormat | None
+) -> dict[str, Any]:
     """Return the options to serve adapters; none if vLLM cannot serve them."""
     if lora is None:
         return {}
@@ -128,6 +154,9 @@ def _adapter_options(package: Any, about: Any, lora: LoRAConfig | None) -> dict[
     kind, _ = package.ModelRegistry.resolve_model_cls(about.architectures, about)
     if not reason and not package.model_executor.models.supports_lora(kind):
         reason = f"its class {kind.__name__} supports no adapters"
+    if not reason and form is INT8 and not torch.cuda.is_available():
+        # its adapters read the device of a tensor that the kernel replaces
+        reason = "on CPUs it has none over INT8 weights"
     if reason:
         log.info("vLLM cannot serve this adapter and gets merged weights: %s", reason)
         return {}

@@ -8,7 +8,7 @@ import logging
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.merged_adapters import merged
 from lightrft.engines.sending.update_cost import UpdateCost
-from lightrft.engines.vllm_parts.fp8_weights import FP8Weights
 from lightrft.engines.vllm_parts.parameter_names import vllm_name
+from lightrft.engines.vllm_parts.quantized_weights import QuantizedWeights
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import plain_name
 
@@ -45,7 +45,8 @@ class VLLMWeights:
         llm: Its ``LLM``, made with ``llm_options``.
         lora: Settings of the policy's adapters. ``None`` without adapters.
         shapes: Shapes of the adapters' tensors, by name.
-        fp8: Compares the weights that vLLM holds. ``None`` for weights that it does not quantize.
+        quantized: Compares the weights that vLLM holds. ``None`` for an engine that quantizes
+            nothing.
 
     Attributes:
         adapter: The ``LoRARequest`` that every request must carry. ``None`` if none is served.
@@ -59,12 +60,12 @@ class VLLMWeights:
         llm: Any,
         lora: LoRAConfig | None,
         shapes: Shapes,
-        fp8: FP8Weights | None = None,
+        quantized: QuantizedWeights | None = None,
     ) -> None:
         self.adapter: Any = None
         self.cost = UpdateCost()
         self.frozen: Mapping[str, Tensor] = {}
-        self._llm, self._lora, self._fp8 = llm, lora, fp8
+        self._llm, self._lora, self._quantized = llm, lora, quantized
         self._family = llm.model_config.hf_config.model_type
         self._request = package.lora.request.LoRARequest
         self._numbers = itertools.count(1)
@@ -83,7 +84,7 @@ class VLLMWeights:
             version: Their version.
 
         Raises:
-            ModelError: vLLM does not hold the new adapter, or other FP8 values.
+            ModelError: vLLM does not hold the new adapter, or other quantized values.
         """
         found: Fingerprint = {}
 
@@ -107,13 +108,13 @@ class VLLMWeights:
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         weights = ((vllm_name(self._family, name), tensor) for name, tensor in weights)
-        if self._fp8 is not None:
-            weights = self._fp8.recorded(weights)
+        if self._quantized is not None:
+            weights = self._quantized.recorded(weights)
         self._llm.collective_rpc(reload, args=(self.cost.counted(weights),))
         # vLLM may stop early, and reading may be a collective call
         deque(weights, maxlen=0)
-        if self._fp8 is not None:
-            self._fp8.check()
+        if self._quantized is not None:
+            self._quantized.check()
 
     def _load_adapter(self, weights: Weights, version: int, found: Fingerprint) -> None:
         adapter: dict[str, Tensor] = {}
@@ -169,8 +170,43 @@ class VLLMWeights:
 
 def reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Load whole ``weights`` in vLLM's ``worker``."""
+    model = worker.get_model()
+    keep_scales(model)
     worker.reload_weights(weights_iterator=weights)
-    repack_tied_layers(worker.get_model())
+    repack_tied_layers(model)
+
+
+class ScaleKeeper:
+    """Keeps the scales of a layer in memory from one update to the next.
+
+    Args:
+        process: Prepares the tensors of a layer for its kernel.
+    """
+
+    def __init__(self, process: Callable[[nn.Module], None]) -> None:
+        self._process = process
+        self.scales: Any = None
+
+    def __call__(self, layer: nn.Module) -> None:
+        """Prepare ``layer``, and keep its new scales."""
+        self._process(layer)
+        self.scales = layer.weight_scale
+
+
+def keep_scales(model: nn.Module) -> None:
+    """Keep the scales of INT8 layers of vLLM's ``model`` where its kernel reads them.
+
+    On a CPU, oneDNN keeps the address of the scales that a layer has when it is prepared. An update
+    copies them into an older tensor and frees them, which leaves an address without scales.
+    """
+    for layer in model.modules():
+        scheme: Any = getattr(layer, "scheme", None)
+        scales = getattr(layer, "weight_scale", None)
+        if scheme is None or scales is None or scales.device.type != "cpu":
+            continue
+        process = scheme.process_weights_after_loading
+        if not isinstance(process, ScaleKeeper):
+            scheme.process_weights_after_loading = ScaleKeeper(process)
 
 
 def repack_tied_layers(model: nn.Module) -> None:

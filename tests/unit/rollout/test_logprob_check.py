@@ -13,11 +13,13 @@ import torch
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.vllm_parts.row_formats import INT8
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model
 from lightrft.rollout.logprob_check import (
+    ROUNDING,
     CheckedEngine,
     batch_of,
     check_batch,
@@ -253,3 +255,12 @@ def test_the_type_of_a_call_counts_where_sharded_weights_are_float32_outside_of_
 def test_the_bound_grows_with_the_root_of_the_depth_and_with_the_roundoff() -> None:
     assert gap_bound(torch.bfloat16, 4) == pytest.approx(2 * 2**-8 * 3)
     assert gap_bound(torch.float32, 12) == pytest.approx(2 * 2**-11 * 5)
+
+
+def test_rounding_to_int8_is_within_the_roundoff_up_to_the_documented_outliers() -> None:
+    rows = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
+    rows[:, 0] = 13.6 * rows.square().mean(1).sqrt()
+    values, scales = INT8.quantize(rows)
+    errors = values.float() * scales[:, None] - rows
+    relative = errors.square().mean(1).sqrt() / rows.square().mean(1).sqrt()
+    assert 0.9 * ROUNDING[torch.int8] < float(relative.max()) < ROUNDING[torch.int8]

@@ -28,7 +28,8 @@ def engine() -> Any:
     made: Any = object.__new__(VLLMEngine)
     made._llm = Memory()
     made._freed = []
-    made._sleeping = made._dropped = made.stays_awake = False
+    made._sleeping = made.stays_awake = False
+    made._has_weights = True
     made._frees_memory = True
     return made
 
