@@ -112,8 +112,8 @@ class VLLMEngine:
         self._numbers = itertools.count()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._sleeping = False
-        # a format whose values are made here starts without weights
-        self._has_weights = form is None or not form.sends_values
+        # values of 8 bits are made here, so vLLM starts without weights
+        self._has_weights = form is None
         # what vLLM has freed: it must be asked to map each part again only once
         self._freed: list[str] = []
         self._frees_memory = self._llm.model_config.enable_sleep_mode

@@ -77,11 +77,8 @@ class QuantizedWeights:
                 continue
             values, scales = self._form.quantize(plain)
             self._sent[name] = SentTensor(shape, checksum(values), scales)
-            if self._form.sends_values:
-                yield name, values
-                yield f"{name}_scale", scales[:, None]
-            else:
-                yield name, tensor
+            yield name, values
+            yield f"{name}_scale", scales[:, None]
 
     def check(self) -> None:
         """Raise ``ModelError`` unless vLLM holds all that was recorded."""
@@ -106,9 +103,7 @@ def read_back(
     Returns:
         ``[rows, columns]``.
     """
-    found = torch.empty(len(scales), columns, dtype=torch.uint8, device=scales.device)
-    if form.sends_values:
-        found = found.to(form.dtype)
+    found = torch.empty(len(scales), columns, dtype=form.dtype, device=scales.device)
     method: Any = layer.quant_method
     for start in range(0, columns, COLUMNS):
         count = min(COLUMNS, columns - start)

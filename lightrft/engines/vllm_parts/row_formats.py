@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,21 +11,6 @@ from torch import Tensor
 
 _FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _NEGATIVE_ZERO = 128
-
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-W8A8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "linear": {
-            "targets": ["Linear"],
-            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
-        }
-    },
-}
-"""``quantization_config`` of a checkpoint with INT8 weights and inputs (W8A8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +23,6 @@ class RowFormat:
         dtype: Type of the values.
         largest: Largest value.
         smallest_scale: Smallest scale of a row.
-        options: Arguments of vLLM's ``LLM``.
-        sends_values: vLLM is sent values and scales. Otherwise it is sent the trainer's weights,
-            and rounds them itself.
     """
 
     name: str
@@ -49,33 +30,44 @@ class RowFormat:
     dtype: torch.dtype
     largest: float
     smallest_scale: float
-    options: Mapping[str, Any]
-    sends_values: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of vLLM's ``LLM``: the config of a checkpoint in this format (W8A8).
+
+        vLLM is sent values and scales. If it rounded the trainer's weights itself, ties could go
+        another way on a GPU, and no value could be compared.
+        """
+        kind = "int" if self.dtype == torch.int8 else "float"
+        numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": f"{kind}-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "linear": {
+                    "targets": ["Linear"],
+                    "weights": {**numbers, "strategy": "channel", "dynamic": False},
+                    "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+                }
+            },
+        }
+        # the trainer's weights cannot be read into tensors of 8 bits
+        return {"hf_overrides": {"quantization_config": config}, "load_format": "dummy"}
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values of ``weight``, as ``round`` gives them, and the scales of its rows.
-
-        Args:
-            weight: ``[rows, columns]``.
-
-        Returns:
-            The values as integers, ``[rows, columns]``, and the scales in float32, ``[rows]``.
-        """
-        # a GPU multiplies by the inverse of a number, and vLLM divides by a tensor
-        largest = torch.tensor(self.largest, dtype=torch.float32, device=weight.device)
-        scales = (weight.abs().amax(1).float() / largest).clamp(min=self.smallest_scale)
+        """Return the values of ``weight [rows, columns]``, as ``round`` gives them, and the scales
+        of its rows, ``[rows]`` float32."""
+        scales = (weight.abs().amax(1).float() / self.largest).clamp(min=self.smallest_scale)
         return self.round(weight.float() / scales[:, None]), scales
 
     def round(self, values: Tensor) -> Tensor:
-        """Return ``values`` rounded to the format, as integers of 8 bits.
-
-        FP8 values are returned as their bytes. Zeros have no sign.
-        """
+        """Return ``values`` rounded to the format, in ``dtype``. Zeros have no sign."""
         found = values.clamp(-self.largest, self.largest)
         if self.dtype == torch.int8:
             return found.round().to(torch.int8)
-        found = found.to(self.dtype).view(torch.uint8)
-        return found.masked_fill(found == _NEGATIVE_ZERO, 0)
+        codes = found.to(self.dtype).view(torch.uint8)
+        return codes.masked_fill(codes == _NEGATIVE_ZERO, 0).view(self.dtype)
 
 
 FP8 = RowFormat(
@@ -83,10 +75,7 @@ FP8 = RowFormat(
     kind="FP8",
     dtype=torch.float8_e4m3fn,
     largest=_FP8_LARGEST,
-    # vLLM's own
     smallest_scale=1 / (_FP8_LARGEST * 512),
-    options=MappingProxyType({"quantization": "fp8_per_channel"}),
-    sends_values=False,
 )
 INT8 = RowFormat(
     name="int8_per_channel",
@@ -95,11 +84,6 @@ INT8 = RowFormat(
     largest=127,
     # products of such a row are still exact enough in float16
     smallest_scale=2**-24,
-    # a checkpoint of the trainer's weights cannot be read into INT8 tensors
-    options=MappingProxyType(
-        {"hf_overrides": {"quantization_config": W8A8}, "load_format": "dummy"}
-    ),
-    sends_values=True,
 )
 ROW_FORMATS: Mapping[str | None, RowFormat] = {one.name: one for one in (FP8, INT8)}
 """Formats by the setting ``engine.quantization``."""

@@ -18,11 +18,6 @@ LAYER = "layers.0"
 formats = pytest.mark.parametrize("form", ROW_FORMATS.values(), ids=ROW_FORMATS)
 
 
-def numbers(values: Tensor, form: RowFormat) -> Tensor:
-    """Return what the 8-bit ``values`` stand for, without their scales."""
-    return values.view(form.dtype).float()
-
-
 class Dynamic:
     """Inputs are rounded with a scale per row, and the product to bfloat16."""
 
@@ -31,9 +26,8 @@ class Dynamic:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         values, scales = self.form.quantize(x)
-        inputs = numbers(values, self.form)
-        weight = layer.weight.to(torch.float32)
-        return (inputs @ weight * scales[:, None] * layer.weight_scale.T).to(x.dtype)
+        weight = layer.weight.float()
+        return (values.float() @ weight * scales[:, None] * layer.weight_scale.T).to(x.dtype)
 
 
 class Quantized(nn.Module):
@@ -41,7 +35,7 @@ class Quantized(nn.Module):
         super().__init__()
         values, scales = form.quantize(weight)
         # the transpose, as vLLM keeps it
-        self.weight = nn.Parameter(values.view(form.dtype).t(), requires_grad=False)
+        self.weight = nn.Parameter(values.t(), requires_grad=False)
         self.weight_scale = nn.Parameter(scales[:, None], requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias)
         self.quant_method = Dynamic(form)
@@ -89,6 +83,13 @@ def weights() -> dict[str, Tensor]:
     return {name: tensor.bfloat16() for name, tensor in found.items()}
 
 
+def assert_rounded(form: RowFormat, values: Tensor, scales: Tensor, weight: Tensor) -> None:
+    """Values times ``scales [rows, 1]`` are off ``weight`` by half a step of the format at most."""
+    relative, absolute = (0, 0.5) if form is INT8 else (2**-4, 2**-10)
+    steps = weight.abs() * relative + scales * absolute
+    assert ((values.float() * scales - weight).abs() <= steps * (1 + 1e-6)).all()
+
+
 def checked(form: RowFormat, model: nn.Module, sent: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what vLLM reads of ``sent``, if ``model`` holds it."""
     quantized = QuantizedWeights(LLM(model), form, torch.bfloat16)
@@ -97,22 +98,19 @@ def checked(form: RowFormat, model: nn.Module, sent: dict[str, Tensor]) -> dict[
     return passed
 
 
-def test_the_weights_that_were_sent_are_found_in_fused_and_padded_tensors() -> None:
+@formats
+def test_values_that_were_sent_with_their_scales_are_found_in_fused_and_padded_tensors(
+    form: RowFormat,
+) -> None:
     sent = weights()
-    assert checked(FP8, Model(FP8, sent), sent) == sent
-
-
-def test_int8_values_are_sent_with_their_scales() -> None:
-    sent = weights()
-    passed = checked(INT8, Model(INT8, sent), sent)
+    passed = checked(form, Model(form, sent), sent)
     for name, tensor in sent.items():
         if tensor.ndim == 1 or "head" in name:
             assert passed.pop(name) is tensor
             continue
         values, scales = passed.pop(name), passed.pop(f"{name}_scale")
-        assert (values.dtype, scales.dtype) == (torch.int8, torch.float32)
-        expected = tensor.float()
-        assert ((values.float() * scales - expected).abs() <= scales / 2).all()
+        assert (values.dtype, scales.dtype) == (form.dtype, torch.float32)
+        assert_rounded(form, values, scales, tensor.float())
     assert not passed
 
 
@@ -163,11 +161,9 @@ def test_a_model_without_a_quantized_layer_is_refused() -> None:
 
 def test_rounding_is_within_half_a_step_of_the_format() -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    for form, relative, absolute in ((FP8, 2**-4, 2**-10), (INT8, 0, 0.5)):
+    for form in ROW_FORMATS.values():
         values, scales = form.quantize(weight)
-        found = numbers(values, form) * scales[:, None]
-        steps = weight.abs() * relative + scales[:, None] * absolute
-        assert ((found - weight).abs() <= steps * (1 + 1e-6)).all()
+        assert_rounded(form, values, scales[:, None], weight)
 
 
 class Scheme:
