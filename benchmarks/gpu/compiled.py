@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.native_parts.compiled_steps import CudaGraphs
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -143,6 +144,35 @@ def row_of(
     return Row(family, dtype, counts.graphs, counts.steps, equal, gap, counts.failure, took)
 
 
+def captures() -> dict[str, bool]:
+    """Return whether captures do as they should where memory is short, and where a step waits for the host."""
+    ones = torch.ones(150_000_000, device="cuda")
+    capture = CudaGraphs(torch.device("cuda"))
+    torch.cuda.empty_cache()
+    # all but 64 MiB of what may be used is cached in a block that no pool of graphs can take
+    block = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    del block
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
+    try:
+        replay = capture(lambda: (ones + 1).sum())
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    found = {"a capture in a full memory": float(replay()) == 2 * len(ones)}
+    held = torch.cuda.memory_reserved()
+    for _ in range(3):
+        replay = capture(lambda: (ones + 1).sum())
+    found["further captures take no memory"] = torch.cuda.memory_reserved() == held
+    try:
+        capture(lambda: torch.tensor(ones[0].item()))
+    except RuntimeError:
+        try:
+            found["random numbers after a failed capture"] = len(torch.rand(4, device="cuda")) == 4
+        except RuntimeError:
+            found["random numbers after a failed capture"] = False
+    return found
+
+
 def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--families", nargs="+", choices=TEXT_FAMILIES, default=list(TEXT_FAMILIES))
@@ -159,11 +189,14 @@ def main() -> int:
             print(*rows[-2:], sep="\n", flush=True)
     if find_spec("bitsandbytes"):
         rows.append(rounded("qwen2, 4 bit", in_4bit()))
+    checks = captures() if torch.cuda.is_available() else {}
     bad = [row.family for row in rows if not row.good]
+    bad += [what for what, good in checks.items() if not good]
     captured = {row.family for row in rows if not row.failure}
     refused = {row.family for row in rows} - captured
     lines = [
         f"{len(captured | refused)} models, {len(bad)} differ, {len(refused)} decode without graphs.",
+        *(f"* {what}: {'yes' if good else '**no**'}" for what, good in checks.items()),
         "",
         *common.table(
             ["family", "dtype", "graphs", "steps", "equal tokens", "log-probs off", "not captured"],
@@ -181,7 +214,7 @@ def main() -> int:
             ],
         ),
     ]
-    tree = {"rows": [asdict(row) for row in rows]}
+    tree = {"rows": [asdict(row) for row in rows], "captures": checks}
     common.write(args.out, "compiled", args.machine, "Compiled decoding", tree, lines)
     return 1 if bad else 0
 

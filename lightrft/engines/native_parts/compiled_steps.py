@@ -62,14 +62,21 @@ class CudaGraphs:
         if self._last is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        random = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = random.clone_state()
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            # other threads may allocate memory meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                logits = step()
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(self._stream):
+                # other threads may allocate memory meanwhile
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    logits = step()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            # a failed capture leaves a state that gives no random numbers outside of captures
+            random.graphsafe_set_state(state)
+            raise
         self._last = graph
         return graph, logits
 
