@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ class HTTPEngine(ServedEngine):
         if not self.is_own:
             check_sampling(sampling)
 
-    def refuse_media(self, what: str) -> None:
+    def refuse_media(self, what: str, kinds: Collection[str]) -> None:
         """See ``ServedEngine.refuse_media``. ``lightrft serve`` gets media as tensors."""
         if not self.is_own:
             raise ConfigError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ class TextEndpoint:
         check_requests(wanted, sampling, self.config)
         for request in wanted:
             if request.prompt.media:
-                self.refuse_media(f"prompt {request.prompt.id!r}, which has media")
+                self.refuse_media(f"prompt {request.prompt.id!r}, which has media", ())
             if request.num_generated or request.watch is not None:
                 raise ConfigError(
                     f"engine.url = {self.config.url!r} returns text alone, and prompt "
@@ -97,7 +97,7 @@ class TextEndpoint:
                 )
         return self._answers(wanted, sampling, stopped)
 
-    def refuse_media(self, what: str) -> None:
+    def refuse_media(self, what: str, kinds: Collection[str]) -> None:
         """See ``ServedEngine.refuse_media``."""
         raise ConfigError(
             f"engine.url = {self.config.url!r} gets prompts as text, and cannot generate for "

@@ -16,16 +16,19 @@ from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.served.start_checks import open_client
+from lightrft.engines.served.vllm_media import ServedMedia
 from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.roles import TrainableModel, engine_weights
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import factor_of
+from lightrft.workers.local_vllm import media_kinds
 from lightrft.workers.media_checks import check_server_media
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 
@@ -74,9 +77,9 @@ def local_served(
         lora = model.lora if trains else None
         built = _connected(engine, tokenizer, decoder, trains=trains)
         try:
-            check_server_media(built, media)
             if isinstance(built, HTTPEngine):
-                built = _trainable(built, trains=trains)
+                built = _trainable(built, model, trains=trains)
+            check_server_media(built, media)
             if trains and isinstance(built, ServedEngine):
                 _begin_updates(built, decoder, lora, sends=ranks.size == 1)
         except BaseException:
@@ -191,7 +194,7 @@ def _begin_updates(
         refuse_weights(engine.load_weights(weights.items(), 0), weights, 0)
 
 
-def _trainable(built: HTTPEngine, *, trains: bool) -> ServedEngine:
+def _trainable(built: HTTPEngine, model: ModelConfig, *, trains: bool) -> ServedEngine:
     """Return the engine over the same server that can get new weights, if ``trains`` is set."""
     folder = built.config.weights_dir
     # only an update of all weights ends the pause
@@ -205,4 +208,9 @@ def _trainable(built: HTTPEngine, *, trains: bool) -> ServedEngine:
             f"engine.weights_dir = {folder} changes nothing here: it is for the adapters of a run "
             "that trains on a vLLM server; leave it out"
         )
-    return VLLMServerEngine.over(built) if trains and not built.is_own else built
+    if built.is_own or not trains:
+        return built
+    kinds = media_kinds(model)
+    return VLLMServerEngine.over(
+        built, ServedMedia(model_settings(model), kinds) if kinds else None
+    )

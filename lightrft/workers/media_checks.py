@@ -57,4 +57,4 @@ def check_server_media(engine: Engine | None, kinds: Collection[str]) -> None:
     """
     inner = engine.engine if isinstance(engine, RankZeroEngine) else engine
     if kinds and isinstance(inner, ServedEngine | TextEndpoint):
-        inner.refuse_media(f"prompts with media of kind {', '.join(sorted(kinds))}")
+        inner.refuse_media(f"prompts with media of kind {', '.join(sorted(kinds))}", kinds)

@@ -11,24 +11,31 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.engines.base import Engine
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.served.vllm_media import START_OPTION
+from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.vllm import VLLMEngine
-from lightrft.engines.vllm_parts.media import MediaKind
+from lightrft.engines.vllm_parts.media import SERVED_KINDS, MediaKind
+from lightrft.engines.vllm_parts.parameter_names import REPEATED
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.multimodal.merge_inputs import own_keywords
 from lightrft.models.multimodal.submodules import part_of
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.local_served import local_served
 from lightrft.workers.local_vllm import media_kinds
 from lightrft.workers.media_checks import check_media
 from tests.contracts.test_engine_contract import KEY, own_server
 from tests.media_helpers import Piece, Rig, rig
 from tests.model_helpers import assert_logprobs_close
+from tests.vllm_server import TRAINS, vllm_server
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 SIZES = {
@@ -128,7 +135,11 @@ def engine_of(name: str, made: Rig, media: list[MediaKind] | None = None) -> Eng
         for name in ("native", *(["vllm"] if HAS_VLLM else []))
         for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     ]
-    + ([("vllm", "qwen2_audio")] if HAS_VLLM else [])
+    + (
+        [("vllm", "qwen2_audio"), ("vllm_server", "qwen2_vl"), ("vllm_server", "qwen2_audio")]
+        if HAS_VLLM
+        else []
+    )
     + [("http", "qwen2_5_vl")],
     ids="-".join,
 )
@@ -136,6 +147,10 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     name, family = request.param
     if name == "http":
         with served_subject(family, tmp_path_factory.mktemp("served")) as found:
+            yield found
+        return
+    if name == "vllm_server":
+        with vllm_subject(family, tmp_path_factory.mktemp("served")) as found:
             yield found
         return
     made = rig(family, tmp_path_factory.mktemp("model"), **SIZES, **OWN_SIZES.get(family, {}))
@@ -166,6 +181,30 @@ def served_subject(family: str, folder: Path) -> Iterator[Subject]:
         engine.require_updates()
         yield Subject(engine, made, family)
         engine.close()
+
+
+@contextmanager
+def vllm_subject(family: str, folder: Path) -> Iterator[Subject]:
+    """An engine over vLLM's own server."""
+    made = rig(family, folder, **SIZES, **OWN_SIZES.get(family, {}))
+    repair_names(made.path / "model.safetensors")
+    model = ModelConfig(path=str(made.path))
+    with vllm_server(made.path, *TRAINS, START_OPTION) as server:
+        settings = EngineConfig(kind="http", url=server.url, max_num_seqs=8, deadline=300.0)
+        decoder, media = KVDecoder(made.actor.model), sorted(SERVED_KINDS[family])
+        engine = local_served(
+            model, settings, made.tokenizer, decoder, SINGLE_PROCESS, trains=True, media=media
+        )
+        assert isinstance(engine, VLLMServerEngine)
+        yield Subject(engine, made, family)
+        engine.close()
+
+
+def repair_names(file: Path) -> None:
+    """Write the names that the class of vLLM knows. transformers 5.19 repeats a part of some."""
+    wrong, right = REPEATED
+    tensors = {name.replace(wrong, right): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def test_greedy_responses_to_media_are_those_of_transformers(subject: Subject) -> None:

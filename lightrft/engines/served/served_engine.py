@@ -6,7 +6,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from queue import Empty, SimpleQueue
@@ -24,7 +24,7 @@ from lightrft.engines.sending.merged_adapters import merged
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.stop_strings import StopStrings
-from lightrft.types import Request, Rollout
+from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client.server_client import OpenStream, ServerClient, Unanswered
 
@@ -163,15 +163,20 @@ class ServedEngine(ABC):
         self._check_prompts(wanted, sampling)
         return self._answers(wanted, sampling, stopped)
 
-    def refuse_media(self, what: str) -> None:
+    def refuse_media(self, what: str, kinds: Collection[str]) -> None:
         """Raise ``ConfigError`` if the server cannot generate for prompts with media.
 
         Args:
             what: The prompts, for the message.
+            kinds: Kinds of media of the prompts.
         """
         raise ConfigError(
             f"engine.kind = {self.config.kind} cannot generate for {what}; set engine.kind=native"
         )
+
+    def check_media(self, prompt: Prompt) -> None:
+        """Raise ``ConfigError`` if the server cannot generate for ``prompt``, which has media."""
+        self.refuse_media(f"prompt {prompt.id!r}, which has media", ())
 
     @abstractmethod
     def check_sampling(self, sampling: SamplingConfig) -> None:
@@ -268,7 +273,7 @@ class ServedEngine(ABC):
     def _check_prompts(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         for request in requests:
             if request.prompt.media:
-                self.refuse_media(f"prompt {request.prompt.id!r}, which has media")
+                self.check_media(request.prompt)
             tokens = len(request.prompt.token_ids) + response_limit(request, sampling)
             if self.context is not None and tokens > self.context:
                 raise ResourceError(

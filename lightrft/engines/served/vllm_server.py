@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -30,9 +30,11 @@ from lightrft.engines.sending.vllm_weights import (
 )
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.start_checks import probe_tokens
+from lightrft.engines.served.vllm_media import START_OPTION, VERSIONS, ServedMedia
 from lightrft.engines.vllm import check_sampling
 from lightrft.engines.vllm_parts.options import served_rank, unserved_reason
 from lightrft.engines.vllm_parts.weight_receiver import BACKEND
+from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.http_client.server_client import Passing, ServerClient, Unanswered
 
@@ -61,6 +63,7 @@ class VLLMServerEngine(ServedEngine):
         served: Name of the weights that answers must have. It differs from ``weights`` for
             adapters, which are requested by ``weights``.
         is_paused: The server answers nobody until some are sent.
+        media: Writes the media of prompts. ``None`` for a model that reads text alone.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class VLLMServerEngine(ServedEngine):
         super().__init__(client, tokenizer, config, ends)
         self.weights = self.served = ""
         self.is_paused = False
+        self.media: ServedMedia | None = None
         self._run = f"lightrft-{uuid.uuid4().hex[:12]}"
         self._updates = itertools.count(1)
         self._sender: VLLMSender | None = None
@@ -80,12 +84,18 @@ class VLLMServerEngine(ServedEngine):
         self._weights_lock = threading.Lock()
 
     @classmethod
-    def over(cls, engine: HTTPEngine) -> Self:
-        """Return an engine over the server of ``engine``, which has checked it."""
+    def over(cls, engine: HTTPEngine, media: ServedMedia | None = None) -> Self:
+        """Return an engine over the server of ``engine``, which has checked it.
+
+        Args:
+            engine: The engine.
+            media: Writes the media of prompts. ``None`` for a model that reads text alone.
+        """
         ends = sorted(engine.ends(SamplingConfig()))
         made = cls(engine.client, engine.tokenizer, engine.config, ends)
         made.model, made.context = engine.model, engine.context
         made.is_paused = engine.is_paused
+        made.media = media
         return made
 
     def check_server(self) -> None:
@@ -100,6 +110,33 @@ class VLLMServerEngine(ServedEngine):
         """See ``ServedEngine.check_sampling``."""
         check_sampling(sampling)
 
+    def refuse_media(self, what: str, kinds: Collection[str]) -> None:
+        """See ``ServedEngine.refuse_media``. The layout of media depends on vLLM's version."""
+        if self.media is None:
+            raise ConfigError(f"{self.where}: the model reads text alone, and cannot take {what}")
+        if not self.config.check_logprobs:
+            raise ConfigError(
+                "engine.check_logprobs = false with media on a vLLM server: nothing else would show "
+                f"that it was started without {START_OPTION}; set engine.check_logprobs=true"
+            )
+        try:
+            version = str(self.client.ask("GET", "/version").get("version")).partition("+")[0]
+        except Unanswered as error:
+            raise failure(error, self.where) from error
+        if version not in VERSIONS:
+            raise ConfigError(
+                f"{self.where} is vLLM {version}, and cannot generate for {what}: media are "
+                f"written for vLLM {', '.join(VERSIONS)}; use it, lightrft serve, or "
+                "engine.kind=native"
+            )
+        self.media.refuse(kinds)
+
+    def check_media(self, prompt: Prompt) -> None:
+        """See ``ServedEngine.check_media``."""
+        if self.media is None:
+            raise ConfigError(f"prompt {prompt.id!r} has media, and the model reads text alone")
+        self.media.check(prompt)
+
     def shared_calls(self, responses: Sequence[GrowingResponse]) -> list[list[GrowingResponse]]:
         """See ``ServedEngine.shared_calls``. vLLM finds a known prompt in its cache."""
         return [[response] for response in responses]
@@ -112,7 +149,13 @@ class VLLMServerEngine(ServedEngine):
         """See ``ServedEngine.body``."""
         [response] = responses
         request, sampling = response.request, response.sampling
+        weights = self.weights or self._run
+        features = {}
+        if request.prompt.media:
+            assert self.media is not None
+            features = {"features": self.media.features(request.prompt, weights)}
         return {
+            **features,
             "model": self.weights if self._serves_adapter else self.model,
             "token_ids": response.fed_ids,
             "sampling_params": {
@@ -126,7 +169,7 @@ class VLLMServerEngine(ServedEngine):
                 "detokenize": False,
             },
             # keys and values of other weights are never found
-            "cache_salt": self.weights or self._run,
+            "cache_salt": weights,
             "stream": True,
         }
 

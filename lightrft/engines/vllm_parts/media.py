@@ -54,15 +54,48 @@ def refuse_media(settings: Any, kinds: Sequence[str]) -> None:
         if kind not in served:
             tested = "; ".join(f"{name}: {', '.join(of)}" for name, of in SERVED_KINDS.items())
             raise ConfigError(
-                f"engine.kind = vllm cannot generate for prompts with media of kind {kind} for the "
+                f"vLLM cannot generate for prompts with media of kind {kind} for the "
                 f"model type {family}; tested are {tested}. Set engine.kind=native"
             )
     if "audio" in kinds:
         frames = 2 * settings.audio_config.max_source_positions
         if frames != AUDIO_FRAMES:
             raise ConfigError(
-                f"engine.kind = vllm takes audio in windows of {AUDIO_FRAMES} frames alone, and "
+                f"vLLM takes audio in windows of {AUDIO_FRAMES} frames alone, and "
                 f"this model has windows of {frames}; set engine.kind=native"
+            )
+
+
+def check_positions(settings: Any, prompt: Prompt) -> None:
+    """Refuse videos after which vLLM counts positions in another way.
+
+    transformers continues after the longer side of a frame, and vLLM after the last position, which
+    may be one of the time axis.
+
+    Args:
+        settings: The config of the model, of transformers.
+        prompt: The prompt.
+
+    Raises:
+        ConfigError: The prompt has such a video.
+    """
+    if "video_grid_thw" not in prompt.media:
+        return
+    vision = settings.vision_config
+    grids = prompt.media["video_grid_thw"].values.tolist()
+    spacing = [1.0] * len(grids)
+    if "second_per_grid_ts" in prompt.media:
+        seconds = prompt.media["second_per_grid_ts"].values.tolist()
+        spacing = [second * getattr(vision, "tokens_per_second", 1.0) for second in seconds]
+    for (steps, height, width), each in zip(grids, spacing, strict=True):
+        last = int((steps - 1) * each)
+        side = max(height, width) // vision.spatial_merge_size
+        if last >= side:
+            raise ConfigError(
+                f"vLLM cannot generate for prompt {prompt.id!r}: a video reaches "
+                f"position {last} in time and {side - 1} in its frames, and vLLM places the "
+                "text after it elsewhere than transformers; give shorter videos or larger "
+                "frames, or set engine.kind=native"
             )
 
 
@@ -118,44 +151,19 @@ class VLLMMedia:
 
     def check(self, prompt: Prompt) -> None:
         """Raise ``ConfigError`` if vLLM computes the media of ``prompt`` in another way."""
-        refuse_media(self._config, [kind.name for kind in self._kinds if _tensors(kind, prompt)])
-        self._check_positions(prompt)
-
-    def _check_positions(self, prompt: Prompt) -> None:
-        """Refuse videos after which vLLM counts positions in another way.
-
-        transformers continues after the longer side of a frame, and vLLM after the last position,
-        which may be one of the time axis.
-        """
-        if "video_grid_thw" not in prompt.media:
-            return
-        vision = self._config.vision_config
-        grids = prompt.media["video_grid_thw"].values.tolist()
-        spacing = [1.0] * len(grids)
-        if "second_per_grid_ts" in prompt.media:
-            seconds = prompt.media["second_per_grid_ts"].values.tolist()
-            spacing = [second * getattr(vision, "tokens_per_second", 1.0) for second in seconds]
-        for (steps, height, width), each in zip(grids, spacing, strict=True):
-            last = int((steps - 1) * each)
-            side = max(height, width) // vision.spatial_merge_size
-            if last >= side:
-                raise ConfigError(
-                    f"engine.kind = vllm cannot generate for prompt {prompt.id!r}: a video reaches "
-                    f"position {last} in time and {side - 1} in its frames, and vLLM places the "
-                    "text after it elsewhere than transformers; give shorter videos or larger "
-                    "frames, or set engine.kind=native"
-                )
+        refuse_media(self._config, [kind.name for kind in self._kinds if tensors_of(kind, prompt)])
+        check_positions(self._config, prompt)
 
     def _input(self, prompt: Prompt, version: int) -> dict[str, Any]:
         ids = folded(prompt.token_ids, {kind.token for kind in self._kinds})
         items, names = {}, {}
         for kind in self._kinds:
-            tensors = _tensors(kind, prompt)
+            tensors = tensors_of(kind, prompt)
             if not tensors:
                 continue
             count = ids.count(kind.token)
             items[kind.name] = self._items(kind.adapt(tensors), kind.name, count)
-            content = _digest(tensors)
+            content = media_digest(tensors)
             names[kind.name] = [f"version-{version}-{content}-{k}" for k in range(count)]
         processor = self._llm.llm_engine.renderer.get_mm_processor()
         try:
@@ -193,7 +201,7 @@ def check_expanded(prompt: Prompt, found: Sequence[int]) -> None:
     )
 
 
-def _tensors(kind: MediaKind, prompt: Prompt) -> dict[str, Tensor]:
+def tensors_of(kind: MediaKind, prompt: Prompt) -> dict[str, Tensor]:
     """Return the tensors of ``kind``, or none if ``prompt`` has no such media."""
     return {
         name: prompt.media[name].values
@@ -202,7 +210,7 @@ def _tensors(kind: MediaKind, prompt: Prompt) -> dict[str, Tensor]:
     }
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
+def media_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return a name of the contents of ``tensors``, under which vLLM keeps their features."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors.items():

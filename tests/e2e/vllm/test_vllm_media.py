@@ -9,17 +9,30 @@ import pytest
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
+from lightrft.engines.served.vllm_media import START_OPTION
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError
 from tests.e2e.vllm.faults import break_updates, skipped
 from tests.e2e.vllm.runs import lines
 from tests.media_helpers import save_tiny_media
+from tests.vllm_server import TRAINS, vllm_server
 
 
 def test_a_run_on_pictures_trains_on_the_log_probs_that_vllm_sampled_from(
     picture_tree: dict[str, Any], tmp_path: Path
 ) -> None:
     run_rl(build(RLConfig, picture_tree))
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-4
+
+
+def test_a_run_on_pictures_trains_on_the_log_probs_of_a_vllm_server(
+    picture_tree: dict[str, Any], tmp_path: Path
+) -> None:
+    with vllm_server(Path(picture_tree["model"]["path"]), *TRAINS, START_OPTION) as server:
+        over = {"engine": {"kind": "http", "url": server.url, "deadline": 400.0}}
+        run_rl(build(RLConfig, deep_merge(picture_tree, over)))
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-4
