@@ -103,7 +103,7 @@ def read_back(
     Returns:
         ``[rows, columns]``.
     """
-    found = torch.empty(len(scales), columns, dtype=form.dtype, device=scales.device)
+    found = []
     method: Any = layer.quant_method
     for start in range(0, columns, COLUMNS):
         count = min(COLUMNS, columns - start)
@@ -112,8 +112,8 @@ def read_back(
         rows[torch.arange(count), torch.arange(start, start + count)] = form.largest
         product = method.apply(layer, rows, None)[:, : len(scales)].float() / form.largest
         # The product is rounded by 0.4 % at most. FP8 values are 6 % apart, and INT8 values 0.8 %.
-        found[:, start : start + count] = form.round(product / scales).T
-    return found
+        found.append(form.round(product / scales).T)
+    return torch.cat(found, dim=1)
 
 
 def quantized_parts(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -62,6 +62,7 @@ def test_an_update_of_8_bit_weights_that_goes_wrong_names_what_was_lost(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("quantized", ["int8_per_channel"], indirect=True)
 def test_replicas_sample_from_8_bit_values_of_sharded_weights_during_training(
     quantized: dict[str, Any], tmp_path: Path
 ) -> None:
