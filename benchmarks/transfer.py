@@ -39,9 +39,10 @@ from lightrft.config.strategy import EngineConfig
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.sending import sglang_weights
+from lightrft.engines.sending.tensor_slices import fill
 from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.sglang import SGLangEngine
-from lightrft.engines.weight_transport import WeightBuffer, build_transport, fill
+from lightrft.engines.weight_transport import WeightBuffer, build_transport
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.serving_helpers import free_port, wait_for
 from tests.worker_helpers import ProcessWorker

@@ -30,7 +30,7 @@ from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, froze
 from lightrft.workers.reward_model_workers import RemoteModelScorer, reward_model_worker
 from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
-from lightrft.workers.weight_sync import WeightSyncConfig
+from lightrft.workers.weight_sync import SENDERS, WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 
 Hire = Callable[[str, Maker], Sequence[Worker]]
@@ -95,13 +95,19 @@ class RemoteRoleBuilder:
 
     def engine(self, actor: Actor, strategy: Strategy) -> EngineWorkerGroup:
         """Build the engine that generates between training steps."""
-        return self._engines(actor, strategy, self.ranks)
+        share = self.config.launch.ray.engine_devices
+        # NCCL refuses a group with two members on one device, which engines may share with ranks.
+        is_shared = strategy.device.type != "cpu" and share is not None and share < 1
+        return self._engines(actor, strategy, self.ranks, 1 if is_shared else SENDERS)
 
     def async_engine(self, actor: Actor, strategy: Strategy) -> EngineWorkerGroup:
         """Build the engine of asynchronous generation, with a separate group of all ranks."""
-        return self._engines(actor, strategy, self.ranks.duplicate())
+        # Only rank 0 has the snapshots of the weights that it generates with.
+        return self._engines(actor, strategy, self.ranks.duplicate(), 1)
 
-    def _engines(self, actor: Actor, strategy: Strategy, ranks: ProcessGroup) -> EngineWorkerGroup:
+    def _engines(
+        self, actor: Actor, strategy: Strategy, ranks: ProcessGroup, senders: int
+    ) -> EngineWorkerGroup:
         config = self.config
         if config.engine.kind == "vllm":
             check_vllm(config.model)
@@ -118,6 +124,7 @@ class RemoteRoleBuilder:
             self.host,
             trained,
             only_changed=config.engine.kind == "native",
+            senders=senders,
         )
         make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)
         # Only rank 0 calls engines. The others would start workers that nobody uses.

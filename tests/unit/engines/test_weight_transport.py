@@ -13,15 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightrft.engines.sending.tensor_slices import fill, used
 from lightrft.engines.weight_transport import (
     FileHandle,
     WeightBuffer,
     file_handle,
-    fill,
     mapped,
     nameless_file,
     opened,
-    used,
 )
 
 
