@@ -364,7 +364,7 @@ class ProcessGroupBroadcast(WeightTransport):
     ) -> None:
         super().__init__(workers, size, device, seconds)
         meeting = place.meeting
-        self._store, self._sender, self._number = place.store, place.sender, 0
+        self._store, self._sender, self._senders = place.store, place.sender, meeting.senders
         self._works: list[Any] = [None] * len(self.slots)
         # Layouts of this update, and of the one before, which all receivers have read.
         self._published: list[str] = []
@@ -421,9 +421,12 @@ class ProcessGroupBroadcast(WeightTransport):
 
     def close(self) -> None:
         """See ``WeightTransport.close``."""
-        # A worker that waits for the next bucket leaves the groups.
+        # Workers that wait for the next bucket leave the groups. The first sender ends the turns of
+        # the others too, since one of them may be gone.
+        ended = range(self._senders) if self.workers else [self._sender]
         with contextlib.suppress(RuntimeError):
-            self._publish(None)
+            for sender in ended:
+                self._publish(None, sender)
         super().close()
         works, self._works = self._works, [None] * len(self.slots)
         for work in works:
@@ -454,10 +457,13 @@ class ProcessGroupBroadcast(WeightTransport):
                 raise
         super()._wait(slot)
 
-    def _publish(self, entries: list[dict[str, Any]] | None) -> None:
-        """Tell the receivers the slices of the next bucket; without any, the end of the turn."""
-        key = layout_key(self._sender, self._number)
-        self._number += 1
+    def _publish(self, entries: list[dict[str, Any]] | None, sender: int | None = None) -> None:
+        """Tell the receivers the slices of the next bucket of ``sender``, by default this one.
+
+        An empty list ends its turn, and None its transfer.
+        """
+        sender = self._sender if sender is None else sender
+        key = layout_key(sender, self._store.add(f"layouts/{sender}", 1) - 1)
         self._store.set(key, json.dumps(entries))
         self._published.append(key)
 

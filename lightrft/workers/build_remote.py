@@ -95,19 +95,13 @@ class RemoteRoleBuilder:
 
     def engine(self, actor: Actor, strategy: Strategy) -> EngineWorkerGroup:
         """Build the engine that generates between training steps."""
-        share = self.config.launch.ray.engine_devices
-        # NCCL refuses a group with two members on one device, which engines may share with ranks.
-        is_shared = strategy.device.type != "cpu" and share is not None and share < 1
-        return self._engines(actor, strategy, self.ranks, 1 if is_shared else SENDERS)
+        return self._engines(actor, strategy, self.ranks)
 
     def async_engine(self, actor: Actor, strategy: Strategy) -> EngineWorkerGroup:
         """Build the engine of asynchronous generation, with a separate group of all ranks."""
-        # Only rank 0 has the snapshots of the weights that it generates with.
-        return self._engines(actor, strategy, self.ranks.duplicate(), 1)
+        return self._engines(actor, strategy, self.ranks.duplicate())
 
-    def _engines(
-        self, actor: Actor, strategy: Strategy, ranks: ProcessGroup, senders: int
-    ) -> EngineWorkerGroup:
+    def _engines(self, actor: Actor, strategy: Strategy, ranks: ProcessGroup) -> EngineWorkerGroup:
         config = self.config
         if config.engine.kind == "vllm":
             check_vllm(config.model)
@@ -124,7 +118,7 @@ class RemoteRoleBuilder:
             self.host,
             trained,
             only_changed=config.engine.kind == "native",
-            senders=senders,
+            senders=most_senders(config, strategy.device.type),
         )
         make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)
         # Only rank 0 calls engines. The others would start workers that nobody uses.
@@ -173,6 +167,21 @@ class RemoteRoleBuilder:
         make = partial(reward_model_worker, reward, policy, self.strategy, self.threads)
         found = RemoteModelScorer(scorer, reward, self.hire("reward_model", make), self.limits)
         return CombiningScorer(found, reward, found.names()) if reward.combines else found
+
+
+def most_senders(config: RLConfig, device: str) -> int:
+    """Return the number of ranks that may send weights to engines by ``broadcast``.
+
+    Args:
+        config: settings of the run.
+        device: type of the ranks' devices.
+    """
+    # Rank 0 alone has the snapshots of the weights that it generates with during training.
+    if config.rollout.staleness:
+        return 1
+    share = config.launch.ray.engine_devices
+    # NCCL refuses a group with two members on one device, which engines may share with ranks.
+    return 1 if device != "cpu" and share is not None and share < 1 else SENDERS
 
 
 def check_workers(config: RLConfig, requirements: Requirements) -> None:
