@@ -9,8 +9,11 @@ The ways ``http``, ``sglang`` and ``sglang-folder`` send a model of about that s
 another process: ``lightrft serve``, and the server of the tests that speaks SGLang's protocol. Their seconds are those of a whole update,
 with the checksums that find what has changed, and for ``http`` with those that prove what has arrived.
 
+With ``--senders``, two ranks that have a shard of every weight each send updates by ``broadcast``, of which so many send
+(``benchmarks/transfer_ranks.py``).
+
     python benchmarks/transfer.py [--mb 512] [--bucket-mb 16 64 256] [--workers 1 2] [--ways message shared broadcast http ...] [--smoke]
-                                  [--out benchmarks/results/transfer-MACHINE.md]
+                                  [--senders 1 2] [--out benchmarks/results/transfer-MACHINE.md]
 """
 
 from __future__ import annotations
@@ -39,9 +42,10 @@ from lightrft.config.strategy import EngineConfig
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.sending import sglang_weights
+from lightrft.engines.sending.tensor_slices import fill
 from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.sglang import SGLangEngine
-from lightrft.engines.weight_transport import WeightBuffer, build_transport, fill
+from lightrft.engines.weight_transport import WeightBuffer, build_transport, open_meeting
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.serving_helpers import free_port, wait_for
 from tests.worker_helpers import ProcessWorker
@@ -63,8 +67,8 @@ class Shelf:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.held |= {name: tensor.to(self.device) for name, tensor in weights}
 
-    def weights(self, method: str, *args: object) -> None:
-        getattr(self.inbox, method)(*args)
+    def weights(self, method: str, *args: object) -> object:
+        return getattr(self.inbox, method)(*args)
 
     def sums(self) -> dict[str, str]:
         return {name: checksum(tensor) for name, tensor in self.held.items()}
@@ -96,12 +100,15 @@ def measure(
     device: str,
 ) -> float:
     """Seconds of the fastest round. Raises ``AssertionError`` when a worker does not hold what was sent."""
-    carrier = build_transport(way, workers, bucket, torch.device(device), SECONDS)  # type: ignore[arg-type]
+    place = open_meeting("127.0.0.1", 1, len(workers), SECONDS)
+    carrier = build_transport(way, workers, bucket, torch.device(device), SECONDS, place)  # type: ignore[arg-type]
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
+        carrier.begin_turn(0)
         for slot, layout in fill(weights.items(), carrier.slots):
             carrier.send(slot, layout)
+        carrier.end_turn()
         carrier.flush()
         seconds.append(time.perf_counter() - began)
     carrier.close()
@@ -176,6 +183,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[16, 64, 256])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--ways", nargs="+", default=[*WAYS, *SERVED])
+    parser.add_argument("--senders", type=int, nargs="+", default=[])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smoke", action="store_true", help="a few megabytes, to see that it runs")
@@ -231,6 +239,23 @@ def main() -> None:
                     f"| {way} | 1 | {shown} | {sent / 1e6:.0f} | {seconds:.3f} | "
                     f"{sent / seconds / 1e9:.2f} |"
                 )
+    if args.senders:
+        from benchmarks.transfer_ranks import measure_ranks
+
+        say(
+            "\nTwo ranks. CPU seconds, the memory at most in an update, with the shards, and the copies that are kept: of each rank.\n"
+        )
+        say("| senders | workers | bucket, MiB | seconds | CPU seconds | MB at most | MB kept |")
+        say("|---|---|---|---|---|---|---|")
+        for count in args.workers:
+            for bucket in args.bucket_mb:
+                for senders in args.senders:
+                    found = measure_ranks(args.mb, int(bucket * 2**20), count, senders, args.rounds)
+                    shown = [
+                        ", ".join(f"{x:.{n}f}" for x in xs)
+                        for n, xs in zip((2, 2, 0, 0), zip(*found))
+                    ]
+                    say(f"| {senders} | {count} | {bucket:g} | {' | '.join(shown)} |")
     if args.out is not None:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,18 +1,20 @@
 """Transport of weights to engines in other processes.
 
 Weights are sent as bytes, in buckets of bounded size, by one of three ways. ``broadcast`` reaches
-workers on any machine through a separate process group. ``shared`` reaches workers on the same
-machine or device through shared memory. ``message`` sends buckets as call arguments and reaches any
-worker.
+workers on any machine through separate process groups, one for each sender. ``shared`` reaches
+workers on the same machine or device through shared memory. ``message`` sends buckets as call
+arguments and reaches any worker.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import mmap
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,68 +30,20 @@ from lightrft.distributed.local_store import is_loopback, loopback_store
 from lightrft.distributed.process_group import for_one_attempt
 from lightrft.distributed.worker_api import Worker
 from lightrft.engines.base import never_stop
+from lightrft.engines.sending.tensor_slices import (
+    ALIGNED,
+    Layout,
+    slice_from_json,
+    slice_to_json,
+    used,
+)
 
 Way = Literal["broadcast", "shared", "message"]
 
 LOOK_SECONDS = 0.05
 """Seconds between two checks for members that have joined."""
-ALIGNED = 16
-"""Pieces start at multiples of this many bytes, so that each can be viewed as its dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """A part of a tensor inside a bucket.
-
-    ``count`` bytes of tensor ``name``, from byte ``first`` of the tensor, start at byte ``at`` of
-    the bucket.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    first: int
-    count: int
-    at: int
-
-
-Layout = tuple[TensorSlice, ...]
-
-
-def used(layout: Layout) -> int:
-    """Return the number of bytes of a bucket that ``layout`` fills."""
-    return layout[-1].at + layout[-1].count
-
-
-def fill(
-    weights: Iterable[tuple[str, Tensor]],
-    slots: Sequence[Tensor],
-) -> Iterator[tuple[int, Layout]]:
-    """Copy ``weights`` into ``slots`` in turn. Yield the index of each full slot with its layout.
-
-    ``slots`` are uint8 buffers ``[bytes]`` of equal size. The next slot is overwritten as soon as
-    the iterator resumes.
-    """
-    slot, at, layout = 0, 0, []
-    size = slots[0].numel()
-    for name, tensor in weights:
-        # as bytes, since one bucket holds tensors of several dtypes
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        first, ended = 0, False
-        # an empty tensor makes one empty piece, so that the receiver learns of it
-        while not ended:
-            count = min(size - at, data.numel() - first)
-            slots[slot][at : at + count].copy_(data[first : first + count])
-            layout.append(TensorSlice(name, tensor.dtype, tuple(tensor.shape), first, count, at))
-            first += count
-            # ``at`` may pass the end of the slot, which then is full too
-            at += -(-count // ALIGNED) * ALIGNED
-            ended = first == data.numel()
-            if at >= size:
-                yield slot, tuple(layout)
-                slot, at, layout = (slot + 1) % len(slots), 0, []
-    if layout:
-        yield slot, tuple(layout)
+FAILED = "failed"
+"""Key of the store of a transfer whose groups could not be made."""
 
 
 class WeightBuffer:
@@ -99,7 +53,9 @@ class WeightBuffer:
         self._load = load
         self._begun: dict[str, Tensor] = {}
         self._slots: list[Tensor] = []
-        self._group: Any = None
+        self._groups: list[Any] = []
+        self._store: dist.Store | None = None
+        self._numbers: list[int] = []
 
     def put(self, data: np.ndarray, layout: Layout) -> None:
         """Load a bucket that came as a call argument."""
@@ -123,36 +79,78 @@ class WeightBuffer:
         bucket: int,
         device: str,
         seconds: float,
+        senders: int = 1,
     ) -> None:
-        """Join the process group that ``host`` opens as ``rank``.
+        """Join the process group of each sender as ``rank``.
 
         Block until all members have joined.
 
         Args:
-            host: Address of the sender's TCP store.
-            port: Port of the sender's TCP store.
-            rank: Rank of this worker in the group, from 1; the sender is rank 0.
-            size: Number of members, the sender included.
+            host: Address of the TCP store of the transfer.
+            port: Port of the TCP store.
+            rank: Rank of this worker in each group, from 1; the sender is rank 0.
+            size: Number of members of a group: the receivers and a sender.
             bucket: Bytes of a bucket.
             device: Device of the receive buffer.
-            seconds: Timeout of the store and of the group.
+            seconds: Timeout of the store and of the groups.
+            senders: Number of senders.
         """
         self._slots = [torch.empty(bucket, dtype=torch.uint8, device=device)]
-        # a separate store and group: the worker is no rank of the trainer's default group
+        # a separate store and groups: the worker is no rank of the trainer's default group
         store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=seconds))
-        self._group = group_of(store, rank, size, self._slots[0].device, seconds)
+        self._groups = [
+            group_of(
+                sender_keys(store, sender),
+                rank,
+                size,
+                self._slots[0].device,
+                seconds,
+                lambda: raise_failure(store),
+            )
+            for sender in range(senders)
+        ]
+        self._store, self._numbers = store, [0] * senders
 
-    def put_broadcast(self, layout: Layout) -> None:
-        """Load the next bucket that is broadcast in the group."""
+    def put_broadcast(self, layout: Layout, sender: int = 0) -> None:
+        """Load the next bucket that ``sender`` broadcasts."""
         part = self._slots[0][: used(layout)]
-        self._group.broadcast(part, 0).wait()
+        self._groups[sender].broadcast(part, 0).wait()
         self.take(part, layout)
 
+    def receive(self, sender: int) -> int:
+        """Load the buckets that ``sender`` broadcasts in its turn. Return their number.
+
+        Raises:
+            RuntimeError: The sender has ended its transfer, or the connection broke.
+        """
+        count = 0
+        try:
+            while layout := self._next_layout(sender):
+                self.put_broadcast(layout, sender)
+                count += 1
+        except BaseException:
+            # Without this, senders would wait for this worker to take their next buckets.
+            self.leave()
+            raise
+        return count
+
+    def _next_layout(self, sender: int) -> Layout:
+        """Return the layout of the next bucket of ``sender``. It is empty if its turn has ended."""
+        if self._store is None:
+            raise RuntimeError("this worker has left the transfer")
+        key = layout_key(sender, self._numbers[sender])
+        self._numbers[sender] += 1
+        entries = json.loads(self._store.get(key))
+        if entries is None:
+            raise RuntimeError(f"sender {sender} has ended its transfer")
+        return tuple(slice_from_json(entry) for entry in entries)
+
     def leave(self) -> None:
-        """Drop the sender's memory and process group, and any incomplete tensors."""
+        """Drop the senders' memory and process groups, and any incomplete tensors."""
         self._begun = {}
         self._slots = []
-        self._group = None
+        self._groups = []
+        self._store = None
 
     def take(self, bucket: Tensor, layout: Layout) -> None:
         """Load the tensors that ``bucket [bytes]`` completes."""
@@ -206,6 +204,14 @@ class WeightTransport(ABC):
         """Send the contents of ``slot``. Return when the next slot may be overwritten."""
         self._under_way[slot] = self._send(slot, layout)
         self._wait((slot + 1) % len(self.slots))
+
+    def begin_turn(self, sender: int) -> None:
+        """Make the workers take the next buckets from ``sender``, for transports with several."""
+        return
+
+    def end_turn(self) -> None:
+        """End the turn of this sender, for transports with several."""
+        return
 
     def flush(self) -> None:
         """Wait until every bucket has arrived."""
@@ -281,10 +287,71 @@ class SharedMemory(WeightTransport):
         return self._ask("put_shared", slot, layout)
 
 
-class ProcessGroupBroadcast(WeightTransport):
-    """Sends buckets through a separate process group of this process and the workers.
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The store by which the senders and the receivers of a transfer find one another.
 
-    ``host`` is the address of this process, as the workers reach it.
+    Attributes:
+        host: Address of the TCP store of the transfer, as all of them reach it.
+        port: Port of the TCP store.
+        senders: Number of senders.
+        receivers: Number of receivers.
+    """
+
+    host: str
+    port: int
+    senders: int
+    receivers: int
+
+    def enter(self, sender: int, seconds: float) -> SenderPlace:
+        """Connect to the store as ``sender``. ``seconds`` is the timeout of a call."""
+        patience = timedelta(seconds=seconds)
+        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=patience)
+        return SenderPlace(self, store, sender)
+
+
+@dataclass(frozen=True, slots=True)
+class SenderPlace:
+    """The place of one sender in a transfer.
+
+    Attributes:
+        meeting: The store, and the number of members.
+        store: The store of the transfer.
+        sender: Index of the sender.
+    """
+
+    meeting: Meeting
+    store: dist.Store
+    sender: int = 0
+
+
+def open_meeting(host: str, senders: int, receivers: int, seconds: float) -> SenderPlace:
+    """Open the store of a transfer on this machine. Return the place of the first sender.
+
+    Args:
+        host: Address of this machine, as the others reach it.
+        senders: Number of senders.
+        receivers: Number of receivers.
+        seconds: Timeout of a call.
+    """
+    store = open_store(host, senders + receivers, timedelta(seconds=seconds))
+    return SenderPlace(Meeting(host, store.port, senders, receivers), store)
+
+
+class ProcessGroupBroadcast(WeightTransport):
+    """Sends buckets through a separate process group of this process and all receivers.
+
+    Several processes may be senders, with a group each. Receivers take the buckets of one sender
+    after the other, in turns. So all receivers take part in the same broadcast, and none waits for
+    another one. The first sender, which alone has the ``workers``, calls them at the begin of each
+    turn. The layout of each bucket goes through the store.
+
+    Args:
+        workers: The receivers. Empty on other senders than the first.
+        size: Bytes of a bucket.
+        device: Device of the buckets. A CUDA device selects NCCL, any other Gloo.
+        seconds: Timeout of joining, of each call and of each broadcast.
+        place: The place of this sender.
     """
 
     def __init__(
@@ -293,39 +360,124 @@ class ProcessGroupBroadcast(WeightTransport):
         size: int,
         device: torch.device,
         seconds: float,
-        host: str,
+        place: SenderPlace,
     ) -> None:
         super().__init__(workers, size, device, seconds)
-        patience = timedelta(seconds=seconds)
-        members = len(self.workers) + 1
-        self._store = open_store(host, members, patience)
-        bucket = self.slots[0].numel()
-        port = self._store.port
-        joining = [
-            worker.call("weights", "join", host, port, rank, members, bucket, device.type, seconds)
+        meeting = place.meeting
+        self._store, self._sender, self._senders = place.store, place.sender, meeting.senders
+        self._works: list[Any] = [None] * len(self.slots)
+        # Layouts of this update, and of the one before, which all receivers have read.
+        self._published: list[str] = []
+        self._read: list[str] = []
+        bucket, members = self.slots[0].numel(), meeting.receivers + 1
+        self._asked = [
+            worker.call(
+                "weights",
+                "join",
+                meeting.host,
+                meeting.port,
+                rank,
+                members,
+                bucket,
+                device.type,
+                seconds,
+                meeting.senders,
+            )
             for rank, worker in enumerate(self.workers, 1)
         ]
 
         def look() -> None:
             # a worker that failed to join raises here, before the timeout
-            for future in joining:
-                if future.done():
-                    future.result()
+            self._look()
+            raise_failure(place.store)
 
-        self._group: Any = group_of(self._store, 0, members, device, seconds, look)
-        for future in joining:
-            future.result(seconds)
+        try:
+            keys = sender_keys(place.store, place.sender)
+            self._group: Any = group_of(keys, 0, members, device, seconds, look)
+            self._finish_calls()
+        except BaseException:
+            # The others would wait until the timeout. The store itself may be gone.
+            with contextlib.suppress(RuntimeError):
+                place.store.set(FAILED, "")
+            raise
 
-    def _send(self, slot: int, layout: Layout) -> list[Future[object]]:
-        # the workers must be asked first: the broadcast waits until they take part
-        futures = self._ask("put_broadcast", layout)
-        self._group.broadcast(self.slots[slot][: used(layout)], 0).wait()
-        return futures
+    def begin_turn(self, sender: int) -> None:
+        """See ``WeightTransport.begin_turn``."""
+        self._look()
+        # The workers must be asked first: a broadcast waits until they take part.
+        self._asked += self._ask("receive", sender)
+
+    def end_turn(self) -> None:
+        """See ``WeightTransport.end_turn``."""
+        self._publish([])
+
+    def flush(self) -> None:
+        """See ``WeightTransport.flush``. Only the first sender knows that all have arrived."""
+        super().flush()
+        self._finish_calls()
+        for key in self._read:
+            self._store.delete_key(key)
+        self._read, self._published = self._published, []
 
     def close(self) -> None:
-        # must come first: it ends the wait of a worker that is blocked in a broadcast
-        self._group = None
+        """See ``WeightTransport.close``."""
+        # Workers that wait for the next bucket leave the groups. The first sender ends the turns of
+        # the others too, since one of them may be gone.
+        ended = range(self._senders) if self.workers else [self._sender]
+        with contextlib.suppress(RuntimeError):
+            for sender in ended:
+                self._publish(None, sender)
         super().close()
+        works, self._works = self._works, [None] * len(self.slots)
+        for work in works:
+            # A group with a broadcast that is under way is not freed before its end.
+            if work is not None:
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+        # It ends the wait of a worker that is blocked in a broadcast.
+        self._group = None
+
+    def _send(self, slot: int, layout: Layout) -> list[Future[object]]:
+        group = self._group
+        if group is None:
+            raise RuntimeError("the transfer was ended")
+        self._publish([slice_to_json(piece) for piece in layout])
+        # Not waited for: the next bucket is filled meanwhile.
+        self._works[slot] = group.broadcast(self.slots[slot][: used(layout)], 0)
+        return []
+
+    def _wait(self, slot: int) -> None:
+        work, self._works[slot] = self._works[slot], None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError:
+                # The error of a worker says more than that of a broken connection.
+                self._look()
+                raise
+        super()._wait(slot)
+
+    def _publish(self, entries: list[dict[str, Any]] | None, sender: int | None = None) -> None:
+        """Tell the receivers the slices of the next bucket of ``sender``, by default this one.
+
+        An empty list ends its turn, and None its transfer.
+        """
+        sender = self._sender if sender is None else sender
+        key = layout_key(sender, self._store.add(f"layouts/{sender}", 1) - 1)
+        self._store.set(key, json.dumps(entries))
+        self._published.append(key)
+
+    def _look(self) -> None:
+        """Raise the error of a call that has failed. Forget calls that have succeeded."""
+        for future in [future for future in self._asked if future.done()]:
+            self._asked.remove(future)
+            future.result()
+
+    def _finish_calls(self) -> None:
+        """Wait for all calls of workers."""
+        asked, self._asked = self._asked, []
+        for future in asked:
+            future.result(self.seconds)
 
 
 def build_transport(
@@ -334,23 +486,41 @@ def build_transport(
     size: int,
     device: torch.device,
     seconds: float,
-    host: str = "127.0.0.1",
+    place: SenderPlace | None = None,
 ) -> WeightTransport:
-    """Build the carrier that sends buckets to ``workers`` by ``way``.
+    """Build the carrier that sends buckets of this process to ``workers`` by ``way``.
 
     Args:
         way: ``broadcast``, ``shared`` or ``message``.
-        workers: The receivers.
+        workers: The receivers. Empty on other senders than the first.
         size: Bytes of a bucket.
         device: Device of the buckets. ``message`` keeps them on the CPU.
         seconds: Timeout of one call.
-        host: Address of this machine, as the workers reach it. Only ``broadcast`` uses it.
+        place: The place of this sender, for ``broadcast``.
     """
     if way == "message":
         return RayObject(workers, size, seconds)
     if way == "shared":
         return SharedMemory(workers, size, device, seconds)
-    return ProcessGroupBroadcast(workers, size, device, seconds, host)
+    if place is None:
+        raise ValueError("a broadcast needs the place of this sender")
+    return ProcessGroupBroadcast(workers, size, device, seconds, place)
+
+
+def sender_keys(store: dist.Store, sender: int) -> dist.Store:
+    """Return the part of ``store`` in which the members of the group of ``sender`` meet."""
+    return dist.PrefixStore(f"sender/{sender}", store)
+
+
+def layout_key(sender: int, number: int) -> str:
+    """Return the key of the store where ``sender`` writes the layout of its bucket ``number``."""
+    return f"layout/{sender}/{number}"
+
+
+def raise_failure(store: dist.Store) -> None:
+    """Raise ``RuntimeError`` if the groups of a transfer could not be made."""
+    if store.check([FAILED]):
+        raise RuntimeError("a member of the transfer has failed to join")
 
 
 def group_of(

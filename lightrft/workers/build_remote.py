@@ -30,7 +30,7 @@ from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, froze
 from lightrft.workers.reward_model_workers import RemoteModelScorer, reward_model_worker
 from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
-from lightrft.workers.weight_sync import WeightSyncConfig
+from lightrft.workers.weight_sync import SENDERS, WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 
 Hire = Callable[[str, Maker], Sequence[Worker]]
@@ -118,6 +118,7 @@ class RemoteRoleBuilder:
             self.host,
             trained,
             only_changed=config.engine.kind == "native",
+            senders=most_senders(config, strategy.device.type),
         )
         make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)
         # Only rank 0 calls engines. The others would start workers that nobody uses.
@@ -166,6 +167,21 @@ class RemoteRoleBuilder:
         make = partial(reward_model_worker, reward, policy, self.strategy, self.threads)
         found = RemoteModelScorer(scorer, reward, self.hire("reward_model", make), self.limits)
         return CombiningScorer(found, reward, found.names()) if reward.combines else found
+
+
+def most_senders(config: RLConfig, device: str) -> int:
+    """Return the number of ranks that may send weights to engines by ``broadcast``.
+
+    Args:
+        config: settings of the run.
+        device: type of the ranks' devices.
+    """
+    # Rank 0 alone has the snapshots of the weights that it generates with during training.
+    if config.rollout.staleness:
+        return 1
+    share = config.launch.ray.engine_devices
+    # NCCL refuses a group with two members on one device, which engines may share with ranks.
+    return 1 if device != "cpu" and share is not None and share < 1 else SENDERS
 
 
 def check_workers(config: RLConfig, requirements: Requirements) -> None:

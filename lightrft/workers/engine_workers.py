@@ -37,7 +37,7 @@ from lightrft.utils.errors import WorkerError
 from lightrft.workers.local import local_frozen
 from lightrft.workers.local_draft import draft_decoder
 from lightrft.workers.local_vllm import build_vllm
-from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig, led
+from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy, PendingCall, Reply, WorkerGroup
 
 TURN_SECONDS = 0.25
@@ -139,9 +139,9 @@ class EngineWorker(ABC):
             return []
         return [pack_rollout(rollout) for rollout in drawing.abort()]
 
-    def weights(self, method: str, *args: object) -> None:
-        """Call ``method`` of the inbox, on behalf of the transport."""
-        getattr(self.inbox, method)(*args)
+    def weights(self, method: str, *args: object) -> object:
+        """Call ``method`` of the inbox, on behalf of the transport, and return its result."""
+        return getattr(self.inbox, method)(*args)
 
     def ping(self) -> None:
         """Do nothing: a reply proves that the worker is alive."""
@@ -225,10 +225,10 @@ def vllm_worker(model: PolicyModelConfig, config: EngineConfig) -> VLLMEngineWor
 class EngineWorkerGroup:
     """An ``Engine`` over workers with an ``EngineWorker`` each.
 
-    Rank 0 calls the workers. On other ranks the object has no workers and only joins collective
-    calls. Requests are assigned prompt by prompt as workers become free. When a worker is lost, its
-    unfinished requests are sent to other workers. The worker is restarted with the newest weights,
-    which this machine keeps.
+    Rank 0 calls the workers. On other ranks the object has no workers, joins collective calls, and
+    sends a part of the weights. Requests are assigned prompt by prompt as workers become free. When
+    a worker is lost, its unfinished requests are sent to other workers. The worker is restarted
+    with the newest weights, which the ranks that send them keep.
 
     Args:
         workers: the workers. Empty on other ranks than 0.
@@ -255,8 +255,7 @@ class EngineWorkerGroup:
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.config = config
-        self.delivery = WeightSync(workers, limits, hand)
-        self._ranks = ranks
+        self.delivery = WeightSync(workers, limits, hand, ranks)
         self._losses: Counter[int] = Counter()
 
     @property
@@ -309,7 +308,7 @@ class EngineWorkerGroup:
 
         Every rank must call it, since gathering ``weights`` may be a collective operation.
         """
-        return led(self._ranks, weights, lambda stream: self.delivery.sync(stream, version))
+        return self.delivery.sync(weights, version)
 
     def sleep(self, level: int) -> None:
         """See ``Engine.sleep``. A worker that restarts is skipped, and comes back awake."""

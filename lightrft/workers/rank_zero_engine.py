@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from lightrft.config.strategy import SamplingConfig
-from lightrft.distributed.process_group import ProcessGroup
+from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.roles import HasEventCounts
 from lightrft.types import Request, Rollout
-from lightrft.workers.weight_sync import led
+
+T = TypeVar("T")
 
 
 class RankZeroEngine:
@@ -73,3 +76,29 @@ class RankZeroEngine:
         """Close the engine."""
         if self.engine is not None:
             self.engine.close()
+
+
+def led(
+    ranks: ProcessGroup,
+    weights: Iterable[tuple[str, Tensor]],
+    take: Callable[[Iterator[tuple[str, Tensor]]], T],
+) -> T:
+    """Run ``take`` on ``weights`` on rank 0 and broadcast its result.
+
+    The other ranks only join the collective calls that gather the weights.
+
+    Args:
+        ranks: all ranks of the run.
+        weights: full tensors by name. Iterating may be a collective operation.
+        take: function that consumes them on rank 0.
+    """
+    stream = iter(weights)
+
+    def work() -> Any:
+        try:
+            return take(stream) if ranks.rank == 0 else None
+        finally:
+            # Every rank must exhaust the stream, since gathering a tensor is a collective call.
+            deque(stream, maxlen=0)
+
+    return run_on_all_ranks(ranks, work)[0]

@@ -5,35 +5,40 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, run_on_all_ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import dtype_of
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
+from lightrft.engines.sending.kept_copies import CopyRequests, CopyServer, KeptCopies
+from lightrft.engines.sending.sender_turns import SenderTurns
+from lightrft.engines.sending.tensor_slices import fill, used
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.weight_transport import (
+    Meeting,
     RayObject,
+    SenderPlace,
     Way,
     WeightBuffer,
     WeightTransport,
     build_transport,
-    fill,
-    used,
+    open_meeting,
 )
 from lightrft.utils.errors import ModelError
 from lightrft.workers.worker_group import FaultPolicy, WorkerGroup
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Weights = Iterable[tuple[str, Tensor]]
 """Tensors by name."""
+SENDERS = 8
+"""Most ranks that send weights. Each has a process group with all workers, which takes memory on
+their devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,8 @@ class WeightSyncConfig:
     ``way`` is the transport and ``bucket`` the size of its buffers in bytes. Buckets are filled on
     ``device``. ``host`` is the address of this machine. ``trained`` names the parameters that
     training changes. After the first transfer only these are compared. None compares all of them.
-    Without ``only_changed``, all compared weights are sent, for engines that need whole layers.
+    Without ``only_changed``, all compared weights are sent, for engines that need whole layers. Up
+    to ``senders`` ranks broadcast; by other ways rank 0 sends all weights.
     """
 
     way: Way = "message"
@@ -52,19 +58,55 @@ class WeightSyncConfig:
     host: str = "127.0.0.1"
     trained: frozenset[str] | None = None
     only_changed: bool = True
+    senders: int = SENDERS
+
+    def ranks_that_send(self, size: int) -> list[int]:
+        """Return the ranks of ``size`` that send. They are spread evenly over the machines."""
+        count = min(self.senders, size) if self.way == "broadcast" else 1
+        return [i * size // count for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The state of the workers before an update, as rank 0 knows it.
+
+    ``dtypes`` and ``sums`` are of the weights that workers hold at the start. ``reopens`` is True
+    if the transport must be made, ``meeting`` is where the senders of a broadcast then meet, and
+    ``requests`` is where the first one asks the others for copies.
+    """
+
+    dtypes: HeldDtypes
+    sums: Fingerprint
+    reopens: bool
+    meeting: Meeting | None
+    requests: Meeting | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The part of an update that one rank has sent.
+
+    ``arrived`` is False if the transfer failed. ``sums`` are the checksums that changed.
+    """
+
+    arrived: bool = True
+    sums: Fingerprint = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 class WeightSync:
     """Sends weights to ``workers`` with an ``EngineWorker`` each.
 
-    Weights that changed since the last transfer are sent, in the workers' dtypes. A lost
-    worker is restarted and receives the newest weights. This machine keeps a copy in CPU memory for
-    that.
+    Weights that changed since the last transfer are sent, in the workers' dtypes. Several ranks
+    may send. Each sends the same tensors in every update, converts and compares these alone, and
+    keeps a copy of them in CPU memory. A lost worker is restarted and receives the newest weights
+    from these copies. Only rank 0 calls workers.
 
     Args:
         workers: the workers. Empty on other ranks than 0.
         limits: timeouts and restarts of workers.
         hand: settings of the transfer.
+        ranks: all ranks of the run.
 
     Raises:
         WorkerError: restarts do not help.
@@ -72,45 +114,246 @@ class WeightSync:
     """
 
     def __init__(
-        self, workers: Sequence[Worker], limits: FaultPolicy, hand: WeightSyncConfig
+        self,
+        workers: Sequence[Worker],
+        limits: FaultPolicy,
+        hand: WeightSyncConfig,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.crew = WorkerGroup(workers, limits, self._give)
         self.hand = hand
-        self.version = 0
+        self._ranks = ranks
+        self._senders = hand.ranks_that_send(ranks.size)
+        self._turns = SenderTurns(len(self._senders), hand.bucket)
         self._begun = False
         # of every weight that was sent or trained, in the version that workers hold
         self._sums: Fingerprint = {}
-        self._copies: dict[str, Tensor] = {}
+        self._kept = KeptCopies()
         self._dtypes = HeldDtypes()
         self._carrier: WeightTransport | None = None
+        self._place: SenderPlace | None = None
         self._lives: tuple[int, ...] = ()
         self._found: dict[int, Fingerprint] = {}
         self._resent = 0
         self._cost = UpdateCost()
+        self._requests: CopyRequests | None = None
+        self._server: CopyServer | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the newest weights."""
+        return self._kept.version
 
     @property
     def travelled(self) -> set[str]:
-        """The names of weights that are kept for restarted workers."""
-        return set(self._copies)
+        """The names of weights that this rank keeps for restarted workers."""
+        return set(self._kept.weights)
 
     def sync(self, weights: Weights, version: int) -> Fingerprint:
-        """Send ``weights`` of ``version`` to every worker and return their common fingerprint."""
+        """Send ``weights`` of ``version`` to every worker and return their common fingerprint.
+
+        Every rank must call it, since gathering ``weights`` may be a collective operation.
+        """
         with self._cost.timed():
             return self._synced(weights, version)
 
+    def take_counts(self) -> dict[str, float]:
+        """See ``HasEventCounts``."""
+        resent, self._resent = self._resent, 0
+        restarts = self.crew.take_restarts()
+        return {"restarts": restarts, "weights_resent": resent, **self._cost.take()}
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._server is not None:
+            self._server.close()
+        self.crew.close()
+
+    @property
+    def _is_first(self) -> bool:
+        return self._ranks.rank == 0
+
+    @property
+    def _sender(self) -> int | None:
+        """The index of this rank among the senders."""
+        rank = self._ranks.rank
+        return self._senders.index(rank) if rank in self._senders else None
+
     def _synced(self, weights: Weights, version: int) -> Fingerprint:
+        plan = run_on_all_ranks(self._ranks, self._prepared)[0]
+        assert plan is not None
+        if not self._begun:
+            self._dtypes, self._sums = plan.dtypes, dict(plan.sums)
+        copies = dict(self._kept.weights)
+        parts = run_on_all_ranks(self._ranks, lambda: self._part(weights, plan, copies))
+        self._kept = KeptCopies(version, self._kept.update + 1, copies)
+        self._begun = True
+        for part in parts:
+            self._sums |= part.sums
+            self._cost.num_bytes += part.num_bytes
+        arrived = all(part.arrived for part in parts)
+        if not arrived:
+            self._close_carrier()
+        return run_on_all_ranks(self._ranks, lambda: self._settled(arrived))[0]
+
+    def _prepared(self) -> _Plan | None:
+        """Return what other ranks must know of the workers. Rank 0 looks after them."""
+        if not self._is_first:
+            return None
         self.crew.settle()
         # This call also detects workers that were lost since the last transfer.
         there = self.crew.each("ping" if self._begun else "fingerprint")
+        dtypes, sums = self._dtypes, self._sums
         if not self._begun:
-            self._compare_start([found for found in there if found is not None])
+            dtypes, sums = _at_start([found for found in there if found is not None])
         self.crew.settle()
-        sums = dict(self._sums)
-        copies, arrived = self._send(self._cost.counted(self._travelling(weights, sums)))
-        self._copies, self._sums, self._begun = copies, sums, True
-        self.version, self._found = version, {}
+        reopens = self._carrier is None or self._lives != self.crew.lives
+        # Read before the transport is made: a worker restarted in between reopens it next time.
+        self._lives = self.crew.lives
+        meeting = self._meet() if reopens else None
+        return _Plan(dtypes, {} if self._begun else sums, reopens, meeting, self._listened())
+
+    def _meet(self) -> Meeting | None:
+        """Open the store of a broadcast, and return where it is."""
+        hand = self.hand
+        if hand.way != "broadcast":
+            return None
+        seconds = self.crew.limits.call_timeout
+        self._place = open_meeting(hand.host, len(self._senders), len(self.crew.workers), seconds)
+        return self._place.meeting
+
+    def _listened(self) -> Meeting | None:
+        """Return where the other senders wait for requests, if there are others."""
+        if len(self._senders) == 1:
+            return None
+        if self._requests is None:
+            hand, seconds = self.hand, self.crew.limits.call_timeout
+            self._requests = CopyRequests(hand.host, len(self._senders), seconds, hand.bucket)
+        return self._requests.meeting
+
+    def _part(self, weights: Weights, plan: _Plan, copies: dict[str, Tensor]) -> _Part:
+        """Send this rank's part of ``weights``. Put its newest copies into ``copies``."""
+        stream = iter(weights)
+        try:
+            if self._sender is None:
+                return _Part()
+            self._serve(plan)
+            self._open(plan)
+            return self._sent(stream, self._sender, copies)
+        except BaseException:
+            # The workers would wait for this rank.
+            self._close_carrier()
+            raise
+        finally:
+            # Every rank must exhaust the stream, since gathering a tensor is a collective call.
+            deque(stream, maxlen=0)
+
+    def _serve(self, plan: _Plan) -> None:
+        """Begin to listen for requests of the first sender."""
+        if plan.requests is None or self._is_first or self._server is not None:
+            return
+        assert self._sender is not None
+        self._server = CopyServer(
+            plan.requests,
+            self._sender,
+            lambda: self._kept,
+            self.crew.limits.call_timeout,
+            self.hand.bucket,
+        )
+
+    def _sent(
+        self, stream: Iterator[tuple[str, Tensor]], sender: int, copies: dict[str, Tensor]
+    ) -> _Part:
+        """Send the tensors of ``stream`` that belong to ``sender``."""
+        # Not the copies of the last update: a worker that restarts meanwhile must get one version.
+        keeper = WeightBuffer(copies.update)
+        cost, sums = UpdateCost(), dict(self._sums)
+        mine = self._own(stream, sender, sums, cost)
+        # Without a transport the weights are still copied, since each worker is sent that copy.
+        carrier = self._carrier or RayObject((), self.hand.bucket, 0.0)
+        for slot, layout in fill(mine, carrier.slots):
+            keeper.take(carrier.slots[slot][: used(layout)].cpu(), layout)
+            self._step("send", slot, layout)
+        self._step("flush")
+        changed = {name: total for name, total in sums.items() if total != self._sums.get(name)}
+        return _Part(self._carrier is not None, changed, cost.num_bytes)
+
+    def _own(
+        self, stream: Iterator[tuple[str, Tensor]], sender: int, sums: Fingerprint, cost: UpdateCost
+    ) -> Iterator[tuple[str, Tensor] | None]:
+        """Yield the weights of ``sender`` that workers lack, in their dtypes, and None at the end
+        of a turn. Update the checksums ``sums``, and count bytes in ``cost``."""
+        trained = self.hand.trained if self._begun else None
+        everything = not self.hand.only_changed
+        mine = False
+        self._turns.begin()
+        for name, tensor in stream:
+            if trained is not None and name not in trained:
+                continue
+            turn = self._turns.next(name, tensor.nbytes)
+            if turn.begins:
+                if mine and turn.sender != sender:
+                    # What follows is sent by others, so the bucket is sent as it is.
+                    yield None
+                if mine:
+                    self._step("end_turn")
+                self._step("begin_turn", turn.sender)
+                mine = turn.sender == sender
+            if mine:
+                found = changed_weights(
+                    [(name, tensor)], sums, self._dtypes, all_of_them=everything
+                )
+                yield from cost.counted(found)
+        if mine:
+            yield None
+            self._step("end_turn")
+
+    def _open(self, plan: _Plan) -> None:
+        """Open the transport if ``plan`` asks for it. ``_carrier`` is None if it fails."""
+        if not plan.reopens:
+            return
+        self._close_carrier()
+        hand, limits = self.hand, self.crew.limits
+
+        def make() -> None:
+            place = self._place
+            if plan.meeting is not None and not self._is_first:
+                assert self._sender is not None
+                place = plan.meeting.enter(self._sender, limits.call_timeout)
+            self._carrier = build_transport(
+                hand.way, self.crew.workers, hand.bucket, hand.device, limits.call_timeout, place
+            )
+
+        self._carried(make)
+
+    def _step(self, method: str, *args: object) -> None:
+        """Call ``method`` of the transport, unless it has failed."""
+        if self._carrier is not None:
+            self._carried(getattr(self._carrier, method), *args)
+
+    def _carried(self, step: Callable[..., None], *args: object) -> None:
+        """Run ``step`` of the transport, which is closed if that fails."""
+        try:
+            step(*args)
+        except (WorkerLost, TimeoutError, RuntimeError) as error:
+            log.warning(
+                "weights did not reach all workers (%s); they are sent again, one worker at a time",
+                error,
+            )
+            self._close_carrier()
+
+    def _close_carrier(self) -> None:
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.close()
+
+    def _settled(self, arrived: bool) -> Fingerprint:
+        """Return the common fingerprint of all workers. Rank 0 asks them."""
+        if not self._is_first:
+            return {}
+        self._found = {}
         if arrived:
-            settled = self.crew.each("settle", version)
+            settled = self.crew.each("settle", self.version)
             for worker, found in zip(self.crew.workers, settled):
                 # A lost worker gives None. Its restart stores the fingerprint, which must stay.
                 if found:
@@ -124,92 +367,6 @@ class WeightSync:
         self.crew.settle()  # restarted workers have received the weights now
         return self._agreed(self._sums)
 
-    def take_counts(self) -> dict[str, float]:
-        """See ``HasEventCounts``."""
-        resent, self._resent = self._resent, 0
-        restarts = self.crew.take_restarts()
-        return {"restarts": restarts, "weights_resent": resent, **self._cost.take()}
-
-    def close(self) -> None:
-        """End the workers."""
-        self.crew.close()
-
-    def _compare_start(self, known: Sequence[Fingerprint]) -> None:
-        """Read the dtypes of the workers' weights, and the checksums that all of them agree on.
-
-        Workers load the start model themselves, so they have most weights already.
-        """
-        first = known[0] if known else {}
-        self._dtypes = HeldDtypes({name: dtype_of(total) for name, total in first.items()})
-        for name, total in first.items():
-            if all(there.get(name) == total for there in known):
-                self._sums[name] = total
-
-    def _travelling(self, weights: Weights, sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
-        """Yield the ``weights`` that workers lack, in their dtypes. Update the checksums ``sums``
-        of all weights."""
-        trained = self.hand.trained if self._begun else None
-        compared = ((n, w) for n, w in weights if trained is None or n in trained)
-        return changed_weights(compared, sums, self._dtypes, all_of_them=not self.hand.only_changed)
-
-    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], bool]:
-        """Send ``weights`` to all workers.
-
-        Returns:
-            The newest copy of every weight that was ever sent, and True if all workers received
-            the weights.
-        """
-        copies = dict(self._copies)
-        # Not ``_copies``: a worker that restarts meanwhile must get one version.
-        keeper = WeightBuffer(copies.update)
-        carrier = self._open()
-        arrived = carrier is not None
-        # Without a transport the weights are still copied, since each worker is sent that copy.
-        slots = RayObject((), self.hand.bucket, 0.0).slots if carrier is None else carrier.slots
-        for slot, layout in fill(weights, slots):
-            keeper.take(slots[slot][: used(layout)].cpu(), layout)
-            arrived = arrived and carrier is not None and self._carried(carrier.send, slot, layout)
-        return copies, arrived and carrier is not None and self._carried(carrier.flush)
-
-    def _open(self) -> WeightTransport | None:
-        """Return the transport, reopened if a worker was restarted, or None if that fails."""
-        hand, crew = self.hand, self.crew
-        if self._carrier is None or self._lives != crew.lives:
-            self._close_carrier()
-            # Read before the transport is made: a worker restarted in between reopens it next time.
-            self._lives = crew.lives
-
-            def make() -> None:
-                self._carrier = build_transport(
-                    hand.way,
-                    crew.workers,
-                    hand.bucket,
-                    hand.device,
-                    crew.limits.call_timeout,
-                    hand.host,
-                )
-
-            self._carried(make)
-        return self._carrier
-
-    def _carried(self, step: Callable[..., None], *args: object) -> bool:
-        """Run ``step`` of the transport and return True if it succeeded."""
-        try:
-            step(*args)
-        except (WorkerLost, TimeoutError, RuntimeError) as error:
-            log.warning(
-                "weights did not reach all workers (%s); they are sent again, one worker at a time",
-                error,
-            )
-            self._close_carrier()
-            return False
-        return True
-
-    def _close_carrier(self) -> None:
-        if self._carrier is not None:
-            self._carrier.close()
-        self._carrier = None
-
     def _give_again(self, worker: Worker) -> None:
         """Send the newest weights as messages, after a transfer that failed."""
         # The failed transfer has already waited for this worker, so it gets only a short timeout.
@@ -220,15 +377,20 @@ class WeightSync:
         """Send the newest weights to ``worker``, if any have been sent before."""
         if not self._begun:
             return
-        silence = self.crew.limits.call_timeout
+        silence, kept = self.crew.limits.call_timeout, self._kept
         # Messages, not the transport: that would need all workers of the group to take part.
         slots = RayObject((), self.hand.bucket, 0.0).slots
-        for slot, layout in fill(self._copies.items(), slots):
+        for slot, layout in fill(kept.weights.items(), slots):
             data = slots[slot][: used(layout)].numpy()
             worker.call("weights", "put", data, layout).result(silence)
-        self._found[id(worker)] = worker.call("settle", self.version).result(silence)
-        # Among workers alone: a transfer may be replacing the weights that it was given.
-        self._agreed({})
+        if self._requests is not None:
+            self._requests.send_to(worker, kept.update)
+        found = worker.call("settle", kept.version).result(silence)
+        # If an update has ended meanwhile, its transfer has failed, and the worker is sent to again.
+        if kept is self._kept:
+            self._found[id(worker)] = found
+            # Among workers alone: a transfer may be replacing the weights that it was given.
+            self._agreed({})
 
     def _agreed(self, sums: Fingerprint) -> Fingerprint:
         """Return the common fingerprint of all workers.
@@ -249,25 +411,15 @@ class WeightSync:
         return first
 
 
-def led(
-    ranks: ProcessGroup, weights: Weights, take: Callable[[Iterator[tuple[str, Tensor]]], T]
-) -> T:
-    """Run ``take`` on ``weights`` on rank 0 and broadcast its result.
+def _at_start(known: Sequence[Fingerprint]) -> tuple[HeldDtypes, Fingerprint]:
+    """Return the dtypes of the workers' weights, and the checksums that all of them agree on.
 
-    The other ranks only join the collective calls that gather the weights.
+    Workers load the start model themselves, so they have most weights already.
 
     Args:
-        ranks: all ranks of the run.
-        weights: full tensors by name. Iterating may be a collective operation.
-        take: function that consumes them on rank 0.
+        known: the fingerprint of each worker.
     """
-    stream = iter(weights)
-
-    def work() -> Any:
-        try:
-            return take(stream) if ranks.rank == 0 else None
-        finally:
-            # Every rank must exhaust the stream, since gathering a tensor is a collective call.
-            deque(stream, maxlen=0)
-
-    return run_on_all_ranks(ranks, work)[0]
+    first = known[0] if known else {}
+    dtypes = HeldDtypes({name: dtype_of(total) for name, total in first.items()})
+    agreed = {n: total for n, total in first.items() if all(f.get(n) == total for f in known)}
+    return dtypes, agreed

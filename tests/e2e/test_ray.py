@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import DataError, RankError, ResourceError
 from lightrft.utils.stop_signal import StopFlag
+from lightrft.workers import build_remote
+from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig
 from tests import warm
 from tests.e2e.several import PRESETS, beside, check_equal, config_file, rows_with_pictures
 
@@ -380,6 +382,38 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     starts = {role: [int(row[f"{role}/restarts"]) for row in rows] for role in staff}
     assert all(counts[1] == 0 and sum(counts[2:]) >= 1 for counts in starts.values()), starts
     assert sum(starts["engine"]) >= 2, starts
+    check_equal(tmp_path / "cluster", one(tree, tmp_path))
+
+
+def with_a_sender_that_dies(config: RLConfig, observer: Any) -> dict[str, Any]:
+    """A program of ranks: in the third update of the weights, the second sender is killed while it sends, once. Buckets are small, so
+    that both ranks send."""
+    own, mark = WeightSync._own, to_come(config, 3)
+
+    def dying(self: WeightSync, stream: Any, sender: int, *more: Any) -> Iterator[Any]:
+        for weight in own(self, stream, sender, *more):
+            if sender == 1 and self._kept.update == 2 and mark.exists():
+                mark.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield weight
+
+    def small(way: Any, bucket: int, *more: Any, **options: Any) -> WeightSyncConfig:
+        return WeightSyncConfig(way, 4096, *more, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightSync, "_own", dying)
+        patch.setattr(build_remote, "WeightSyncConfig", small)
+        return run_rl(config, observer)
+
+
+def test_a_sender_of_weights_that_is_killed_in_an_update_has_all_start_again_and_loses_nothing(
+    nodes, tree, tmp_path
+):
+    config = config_of(tree, tmp_path, "cluster", **staffed(engines=2))
+    mark = to_come(config, 3)
+    mark.touch()
+    summary = run_on_ray("tests.e2e.test_ray:with_a_sender_that_dies", config, NullObserver())
+    assert summary["restarts"] == 1 and not mark.exists()
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 

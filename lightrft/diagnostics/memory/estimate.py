@@ -46,8 +46,10 @@ from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.utils.cpu_memory import products_bytes
+from lightrft.workers.build_remote import most_senders
 from lightrft.workers.local import teacher_settings
 from lightrft.workers.local_draft import draft_settings
+from lightrft.workers.weight_sync import WeightSyncConfig
 
 MIB = 2**20
 ROLES = {"engines": "engine", "references": "reference", "teachers": "teacher"}
@@ -130,9 +132,7 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
         phases.append(reading(place, models, loaded))
     if "engine" in apart:
         assert isinstance(config, RLConfig)
-        # A bucket in transfer. On a CPU, the copy for restarted engines is in the same memory.
-        copy = _trained_bytes(models[0]) if device.kind == "cpu" else 0.0
-        kept["weights for engines"] = ModelMemory(config.launch.ray.bucket_mb * MIB + copy)
+        kept["weights for engines"] = _for_engines(config, models[0], device)
     kept |= _compiled(models, device)
     on_host = _on_host(place, models, phases)
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
@@ -394,6 +394,26 @@ def _copies(place: ProcessProfile, policy: Model, engines: bool) -> ModelMemory:
     alone = place.device.processes == 1 or engines
     rest = 0.0 if alone else held(policy.parameters).weights - trained
     return ModelMemory((place.config.rollout.staleness + 1) * trained + rest)
+
+
+def _for_engines(config: RLConfig, policy: Model, device: Device) -> ModelMemory:
+    """Return the memory of a rank that sends weights to engines in workers.
+
+    Args:
+        config: Settings of the run.
+        policy: The policy.
+        device: Device of each process.
+    """
+    asked = config.launch.ray
+    hand = WeightSyncConfig(asked.weights, senders=most_senders(config, device.kind))
+    part = _trained_bytes(policy) / len(hand.ranks_that_send(device.processes))
+    # One bucket is filled while the other is sent.
+    buckets = 2.0 * asked.bucket_mb * MIB
+    if device.kind != "cpu":
+        return ModelMemory(buckets)
+    # The part of a bucket that is never filled takes no memory. The copies for restarted engines
+    # are in the same memory.
+    return ModelMemory(min(buckets, part) + part)
 
 
 def _trained_bytes(model: Model) -> float:

@@ -20,21 +20,14 @@ from lightrft.engines.sending.server_calls import (
     ask_in_thread,
     wait_until,
 )
-from lightrft.engines.served.weight_buckets import slice_to_json
+from lightrft.engines.sending.tensor_slices import Layout, fill, slice_to_json, used
 from lightrft.engines.vllm_parts.weight_receiver import (
     UPDATE_KEY,
     GroupInfo,
     dtype_key,
     report_key,
 )
-from lightrft.engines.weight_transport import (
-    Layout,
-    WeightTransport,
-    fill,
-    group_of,
-    open_store,
-    used,
-)
+from lightrft.engines.weight_transport import WeightTransport, group_of, open_store, sender_keys
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered
 
 
@@ -76,8 +69,9 @@ class VLLMGroup(WeightTransport):
         bucket = self.slots[0].numel()
         info = GroupInfo(host, self._store.port, members, bucket, device.type, seconds)
         joined = ask_in_thread(client, "/init_weight_transfer_engine", {"init_info": asdict(info)})
+        keys = sender_keys(self._store, 0)
         self._group: Any = group_of(
-            self._store, 0, members, device, seconds, lambda: raise_refusal(joined)
+            keys, 0, members, device, seconds, lambda: raise_refusal(joined)
         )
         joined.result(seconds)
         names = {self._store.get(dtype_key(rank)).decode() for rank in self._ranks}

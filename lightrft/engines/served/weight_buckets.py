@@ -8,20 +8,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.engines.weight_transport import ALIGNED, Layout, TensorSlice, fill, used
+from lightrft.engines.sending.tensor_slices import (
+    ALIGNED,
+    Layout,
+    TensorSlice,
+    fill,
+    slice_from_json,
+    slice_to_json,
+    used,
+)
 from lightrft.utils.errors import DataError
 
 SIZE = 8
 """Bytes of the number that a bucket begins with."""
 HEADER_SHARE = 4
 """The header of a bucket takes at most one such part of it."""
-FIELDS = ("first", "count", "at")
 
 
 def weight_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[bytes]:
@@ -63,31 +69,6 @@ def read_bucket(bucket: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[n
     for piece in layout:
         _check(piece, shapes, len(values))
     return values, layout
-
-
-def slice_to_json(piece: TensorSlice) -> dict[str, Any]:
-    """Return ``piece`` as a JSON object."""
-    numbers = {name: getattr(piece, name) for name in FIELDS}
-    dtype = str(piece.dtype).removeprefix("torch.")
-    return {"name": piece.name, "dtype": dtype, "shape": list(piece.shape), **numbers}
-
-
-def slice_from_json(entry: Mapping[str, Any]) -> TensorSlice:
-    """Return the slice of an object that ``slice_to_json`` has made.
-
-    Raises:
-        ValueError: It is malformed.
-        KeyError: An entry is missing.
-        TypeError: An entry is no number or list.
-        AttributeError: There is no such type of tensors.
-    """
-    dtype = getattr(torch, str(entry["dtype"]))
-    shape, numbers = tuple(entry["shape"]), [entry[name] for name in FIELDS]
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype} is no type of tensors")
-    if not all(type(n) is int and n >= 0 for n in (*shape, *numbers)):
-        raise ValueError(f"{shape} and {numbers} must be whole numbers from 0")
-    return TensorSlice(str(entry["name"]), dtype, shape, *numbers)
 
 
 def _check(piece: TensorSlice, shapes: Mapping[str, tuple[int, ...]], size: int) -> None:

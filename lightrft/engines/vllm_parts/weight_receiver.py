@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.engines.fingerprint import checksum
-from lightrft.engines.served.weight_buckets import slice_from_json
+from lightrft.engines.sending.tensor_slices import slice_from_json
 from lightrft.engines.vllm_parts.parameter_names import vllm_name
 from lightrft.engines.weight_transport import WeightBuffer
 

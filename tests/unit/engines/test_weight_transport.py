@@ -7,21 +7,24 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from threading import Thread
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from lightrft.distributed.local_store import keep_gloo_local
+from lightrft.engines.sending.tensor_slices import Layout, fill, used
 from lightrft.engines.weight_transport import (
     FileHandle,
+    ProcessGroupBroadcast,
     WeightBuffer,
     file_handle,
-    fill,
     mapped,
     nameless_file,
+    open_meeting,
     opened,
-    used,
 )
 
 
@@ -76,6 +79,48 @@ def test_a_bucket_may_be_written_to_again_once_it_was_taken() -> None:
         inbox.put(slots[slot][: used(layout)].numpy(), layout)
         slots[slot].zero_()
     assert torch.equal(shelf.held["a"], torch.arange(4.0))
+
+
+def test_none_among_the_weights_ends_a_bucket_and_an_empty_one_is_not_sent() -> None:
+    slots = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    weights = [None, ("a", torch.ones(2)), None, None, ("b", torch.ones(3)), ("c", torch.ones(1))]
+    found = [(slot, [piece.name for piece in layout]) for slot, layout in fill(weights, slots)]
+    assert found == [(0, ["a"]), (1, ["b", "c"])]
+
+
+def test_a_worker_takes_the_buckets_of_a_turn_and_leaves_when_its_sender_ends() -> None:
+    keep_gloo_local()
+    place = open_meeting("127.0.0.1", 1, 1, 20.0)
+    shelf, meeting = Shelf(), place.meeting
+    inbox = WeightBuffer(shelf.load)
+
+    def send() -> None:
+        carrier = ProcessGroupBroadcast((), 64, torch.device("cpu"), 20.0, place)
+        for _ in range(2):
+            for slot, layout in fill(
+                [("a", torch.arange(20.0)), ("b", torch.ones(3))], carrier.slots
+            ):
+                carrier.send(slot, layout)
+            carrier.end_turn()
+        carrier.send(0, fill_one(carrier.slots, "late"))
+        carrier.close()
+
+    sender = Thread(target=send)
+    sender.start()
+    inbox.join(meeting.host, meeting.port, 1, 2, 64, "cpu", 20.0)
+    assert [inbox.receive(0), inbox.receive(0)] == [2, 2]
+    with pytest.raises(RuntimeError, match="sender 0 has ended its transfer"):
+        inbox.receive(0)
+    with pytest.raises(RuntimeError, match="has left"):
+        inbox.receive(0)
+    sender.join()
+    assert list(shelf.held) == ["a", "b", "late"]
+    assert torch.equal(shelf.held["a"], torch.arange(20.0))
+
+
+def fill_one(slots: list[Tensor], name: str) -> Layout:
+    """Write a tensor into the first of ``slots``, and return its layout."""
+    return next(fill([(name, torch.ones(1))], slots))[1]
 
 
 def test_what_was_not_finished_is_forgotten_when_the_sender_leaves() -> None:

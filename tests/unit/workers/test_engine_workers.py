@@ -23,13 +23,14 @@ from lightrft.distributed.worker_api import WorkerLost
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.sending.tensor_slices import Layout
 from lightrft.engines.weight_transport import (
-    Layout,
+    ProcessGroupBroadcast,
     RayObject,
     Way,
     WeightBuffer,
     WeightTransport,
-    build_transport,
+    open_meeting,
 )
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -417,7 +418,13 @@ def test_an_engine_that_ends_while_a_group_forms_is_not_waited_for() -> None:
     gone.set_exception(WorkerLost("its process ended"))
     worker = SimpleNamespace(name="engine 0", call=lambda *_: gone)
     with pytest.raises(WorkerLost, match="its process ended"):
-        build_transport("broadcast", [worker], 64, torch.device("cpu"), seconds=8.0)  # type: ignore[list-item]
+        ProcessGroupBroadcast(
+            [worker],  # type: ignore[list-item]
+            64,
+            torch.device("cpu"),
+            8.0,
+            open_meeting("127.0.0.1", 1, 1, 8.0),
+        )
 
 
 def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_weights_too(

@@ -340,6 +340,17 @@ def test_roles_with_workers_of_their_own_are_not_with_the_ranks_and_have_a_table
     )
     alone = found(tmp_path, algorithm={"preset": "ppo"})
     assert list(ranks.models) == ["policy", "critic", "weights for engines"]
+    assert ranks.models["weights for engines"] == ModelMemory(2 * 2**20)
+    one, two = (
+        estimate_memory(
+            built(tmp_path, launch={**launch, "ray": {"engines": 1, "weights": way}}),
+            LENGTHS,
+            Device("cpu", 0, 2),
+        ).models["weights for engines"]
+        for way in ("message", "broadcast")
+    )
+    # each of two senders has a half of the copies
+    assert two.weights == one.weights / 2
     assert {phase.name.partition(":")[0] for phase in ranks.phases} == {
         "policy",
         "critic",
