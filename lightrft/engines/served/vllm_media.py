@@ -33,7 +33,7 @@ START_OPTION = "--no-mm-device-do-normalize"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the rows of a tensor belong to the items of a prompt.
+    """Assignment of the rows of a tensor to the items of a prompt.
 
     Attributes:
         grid: Name of the tensor whose rows have the sizes of the items, for a tensor that has the

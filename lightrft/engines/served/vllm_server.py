@@ -116,8 +116,8 @@ class VLLMServerEngine(ServedEngine):
             raise ConfigError(f"{self.where}: the model reads text alone, and cannot take {what}")
         if not self.config.check_logprobs:
             raise ConfigError(
-                "engine.check_logprobs = false with media on a vLLM server: nothing else would show "
-                f"that it was started without {START_OPTION}; set engine.check_logprobs=true"
+                "engine.check_logprobs = false with media on a vLLM server: nothing else would "
+                f"show that it was started without {START_OPTION}; set engine.check_logprobs=true"
             )
         try:
             version = str(self.client.ask("GET", "/version").get("version")).partition("+")[0]
