@@ -7,11 +7,11 @@ No package of vLLM is needed to write it. The layout is that of vLLM 0.32.
 from __future__ import annotations
 
 import base64
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import torch
 from torch import Tensor
 
@@ -112,7 +112,9 @@ class ServedMedia:
             content = media_digest(tensors)
             hashes[kind.name] = [f"{weights}-{content}-{k}" for k in range(len(items))]
             places[kind.name] = [{"offset": start, "length": size} for start, size in runs]
-            data[kind.name] = [base64.b64encode(packed(item)).decode("ascii") for item in items]
+            data[kind.name] = [
+                base64.b64encode(msgpack.packb(item)).decode("ascii") for item in items
+            ]
         return {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": data}
 
 
@@ -157,26 +159,3 @@ def written(values: Tensor) -> list[Any]:
     # a scalar has no bytes to view
     content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [str(plain.dtype).removeprefix("torch."), list(plain.shape), content]
-
-
-def packed(value: Any) -> bytes:
-    """Return ``value`` in msgpack. It may hold None, numbers, texts, bytes, lists and mappings."""
-    match value:
-        case None:
-            return b"\xc0"
-        case bool():
-            return b"\xc3" if value else b"\xc2"
-        case int():
-            return b"\xd3" + struct.pack(">q", value)
-        case str():
-            content = value.encode()
-            return b"\xdb" + struct.pack(">I", len(content)) + content
-        case bytes():
-            return b"\xc6" + struct.pack(">I", len(value)) + value
-        case list():
-            head = b"\xdd" + struct.pack(">I", len(value))
-            return head + b"".join(packed(entry) for entry in value)
-        case dict():
-            head = b"\xdf" + struct.pack(">I", len(value))
-            return head + b"".join(packed(key) + packed(entry) for key, entry in value.items())
-    raise TypeError(f"msgpack for {type(value).__name__} is not written here")

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
-from lightrft.engines.served.vllm_media import ServedMedia, packed, runs_of
+from lightrft.engines.served.vllm_media import ServedMedia, runs_of
 from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.utils.errors import ConfigError, ModelError
@@ -19,15 +18,6 @@ from lightrft.workers.local_vllm import media_kinds
 from tests.media_helpers import rig
 
 PICTURE = ("image", (16, 16, 3))
-
-
-def test_messages_are_msgpack() -> None:
-    msgpack = pytest.importorskip("msgpack")
-    item = {"data": ["float32", [2, 3], b"\x00\xff"], "field": ["flat", {"on": True, "to": None}]}
-    item["sizes"] = [-1, 0, 2**40, False, "ü"]
-    assert msgpack.unpackb(packed(item)) == item
-    with pytest.raises(TypeError, match="Tensor"):
-        packed([torch.ones(1)])
 
 
 def test_each_run_of_placeholders_is_an_item() -> None:
