@@ -35,8 +35,7 @@ class CudaGraphs:
         # keeps the pool: it ends with its last graph, and each call of ``generate`` would then take
         # memory for another one
         self._last: torch.cuda.CUDAGraph | None = None
-        # one for all captures: memory of a pool belongs to the stream that asked for it
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = None
 
     def __call__(self, step: Step) -> Step:
         with torch.cuda.device(self._device):
@@ -61,6 +60,8 @@ class CudaGraphs:
         """
         if self._last is None:
             self._pool = torch.cuda.graph_pool_handle()
+            # one for all captures: memory of a pool belongs to the stream that asked for it
+            self._stream = torch.cuda.Stream(self._device)
         graph = torch.cuda.CUDAGraph()
         random = torch.cuda.default_generators[torch.cuda.current_device()]
         state = random.clone_state()

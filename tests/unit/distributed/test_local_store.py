@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from lightrft.distributed import process_group
 from lightrft.distributed.local_store import is_loopback, loopback_store
 from lightrft.distributed.torchrun import OneMachine
-from lightrft.engines.weight_transport import ProcessGroupBroadcast
+from lightrft.engines.weight_transport import ProcessGroupBroadcast, open_meeting
 from tests import warm
 
 PATIENCE = timedelta(seconds=20)
@@ -97,8 +97,9 @@ def test_weights_for_workers_of_this_machine_are_sent_over_loopback() -> None:
             assert {address for address, _ in listening() - before} == {"127.0.0.1"}
             raise Stop
 
+    place = open_meeting("127.0.0.1", senders=1, receivers=1, seconds=5.0)
     with pytest.raises(Stop):
-        ProcessGroupBroadcast([Absent()], 1024, torch.device("cpu"), 5.0, "127.0.0.1")  # type: ignore[list-item]
+        ProcessGroupBroadcast([Absent()], 1024, torch.device("cpu"), 5.0, place)  # type: ignore[list-item]
 
 
 PROGRAM = """

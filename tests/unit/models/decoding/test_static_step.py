@@ -142,7 +142,9 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "other", [{"kind": "vllm"}, {"speculative": {"kind": "ngram"}}], ids=["vllm", "speculative"]
+    "other",
+    [{"kind": "http", "url": "http://127.0.0.1:1"}, {"speculative": {"kind": "ngram"}}],
+    ids=["http", "speculative"],
 )
 def test_settings_that_compile_nothing_are_refused(other: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"engine\.compile = true"):
