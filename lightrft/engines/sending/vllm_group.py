@@ -91,16 +91,21 @@ class VLLMGroup(WeightTransport):
         """
         self._store.set(UPDATE_KEY, name)
         try:
-            self.client.ask("POST", "/start_weight_update", {}, once=True)
+            self._ask_apart("/start_weight_update")
         except Unanswered:
             # A run that ended during its update has left it open.
-            self.client.ask("POST", "/finish_weight_update", {}, once=True)
-            self.client.ask("POST", "/start_weight_update", {}, once=True)
+            self._ask_apart("/finish_weight_update")
+            self._ask_apart("/start_weight_update")
         for slot, layout in fill(weights, self.slots):
             self.send(slot, layout)
         self.flush()
         self.client.ask("POST", "/finish_weight_update", {}, once=True)
         return [json.loads(self._store.get(report_key(name, rank))) for rank in self._ranks]
+
+    def _ask_apart(self, path: str) -> None:
+        """Ask ``path`` once. After an error vLLM closes the connection, so no other request may be
+        sent over it."""
+        self.client.ask("POST", path, {}, headers={"Connection": "close"}, once=True)
 
     def _send(self, slot: int, layout: Layout) -> list[Future[object]]:
         body = {"update_info": {"layout": [slice_to_json(piece) for piece in layout]}}
