@@ -70,8 +70,16 @@ class Server:
         self.processes = [Process(rank, self.size) for rank in range(self.size)]
 
     def ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, once: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        once: bool = False,
     ) -> Mapping[str, Any]:
+        # after an error vLLM closes the connection, so these must not leave it to others
+        assert path != "/start_weight_update" or headers == {"Connection": "close"}
         self.calls.append(path)
         self.before(path)
         if path == "/weight_info":
