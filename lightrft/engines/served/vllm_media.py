@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightrft.engines.vllm_parts.media import (
     MediaKind,
-    check_positions,
+    check_media,
     media_digest,
     refuse_media,
     tensors_of,
@@ -77,8 +77,7 @@ class ServedMedia:
 
     def check(self, prompt: Prompt) -> None:
         """Raise ``ConfigError`` if vLLM computes the media of ``prompt`` in another way."""
-        self.refuse([kind.name for kind in self._kinds if tensors_of(kind, prompt)])
-        check_positions(self._settings, prompt)
+        check_media(self._settings, self._kinds, prompt)
 
     def features(self, prompt: Prompt, weights: str) -> dict[str, Any]:
         """Return the field ``features`` of the request for ``prompt``.

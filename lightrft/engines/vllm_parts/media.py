@@ -66,6 +66,18 @@ def refuse_media(settings: Any, kinds: Sequence[str]) -> None:
             )
 
 
+def check_media(settings: Any, kinds: Sequence[MediaKind], prompt: Prompt) -> None:
+    """Raise ``ConfigError`` if vLLM computes the media of ``prompt`` in another way.
+
+    Args:
+        settings: The config of the model, of transformers.
+        kinds: Kinds of media that the model reads.
+        prompt: The prompt.
+    """
+    refuse_media(settings, [kind.name for kind in kinds if tensors_of(kind, prompt)])
+    check_positions(settings, prompt)
+
+
 def check_positions(settings: Any, prompt: Prompt) -> None:
     """Refuse videos after which vLLM counts positions in another way.
 
@@ -151,8 +163,7 @@ class VLLMMedia:
 
     def check(self, prompt: Prompt) -> None:
         """Raise ``ConfigError`` if vLLM computes the media of ``prompt`` in another way."""
-        refuse_media(self._config, [kind.name for kind in self._kinds if tensors_of(kind, prompt)])
-        check_positions(self._config, prompt)
+        check_media(self._config, self._kinds, prompt)
 
     def _input(self, prompt: Prompt, version: int) -> dict[str, Any]:
         ids = folded(prompt.token_ids, {kind.token for kind in self._kinds})

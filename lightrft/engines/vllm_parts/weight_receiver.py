@@ -147,9 +147,9 @@ class WeightReceiver:
         self._is_begun = False
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        family = self.model_config.hf_config.model_type
         for name, tensor in weights:
             self._received[name] = checksum(tensor)
-            family = self.model_config.hf_config.model_type
             self.model.load_weights([(vllm_name(family, name), tensor)])
 
 
