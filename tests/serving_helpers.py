@@ -220,6 +220,14 @@ def wait_for(url: str, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def wait_for_gauge(url: str, name: str, value: float, seconds: float = 60.0) -> None:
+    """Wait until the metrics of the server at ``url`` show ``value``."""
+    until = time.monotonic() + seconds
+    while f"{name} {value:g}\n" not in (text := httpx.get(f"{url}/metrics", timeout=5).text):
+        assert time.monotonic() < until, text
+        time.sleep(0.02)
+
+
 @contextmanager
 def killing_server(
     folder: Path,

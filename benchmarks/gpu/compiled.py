@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 
@@ -35,6 +36,7 @@ from lightrft.types import Prompt, Request, Rollout
 
 PROMPTS = (5, 40, 1, 70, 5)
 LIMITS = (1, 12, 40, 25)
+SMOKE_LIMITS = (12,)
 CLOSE = 1e-4
 
 
@@ -71,15 +73,15 @@ def wide_model(family: str) -> PreTrainedModel:
     raise RuntimeError(f"{family} runs neither in float64 nor in float32")
 
 
-def requests() -> list[Request]:
-    """Three responses to each prompt, of lengths that differ."""
+def requests(limits: Sequence[int]) -> list[Request]:
+    """Three responses to each prompt, with one limit of tokens after another."""
     draw = torch.Generator().manual_seed(0)
     prompts = [
         Prompt(str(i), torch.randint(4, 99, (n,), generator=draw).tolist())
         for i, n in enumerate(PROMPTS)
     ]
     return [
-        Request(prompt, 10 * i + s, s, LIMITS[(3 * i + s) % len(LIMITS)])
+        Request(prompt, 10 * i + s, s, limits[(3 * i + s) % len(limits)])
         for i, prompt in enumerate(prompts)
         for s in range(3)
     ]
@@ -91,16 +93,18 @@ def engine_of(model: PreTrainedModel, *, compiled: bool) -> NativeEngine:
     return NativeEngine(KVDecoder(model), tokenizer, EngineConfig(compile=compiled))
 
 
-def sampled(engine: NativeEngine, temperature: float = 1.3) -> dict[int, Rollout]:
+def sampled(
+    engine: NativeEngine, limits: Sequence[int], temperature: float = 1.3
+) -> dict[int, Rollout]:
     settings = SamplingConfig(temperature=temperature)
-    return {r.seed: r for r in engine.generate(requests(), settings)}
+    return {r.seed: r for r in engine.generate(requests(limits), settings)}
 
 
-def rounded(family: str, model: PreTrainedModel) -> Row:
+def rounded(family: str, model: PreTrainedModel, limits: Sequence[int]) -> Row:
     """Sample with compilation, and compare with transformers."""
     began = time.perf_counter()
     engine = engine_of(model, compiled=True)
-    off = mean_gap(model, list(sampled(engine, 1.0).values()))
+    off = mean_gap(model, list(sampled(engine, limits, 1.0).values()))
     return row_of(family, model, engine, None, off, began)
 
 
@@ -112,13 +116,13 @@ def in_4bit() -> PreTrainedModel:
         return load_model(config, device=common.device()).eval()
 
 
-def compared(family: str, model: PreTrainedModel) -> Row:
+def compared(family: str, model: PreTrainedModel, limits: Sequence[int]) -> Row:
     """Sample twice with and without compilation, with other weights the second time."""
     began = time.perf_counter()
     plain, compiled = (engine_of(model, compiled=choice) for choice in (False, True))
     equal, gap = True, 0.0
     for _ in range(2):
-        before, after = sampled(plain), sampled(compiled)
+        before, after = sampled(plain, limits), sampled(compiled, limits)
         for seed, rollout in before.items():
             equal = equal and rollout.token_ids == after[seed].token_ids
             pairs = zip(rollout.logprobs, after[seed].logprobs)
@@ -177,18 +181,20 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--families", nargs="+", choices=TEXT_FAMILIES, default=list(TEXT_FAMILIES))
     args = parser.parse_args()
+    limits = LIMITS
     if args.smoke:
-        args.families = ["qwen2"]
+        # each other number of rows is compiled once more, which takes ten seconds on a CPU
+        args.families, limits = ["qwen2"], SMOKE_LIMITS
     rows = []
     for family in args.families:
         model = wide_model(family)
         if KVDecoder(model).by_plan:
-            rows.append(compared(family, model))
+            rows.append(compared(family, model, limits))
             if rows[-1].failure:
-                rows.append(rounded(family, model.to(torch.bfloat16)))
+                rows.append(rounded(family, model.to(torch.bfloat16), limits))
             print(*rows[-2:], sep="\n", flush=True)
     if find_spec("bitsandbytes"):
-        rows.append(rounded("qwen2, 4 bit", in_4bit()))
+        rows.append(rounded("qwen2, 4 bit", in_4bit(), limits))
     checks = captures() if torch.cuda.is_available() else {}
     bad = [row.family for row in rows if not row.good]
     bad += [what for what, good in checks.items() if not good]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.serving_helpers import (
     save_judge,
     serve_process,
     wait_for,
+    wait_for_gauge,
 )
 
 
@@ -96,7 +96,7 @@ def test_a_stopped_server_finishes_what_it_has_accepted_and_ends_with_0(judge, s
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     # the requests wait for others to share their batch when the signal comes
-    process = serve_process(judge, port, "batching.wait_ms=1500", "name=judge")
+    process = serve_process(judge, port, "batching.wait_ms=20000", "name=judge")
     started.append(process)
     wait_for(url)
     answers: list[httpx.Response] = []
@@ -110,7 +110,7 @@ def test_a_stopped_server_finishes_what_it_has_accepted_and_ends_with_0(judge, s
     ]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)
+    wait_for_gauge(url, "queued_requests", 3)
     process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join()
