@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.strategy import EngineConfig
@@ -30,6 +30,16 @@ def open_client(config: EngineConfig) -> ServerClient:
     """
     header = functools.partial(bearer, config)
     header()
+    return client_of(config, header)
+
+
+def client_of(config: EngineConfig, header: Callable[[], dict[str, str]]) -> ServerClient:
+    """Return a client of ``engine.url``.
+
+    Args:
+        config: Settings of the engine.
+        header: Returns the header with the key, for each trial of a request.
+    """
     url = str(config.url).rstrip("/").removesuffix("/v1")
     # a key in the environment of this process stays the same: 401 does not pass
     passing = [status for status in ALIVE if status != 401]

@@ -36,9 +36,11 @@ class Unanswered(Exception):
 
     Attributes:
         refused: The server refused it, so that a repetition would not help.
+        status: HTTP status of the refusal, or 0.
     """
 
     refused = False
+    status = 0
 
 
 class Passing(Exception):
@@ -336,7 +338,7 @@ class ServerClient:
         if status >= httpx.codes.INTERNAL_SERVER_ERROR:
             raise Passing(problem, pause, broken=True)
         refusal = Unanswered(f"{self.url} refused the request: {problem}")
-        refusal.refused = True
+        refusal.refused, refusal.status = True, status
         raise refusal
 
 
