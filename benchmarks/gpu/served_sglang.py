@@ -89,7 +89,7 @@ def check_own(
     began = time.perf_counter()
     found.same_tokens(first, draw())
     found.add("seconds of a restart", time.perf_counter() - began)
-    restarts = engine.take_counts().get("server_restarts", 0)
+    restarts = engine.take_counts().get("restarts", 0)
     if restarts != 1:
         found.fail("restart", f"the server was started again {restarts} times")
 

@@ -52,6 +52,8 @@ CLOSE = 0.02
 """Share by which the ratio of two log-probs may differ from the ratio of temperatures."""
 TAGS = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
 """Memory that each level of sleep releases."""
+MEMORY_TRIALS = 3
+"""Trials of a request to release or resume memory of a server that the run has started."""
 OWN_TAGS = {1: TAGS[2], 2: TAGS[2]}
 """The same of a server that the run has started, which copies its weights to host memory."""
 
@@ -111,7 +113,8 @@ class SGLangEngine(ServedEngine):
         try:
             process.start()
             config = config.model_copy(update={"url": process.url})
-            engine = cls(client_of(config, process.authorization), tokenizer, config, ends)
+            client = client_of(config, process.authorization, direct=True)
+            engine = cls(client, tokenizer, config, ends)
         except BaseException:
             process.end()
             raise
@@ -241,7 +244,7 @@ class SGLangEngine(ServedEngine):
     def take_counts(self) -> dict[str, float]:
         """See ``HasEventCounts``."""
         restarts = 0 if self._process is None else self._process.take_restarts()
-        return {**super().take_counts(), **({"server_restarts": restarts} if restarts else {})}
+        return {**super().take_counts(), **({"restarts": restarts} if restarts else {})}
 
     def sleep(self, level: int) -> None:
         """See ``Engine.sleep``. It needs ``--enable-memory-saver`` of the server.
@@ -278,17 +281,26 @@ class SGLangEngine(ServedEngine):
 
     def _change_memory(self, change: str, tags: Sequence[str]) -> None:
         """Release or resume ``tags``. A server that was started again meanwhile has all memory."""
+        body, path = {"tags": list(tags)}, f"/{change}_memory_occupation"
         process, start = self._process, self._released_by
-        if process is not None and process.has_ended(start, patience=0):
-            return
         try:
-            body = {"tags": list(tags)}
-            path = f"/{change}_memory_occupation"
-            # SGLang ends if it is asked to resume what it has not released
-            self.client.ask("POST", path, body, once=process is not None)
+            if process is None:
+                self.client.ask("POST", path, body)
+                return
+            for trial in range(MEMORY_TRIALS):
+                if process.has_ended(start, patience=0):
+                    return
+                try:
+                    self.client.ask("POST", path, body, once=True)
+                    return
+                except Unanswered as error:
+                    # SGLang ends if it is asked to resume what it had resumed
+                    if process.has_ended(start):
+                        return
+                    if error.refused or trial == MEMORY_TRIALS - 1:
+                        raise
         except Unanswered as error:
-            if process is None or error.refused or not process.has_ended(start):
-                raise failure(error, self.where) from error
+            raise failure(error, self.where) from error
 
     def close(self) -> None:
         """Close all connections, delete the weights of this run, and end the server it started."""

@@ -253,6 +253,7 @@ def local_roles(
         check_native(config.engine, "model.replay_routes", "true")
     # Must come first: its processes start while models are loaded.
     scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
+    engine: Engine | None = None
     try:
         strategy, actor, engine = local_policy(
             config.model,
@@ -298,6 +299,8 @@ def local_roles(
         )
     except BaseException:
         scorer.close()
+        if engine is not None:
+            engine.close()
         raise
 
 

@@ -108,7 +108,7 @@ def local_served(
         assert built is not None
         return built
     made: list[Engine | None] = []
-    # every rank raises what rank 0 finds
+    # every rank raises what another one finds
     try:
         run_on_all_ranks(ranks, lambda: made.append(make()))
     except BaseException:
@@ -164,7 +164,7 @@ def async_served(
         return shared
     assert isinstance(built, ServedEngine)
     if isinstance(built, SGLangEngine):
-        built.stays_awake = True
+        built.stays_awake = config.engine.starts_server
     if config.model.lora is not None:
         # adapters are merged into weights that training does not change, and does not send
         built.frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}

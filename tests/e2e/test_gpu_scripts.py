@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -91,11 +89,7 @@ def test_the_script_for_sglang_starts_a_server_of_its_own(
     words = [str(SCRIPTS / "served_sglang.py"), "--smoke", "--model", str(model_folder)]
     words += ["--out", str(tmp_path), "--machine", "here"]
     paths = os.pathsep.join([str(ROOT / "tests" / "sglang_package"), str(ROOT)])
-    env = {**ENVIRONMENT, "PYTHONPATH": paths}
-    # a new interpreter: a fork has the paths of its parent
-    done = subprocess.run(
-        [sys.executable, *words], env=env, timeout=240, capture_output=True, text=True, check=False
-    )
+    done = warm.run(words, env={**ENVIRONMENT, "PYTHONPATH": paths}, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "sglang-here.json").read_text(encoding="utf-8"))
     assert found["weights by"] == "memory of cpu" and found["wrong"] == {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +30,9 @@ from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ResourceError
 from lightrft.utils.http_client import server_client
+from tests import warm
 from tests.e2e.command import ROOT
+from tests.e2e.several import ENVIRONMENT, check_equal, config_file, named
 from tests.e2e.test_sglang_broadcast import changed, weights_of
 from tests.e2e.test_sglang_engine import (
     answers,
@@ -154,6 +154,7 @@ def test_an_engine_starts_its_server_and_updates_it_and_ends_it(
     wait_until(lambda: not any(map(is_alive, pids)), 10)
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_is_killed_has_the_responses_of_one_whose_server_is_not(
     rl_tree: dict[str, Any], in_a_thread: SGLangServer, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -176,7 +177,7 @@ def test_a_run_whose_server_is_killed_has_the_responses_of_one_whose_server_is_n
     run_rl(build(RLConfig, tree))
     thread.join()
     rows = read_rows(begun)
-    assert sum(row.get("engine/server_restarts", 0) for row in rows) == 1
+    assert sum(row.get("engine/restarts", 0) for row in rows) == 1
     assert max(row["policy/rollout_logprob_diff"] for row in rows) < 1e-5
     for row, other in zip(rows, expected, strict=True):
         assert row["step"] == other["step"]
@@ -185,26 +186,38 @@ def test_a_run_whose_server_is_killed_has_the_responses_of_one_whose_server_is_n
     wait_until(lambda: not processes_of_server(), 10)
 
 
+@pytest.mark.slow
+def test_each_of_two_processes_starts_a_server_and_they_have_the_numbers_of_one(
+    uneven_tree: dict[str, Any], in_a_thread: SGLangServer, tmp_path: Path
+) -> None:
+    over = {"rollout": {"staleness": 1}, "algorithm": {"importance_sampling": ["tis"]}}
+    paths = os.pathsep.join([str(PACKAGE), str(ROOT)])
+    tree = without_url(uneven_tree, tmp_path, **over)
+    run_rl(build(RLConfig, named(tree, tmp_path, "one")))
+    file = config_file(tree, tmp_path, "two")
+    words = ["-m", "lightrft", "rl", file, "launch.processes=2"]
+    done = warm.run(words, env={**ENVIRONMENT, "PYTHONPATH": paths}, seats=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_equal(tmp_path / "two", tmp_path / "one")
+
+
 def test_the_server_ends_with_a_run_that_is_killed(tmp_path: Path, model_folder: Path) -> None:
+    found = tmp_path / "found"
     program = (
-        "import time; from pathlib import Path; from tests.e2e.test_sglang_child import started\n"
+        "import time; from pathlib import Path\n"
+        "from tests.e2e.test_sglang_child import processes_of_server, started\n"
         f"engine = started(Path({str(model_folder)!r}))\n"
-        "from tests.e2e.test_sglang_child import processes_of_server\n"
-        "print(*processes_of_server(), flush=True)\n"
+        f"Path({str(found)!r}).write_text(' '.join(map(str, processes_of_server())) + '\\n')\n"
         "time.sleep(600)"
     )
-    paths = os.pathsep.join([str(PACKAGE), str(ROOT)])
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    ) as run:
-        assert run.stdout is not None
-        pids = [int(word) for word in run.stdout.readline().split()]
-        assert len(pids) >= 3 and all(map(is_alive, pids))
-        run.kill()
-        wait_until(lambda: not any(map(is_alive, pids)), 10)
+    env = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(ROOT)])}
+    run = warm.Process(["-c", program], env, tmp_path)
+    wait_until(lambda: found.exists() and found.read_text().endswith("\n"))
+    pids = [int(word) for word in found.read_text().split()]
+    assert len(pids) >= 3 and all(map(is_alive, pids))
+    run.send_signal(signal.SIGKILL)
+    run.wait(10)
+    wait_until(lambda: not any(map(is_alive, pids)), 10)
 
 
 def test_a_server_that_ends_early_is_told_with_its_last_words_and_without_its_key(
@@ -232,22 +245,9 @@ def test_an_option_that_sglang_refuses_is_told(model_folder: Path) -> None:
         started(model_folder, server_options={"attention-backend": "x"})
 
 
-def test_a_server_that_keeps_ending_ends_the_run(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = started(model_folder)
-    monkeypatch.setenv("FAKE_SGLANG_TALE", "no GPU any more")
-    began = time.monotonic()
-    os.kill(processes_of_server()[1], signal.SIGKILL)
-    with pytest.raises(ResourceError, match=r"(?s)4 times in a row.*no GPU any more"):
-        answers(engine)
-    assert engine.take_counts()["server_restarts"] == 3
-    assert time.monotonic() - began < 30
-    engine.close()
-
-
-def test_a_server_that_ends_while_it_sleeps_is_started_again_when_it_is_needed(
-    model_folder: Path, served: Served
+@pytest.mark.slow
+def test_a_server_that_ends_is_started_again_when_it_is_needed_up_to_a_limit(
+    model_folder: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = started(model_folder, server_options=SLEEPS)
     engine.load_weights(weights_of(served[1]).items(), 1)
@@ -260,7 +260,12 @@ def test_a_server_that_ends_while_it_sleeps_is_started_again_when_it_is_needed(
     engine.wake()
     assert {seed: r.token_ids for seed, r in answers(engine).items()} == expected
     counts = engine.take_counts()
-    assert (counts["server_restarts"], counts["weights_resent"]) == (1, 1)
+    assert (counts["restarts"], counts["weights_resent"]) == (1, 1)
+    monkeypatch.setenv("FAKE_SGLANG_TALE", "no GPU any more")
+    os.kill(processes_of_server()[1], signal.SIGKILL)
+    with pytest.raises(ResourceError, match=r"(?s)4 times in a row.*no GPU any more"):
+        answers(engine)
+    assert engine.take_counts()["restarts"] == 3
     engine.close()
 
 

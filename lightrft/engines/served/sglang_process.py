@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -35,16 +36,11 @@ HEALTH_SECONDS = 5.0
 TAIL_BYTES = 4000
 """Bytes of the server's last messages in an error."""
 OF_THE_RUN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "TORCHELASTIC_"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
     # SGLang frees memory by an allocator that expandable segments exclude
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
 )
 """Variables, or their first letters, that the server must not inherit: it would join the ranks."""
 
@@ -73,7 +69,7 @@ class SGLangProcess:
         number = self._port.getsockname()[1]
         self.url = f"http://{LOOPBACK}:{number}"
         # other users of the machine reach the port too
-        self._key = secrets.token_urlsafe(32)
+        self._key = secrets.token_hex(32)
         address = ["--host", LOOPBACK, "--port", str(number), "--api-key", self._key]
         self._words = [*options, *address]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``end``)
@@ -219,7 +215,8 @@ class SGLangProcess:
         key = multiprocessing.current_process().authkey
         given = {"parent": os.getpid(), "authkey": key.hex(), "words": self._words}
         assert process.stdin is not None
-        with process.stdin as pipe:
+        # one that has ended already is found by its status
+        with suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(json.dumps(given).encode())
         return process
 
@@ -241,9 +238,10 @@ class SGLangProcess:
 
     def _is_healthy(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=HEALTH_SECONDS).status_code == 200
+            answer = httpx.get(f"{self.url}/health", timeout=HEALTH_SECONDS, trust_env=False)
         except httpx.HTTPError:
             return False
+        return answer.status_code == httpx.codes.OK
 
     def _tail(self) -> str:
         """Return the server's last messages, without its key."""
