@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
-from lightrft.engines.requests import response_room
+from lightrft.engines.requests import refuse_filters, response_room
 from lightrft.engines.sending.sglang_tensors import TensorWeights
 from lightrft.engines.sending.sglang_weights import (
     BroadcastWeights,
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LARGEST_SEED = 2**31 - 1
-FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings whose effect is missing in SGLang's log-probs, or differs from ours. Of these, a greedy
-response depends on the last alone."""
 PROBE_TOKENS = 8
 CLOSE = 0.02
 """Share by which the ratio of two log-probs may differ from the ratio of temperatures."""
@@ -376,15 +373,3 @@ class SGLangEngine(ServedEngine):
         if len(rows[0]) < 2:
             raise ConfigError(f"{self.where}: the answers have no output_top_logprobs")
         return float(rows[0][0][0]) - float(rows[0][1][0])
-
-
-def refuse_filters(sampling: SamplingConfig) -> None:
-    """Raise ``ConfigError`` for settings that SGLang's log-probs leave out."""
-    for name in FILTERS:
-        value, default = getattr(sampling, name), SamplingConfig.model_fields[name].default
-        acts = sampling.temperature != 0 or name == FILTERS[-1]
-        if value != default and acts:
-            raise ConfigError(
-                f"{name} = {value:g}: the log-probs of SGLang are not those of the filtered "
-                f"distribution; leave out {name}, or set engine.kind=vllm or engine.kind=native"
-            )

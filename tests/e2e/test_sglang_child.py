@@ -341,6 +341,15 @@ def test_adapters_are_merged_and_evaluation_has_the_weights_of_the_policy(
     assert max(row["policy/rollout_logprob_diff"] for row in rows) < 1e-5
 
 
+def test_filters_are_refused_before_a_server_is_started(
+    rl_tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "SGLangProcess", None)
+    tree = without_url(rl_tree, tmp_path, sampling={"top_p": 0.9})
+    with pytest.raises(ConfigError, match=r"sampling\.top_p = 0\.9: the log-probs of SGLang"):
+        run_rl(build(RLConfig, tree))
+
+
 def test_a_cache_that_has_no_room_is_refused_with_its_size(
     in_a_thread: SGLangServer, model_folder: Path
 ) -> None:

@@ -13,13 +13,13 @@ from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
 from lightrft.diagnostics.memory.phases import generates
+from lightrft.engines.requests import refuse_filters
 from lightrft.engines.served.sglang_options import (
     command_of,
     missing_package,
     version_warning,
 )
 from lightrft.engines.served.sglang_options import installed_version as sglang_version
-from lightrft.engines.sglang import refuse_filters
 from lightrft.engines.vllm import TESTED, check_sampling
 from lightrft.engines.vllm_parts.options import unserved_reason
 from lightrft.utils.errors import ConfigError, UserError

@@ -185,8 +185,8 @@ class SGLangProcess:
                 f"the SGLang server of this run {problem}{again}. Its last messages:\n"
                 f"{self._tail()}\n"
                 "lower engine.max_cache_tokens or engine.max_num_seqs if memory is short, raise "
-                f"engine.deadline = {self._seconds:g} if it needs longer to start, or start SGLang "
-                "yourself and name it by engine.url"
+                f"engine.deadline = {self._seconds:g} if it needs longer to start, set other options "
+                "by engine.server_options, or start SGLang yourself and name it by engine.url"
             )
             return False
         log.warning(
