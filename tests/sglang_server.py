@@ -4,21 +4,27 @@ SGLang itself needs a GPU. What is written here follows ``sglang/srt/entrypoints
 ``sampling/sampling_params.py``, ``layers/sampler.py`` and the tokenizer manager of SGLang 0.5: log-probs after temperature and before
 filters, events with all tokens so far, a response at its limit that ends by length whatever its last token is, ``ignore_eos`` over
 ``stop_token_ids``, and a version of weights that is a string. It joins a process group as
-``sglang.srt.utils.common.init_custom_process_group`` does, by ``rendezvous`` and torch's own helper.
+``sglang.srt.utils.common.init_custom_process_group`` does, by ``rendezvous`` and torch's own helper. As SGLang 0.5.23 it takes tensors
+between ``/begin_weight_update`` and ``/end_weight_update`` alone, and unpickles no class but those of shared tensors.
 
     python -m tests.sglang_server FOLDER PORT
+
+``tests/sglang_package`` starts it as ``sglang.launch_server``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import multiprocessing
 import os
+import pickle
 import sys
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +32,10 @@ import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import load_file
 
 from lightrft.config.base import build
+from lightrft.config.model import ModelConfig
 from lightrft.config.serving import HTTPConfig, ServeConfig
-from lightrft.config.strategy import SamplingConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.sglang import SGLangEngine
 from lightrft.serving.chat.chat_completions import opened
 from lightrft.serving.chat.text_generator import Wanted
 from lightrft.serving.generation_server import generation_service
@@ -35,6 +43,7 @@ from lightrft.serving.http_server import Endpoint, HTTPServer
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Prompt
+from lightrft.workers.local_served import own_server_options
 from tests.serving_helpers import answering
 
 
@@ -51,7 +60,9 @@ class SGLangServer:
         groups: The process groups that it has joined, by name.
         received: Names of the tensors of each broadcast.
         edited: Answers in the place of its own, by path.
-        end: Called for a group that it does not know. SGLang ends then.
+        end: Called for a group that it does not know, and for memory that it has not released. SGLang ends then.
+        sessions: Updates need a session. Versions before 0.5.23 have none.
+        in_session: A session is open.
     """
 
     def __init__(self, folder: Path, deterministic: bool = True, **about: Any) -> None:
@@ -70,6 +81,7 @@ class SGLangServer:
         self.received: list[tuple[str, ...]] = []
         self.edited: dict[str, Any] = {}
         self.end: Callable[[], object] = lambda: None
+        self.sessions, self.in_session = True, False
 
     def endpoints(self) -> list[Endpoint]:
         routes = {
@@ -79,6 +91,9 @@ class SGLangServer:
             "/init_weights_update_group": self.join,
             "/update_weights_from_distributed": self.receive,
             "/destroy_weights_update_group": self.leave,
+            "/update_weights_from_tensor": self.open_handles,
+            "/begin_weight_update": self.begin,
+            "/end_weight_update": self.finish,
             "/release_memory_occupation": self.release,
             "/resume_memory_occupation": self.resume,
         }
@@ -90,7 +105,10 @@ class SGLangServer:
         }
         return [
             *(Endpoint((path,), self.noted(path, answer)) for path, answer in routes.items()),
-            *(Endpoint((path,), answer, "GET") for path, answer in shown.items()),
+            *(
+                Endpoint((path,), answer, "GET", is_open=path == "/health")
+                for path, answer in shown.items()
+            ),
         ]
 
     def noted(self, path: str, answer: Any) -> Any:
@@ -113,8 +131,8 @@ class SGLangServer:
     async def server(self, call: HTTPCall) -> object:
         return {
             "version": "0.5",
-            **self.about_server,
             "enable_memory_saver": True,
+            **self.about_server,
             "enable_deterministic_inference": self.deterministic,
         }
 
@@ -128,8 +146,40 @@ class SGLangServer:
         return None
 
     async def resume(self, call: HTTPCall) -> object:
+        if not set(call.body["tags"]) <= self.released:
+            self.end()
         self.released -= set(call.body["tags"])
         return None
+
+    async def begin(self, call: HTTPCall) -> object:
+        return self.in_turn(begins=True)
+
+    async def finish(self, call: HTTPCall) -> object:
+        return self.in_turn(begins=False)
+
+    def in_turn(self, begins: bool) -> object:
+        if not self.sessions:
+            raise HTTPProblem(404, "Not Found")
+        if self.in_session == begins:
+            raise HTTPProblem(400, "a weight-update session is already open, or none is")
+        self.in_session = begins
+        return {"success": True, "message": "Success"}
+
+    def check_session(self) -> None:
+        if self.sessions and not self.in_session:
+            raise HTTPProblem(400, "must run between begin_weight_update and end_weight_update()")
+
+    async def open_handles(self, call: HTTPCall) -> object:
+        self.check_session()
+        [payload] = call.body["serialized_named_tensors"]
+        data = io.BytesIO(base64.b64decode(payload, validate=True))
+        opened = await asyncio.to_thread(SafeUnpickler(data).load)
+        # into its own memory, as SGLang's ``load_weights`` does
+        weights = {name: tensor.clone() for name, tensor in opened}
+        if weights:
+            self.received.append(tuple(weights))
+        await self.take(call, weights, call.body.get("weight_version"))
+        return {"success": True, "message": "Success"}
 
     async def join(self, call: HTTPCall) -> object:
         given = dict(call.body)
@@ -142,6 +192,7 @@ class SGLangServer:
         return {"success": True, "message": "Succeeded to initialize custom process group."}
 
     async def receive(self, call: HTTPCall) -> object:
+        self.check_session()
         given = dict(call.body)
         if given["group_name"] not in self.groups:
             self.end()
@@ -179,6 +230,8 @@ class SGLangServer:
         return {"success": True, "message": "Succeeded to update model weights."}
 
     async def take(self, call: HTTPCall, weights: dict[str, Any], version: str | None) -> None:
+        if "weights" in self.released:
+            self.end()
         loop = self.generator.loop
         assert await asyncio.to_thread(loop.hold, "weights are updated", call.deadline)
         if self.broken is not None and weights:
@@ -188,7 +241,7 @@ class SGLangServer:
         loop.release()
 
     async def generate(self, call: HTTPCall) -> object:
-        if self.released:
+        if self.released or self.in_session:
             raise HTTPProblem(500, f"memory is released: {self.released}")
         given = dict(call.body["sampling_params"])
         seed = given.pop("sampling_seed", 0)
@@ -234,6 +287,34 @@ class SGLangServer:
             "completion_tokens": len(rows),
             "output_token_logprobs": list(rows),
         }
+
+
+class SafeUnpickler(pickle.Unpickler):
+    """Opens handles of tensors. The names are those of SGLang's class that tensors of a CPU may need."""
+
+    ALLOWED: ClassVar = {
+        ("multiprocessing.reduction", "_rebuild_partial"),
+        ("multiprocessing.resource_sharer", "DupFd"),
+        ("functools", "partial"),
+        ("torch", "Tensor"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("torch", "bfloat16"),
+        ("torch", "int64"),
+        ("torch.storage", "TypedStorage"),
+        ("torch.storage", "UntypedStorage"),
+        ("torch.multiprocessing.reductions", "rebuild_tensor"),
+        ("torch.multiprocessing.reductions", "rebuild_storage_fd"),
+        ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+        ("torch.multiprocessing.reductions", "rebuild_storage_empty"),
+        ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
+        ("torch.multiprocessing.reductions", "rebuild_typed_storage_child"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.ALLOWED:
+            raise RuntimeError(f"Blocked unsafe global ({module}.{name})")
+        return super().find_class(module, name)
 
 
 def join(given: dict[str, Any], rank: int) -> Any:
@@ -293,6 +374,18 @@ def sglang_server(folder: Path, **settings: Any) -> Generator[tuple[str, SGLangS
             yield url, server
     finally:
         server.generator.close()
+
+
+PACKAGE = Path(__file__).parent / "sglang_package"
+"""Must be in the path of Python for ``started_sglang``."""
+
+
+def started_sglang(folder: Path, tokenizer: Any, **settings: Any) -> SGLangEngine:
+    """An engine over a server in a process of its own, as a run without ``engine.url`` starts it."""
+    config = EngineConfig(kind="sglang", **{"deadline": 60.0, **settings})
+    model = ModelConfig(path=str(folder), dtype="float32")
+    options = own_server_options(model, config, torch.device("cpu"))
+    return SGLangEngine.start(config, tokenizer, [tokenizer.eos_token_id], options)
 
 
 if __name__ == "__main__":

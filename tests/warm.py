@@ -289,6 +289,9 @@ def become(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    # a new interpreter would begin with them
+    given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[1:1] = [path for path in given if path not in sys.path]
     sys.executable = env.get("WARM_PYTHON", sys.executable)
     if words[0] == "-u":
         sys.stdout.reconfigure(line_buffering=True)  # ty: ignore[unresolved-attribute]

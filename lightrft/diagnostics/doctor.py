@@ -91,7 +91,7 @@ def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
     device = device_of(config, options)
     found += _settings(config, device)
     found += _devices(config, options, device)
-    found += engine_findings(config)
+    found += engine_findings(config, device.kind)
     data = _attempt(found, "data", "rows", lambda: _data(config, found))
     # Memory is estimated without data too, from the lengths that the settings allow.
     lengths = _bounds(config) if data is None else data.lengths

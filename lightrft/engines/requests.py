@@ -11,6 +11,10 @@ from lightrft.utils.errors import ConfigError, ResourceError
 NATIVE_SETTINGS = ("first_token_temperature", "constraint")
 """Settings ``sampling`` that only the native engine applies. ``None`` is their default."""
 
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings whose effect is missing in SGLang's log-probs, or differs from ours. Of these, a greedy
+response depends on the last alone."""
+
 
 def check_requests(
     requests: Iterable[Request],
@@ -52,6 +56,18 @@ def check_requests(
 def unsupported_settings(sampling: SamplingConfig) -> list[str]:
     """Return the settings in use that only the native engine applies."""
     return [name for name in NATIVE_SETTINGS if getattr(sampling, name) is not None]
+
+
+def refuse_filters(sampling: SamplingConfig) -> None:
+    """Raise ``ConfigError`` for settings that SGLang's log-probs leave out."""
+    for name in FILTERS:
+        value, default = getattr(sampling, name), SamplingConfig.model_fields[name].default
+        acts = sampling.temperature != 0 or name == FILTERS[-1]
+        if value != default and acts:
+            raise ConfigError(
+                f"{name} = {value:g}: the log-probs of SGLang are not those of the filtered "
+                f"distribution; leave out {name}, or set engine.kind=vllm or engine.kind=native"
+            )
 
 
 def refuse_native_settings(sampling: SamplingConfig, kind: str) -> None:

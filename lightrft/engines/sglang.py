@@ -1,7 +1,8 @@
 """Generation by a served SGLang, over its own protocol.
 
-SGLang computes log-probs after temperature and before filters, so filters are refused. It gets new
-weights by a folder that both read, or by broadcasts.
+SGLang computes log-probs after temperature and before filters, so filters are refused. A server
+that the run starts gets new weights by memory that both share. Another one gets them by a folder
+that both read, or by broadcasts.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import logging
 import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
-from lightrft.engines.requests import response_room
+from lightrft.engines.requests import refuse_filters, response_room
+from lightrft.engines.sending.sglang_tensors import TensorWeights
 from lightrft.engines.sending.sglang_weights import (
     BroadcastWeights,
     FolderWeights,
@@ -25,8 +27,15 @@ from lightrft.engines.sending.sglang_weights import (
     refuse_layout,
 )
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
-from lightrft.engines.served.start_checks import check_tokenizer, probe_tokens, served_model
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.engines.served.sglang_options import check_package, command_of
+from lightrft.engines.served.sglang_process import SGLangProcess
+from lightrft.engines.served.start_checks import (
+    check_tokenizer,
+    client_of,
+    probe_tokens,
+    served_model,
+)
+from lightrft.utils.errors import ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client.server_client import Passing, ServerClient, Unanswered
 
 if TYPE_CHECKING:
@@ -35,14 +44,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LARGEST_SEED = 2**31 - 1
-FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings whose effect is missing in SGLang's log-probs, or differs from ours. Of these, a greedy
-response depends on the last alone."""
 PROBE_TOKENS = 8
 CLOSE = 0.02
 """Share by which the ratio of two log-probs may differ from the ratio of temperatures."""
 TAGS = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
 """Memory that each level of sleep releases."""
+MEMORY_TRIALS = 3
+"""Trials of a request to release or resume memory of a server that the run has started."""
+OWN_TAGS = {1: TAGS[2], 2: TAGS[2]}
+"""The same of a server that the run has started, which copies its weights to host memory."""
 
 
 class SGLangEngine(ServedEngine):
@@ -50,6 +60,7 @@ class SGLangEngine(ServedEngine):
 
     Attributes:
         weights: Name of the weights that the server must have. Empty until some are sent.
+        stays_awake: ``sleep`` does nothing, for an engine that generates during training.
     """
 
     def __init__(
@@ -68,6 +79,50 @@ class SGLangEngine(ServedEngine):
         self._can_sleep = False
         self._released: tuple[str, ...] = ()
         self._weights_lock = threading.Lock()
+        self.stays_awake = False
+        # the server that this run has started, and the number of the start that released memory
+        self._process: SGLangProcess | None = None
+        self._released_by = 0
+
+    @classmethod
+    def start(
+        cls,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        options: Sequence[str],
+    ) -> Self:
+        """Start an SGLang server, and return an engine over it, after checks. ``close`` ends it.
+
+        Args:
+            config: Settings of the engine.
+            tokenizer: Tokenizer of the model.
+            ends: Token ids that end a response.
+            options: Options of the server.
+
+        Raises:
+            ConfigError: SGLang is not installed, or the server fails a check, see ``connect``.
+            ResourceError: The server cannot start, or has no memory for its cache.
+        """
+        check_package()
+        log.info("starting %s", command_of(options))
+        process = SGLangProcess(options, config.deadline)
+        try:
+            process.start()
+            config = config.model_copy(update={"url": process.url})
+            client = client_of(config, process.authorization, direct=True)
+            engine = cls(client, tokenizer, config, ends)
+        except BaseException:
+            process.end()
+            raise
+        engine._process = process
+        return engine.checked()
+
+    @property
+    def where(self) -> str:
+        """The server, for messages."""
+        started = "engine.kind = sglang: the server that this run has started"
+        return super().where if self._process is None else started
 
     @property
     def path(self) -> str:
@@ -75,14 +130,7 @@ class SGLangEngine(ServedEngine):
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """See ``ServedEngine.check_sampling``."""
-        for name in FILTERS:
-            value, default = getattr(sampling, name), SamplingConfig.model_fields[name].default
-            acts = sampling.temperature != 0 or name == FILTERS[-1]
-            if value != default and acts:
-                raise ConfigError(
-                    f"{name} = {value:g}: the log-probs of SGLang are not those of the filtered "
-                    f"distribution; leave out {name}, or set engine.kind=vllm or engine.kind=native"
-                )
+        refuse_filters(sampling)
 
     def shared_calls(self, responses: Sequence[GrowingResponse]) -> list[list[GrowingResponse]]:
         """See ``ServedEngine.shared_calls``. SGLang finds a known prompt in its cache."""
@@ -121,6 +169,8 @@ class SGLangEngine(ServedEngine):
             )
         reason = about.get("finish_reason")
         kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        if kind is not None and self._process is not None:
+            self._process.progressed()
         if kind == "abort":
             raise Passing(f"SGLang aborted the request: {reason}")
         ids, logprobs = [int(row[1]) for row in new], [float(row[0]) for row in new]
@@ -145,7 +195,7 @@ class SGLangEngine(ServedEngine):
         raise Passing(f"the weights {found!r} are not those of this run")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """Send ``weights`` by ``engine.weights_dir``, or by broadcasts without it.
+        """Send ``weights``: to ``engine.weights_dir``, by shared memory or by broadcasts.
 
         Adapters are merged. The fingerprint is of the tensors that were read for it. The check of
         log-probs on the batch that follows proves that the server computes with them.
@@ -156,23 +206,28 @@ class SGLangEngine(ServedEngine):
         """
         self.check_idle()
         read: Fingerprint = {}
+        # the cache stays away until the next response
+        self._restore("weights")
         self.version, self.weights = version, f"{self._run}-{version}"
         try:
             with self.cost.timed():
                 self._sender().load(self.whole(weights, read), self.weights)
         except Unanswered as error:
             raise failure(error, self.where) from error
+        if self._process is not None:
+            self._process.progressed()
         return read
 
     def _sender(self) -> SGLangWeights:
         if self._way is None:
+            about = (self.client, self.where, self._server, self._held, self.cost)
             if self.config.weights_dir is not None:
                 self._way = FolderWeights(self.client, self.config.weights_dir, self.cost)
+            elif self._process is not None:
+                self._way = TensorWeights(*about)
             else:
                 refuse_layout(self._server, self.where)
-                self._way = BroadcastWeights(
-                    self.client, self.config, self._run, self._server, self._held, self.cost
-                )
+                self._way = BroadcastWeights(*about, self._run, self.config.timeout)
         return self._way
 
     def _held(self) -> str | None:
@@ -183,33 +238,76 @@ class SGLangEngine(ServedEngine):
         """See ``ServedEngine.require_updates``."""
         self._sender()
 
+    def take_counts(self) -> dict[str, float]:
+        """See ``HasEventCounts``."""
+        restarts = 0 if self._process is None else self._process.take_restarts()
+        return {**super().take_counts(), **({"restarts": restarts} if restarts else {})}
+
     def sleep(self, level: int) -> None:
-        """See ``Engine.sleep``. It needs ``--enable-memory-saver`` of the server."""
+        """See ``Engine.sleep``. It needs ``--enable-memory-saver`` of the server.
+
+        Level 1 releases the cache. A server that the run has started also moves its weights to host
+        memory. Level 2 drops the weights, and the next update sends all of them.
+        """
+        if self.stays_awake:
+            return
         if self._can_sleep and not self._released:
-            self._memory("release", TAGS[level])
-            self._released = TAGS[level]
-            if "weights" in self._released and self._way is not None:
+            tags = (TAGS if self._process is None else OWN_TAGS)[level]
+            self._released_by = 0 if self._process is None else self._process.starts
+            self._change_memory("release", tags)
+            self._released = tags
+            if level > 1 and self._way is not None:
                 self._way.forget()
+            if self._process is not None:
+                self._process.rest()
         super().sleep(level)
 
     def wake(self) -> None:
         """See ``Engine.wake``. After ``sleep(2)``, weights must be loaded before a response."""
-        if self._released:
-            self._memory("resume", self._released)
-            self._released = ()
+        self._restore(*self._released)
         super().wake()
 
-    def close(self) -> None:
-        """Close all connections, and delete the weights of this run."""
-        if self._way is not None:
-            self._way.close()
-        super().close()
+    def _restore(self, *tags: str) -> None:
+        """Resume those ``tags`` of the server's memory that it has released."""
+        if self._process is not None:
+            self._process.need()
+        back = tuple(tag for tag in self._released if tag in tags)
+        if back:
+            self._change_memory("resume", back)
+            self._released = tuple(tag for tag in self._released if tag not in back)
 
-    def _memory(self, change: str, tags: Sequence[str]) -> None:
+    def _change_memory(self, change: str, tags: Sequence[str]) -> None:
+        """Release or resume ``tags``. A server that was started again meanwhile has all memory."""
+        body, path = {"tags": list(tags)}, f"/{change}_memory_occupation"
+        process, start = self._process, self._released_by
         try:
-            self.client.ask("POST", f"/{change}_memory_occupation", {"tags": list(tags)})
+            if process is None:
+                self.client.ask("POST", path, body)
+                return
+            for trial in range(MEMORY_TRIALS):
+                if process.has_ended(start, patience=0):
+                    return
+                try:
+                    self.client.ask("POST", path, body, once=True)
+                    return
+                except Unanswered as error:
+                    # SGLang ends if it is asked to resume what it had resumed
+                    if process.has_ended(start):
+                        return
+                    if error.refused or trial == MEMORY_TRIALS - 1:
+                        raise
         except Unanswered as error:
             raise failure(error, self.where) from error
+
+    def close(self) -> None:
+        """Close all connections, delete the weights of this run, and end the server it started."""
+        try:
+            if self._way is not None:
+                self._way.close()
+            super().close()
+        finally:
+            if self._process is not None:
+                self._process.end()
 
     def check_server(self) -> None:
         """See ``ServedEngine.check_server``."""
@@ -220,6 +318,7 @@ class SGLangEngine(ServedEngine):
         self._first_weights = self._held()
         self._server = self._about("server_info")
         self._can_sleep = bool(self._server.get("enable_memory_saver"))
+        self._check_cache()
         if not self._server.get("enable_deterministic_inference"):
             log.warning(
                 "%s was started without --enable-deterministic-inference: seeds have no effect, "
@@ -237,6 +336,16 @@ class SGLangEngine(ServedEngine):
             if not error.refused:
                 raise
             return self.client.ask("GET", f"/get_{name}")
+
+    def _check_cache(self) -> None:
+        """Raise ``ResourceError`` if a server that the run has started has a smaller cache."""
+        found = self._server.get("max_total_num_tokens")
+        wanted = self.config.max_cache_tokens
+        if self._process is not None and found is not None and int(found) < wanted:
+            raise ResourceError(
+                f"SGLang has memory for {found} tokens of keys and values, and "
+                f"engine.max_cache_tokens = {wanted}; lower it to {found}, or free memory"
+            )
 
     def _check_temperature(self) -> None:
         """Raise ``ConfigError`` unless log-probs are of the distribution after temperature.

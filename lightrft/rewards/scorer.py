@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.distributed.guarded.guardian import BOMB_STATUS, MOST
 from lightrft.rewards import REWARDS, Reward, load_reward
-from lightrft.rewards.sandbox.guardian import BOMB_STATUS, MOST
 from lightrft.rewards.sandbox.process import Garbled, WorkerDied, WorkerProcess
 from lightrft.rewards.sandbox.protocol import CallOutcome, WorkerMessage
 from lightrft.rewards.sandbox.results import VALUE, wrong_and_ungraded

@@ -25,7 +25,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
 from lightrft.workers.local import check_native, local_roles, reference_model, teacher_model
-from lightrft.workers.local_vllm import check_vllm
+from lightrft.workers.local_vllm import check_replica
 from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
 from lightrft.workers.reward_model_workers import RemoteModelScorer, reward_model_worker
 from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
@@ -104,7 +104,7 @@ class RemoteRoleBuilder:
     def _engines(self, actor: Actor, strategy: Strategy, ranks: ProcessGroup) -> EngineWorkerGroup:
         config = self.config
         if config.engine.kind == "vllm":
-            check_vllm(config.model)
+            check_replica("vllm", config.model)
             check_sampling(config.sampling)
         else:
             check_native(config.engine, "launch.ray.engines", config.launch.ray.engines)

@@ -120,7 +120,8 @@ def local_policy(
     check_media(model, engine, media)
     placed = strategy_of(strategy, ranks)
     # A server that nothing is compared with needs no weights here.
-    is_hollow = engine.kind in SERVED_KINDS and not trains and not engine.check_logprobs
+    is_served = engine.kind in SERVED_KINDS and not engine.starts_server
+    is_hollow = is_served and not trains and not engine.check_logprobs
     with placed.loading() as device:
         actor = Actor.load(model, device="meta" if is_hollow else device)
     if weights is not None and not is_hollow:
@@ -134,7 +135,17 @@ def local_policy(
     if engine.kind == "vllm":
         return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks, together)
     if engine.kind in SERVED_KINDS:
-        served = local_served(model, engine, tokenizer, decoder, ranks, trains=trains, media=media)
+        served = local_served(
+            model,
+            engine,
+            tokenizer,
+            decoder,
+            ranks,
+            placed.device,
+            together,
+            trains=trains,
+            media=media,
+        )
         return placed, actor, served
     draft = draft_decoder(engine, model, tokenizer, actor.device)
     native = NativeEngine(decoder, tokenizer, engine, draft=draft, whole=whole, together=together)
@@ -242,6 +253,7 @@ def local_roles(
         check_native(config.engine, "model.replay_routes", "true")
     # Must come first: its processes start while models are loaded.
     scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
+    engine: Engine | None = None
     try:
         strategy, actor, engine = local_policy(
             config.model,
@@ -287,6 +299,8 @@ def local_roles(
         )
     except BaseException:
         scorer.close()
+        if engine is not None:
+            engine.close()
         raise
 
 

@@ -1,10 +1,11 @@
-"""Build the engine of a run that asks a server."""
+"""Build the engine of a run that asks a server, which may be one that the run starts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightrft.config.model import LoRAConfig, ModelConfig
@@ -15,6 +16,7 @@ from lightrft.engines.base import Engine
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.served.served_engine import ServedEngine
+from lightrft.engines.served.sglang_options import server_options
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.served.vllm_media import ServedMedia
 from lightrft.engines.served.vllm_server import VLLMServerEngine
@@ -22,13 +24,15 @@ from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
-from lightrft.models.loading.from_pretrained import model_settings
+from lightrft.models.families import context_length
+from lightrft.models.loading.from_pretrained import model_settings, where_of
+from lightrft.models.loading.meta_device import dtype_of
 from lightrft.roles import TrainableModel, engine_weights
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import factor_of
-from lightrft.workers.local_vllm import media_kinds
+from lightrft.workers.local_vllm import check_replica, end_tokens, media_kinds, refuse_merging
 from lightrft.workers.media_checks import check_server_media
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 
@@ -42,13 +46,17 @@ def local_served(
     tokenizer: PreTrainedTokenizerBase,
     decoder: DecoderProtocol,
     ranks: ProcessGroup,
+    device: torch.device,
+    together: int = 1,
     *,
     trains: bool,
     media: Collection[str] = (),
 ) -> Engine:
-    """Connect to the server of ``engine``. Send it the policy's weights if they will change.
+    """Connect to the server of ``engine``, or start one.
 
-    With several ranks, rank 0 asks for all of them. Every rank must call it.
+    It is sent the policy's weights if they will change, or if the run starts it. With several
+    ranks, rank 0 asks a server for all of them, and each rank starts one of its own. Every rank
+    must call it.
 
     Args:
         model: The model.
@@ -56,6 +64,8 @@ def local_served(
         tokenizer: Tokenizer of the model.
         decoder: Holds the weights of the policy.
         ranks: All ranks of the run.
+        device: Device of a server that the run starts.
+        together: The setting ``strategy.tensor_parallel``.
         trains: The weights will change.
         media: Kinds of media of the prompts.
 
@@ -63,24 +73,30 @@ def local_served(
         ConfigError: The server has another model or tokenizer, or cannot follow this policy, or
             cannot generate for such media.
         ModelError: The server has other weights than the policy after they were sent.
-        ResourceError: The server does not answer.
+        ResourceError: The server does not answer, or cannot start.
     """
-    if trains and model.load_in_4bit:
+    own = engine.starts_server
+    if own:
+        check_replica(engine.kind, model, together)
+    elif trains and model.load_in_4bit:
         raise ConfigError(
             f"engine.kind = {engine.kind} sends whole weights, and model.load_in_4bit = true has "
             "others; leave out model.load_in_4bit, or set engine.kind=native"
         )
 
     def make() -> Engine | None:
-        if ranks.rank:
+        if ranks.rank and not own:
             return None
-        lora = model.lora if trains else None
-        built = _connected(engine, tokenizer, decoder, trains=trains)
+        lora = model.lora if trains or own else None
+        if own:
+            built: Engine = _started(model, engine, tokenizer, decoder, device)
+        else:
+            built = _connected(engine, tokenizer, decoder, trains=trains)
         try:
             if isinstance(built, HTTPEngine):
                 built = _trainable(built, model, trains=trains)
             check_server_media(built, media)
-            if trains and isinstance(built, ServedEngine):
+            if (trains or own) and isinstance(built, ServedEngine):
                 _begin_updates(built, decoder, lora, sends=ranks.size == 1)
         except BaseException:
             built.close()
@@ -92,9 +108,19 @@ def local_served(
         assert built is not None
         return built
     made: list[Engine | None] = []
-    # every rank raises what rank 0 finds
-    run_on_all_ranks(ranks, lambda: made.append(make()))
-    return RankZeroEngine(made[0], ranks)
+    # every rank raises what another one finds
+    try:
+        run_on_all_ranks(ranks, lambda: made.append(make()))
+    except BaseException:
+        for one in made:
+            if one is not None:
+                one.close()
+        raise
+    [built] = made
+    if not own:
+        return RankZeroEngine(built, ranks)
+    assert built is not None
+    return built
 
 
 def async_served(
@@ -119,8 +145,17 @@ def async_served(
         ModelError: The server did not take the weights.
     """
     model, ranks = policy.model.model, strategy.ranks
+    if config.engine.starts_server and ranks.size > 1:
+        refuse_merging(config)
     built = local_served(
-        config.model, config.engine, tokenizer, KVDecoder(model), ranks, trains=True
+        config.model,
+        config.engine,
+        tokenizer,
+        KVDecoder(model),
+        ranks,
+        strategy.device,
+        config.strategy.tensor_parallel,
+        trains=True,
     )
     if isinstance(built, RankZeroEngine):
         # The thread that generates has collective calls of its own.
@@ -128,6 +163,8 @@ def async_served(
         _send_whole(shared, engine_weights(strategy, policy.state))
         return shared
     assert isinstance(built, ServedEngine)
+    if isinstance(built, SGLangEngine):
+        built.stays_awake = config.engine.starts_server
     if config.model.lora is not None:
         # adapters are merged into weights that training does not change, and does not send
         built.frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
@@ -165,8 +202,7 @@ def _connected(
     trains: bool,
 ) -> Engine:
     """Connect to the server. Accept one that returns text alone if nothing is compared with it."""
-    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    ends = [*decoder.eos_token_ids, *eos]
+    ends = end_tokens(tokenizer, decoder)
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
         return kind.connect(engine, tokenizer, ends)
@@ -174,6 +210,31 @@ def _connected(
         if trains or engine.check_logprobs:
             raise
         return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
+
+
+def _started(
+    model: ModelConfig,
+    engine: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    decoder: DecoderProtocol,
+    device: torch.device,
+) -> SGLangEngine:
+    """Start an SGLang server on the device of this rank."""
+    options = own_server_options(model, engine, device)
+    return SGLangEngine.start(engine, tokenizer, end_tokens(tokenizer, decoder), options)
+
+
+def own_server_options(model: ModelConfig, engine: EngineConfig, device: torch.device) -> list[str]:
+    """Return the options of the server that a run starts.
+
+    Args:
+        model: The model.
+        engine: Settings of the engine.
+        device: Device of the server.
+    """
+    settings = model_settings(model)
+    dtype, context = dtype_of(model, settings), context_length(settings)
+    return server_options(model, where_of(model), engine, dtype, device, context)
 
 
 def _begin_updates(

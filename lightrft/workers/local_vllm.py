@@ -50,7 +50,7 @@ def local_vllm(
         ConfigError: vLLM is not installed, or cannot hold this policy.
         ModelError: vLLM read other weights than the policy has.
     """
-    check_vllm(model, together)
+    check_replica("vllm", model, together)
     built = build_vllm(model, engine, tokenizer, decoder, ranks, dtype)
     # the weights of several ranks are read later, and each step sends them
     if ranks.size == 1:
@@ -79,8 +79,7 @@ def build_vllm(
         dtype: Type that the policy computes in. ``None`` for the type of its weights.
     """
     weights = dict(decoder.parameters())
-    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    ends = [*decoder.eos_token_ids, *eos]
+    ends = end_tokens(tokenizer, decoder)
     shapes = {name: tuple(w.shape) for name, w in weights.items() if plain_name(name) is None}
     return VLLMEngine(
         model,
@@ -92,6 +91,12 @@ def build_vllm(
         ranks=ranks.size,
         media=media_kinds(model),
     )
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, decoder: DecoderProtocol) -> list[int]:
+    """Return the token ids that end a response."""
+    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return [*decoder.eos_token_ids, *eos]
 
 
 def media_kinds(model: ModelConfig) -> list[MediaKind]:
@@ -140,29 +145,36 @@ def async_vllm(
     if ranks.size == 1:
         # vLLM fuses layers, and needs all of their weights in one update
         built.weights.frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    elif config.model.lora is not None:
-        raise ConfigError(
-            f"rollout.staleness = {config.rollout.staleness}: vLLM cannot serve the adapters of "
-            "model.lora, and merged ones need the frozen weights of all ranks; set "
-            "rollout.staleness=0, launch.processes=1, or engine.kind=native"
-        )
+    else:
+        refuse_merging(config)
     return built
 
 
-def check_vllm(model: ModelConfig, together: int = 1) -> None:
-    """Raise ``ConfigError`` for a run whose policy ``engine.kind = vllm`` cannot hold.
+def refuse_merging(config: RLConfig) -> None:
+    """Raise ``ConfigError`` for adapters that each rank would have to merge during training."""
+    if config.model.lora is not None:
+        raise ConfigError(
+            f"rollout.staleness = {config.rollout.staleness}: engine.kind = {config.engine.kind} "
+            "cannot serve the adapters of model.lora, and merged ones need the frozen weights of "
+            "all ranks; set rollout.staleness=0, launch.processes=1, or engine.kind=native"
+        )
+
+
+def check_replica(kind: str, model: ModelConfig, together: int = 1) -> None:
+    """Raise ``ConfigError`` for a run whose policy an engine with a copy on each rank cannot hold.
 
     Args:
+        kind: The setting ``engine.kind``.
         model: The model to load.
         together: The setting ``strategy.tensor_parallel``.
     """
     if together > 1:
         raise ConfigError(
-            f"engine.kind = vllm keeps a whole model on each rank, and strategy.tensor_parallel = "
+            f"engine.kind = {kind} keeps a whole model on each rank, and strategy.tensor_parallel = "
             f"{together} shards it; set strategy.tensor_parallel=1, or engine.kind=native"
         )
     if model.load_in_4bit:
         raise ConfigError(
-            "engine.kind = vllm loads whole weights, and model.load_in_4bit = true has others; "
+            f"engine.kind = {kind} loads whole weights, and model.load_in_4bit = true has others; "
             "leave out model.load_in_4bit, or set engine.kind=native"
         )

@@ -28,13 +28,14 @@ from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
 from tests.model_helpers import assert_logprobs_close, vllm_model
 from tests.serving_helpers import free_port, serve_process, wait_for
-from tests.sglang_server import sglang_server
+from tests.sglang_server import PACKAGE, sglang_server, started_sglang
 from tests.vllm_server import TRAINS, vllm_server
 
 ENGINES = [
     "native",
     "http",
     "sglang",
+    "sglang_started",
     *(["vllm", "vllm_server", "vllm_server_trained"] if importlib.util.find_spec("vllm") else []),
 ]
 KEY = "TEST_KEY_OF_SERVERS"
@@ -99,6 +100,13 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
                 kind="sglang", url=url, max_num_seqs=8, weights_dir=str(folder / "updates")
             )
             engine = SGLangEngine.connect(served, tokenizer, ends)
+            yield Subject(engine, model, tokenizer)
+            engine.close()
+        return
+    if request.param == "sglang_started":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(PACKAGE))
+            engine = started_sglang(folder, tokenizer, max_num_seqs=8)
             yield Subject(engine, model, tokenizer)
             engine.close()
         return

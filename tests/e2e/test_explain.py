@@ -39,6 +39,12 @@ def test_latex_is_written_where_asked_for(capsys):
     assert ("\\" in out and "pi_" in out) or "\\frac" in out
 
 
+def test_a_server_that_the_run_starts_is_told(capsys, tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("algorithm: {preset: grpo}\nengine: {kind: sglang}\n")
+    assert "an SGLang server that each process starts" in command(capsys, "explain", config).out
+
+
 def test_a_function_of_ones_own_is_shown_by_its_name(capsys, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def twice(batch, rewards, settings):\n    return 2 * rewards, rewards\n")

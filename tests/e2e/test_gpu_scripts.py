@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +80,20 @@ def test_the_script_for_sglang_checks_a_server_of_its_protocol(
         assert warm.run(words, env=ENVIRONMENT, timeout=240).returncode == 1
     found = json.loads((tmp_path / "sglang-here.json").read_text(encoding="utf-8"))
     assert "at the start" in found["wrong"]
+
+
+@pytest.mark.slow
+def test_the_script_for_sglang_starts_a_server_of_its_own(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    words = [str(SCRIPTS / "served_sglang.py"), "--smoke", "--model", str(model_folder)]
+    words += ["--out", str(tmp_path), "--machine", "here"]
+    paths = os.pathsep.join([str(ROOT / "tests" / "sglang_package"), str(ROOT)])
+    done = warm.run(words, env={**ENVIRONMENT, "PYTHONPATH": paths}, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "sglang-here.json").read_text(encoding="utf-8"))
+    assert found["weights by"] == "memory of cpu" and found["wrong"] == {}
+    assert "log-prob difference after an update in sleep 2" in found
 
 
 def test_a_script_that_fails_is_told_with_its_last_words_and_one_without_its_package_is_not_run(

@@ -488,6 +488,9 @@ FLIPS: dict[str, Flip] = {
     "engine.timeout": Flip(0.2, "sampled_from_a_server", OVER_HTTP),
     "engine.deadline": Flip(0.05, "sampled_from_a_server", OVER_HTTP, refused=True),
     "engine.weights_dir": Flip("{tmp}/other", "sampled_from_a_server", OVER_SGLANG),
+    "engine.server_options": Flip(
+        {"attention-backend": "fa3"}, "options_of_a_server", {"engine": {"kind": "sglang"}}
+    ),
     "reward.terms.function": Flip("{root}/reward.py:half", "run", BOTH),
     "reward.terms.weight": Flip(0.5, "run", BOTH),
     "reward.terms.name": Flip("sum", "run", BOTH),

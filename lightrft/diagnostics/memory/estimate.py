@@ -103,7 +103,7 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
     kept = {model.name: place.held(model) for model in models}
     loaded = dict(kept)  # what is added to ``kept`` below does not exist while models are loaded
     # The policy itself then generates no training batch.
-    elsewhere = [*apart, "engine"] if _in_vllm(config, apart) else apart
+    elsewhere = [*apart, "engine"] if _in_copy(config, apart) else apart
     draft = _draft(config)
     phases = _drawing(place, models, elsewhere, draft)
     if draft is not None and "engine" not in elsewhere:
@@ -120,10 +120,10 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
             at_the_same_time = {"generating at the same time": phases[0].total}
             for i, phase in enumerate(phases[1:], 1):
                 phases[i] = replace(phase, parts={**phase.parts, **at_the_same_time})
-    if _in_vllm(config, apart):
+    if _in_copy(config, apart):
         ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
         assert not isinstance(config, ScoringConfig)
-        parts = vllm_bytes(config.engine, models[0])
+        parts = copy_bytes(config.engine, models[0])
         # It frees memory between batches on GPUs alone.
         if ahead or device.kind == "cpu":
             kept |= {name: ModelMemory(size) for name, size in parts.items()}
@@ -164,7 +164,7 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
             on_their_way = ModelMemory(config.launch.ray.bucket_mb * MIB)
             if config.engine.kind == "vllm":
                 phases = [MemoryPhase(DRAWING, {})]
-                parts = vllm_bytes(config.engine, model)
+                parts = copy_bytes(config.engine, model)
                 kept = {name: ModelMemory(size) for name, size in parts.items()}
                 # whole updates are collected before vLLM loads them
                 on_their_way = ModelMemory(on_their_way.weights + place.held(model).weights)
@@ -335,15 +335,18 @@ def _drawing(
     return [replace(phase, resting=resting) for phase in phases]
 
 
-def _in_vllm(config: TrainingConfig, apart: list[str]) -> bool:
-    """Return True if the ranks generate with vLLM. ``apart`` are the roles in workers."""
+def _in_copy(config: TrainingConfig, apart: list[str]) -> bool:
+    """Return True if each rank generates with a copy of the weights in vLLM or SGLang.
+
+    ``apart`` are the roles in workers.
+    """
     if isinstance(config, ScoringConfig) or "engine" in apart or not generates(config):
         return False
-    return config.engine.kind == "vllm"
+    return config.engine.kind == "vllm" or config.engine.starts_server
 
 
-def vllm_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
-    """Return the bytes of vLLM's copy of the weights, and of its cache, which has a fixed size."""
+def copy_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
+    """Return the bytes of an engine's copy of the weights, and of its cache of a fixed size."""
     _, width = heads_of(policy.text)
     widths = [width] * policy.text.num_hidden_layers
     cache = key_value_cache(engine.max_cache_tokens, widths, policy.itemsize)
@@ -352,7 +355,8 @@ def vllm_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
         # a byte per weight of the blocks; the scales and norms are small
         _, blocks = policy.units(1)
         weights -= sum(blocks) * (1 - 1 / policy.itemsize)
-    return {"vLLM's weights": weights, "vLLM's cache": float(cache)}
+    name = "vLLM" if engine.kind == "vllm" else "SGLang"
+    return {f"{name}'s weights": weights, f"{name}'s cache": float(cache)}
 
 
 def _left_whole(

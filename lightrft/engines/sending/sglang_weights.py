@@ -1,10 +1,11 @@
-"""Two ways of new weights to a served SGLang: by a folder, and by broadcasts."""
+"""Ways of new weights to a served SGLang: by a folder, and in buckets of tensors by broadcasts."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.sending.server_group import ServerGroup
+from lightrft.engines.sending.sglang_session import UpdateSession
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ConfigError, ModelError
@@ -117,15 +118,16 @@ class FolderWeights:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class BroadcastWeights:
-    """Broadcasts the weights that changed since the last time.
+class BucketWeights(ABC):
+    """Sends the weights that changed since the last time, in buckets.
 
     All are sent to a server that was restarted. This machine keeps a copy in CPU memory for that.
+    The last call of an update has no tensors. It names the version and empties the cache, so a
+    server with half an update has the old name.
 
     Args:
         client: Sends requests to the server.
-        config: Settings of the engine.
-        run: Name of the run.
+        where: The server, for messages.
         server: What the server says about itself.
         held: Returns the version of the weights that the server holds.
         cost: Gets the bytes of the tensors that are sent.
@@ -134,43 +136,49 @@ class BroadcastWeights:
     def __init__(
         self,
         client: ServerClient,
-        config: EngineConfig,
-        run: str,
+        where: str,
         server: Mapping[str, Any],
         held: Callable[[], str | None],
         cost: UpdateCost,
     ) -> None:
         self.client = client
         self.cost = cost
-        self._config = config
-        self._run = run
-        self._processes = int(server.get("tp_size") or 1)
+        self._where = where
         name = str(server.get("dtype"))
         dtype = getattr(torch, DTYPES.get(name, name), None)
         self._dtypes = HeldDtypes(of_matrices=dtype if isinstance(dtype, torch.dtype) else None)
         self._held = held
-        self._group: ServerGroup | None = None
+        self._session = UpdateSession(client)
         self._device = torch.device("cpu")
         self._copies: dict[str, Tensor] = {}
         self._sums: Fingerprint = {}
         self._lacks_all = True
         self._version = ""
 
+    @abstractmethod
+    def _send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Make the server load a bucket of tensors."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Make the server empty its cache and name its weights by ``_version``."""
+
+    def _leave(self) -> None:
+        """Take note that the server lacks all weights. Everything is sent to it the next time."""
+        self.forget()
+
     def load(self, weights: Weights, version: str) -> None:
         """See ``SGLangWeights.load``."""
-        if self._group is not None and self._held() != self._version:
-            # A group ends with its server. SGLang ends if it is asked for a group that it lacks.
-            self._leave()
-        problem: Exception | None = None
+        problem = self._failure(self._session.open)
         for bucket in shards(self._changed(weights), BUCKET):
             # on after a failure too, since the copies must be of one version
             if problem is None:
-                problem = self._failure(self._send, bucket)
+                problem = self._failure(self._send_counted, bucket)
         self._version = version
         if problem is None:
-            problem = self._failure(self._finish)
+            problem = self._failure(self._close)
         if problem is not None:
-            log.warning("weights did not reach %s (%s); all are sent again", self._url, problem)
+            log.warning("weights did not reach %s (%s); all are sent again", self._where, problem)
             self.resend()
 
     def resend(self) -> None:
@@ -184,7 +192,7 @@ class BroadcastWeights:
             if problem is None:
                 return
         raise ModelError(
-            f"{self._url} did not take the weights {self._version!r}: {problem}; set "
+            f"{self._where} did not take the weights {self._version!r}: {problem}; set "
             "engine.weights_dir to a folder that both read if this comes again"
         ) from problem
 
@@ -196,10 +204,6 @@ class BroadcastWeights:
         """See ``SGLangWeights.close``."""
         self._leave()
 
-    @property
-    def _url(self) -> str:
-        return f"engine.url = {self._config.url!r}"
-
     def _changed(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the ``weights`` that the server lacks, in its dtype, and keep a copy of each."""
         found = changed_weights(weights, self._sums, self._dtypes, all_of_them=self._lacks_all)
@@ -209,30 +213,75 @@ class BroadcastWeights:
             yield name, tensor.contiguous()
 
     def _failure(self, step: Callable[..., None], *args: object) -> Exception | None:
-        """Run ``step`` and return its error, after which the group is of no use."""
+        """Run ``step`` and return its error, after which the server has no whole weights."""
         try:
             step(*args)
         except (Unanswered, RuntimeError, TimeoutError) as error:
             return error
         return None
 
-    def _send(self, bucket: Mapping[str, Tensor]) -> None:
-        self._joined().send(list(self.cost.counted(bucket.items())))
+    def _send_counted(self, bucket: Mapping[str, Tensor]) -> None:
+        self._send(list(self.cost.counted(bucket.items())))
 
     def _send_all(self) -> None:
+        self._session.open()
         for bucket in shards(self._copies.items(), BUCKET):
-            self._send({name: tensor.to(self._device) for name, tensor in bucket.items()})
+            self._send_counted({name: t.to(self._device) for name, t in bucket.items()})
+        self._close()
+
+    def _close(self) -> None:
         self._finish()
+        self._session.close()
+        self._lacks_all = False
+
+
+class BroadcastWeights(BucketWeights):
+    """Broadcasts weights in a process group with the server's processes.
+
+    Args:
+        client: Sends requests to the server.
+        where: The server, for messages.
+        server: What the server says about itself.
+        held: Returns the version of the weights that the server holds.
+        cost: Gets the bytes of the tensors that are sent.
+        run: Name of the run.
+        seconds: Timeout of joining and of each broadcast.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        where: str,
+        server: Mapping[str, Any],
+        held: Callable[[], str | None],
+        cost: UpdateCost,
+        run: str,
+        seconds: float,
+    ) -> None:
+        super().__init__(client, where, server, held, cost)
+        self._run = run
+        self._seconds = seconds
+        self._processes = int(server.get("tp_size") or 1)
+        self._group: ServerGroup | None = None
+
+    def load(self, weights: Weights, version: str) -> None:
+        """See ``SGLangWeights.load``."""
+        if self._group is not None and self._held() != self._version:
+            # A group ends with its server. SGLang ends if it is asked for a group that it lacks.
+            self._leave()
+        super().load(weights, version)
+
+    def _send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        self._joined().send(bucket)
 
     def _finish(self) -> None:
         self._joined().finish(self._version)
-        self._lacks_all = False
 
     def _joined(self) -> ServerGroup:
         """Return the group, which is made where there is none."""
         if self._group is None:
             self._group = ServerGroup(
-                self.client, self._run, self._processes, self._device, self._config.timeout
+                self.client, self._run, self._processes, self._device, self._seconds
             )
         return self._group
 
@@ -241,7 +290,7 @@ class BroadcastWeights:
         if self._group is not None:
             self._group.close()
         self._group = None
-        self.forget()
+        super()._leave()
 
 
 def refuse_layout(server: Mapping[str, Any], where: str) -> None:

@@ -119,15 +119,18 @@ class ServedEngine(ABC):
                 log-probs of another distribution.
             ResourceError: It does not answer before ``engine.deadline``.
         """
-        engine = cls(open_client(config), tokenizer, config, ends)
+        return cls(open_client(config), tokenizer, config, ends).checked()
+
+    def checked(self) -> Self:
+        """Return this engine after checks of its server, see ``connect``."""
         try:
-            engine.check_server()
+            self.check_server()
         except BaseException as error:
-            engine.close()
+            self.close()
             if isinstance(error, Unanswered):
-                raise failure(error, engine.where) from error
+                raise failure(error, self.where) from error
             raise
-        return engine
+        return self
 
     @abstractmethod
     def check_server(self) -> None:

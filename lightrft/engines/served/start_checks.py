@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.strategy import EngineConfig
@@ -30,11 +30,24 @@ def open_client(config: EngineConfig) -> ServerClient:
     """
     header = functools.partial(bearer, config)
     header()
+    return client_of(config, header)
+
+
+def client_of(
+    config: EngineConfig, header: Callable[[], dict[str, str]], *, direct: bool = False
+) -> ServerClient:
+    """Return a client of ``engine.url``.
+
+    Args:
+        config: Settings of the engine.
+        header: Returns the header with the key, for each trial of a request.
+        direct: Use no proxy that the environment names.
+    """
     url = str(config.url).rstrip("/").removesuffix("/v1")
     # a key in the environment of this process stays the same: 401 does not pass
     passing = [status for status in ALIVE if status != 401]
     most = config.max_num_seqs + SPARE_CONNECTIONS
-    return ServerClient(url, config.deadline, most, header, passing)
+    return ServerClient(url, config.deadline, most, header, passing, direct=direct)
 
 
 def bearer(config: EngineConfig) -> dict[str, str]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 
-from lightrft.rewards.sandbox.guardian import SUPPORTED, end_descendants
+from lightrft.distributed.guarded.process import GuardedProcess
 from lightrft.rewards.sandbox.protocol import Unreadable, WorkerMessage, message_of
 from lightrft.rewards.sandbox.worker import HEADER, WorkBatch, WorkerInit
 
@@ -23,7 +20,6 @@ _PROGRAM = (
 )
 START_SECONDS = 300.0  # a user's file may import something large
 SEND_SECONDS = 60.0
-END_SECONDS = 15.0  # for a guardian to end everything, before the guardian is killed
 LINE_BYTES = 16 << 20
 """Longest line that a worker may send, far more than the terms of one call."""
 
@@ -36,7 +32,7 @@ class Garbled(WorkerDied):
     """The worker's socket received something that the worker's own code never sends."""
 
 
-class WorkerProcess:
+class WorkerProcess(GuardedProcess):
     """A worker in a fresh interpreter and session.
 
     Neither the threads nor the ``__main__`` of the parent affect it.
@@ -54,7 +50,7 @@ class WorkerProcess:
         # Each worker would else start one thread per core as soon as it loads numpy.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         try:
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -68,10 +64,10 @@ class WorkerProcess:
         finally:
             # Only the worker may have it open: its end is then the end of the stream here.
             theirs.close()
+        super().__init__(process)
         self.connection = ours
         self.buffer = b""
         self.stray: Garbled | None = None
-        self.reaping = threading.Lock()
 
     def begin(self, start: WorkerInit) -> str:
         """Block until the worker is ready, and return an empty string.
@@ -134,45 +130,7 @@ class WorkerProcess:
             raise self.stray
         return found
 
-    def interrupt(self) -> None:
-        """Kill everything that the worker started. Return at once; any thread may call it."""
-        with self.reaping:
-            # The id of a process that was waited for may belong to another process by now.
-            if self.process.returncode is None:
-                if SUPPORTED:
-                    self.process.terminate()  # the guardian, which then ends all
-                else:
-                    self._kill_session()
-
-    def status(self, patience: float) -> int | None:
-        """Return the exit status of a worker that ends within ``patience`` seconds, else ``None``.
-
-        A signal gives minus its number.
-        """
-        ends = time.monotonic() + patience
-        while True:
-            with self.reaping:
-                status = self.process.poll()
-                if status is not None:
-                    if not SUPPORTED:
-                        self._kill_session()
-                    return status
-            if time.monotonic() >= ends:
-                return None
-            time.sleep(0.001)
-
     def end(self) -> None:
         """Kill the worker, wait for it and close the connection."""
-        self.interrupt()
-        with self.reaping:
-            try:
-                self.process.wait(END_SECONDS if SUPPORTED else None)
-            except subprocess.TimeoutExpired:  # a function has stopped its guardian
-                end_descendants(self.process.pid)
-                self._kill_session()
-                self.process.wait()
+        super().end()
         self.connection.close()
-
-    def _kill_session(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # nothing is left of it
-            os.killpg(self.process.pid, signal.SIGKILL)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightrft.distributed.guarded.guardian import become_guardian
 from lightrft.rewards.registry import Reward, load_reward
-from lightrft.rewards.sandbox.guardian import become_guardian
 from lightrft.rewards.sandbox.results import InvalidReward, rows_of, terms_of
 from lightrft.rewards.sandbox.rollout_view import view_of
 from lightrft.rewards.sandbox.worker import describe, warm_up

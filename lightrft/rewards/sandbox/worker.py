@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrft.distributed.guarded.guardian import become_guardian
 from lightrft.rewards.registry import OverBudget, Reward, load_reward
-from lightrft.rewards.sandbox.guardian import become_guardian
 from lightrft.rewards.sandbox.results import InvalidReward, rows_of, terms_of, wrong_and_ungraded
 from lightrft.utils.errors import UserError
 

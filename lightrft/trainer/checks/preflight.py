@@ -20,7 +20,7 @@ from lightrft.config.verbs import (
     SFTConfig,
 )
 from lightrft.engines.constrained.grammars import check_constraint
-from lightrft.engines.requests import unsupported_settings
+from lightrft.engines.requests import refuse_filters, unsupported_settings
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.statistics.repeated_samples import powers_of_two
 
@@ -132,6 +132,12 @@ def _engine(config: PolicyConfig) -> Iterator[str]:
                 f"{name} = {getattr(sampling, field)}: engine.kind = {config.engine.kind} cannot "
                 f"apply it; set engine.kind=native, or leave out {name}"
             )
+    # before a server is asked, or started for a minute
+    if config.engine.kind == "sglang" and isinstance(config, GENERATING):
+        try:
+            refuse_filters(config.sampling)
+        except ConfigError as error:
+            yield f"sampling.{error}"
 
 
 def check_best(best: str | None, values: Mapping[str, float]) -> None:

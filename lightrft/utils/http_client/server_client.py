@@ -36,9 +36,11 @@ class Unanswered(Exception):
 
     Attributes:
         refused: The server refused it, so that a repetition would not help.
+        status: HTTP status of the refusal, or 0.
     """
 
     refused = False
+    status = 0
 
 
 class Passing(Exception):
@@ -107,6 +109,7 @@ class ServerClient:
         most: Largest number of requests at once.
         authorization: Returns the headers with the token or the key, for each trial.
         passing: HTTP statuses of a server that works, and may answer later.
+        direct: Use no proxy that the environment names.
 
     Attributes:
         breaker: Holds requests back while the server does not answer.
@@ -120,6 +123,8 @@ class ServerClient:
         most: int,
         authorization: Callable[[], dict[str, str]],
         passing: Collection[int] = ALIVE,
+        *,
+        direct: bool = False,
     ) -> None:
         self.url = url
         self.deadline = deadline
@@ -130,7 +135,7 @@ class ServerClient:
         self.counts: Counter[str] = Counter()
         self._news = 0.0
         limits = httpx.Limits(max_connections=most)
-        self._client = httpx.Client(base_url=url.rstrip("/"), limits=limits)
+        self._client = httpx.Client(base_url=url.rstrip("/"), limits=limits, trust_env=not direct)
 
     def together(self, send: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return ``send`` of each item. At most ``most`` are computed at once."""
@@ -336,7 +341,7 @@ class ServerClient:
         if status >= httpx.codes.INTERNAL_SERVER_ERROR:
             raise Passing(problem, pause, broken=True)
         refusal = Unanswered(f"{self.url} refused the request: {problem}")
-        refusal.refused = True
+        refusal.refused, refusal.status = True, status
         raise refusal
 
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from lightrft.config.reward import RewardConfig
+from lightrft.distributed.guarded.guardian import has_more_descendants
 from lightrft.rewards import REWARDS
 from lightrft.rewards.registry import OverBudget
 from lightrft.rewards.rules import math
-from lightrft.rewards.sandbox.guardian import has_more_descendants
 from lightrft.rewards.sandbox.rollout_view import view_of
 from lightrft.rewards.scorer import Scorer
 from lightrft.types import Prompt, Rollout

@@ -1,4 +1,4 @@
-"""Guard a reward worker: end every process that it started, also after the run was killed.
+"""Guard a worker: end every process that it started, also after the run was killed.
 
 The guardian is a process between the run and a worker. Children of a worker may leave its session,
 and their parents may exit. The guardian is a child subreaper (``man 2 prctl``), so the kernel makes
@@ -29,7 +29,7 @@ PATIENCE = 10.0
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 
 
-def become_guardian(parent: int, fd: int) -> None:
+def become_guardian(parent: int, fd: int | None = None) -> None:
     """Fork and return in the child, which is the worker; the caller becomes its guardian.
 
     The guardian never returns and exits as the worker did. It also ends everything at SIGTERM and
@@ -39,7 +39,7 @@ def become_guardian(parent: int, fd: int) -> None:
 
     Args:
         parent: Process id of the run.
-        fd: The worker's socket, which the guardian closes.
+        fd: The worker's socket, which the guardian closes. ``None`` for none.
     """
     if not SUPPORTED:
         if os.getppid() != parent:
@@ -53,7 +53,8 @@ def become_guardian(parent: int, fd: int) -> None:
     guardian = os.getpid()
     worker = os.fork()
     if worker:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
         _guard(parent, worker, signals)
     # The worker. It inherits neither the guardian's parent-death signal nor its pending signals.
     os.setsid()  # a worker that signals its own process group must not reach the guardian

@@ -1,0 +1,1 @@
+"""Processes that end with the run, with every process that they start."""
