@@ -148,6 +148,13 @@ class Model:
         return sum(outside.values()), blocks
 
     @property
+    def logits_bytes(self) -> int:
+        """The most bytes of logits that exist at once. ``estimate.on_device`` has fixed them."""
+        limit = self.model.config.logits_mb
+        assert limit is not None
+        return limit * MIB
+
+    @property
     def trained_count(self) -> int:
         """The number of trained parameters."""
         return sum(p.count for p in self.parameters if p.trained)
@@ -312,8 +319,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
     whole = _whole(place, m, backward=False)
     if model.config.check_layout and isinstance(model, Actor):
         tokens = min(CHECKED_ROWS, answers) * lengths.answer
-        chunk = model.config.logits_limit(place.device.kind) * MIB
-        logits = layout_check(tokens, m.text.vocab_size, m.itemsize, chunk)
+        logits = layout_check(tokens, m.text.vocab_size, m.itemsize, m.logits_bytes)
         yield MemoryPhase(f"{m.name}: layout check", {"logits": float(logits), **whole})
     if m.name != "policy" or scored(config):
         forward = partial(meta_trace.forward, model, batch, **options)
@@ -381,8 +387,7 @@ def _updates(
     config = place.config
     if m.name == "policy" and compares_distributions(config):
         # Full vocabularies are compared, in chunks of which two exist at a time.
-        limit = config.model.logits_limit(place.device.kind)
-        update["teacher's logits"] = 2.0 * limit * MIB
+        update["teacher's logits"] = 2.0 * m.logits_bytes
     update |= _whole(place, m, backward=True)
     yield MemoryPhase(f"{m.name}: update", update)
     if shares.by_blocks and not shares.bucket:
@@ -529,17 +534,16 @@ def traced(
         )
         if problem not in place.problems:
             place.problems.append(problem)
-    return _by_formula(m, batch, trained, place.device.kind)
+    return _by_formula(m, batch, trained)
 
 
-def _by_formula(m: Model, batch: Batch, trained: bool, kind: str) -> Traced:
+def _by_formula(m: Model, batch: Batch, trained: bool) -> Traced:
     """Return the memory of a pass through plain blocks.
 
     Args:
         m: The model.
         batch: The micro-batch of the pass.
         trained: True for a pass with gradient.
-        kind: Type of the device.
     """
     text = m.text
     tokens = int(batch.prompts.lengths.sum() + batch.lengths.sum())
@@ -549,7 +553,7 @@ def _by_formula(m: Model, batch: Batch, trained: bool, kind: str) -> Traced:
     if layers == 1 and trained:
         # Gradient checkpointing keeps the input of each block.
         inputs = tokens * text.hidden_size * m.itemsize * text.num_hidden_layers
-    logits = m.model.config.logits_limit(kind) * MIB * 3
+    logits = m.logits_bytes * 3
     summed = int(gradients(m.parameters)) if trained else 0
     widths = _widths(text)
     kept = kept_by_blocks(tokens, layers, m.itemsize, hidden=text.hidden_size, **widths)
