@@ -139,7 +139,8 @@ def compile_decoder(decoder: DecoderProtocol, *, sharded: bool) -> None:
     if sharded:
         raise ConfigError(
             "engine.compile = true: the ranks shard the weights, so a step gathers weights or "
-            "waits for other ranks; leave out engine.compile, or run one process"
+            "waits for other ranks; leave out engine.compile, run one process, or set "
+            "launch.ray.engines"
         )
     if not isinstance(decoder, CompilingDecoder):
         raise ConfigError(
