@@ -28,11 +28,13 @@ def engine_findings(config: TrainingConfig) -> Iterator[Finding]:
     if config.engine.kind != "vllm":
         return
     yield _package(config.engine)
-    try:
-        check_vllm(config.model, config.strategy.tensor_parallel)
-        check_sampling(config.sampling)
-    except ConfigError as error:
-        yield Finding("engine", "bad", "engine.kind", str(error))
+    if not isinstance(config, RLConfig):
+        # the settings of ``rl`` are checked with the others
+        try:
+            check_vllm(config.model, config.strategy.tensor_parallel)
+            check_sampling(config.sampling)
+        except ConfigError as error:
+            yield Finding("engine", "bad", "engine.kind", str(error))
     lora = config.model.lora
     if lora is None:
         return

@@ -60,7 +60,7 @@ def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
     ("over", "named"),
     [
         ({"sampling": {"temperature": 0.001}}, r"temperature = 0\.001"),
-        ({"sampling": {"min_p": 0.1, "top_p": 0.9}}, r"min_p = 0\.1 with top_p = 0\.9"),
+        ({"sampling": {"min_p": 0.1, "top_p": 0.9}}, r"min_p = 0\.1 with sampling\.top_p = 0\.9"),
     ],
     ids=["temperature", "min_p"],
 )
