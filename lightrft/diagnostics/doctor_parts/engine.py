@@ -10,9 +10,9 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
-from lightrft.diagnostics.memory.phases import generates
-from lightrft.engines.vllm import TESTED, check_sampling
+from lightrft.engines.vllm import TESTED
 from lightrft.engines.vllm_parts.options import unserved_reason
+from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local_vllm import check_vllm
 from lightrft.workers.media_checks import check_media
@@ -29,10 +29,9 @@ def engine_findings(config: TrainingConfig) -> Iterator[Finding]:
         return
     yield _package(config.engine)
     if not isinstance(config, RLConfig):
-        # the settings of ``rl`` are checked with the others
+        # that of ``rl`` is checked with its other settings
         try:
             check_vllm(config.model, config.strategy.tensor_parallel)
-            check_sampling(config.sampling)
         except ConfigError as error:
             yield Finding("engine", "bad", "engine.kind", str(error))
     lora = config.model.lora

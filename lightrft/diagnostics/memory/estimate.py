@@ -34,7 +34,6 @@ from lightrft.diagnostics.memory.phases import (
     Model,
     ProcessProfile,
     drawing_answers,
-    generates,
     heads_of,
     passes,
     reading,
@@ -45,6 +44,7 @@ from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
+from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.cpu_memory import products_bytes
 from lightrft.workers.build_remote import most_senders
 from lightrft.workers.local import teacher_settings

@@ -50,6 +50,7 @@ from lightrft.models.decoding.static_step import padded_shape
 from lightrft.models.loading.sharded_read import PIECE, put_together
 from lightrft.strategy.tensor_parallel import cut_names
 from lightrft.strategy.wrap_policy import largest_block, outermost_blocks
+from lightrft.trainer.checks.preflight import generates
 from lightrft.types import Batch
 from lightrft.utils.errors import first_line
 
@@ -394,15 +395,6 @@ def _updates(
         outside, blocks = m.units(shares.cut, trained=True)
         last = {**on_it, "whole": last_sum(outside, blocks, m.itemsize)}
         yield MemoryPhase(f"{m.name}: last gradients", last)
-
-
-def generates(config: TrainingConfig) -> bool:
-    """Return True if training steps generate responses."""
-    if isinstance(config, DistillVerbConfig):
-        return config.distill.on_policy > 0
-    if isinstance(config, DPOConfig):
-        return config.online.group_size > 0
-    return isinstance(config, RLConfig)
 
 
 def compares_distributions(config: TrainingConfig) -> bool:

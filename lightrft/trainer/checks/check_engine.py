@@ -5,7 +5,6 @@ from __future__ import annotations
 from lightrft.config.strategy import SERVED_KINDS
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.native_parts.compiled_steps import SHARDED
-from lightrft.engines.vllm import check_sampling
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local_vllm import check_vllm
 
@@ -21,9 +20,6 @@ def check_engine(config: RLConfig) -> None:
     if engine.kind == "vllm":
         # a worker loads the whole model by itself
         check_vllm(config.model, 1 if workers else config.strategy.tensor_parallel)
-        check_sampling(config.sampling)
-        if config.eval.data.sources and not config.rollout.staleness:
-            check_sampling(config.eval.sampling, "eval.sampling")
     # Other engines have weights of their own.
     samples_itself = engine.kind == "native" and not workers and not config.rollout.staleness
     if engine.compile and samples_itself and config.launch.processes > 1:

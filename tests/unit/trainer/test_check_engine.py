@@ -13,7 +13,6 @@ from lightrft.utils.errors import ConfigError
 
 SERVER = {"kind": "http", "url": "http://127.0.0.1:1"}
 RAY = {"kind": "ray", "processes": 2, "ray": {"engines": 1}}
-EVAL = {"data": {"sources": ["eval.jsonl"]}, "sampling": {"temperature": 0.001}}
 
 
 def config(tree: dict[str, Any]) -> RLConfig:
@@ -31,15 +30,6 @@ def config(tree: dict[str, Any]) -> RLConfig:
             {"engine": SERVER, "launch": RAY},
             r"launch\.ray\.engines = 1: engine\.kind = http .*leave out launch\.ray\.engines",
         ),
-        (
-            {"engine": {"kind": "vllm"}, "sampling": {"temperature": 0.001}},
-            r"^sampling\.temperature = 0\.001: .*at least 0\.01",
-        ),
-        (
-            {"engine": {"kind": "vllm"}, "sampling": {"min_p": 0.1, "top_p": 0.9}},
-            r"^sampling\.min_p = 0\.1 with sampling\.top_p = 0\.9: .*set one of them",
-        ),
-        ({"engine": {"kind": "vllm"}, "eval": EVAL}, r"^eval\.sampling\.temperature = 0\.001"),
         (
             {"engine": {"kind": "vllm"}, "strategy": {"tensor_parallel": 2}},
             r"strategy\.tensor_parallel = 2",
@@ -63,8 +53,6 @@ def test_an_engine_that_cannot_generate_as_asked_is_refused_with_the_way_out(
             "launch": {"processes": 2},
             "rollout": {"staleness": 1},
         },
-        # the policy itself responds to the eval set
-        {"engine": {"kind": "vllm"}, "eval": EVAL, "rollout": {"staleness": 1}},
         # a worker loads the whole model
         {"engine": {"kind": "vllm"}, "launch": RAY, "strategy": {"tensor_parallel": 2}},
     ],
