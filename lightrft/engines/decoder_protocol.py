@@ -156,6 +156,10 @@ class DecoderProtocol(Protocol):
 
     def session(self) -> DecodeSession: ...
 
+    def forget(self) -> None:
+        """Drop what was computed from the weights, or copied from them, outside of sessions."""
+        ...
+
     def running(self) -> AbstractContextManager[None]:
         """Return the context manager inside which sessions may be called."""
         ...
@@ -166,11 +170,7 @@ class PrefixDecoder(DecoderProtocol, Protocol):
     """A decoder whose sessions may share keys and values."""
 
     def keep_prefixes(self) -> bool:
-        """Keep finished sequences. Return ``False`` if it cannot."""
-        ...
-
-    def forget_prefixes(self) -> None:
-        """Drop the kept sequences."""
+        """Keep finished sequences until ``forget``. Return ``False`` if it cannot."""
         ...
 
 

@@ -104,7 +104,6 @@ class NativeEngine:
         self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._grammars: GrammarCompiler | None = None
-        self._keeps_prefixes = False
         self.draft = draft
         if config.speculative is not None:
             check_speculative(decoder, draft)
@@ -157,9 +156,7 @@ class NativeEngine:
         Returns:
             ``False`` if the model's keys and values cannot be reused.
         """
-        keeps = isinstance(self.decoder, PrefixDecoder) and self.decoder.keep_prefixes()
-        self._keeps_prefixes = keeps
-        return keeps
+        return isinstance(self.decoder, PrefixDecoder) and self.decoder.keep_prefixes()
 
     @property
     def compiled(self) -> CompiledSteps | None:
@@ -168,11 +165,6 @@ class NativeEngine:
             return None
         assert isinstance(self.decoder, CompilingDecoder)
         return self.decoder.compiled
-
-    def _forget_prefixes(self) -> None:
-        if self._keeps_prefixes:
-            assert isinstance(self.decoder, PrefixDecoder)
-            self.decoder.forget_prefixes()
 
     def stop_strings(self, stop: tuple[str, ...]) -> StopStrings:
         if stop not in self._stops:
@@ -207,7 +199,7 @@ class NativeEngine:
         """
         if not self.shares_weights:
             self.decoder.load(weights)
-        self._forget_prefixes()
+        self.decoder.forget()
         self.version = version
         # of the weights that the decoder holds, not of the ones sent: the caller compares the two
         return checksums(self.decoder.parameters())
@@ -219,7 +211,7 @@ class NativeEngine:
         their next step.
         """
         self.awake = False
-        self._forget_prefixes()
+        self.decoder.forget()
         self._held.close()
 
     def wake(self) -> None:

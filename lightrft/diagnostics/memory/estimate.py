@@ -40,6 +40,7 @@ from lightrft.diagnostics.memory.phases import (
 )
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
+from lightrft.models.decoding.onednn_linear import PACKED_BYTES, onednn_available
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
@@ -130,6 +131,8 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
     if "engine" in apart:
         assert isinstance(config, RLConfig)
         kept["weights for engines"] = _for_engines(config, models[0], device)
+    if "engine" not in elsewhere and phases and phases[0].name == DRAWING:
+        kept |= _packed(models[0], device)
     kept |= _compiled(models, device)
     on_host = _on_host(place, models, phases)
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
@@ -169,6 +172,7 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
                 kept = {"policy": place.held(model)}
                 if draft is not None:
                     kept[draft.name] = place.held(draft)
+                kept |= _packed(model, device)
             kept["weights on their way"] = on_their_way
         else:
             phases = list(passes(place, model))
@@ -426,6 +430,13 @@ def _for_engines(config: RLConfig, policy: Model, device: Device) -> ModelMemory
 
 def _trained_bytes(model: Model) -> float:
     return sum(p.count * p.itemsize for p in model.parameters if p.trained)
+
+
+def _packed(policy: Model, device: Device) -> dict[str, ModelMemory]:
+    """Return the memory of weights that a CPU holds once more to generate."""
+    if device.kind != "cpu" or not onednn_available():
+        return {}
+    return {"packed weights": ModelMemory(min(PACKED_BYTES, held(policy.parameters).weights))}
 
 
 def _compiled(models: list[Model], device: Device) -> dict[str, ModelMemory]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightrft.models.attention import interface
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kinds import decodes_by_plan, length_bound
+from lightrft.models.decoding.onednn_linear import OneDNNLinear, onednn_available
 from lightrft.models.decoding.plans import FeedPlan, PrefillPlan, Rectangle, RowPlaces, StepPlan
 from lightrft.models.decoding.prefix_store import Prefix, PrefixStore
 from lightrft.models.decoding.recorded_experts import RecordedExperts
@@ -72,6 +73,7 @@ class KVDecoder:
         self.compiler: StepCompiler | None = None
         self.compiled = CompileCount()
         self._static: weakref.WeakSet[StaticSteps] = weakref.WeakSet()
+        self._products = OneDNNLinear(model) if onednn_available() else None
         config: Any = model.config
         self._config = config.get_text_config(decoder=True)
         self.by_plan = decodes_by_plan(config)
@@ -129,7 +131,7 @@ class KVDecoder:
 
         Raises ``ModelError`` for a name or a shape that is not the model's.
         """
-        self.forget_prefixes()
+        self.forget()
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
             here = parameters.get(name)
@@ -144,6 +146,8 @@ class KVDecoder:
 
     def session(self) -> PlanDecodeSession | CachedDecodeSession:
         """Return an empty cache over this model. Sessions share only the weights."""
+        # a write through ``.data`` since the last session leaves no trace
+        self._forget_packed()
         if not self.by_plan:
             return CachedDecodeSession(self.model, self.experts)
         steps = None
@@ -183,10 +187,16 @@ class KVDecoder:
         self.prefixes = PrefixStore()
         return True
 
-    def forget_prefixes(self) -> None:
-        """Drop the kept sequences, since the weights change or others need the memory."""
+    def forget(self) -> None:
+        """Drop kept sequences and packed weights, since the weights change or others need the
+        memory."""
         if self.prefixes is not None:
             self.prefixes.clear()
+        self._forget_packed()
+
+    def _forget_packed(self) -> None:
+        if self._products is not None:
+            self._products.forget()
 
     @contextmanager
     def running(self) -> Generator[None]:
@@ -204,9 +214,12 @@ class KVDecoder:
             self._config._attn_implementation = wanted
         if self.experts is not None:
             self.experts.record()
+        # compiled steps have products of their own
+        by_torch = self._products is None or self.compiler is not None
+        products = nullcontext() if by_torch else self._products.running()
         try:
             # cheaper than no_grad: operations keep no version counters
-            with torch.inference_mode():
+            with torch.inference_mode(), products:
                 yield
         finally:
             if self.experts is not None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
+from lightrft.models.decoding import onednn_linear
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kinds import (
     PLAN_FAMILIES,
@@ -21,6 +22,7 @@ from lightrft.models.decoding.kinds import (
     rereads_prefix,
 )
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.decoding.onednn_linear import onednn_available
 from lightrft.models.decoding.static_step import uncompiled
 from lightrft.models.tiny import MEDIA_FAMILIES, tiny_media_model
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -107,6 +109,17 @@ def test_sampled_log_probs_are_those_of_the_models_own_forward(family: str) -> N
     model = model_of(family)
     with exact(model):
         assert_sampled_as_own(model)
+
+
+@pytest.mark.skipif(not onednn_available(), reason="torch has no oneDNN on this processor")
+@pytest.mark.parametrize("family", by_family(TEXT_FAMILIES))
+def test_log_probs_of_products_by_onednn_are_those_of_the_models_own_forward(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn_linear, "SMALLEST", 0)
+    model = family_model(family, eos_token_id=None)
+    engine = engine_of(model, max_num_seqs=4)
+    assert_own(model, list(engine.generate(requests_of(), SAMPLING)))
 
 
 def assert_sampled_as_own(model: PreTrainedModel) -> None:
