@@ -72,6 +72,14 @@ def test_settings_that_vllm_cannot_keep_are_refused_with_the_way_out(
     assert "engine.kind=native" in str(found.value)
 
 
+def test_heads_that_vllm_cannot_compute_on_a_cpu_are_refused_at_the_start(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    vllm_model(tmp_path / "model", heads=4)
+    with pytest.raises(ConfigError, match=r"have 16 channels, and on a CPU vLLM takes 32, 64"):
+        run_rl(build(RLConfig, tree))
+
+
 def test_chat_answers_by_vllm(tree: dict[str, Any]) -> None:
     config = {
         "model": tree["model"],
