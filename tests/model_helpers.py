@@ -89,7 +89,9 @@ def byte_pairs(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def vllm_model(folder: Path, seed: int = 0, spread: float = 0.3, tied: bool = False) -> Any:
+def vllm_model(
+    folder: Path, seed: int = 0, spread: float = 0.3, tied: bool = False, heads: int = 2
+) -> Any:
     """Save a model that vLLM can compute on a CPU, where heads have 32 channels or more, with its tokenizer. Return the model."""
     tokenizer = byte_pairs(["the quick brown fox jumps", "one + two = three"], 280)
     tokenizer.save_pretrained(folder)
@@ -100,7 +102,7 @@ def vllm_model(folder: Path, seed: int = 0, spread: float = 0.3, tied: bool = Fa
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         num_key_value_heads=1,
         # the logits of the usual range are so alike that any weights sample the same tokens
         initializer_range=spread,

@@ -62,8 +62,9 @@ class RayConfig(Settings):
     """Share of an accelerator that each worker with a model takes, up to 1; ``null``: a whole one.
     What ranks leave of theirs is used first."""
     weights: Literal["broadcast", "shared", "message"] = "broadcast"
-    """Transport of new weights to engines. ``broadcast``: a process group, to any node. ``shared``:
-    memory that both sides see. ``message``: through Ray."""
+    """Transport of new weights to engines. ``broadcast``: a process group, to any node; it is
+    replaced, with a warning, where processes share a GPU. ``shared``: memory that both sides see.
+    ``message``: through Ray."""
     bucket_mb: int = Field(256, ge=1)
     """Size in MiB of the buckets in which weights travel."""
     call_timeout_minutes: float | None = Field(None, gt=0)

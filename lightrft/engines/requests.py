@@ -58,15 +58,21 @@ def unsupported_settings(sampling: SamplingConfig) -> list[str]:
     return [name for name in NATIVE_SETTINGS if getattr(sampling, name) is not None]
 
 
-def refuse_filters(sampling: SamplingConfig) -> None:
-    """Raise ``ConfigError`` for settings that SGLang's log-probs leave out."""
+def refuse_filters(sampling: SamplingConfig, section: str = "sampling") -> None:
+    """Raise ``ConfigError`` for settings that SGLang's log-probs leave out.
+
+    Args:
+        sampling: The settings.
+        section: Name of their section, for the message.
+    """
     for name in FILTERS:
         value, default = getattr(sampling, name), SamplingConfig.model_fields[name].default
         acts = sampling.temperature != 0 or name == FILTERS[-1]
         if value != default and acts:
             raise ConfigError(
-                f"{name} = {value:g}: the log-probs of SGLang are not those of the filtered "
-                f"distribution; leave out {name}, or set engine.kind=vllm or engine.kind=native"
+                f"{section}.{name} = {value:g}: the log-probs of SGLang are not those of the "
+                f"filtered distribution; leave out {section}.{name}, or set engine.kind=vllm or "
+                "engine.kind=native"
             )
 
 

@@ -425,18 +425,24 @@ def keeping_process_group(keep: bool) -> Generator[None]:
         yield
 
 
-def check_sampling(sampling: SamplingConfig) -> None:
-    """Raise ``ConfigError`` for settings that vLLM would apply in another way, or not at all."""
+def check_sampling(sampling: SamplingConfig, name: str = "sampling") -> None:
+    """Raise ``ConfigError`` for settings that vLLM would apply in another way, or not at all.
+
+    Args:
+        sampling: The settings.
+        name: Name of their section, for the message.
+    """
     refuse_native_settings(sampling, "vllm")
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise ConfigError(
-            f"temperature = {sampling.temperature:g}: vLLM samples at {LOWEST_TEMPERATURE} in its "
+            f"{name}.temperature = {sampling.temperature:g}: vLLM samples at {LOWEST_TEMPERATURE} in its "
             f"place; set 0 or at least {LOWEST_TEMPERATURE}, or engine.kind=native"
         )
     if sampling.min_p and sampling.top_p < 1:
         raise ConfigError(
-            f"min_p = {sampling.min_p:g} with top_p = {sampling.top_p:g}: vLLM applies min_p "
-            "first, which gives another distribution; set one of them, or engine.kind=native"
+            f"{name}.min_p = {sampling.min_p:g} with {name}.top_p = {sampling.top_p:g}: vLLM "
+            "applies min_p first, which gives another distribution; set one of them, or "
+            "engine.kind=native"
         )
 
 

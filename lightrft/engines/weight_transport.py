@@ -57,6 +57,10 @@ class WeightBuffer:
         self._store: dist.Store | None = None
         self._numbers: list[int] = []
 
+    def device_name(self, kind: str) -> str:
+        """Return the name of this process's device of type ``kind``, see ``device_name``."""
+        return device_name(torch.device(kind))
+
     def put(self, data: np.ndarray, layout: Layout) -> None:
         """Load a bucket that came as a call argument."""
         # a copy, since an argument of a Ray call is in read-only memory
@@ -631,11 +635,17 @@ def file_handle(number: int) -> FileHandle:
     return FileHandle(os.getpid(), number, (found.st_dev, found.st_ino))
 
 
+def device_name(device: torch.device) -> str:
+    """Return a name of a GPU that all processes have for it. It is empty for other devices."""
+    if device.type != "cuda":
+        return ""
+    # processes may number the devices that they see differently
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def device_handle(slot: Tensor) -> tuple[Any, ...]:
     """Return a handle by which processes of this machine open ``slot [bytes]`` of a GPU."""
-    # by identity: processes may number the devices that they see differently
-    uuid = torch.cuda.get_device_properties(slot.device).uuid
-    return str(uuid), *reductions.reduce_tensor(slot)
+    return device_name(slot.device), *reductions.reduce_tensor(slot)
 
 
 def opened(handle: Any) -> Tensor:
@@ -646,8 +656,7 @@ def opened(handle: Any) -> Tensor:
     if isinstance(handle, FileHandle):
         return opened_file(handle)
     uuid, rebuild, arguments = handle
-    numbers = range(torch.cuda.device_count())
-    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in numbers]
+    uuids = [device_name(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
     # the seventh argument is the device's number in the sender
     return rebuild(*arguments[:6], uuids.index(uuid), *arguments[7:])
 

@@ -48,7 +48,9 @@ step divided by the square root of 12. It is below 2^-5 of the rms of the row if
 is below 13.7 times that rms.
 """
 
-COARSE = (torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16)
+EIGHT_BITS = tuple(row_format.dtype for row_format in ROW_FORMATS.values())
+"""Types of the weights that ``engine.quantization`` samples from."""
+COARSE = (*EIGHT_BITS, torch.bfloat16, torch.float16)
 """Types in which the mean difference counts."""
 REMOVED = 0.05
 """Fraction of tokens, rounded up, that the trainer's filter may remove by rounding alone."""
@@ -382,6 +384,12 @@ def _cause(
     decodes = f"decodes model type {kind!r} in another way than it is trained."
     if unequal is None:
         return f"Weights, {same} {decodes}"
+    if found.dtype in EIGHT_BITS:
+        coarse = "or the inputs of its layers lose more in 8 bits than in most models"
+        return (
+            f"The 8-bit weights, {same} {decodes.removesuffix('.')}, {coarse}: leave out "
+            "engine.quantization, or set another one."
+        )
     other = "computes with weights that differ from its fingerprint"
     return f"The fingerprint of the weights, {same} {other}, or {decodes}"
 

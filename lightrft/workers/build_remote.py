@@ -16,7 +16,6 @@ from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Maker, Worker
-from lightrft.engines.vllm import check_sampling
 from lightrft.models.actor import Actor
 from lightrft.models.processors import Processor
 from lightrft.rewards.base import RewardScorer
@@ -24,8 +23,7 @@ from lightrft.roles import Roles
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
-from lightrft.workers.local import check_native, local_roles, reference_model, teacher_model
-from lightrft.workers.local_vllm import check_replica
+from lightrft.workers.local import local_roles, reference_model, teacher_model
 from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
 from lightrft.workers.reward_model_workers import RemoteModelScorer, reward_model_worker
 from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
@@ -103,11 +101,6 @@ class RemoteRoleBuilder:
 
     def _engines(self, actor: Actor, strategy: Strategy, ranks: ProcessGroup) -> EngineWorkerGroup:
         config = self.config
-        if config.engine.kind == "vllm":
-            check_replica("vllm", config.model)
-            check_sampling(config.sampling)
-        else:
-            check_native(config.engine, "launch.ray.engines", config.launch.ray.engines)
         # Workers load the frozen weights themselves, so only these are sent in each step.
         trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
         asked = config.launch.ray

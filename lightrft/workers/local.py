@@ -308,7 +308,9 @@ def _own_engine(config: RLConfig, apart: Mapping[str, object]) -> EngineConfig:
     """Return the settings of the engine that generates in this process between training steps."""
     # The native one costs nothing, where another engine generates the batches.
     if "engine" in apart or config.rollout.staleness:
-        return config.engine.model_copy(update={"kind": "native"})
+        # ``compile: true`` is of the other engine. This one compiles where it can.
+        compiles = None if config.engine.compile else config.engine.compile
+        return config.engine.model_copy(update={"kind": "native", "compile": compiles})
     return config.engine
 
 

@@ -19,6 +19,7 @@ from lightrft.engines.sending.kept_copies import CopyRequests, CopyServer, KeptC
 from lightrft.engines.sending.sender_turns import SenderTurns
 from lightrft.engines.sending.tensor_slices import fill, used
 from lightrft.engines.sending.update_cost import UpdateCost
+from lightrft.engines.sending.usable_way import usable_way
 from lightrft.engines.weight_transport import (
     Meeting,
     RayObject,
@@ -27,6 +28,7 @@ from lightrft.engines.weight_transport import (
     WeightBuffer,
     WeightTransport,
     build_transport,
+    device_name,
     open_meeting,
 )
 from lightrft.utils.errors import ModelError
@@ -71,13 +73,14 @@ class _Plan:
     """The state of the workers before an update, as rank 0 knows it.
 
     ``dtypes`` and ``sums`` are of the weights that workers hold at the start. ``reopens`` is True
-    if the transport must be made, ``meeting`` is where the senders of a broadcast then meet, and
-    ``requests`` is where the first one asks the others for copies.
+    if the transport must be made, by ``way``. ``meeting`` is where the senders of a broadcast then
+    meet, and ``requests`` is where the first one asks the others for copies.
     """
 
     dtypes: HeldDtypes
     sums: Fingerprint
     reopens: bool
+    way: Way
     meeting: Meeting | None
     requests: Meeting | None
 
@@ -210,14 +213,23 @@ class WeightSync:
         reopens = self._carrier is None or self._lives != self.crew.lives
         # Read before the transport is made: a worker restarted in between reopens it next time.
         self._lives = self.crew.lives
-        meeting = self._meet() if reopens else None
-        return _Plan(dtypes, {} if self._begun else sums, reopens, meeting, self._listened())
+        way = self._usable_way() if reopens else self.hand.way
+        meeting = self._meet() if reopens and way == "broadcast" else None
+        sums = {} if self._begun else sums
+        return _Plan(dtypes, sums, reopens, way, meeting, self._listened())
 
-    def _meet(self) -> Meeting | None:
+    def _usable_way(self) -> Way:
+        """Return the way of the settings, or another one where it does not reach the workers."""
+        way, device = self.hand.way, self.hand.device
+        own = device_name(device)
+        # Several ranks send only to engines with whole devices, see ``most_senders``.
+        if way != "broadcast" or not own or len(self._senders) > 1:
+            return way
+        return usable_way(own, self.crew.each("weights", "device_name", device.type))
+
+    def _meet(self) -> Meeting:
         """Open the store of a broadcast, and return where it is."""
         hand = self.hand
-        if hand.way != "broadcast":
-            return None
         seconds = self.crew.limits.call_timeout
         self._place = open_meeting(hand.host, len(self._senders), len(self.crew.workers), seconds)
         return self._place.meeting
@@ -321,7 +333,7 @@ class WeightSync:
                 assert self._sender is not None
                 place = plan.meeting.enter(self._sender, limits.call_timeout)
             self._carrier = build_transport(
-                hand.way, self.crew.workers, hand.bucket, hand.device, limits.call_timeout, place
+                plan.way, self.crew.workers, hand.bucket, hand.device, limits.call_timeout, place
             )
 
         self._carried(make)

@@ -385,6 +385,11 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
+def died(config: RLConfig) -> Path:
+    """A file with the time at which a process was killed."""
+    return Path(config.run.dir) / "died"
+
+
 def with_a_sender_that_dies(config: RLConfig, observer: Any) -> dict[str, Any]:
     """A program of ranks: in the third update of the weights, the second sender is killed while it sends, once. Buckets are small, so
     that both ranks send."""
@@ -394,6 +399,7 @@ def with_a_sender_that_dies(config: RLConfig, observer: Any) -> dict[str, Any]:
         for weight in own(self, stream, sender, *more):
             if sender == 1 and self._kept.update == 2 and mark.exists():
                 mark.unlink()
+                died(config).write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
             yield weight
 
@@ -407,13 +413,17 @@ def with_a_sender_that_dies(config: RLConfig, observer: Any) -> dict[str, Any]:
 
 
 def test_a_sender_of_weights_that_is_killed_in_an_update_has_all_start_again_and_loses_nothing(
-    nodes, tree, tmp_path
+    nodes, tree, tmp_path, caplog
 ):
-    config = config_of(tree, tmp_path, "cluster", **staffed(engines=2))
+    """Each rank has all weights, so that rank 0 waits for the engines alone, and these for the rank that is gone."""
+    over = {"strategy": {"hsdp_shard_size": 1}}
+    config = config_of(tree, tmp_path, "cluster", **deep_merge(staffed(engines=2), over))
     mark = to_come(config, 3)
     mark.touch()
     summary = run_on_ray("tests.e2e.test_ray:with_a_sender_that_dies", config, NullObserver())
     assert summary["restarts"] == 1 and not mark.exists()
+    (told,) = [record for record in caplog.records if "rank 1 on node" in record.getMessage()]
+    assert told.created - float(died(config).read_text()) < PATIENCE
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 

@@ -12,16 +12,15 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
-from lightrft.diagnostics.memory.phases import generates
-from lightrft.engines.requests import refuse_filters
 from lightrft.engines.served.sglang_options import (
     command_of,
     missing_package,
     version_warning,
 )
 from lightrft.engines.served.sglang_options import installed_version as sglang_version
-from lightrft.engines.vllm import TESTED, check_sampling
+from lightrft.engines.vllm import TESTED
 from lightrft.engines.vllm_parts.options import unserved_reason
+from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.errors import ConfigError, UserError
 from lightrft.workers.local_served import own_server_options
 from lightrft.workers.local_vllm import check_replica
@@ -44,11 +43,12 @@ def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
     if config.engine.kind != "vllm" and not starts:
         return
     yield _sglang_package() if starts else _package(config.engine)
-    try:
-        check_replica(config.engine.kind, config.model, config.strategy.tensor_parallel)
-        (refuse_filters if starts else check_sampling)(config.sampling)
-    except ConfigError as error:
-        yield Finding("engine", "bad", "engine.kind", str(error))
+    if not isinstance(config, RLConfig):
+        # that of ``rl`` is checked with its other settings
+        try:
+            check_replica(config.engine.kind, config.model, config.strategy.tensor_parallel)
+        except ConfigError as error:
+            yield Finding("engine", "bad", "engine.kind", str(error))
     if starts:
         yield _command(config, device)
         return

@@ -34,7 +34,6 @@ from lightrft.diagnostics.memory.phases import (
     Model,
     ProcessProfile,
     drawing_answers,
-    generates,
     heads_of,
     passes,
     reading,
@@ -46,6 +45,7 @@ from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
+from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.cpu_memory import products_bytes
 from lightrft.workers.build_remote import most_senders
 from lightrft.workers.local import teacher_settings
@@ -93,13 +93,10 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
         lengths: lengths and number of responses of a step.
         device: device of each process.
     """
+    config = on_device(config, device)
     place = ProcessProfile(config, lengths, device, config.strategy, device.processes)
     apart = staffed(config)
     models = [model for model in _models(config) if model.name not in apart]
-    for model in models:
-        # passes are traced on the meta device, whose bound would be another
-        limit = model.model.config.logits_limit(device.kind)
-        model.model.config = model.model.config.model_copy(update={"logits_mb": limit})
     kept = {model.name: place.held(model) for model in models}
     loaded = dict(kept)  # what is added to ``kept`` below does not exist while models are loaded
     # The policy itself then generates no training batch.
@@ -149,6 +146,7 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
         lengths: lengths and number of responses of a step.
         device: device of each process.
     """
+    config = on_device(config, device)
     found: dict[str, MemoryEstimate] = {}
     for role in staffed(config):
         assert isinstance(config, RLConfig)
@@ -183,6 +181,16 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
         on_host = _on_host(place, [model], phases)
         found[role] = MemoryEstimate(kept, phases, _counts([model]), place.problems, on_host)
     return found
+
+
+def on_device(config: TrainingConfig, device: Device) -> TrainingConfig:
+    """Return ``config`` with the bound of logits that its models have on ``device``.
+
+    Passes are traced on the meta device, whose default would be another.
+    """
+    limit = config.model.logits_limit(device.kind)
+    model = config.model.model_copy(update={"logits_mb": limit})
+    return config.model_copy(update={"model": model})
 
 
 def staffed(config: TrainingConfig) -> list[str]:

@@ -50,6 +50,7 @@ from lightrft.models.decoding.static_step import padded_shape
 from lightrft.models.loading.sharded_read import PIECE, put_together
 from lightrft.strategy.tensor_parallel import cut_names
 from lightrft.strategy.wrap_policy import largest_block, outermost_blocks
+from lightrft.trainer.checks.preflight import generates
 from lightrft.types import Batch
 from lightrft.utils.errors import first_line
 
@@ -146,6 +147,13 @@ class Model:
                 outside.pop(p, None)
             blocks.append(size)
         return sum(outside.values()), blocks
+
+    @property
+    def logits_bytes(self) -> int:
+        """The most bytes of logits that exist at once. ``estimate.on_device`` has fixed them."""
+        limit = self.model.config.logits_mb
+        assert limit is not None
+        return limit * MIB
 
     @property
     def trained_count(self) -> int:
@@ -312,8 +320,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
     whole = _whole(place, m, backward=False)
     if model.config.check_layout and isinstance(model, Actor):
         tokens = min(CHECKED_ROWS, answers) * lengths.answer
-        chunk = model.config.logits_limit(place.device.kind) * MIB
-        logits = layout_check(tokens, m.text.vocab_size, m.itemsize, chunk)
+        logits = layout_check(tokens, m.text.vocab_size, m.itemsize, m.logits_bytes)
         yield MemoryPhase(f"{m.name}: layout check", {"logits": float(logits), **whole})
     if m.name != "policy" or scored(config):
         forward = partial(meta_trace.forward, model, batch, **options)
@@ -381,23 +388,13 @@ def _updates(
     config = place.config
     if m.name == "policy" and compares_distributions(config):
         # Full vocabularies are compared, in chunks of which two exist at a time.
-        limit = config.model.logits_limit(place.device.kind)
-        update["teacher's logits"] = 2.0 * limit * MIB
+        update["teacher's logits"] = 2.0 * m.logits_bytes
     update |= _whole(place, m, backward=True)
     yield MemoryPhase(f"{m.name}: update", update)
     if shares.by_blocks and not shares.bucket:
         outside, blocks = m.units(shares.cut, trained=True)
         last = {**on_it, "whole": last_sum(outside, blocks, m.itemsize)}
         yield MemoryPhase(f"{m.name}: last gradients", last)
-
-
-def generates(config: TrainingConfig) -> bool:
-    """Return True if training steps generate responses."""
-    if isinstance(config, DistillVerbConfig):
-        return config.distill.on_policy > 0
-    if isinstance(config, DPOConfig):
-        return config.online.group_size > 0
-    return isinstance(config, RLConfig)
 
 
 def compares_distributions(config: TrainingConfig) -> bool:
@@ -529,17 +526,16 @@ def traced(
         )
         if problem not in place.problems:
             place.problems.append(problem)
-    return _by_formula(m, batch, trained, place.device.kind)
+    return _by_formula(m, batch, trained)
 
 
-def _by_formula(m: Model, batch: Batch, trained: bool, kind: str) -> Traced:
+def _by_formula(m: Model, batch: Batch, trained: bool) -> Traced:
     """Return the memory of a pass through plain blocks.
 
     Args:
         m: The model.
         batch: The micro-batch of the pass.
         trained: True for a pass with gradient.
-        kind: Type of the device.
     """
     text = m.text
     tokens = int(batch.prompts.lengths.sum() + batch.lengths.sum())
@@ -549,7 +545,7 @@ def _by_formula(m: Model, batch: Batch, trained: bool, kind: str) -> Traced:
     if layers == 1 and trained:
         # Gradient checkpointing keeps the input of each block.
         inputs = tokens * text.hidden_size * m.itemsize * text.num_hidden_layers
-    logits = m.model.config.logits_limit(kind) * MIB * 3
+    logits = m.logits_bytes * 3
     summed = int(gradients(m.parameters)) if trained else 0
     widths = _widths(text)
     kept = kept_by_blocks(tokens, layers, m.itemsize, hidden=text.hidden_size, **widths)

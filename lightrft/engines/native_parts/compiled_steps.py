@@ -118,6 +118,13 @@ def compiler_for(device: torch.device) -> Callable[[Step], Step]:
     return TorchCompile()
 
 
+SHARDED = (
+    "engine.compile = true: the ranks shard the weights, so a step gathers weights or waits for "
+    "other ranks; leave out engine.compile, run one process, or set launch.ray.engines"
+)
+"""Why the policy of several processes compiles no steps."""
+
+
 @runtime_checkable
 class CompilingEngine(Protocol):
     """An engine that may compile its steps."""
@@ -137,10 +144,7 @@ def compile_decoder(decoder: DecoderProtocol, *, sharded: bool) -> None:
         ConfigError: Its steps cannot be compiled.
     """
     if sharded:
-        raise ConfigError(
-            "engine.compile = true: the ranks shard the weights, so a step gathers weights or "
-            "waits for other ranks; leave out engine.compile, or run one process"
-        )
+        raise ConfigError(SHARDED)
     if not isinstance(decoder, CompilingDecoder):
         raise ConfigError(
             f"engine.compile = true: {type(decoder).__name__} compiles no steps; leave out "

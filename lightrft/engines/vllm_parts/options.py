@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -45,7 +46,7 @@ def llm_options(
         reads_media: The model reads media.
 
     Raises:
-        ConfigError: This model cannot be quantized.
+        ConfigError: This model cannot be quantized, or vLLM cannot compute it on a CPU.
     """
     form = ROW_FORMATS.get(config.quantization)
     options: dict[str, Any] = {
@@ -63,6 +64,8 @@ def llm_options(
     if form is not None:
         options |= form.options
     about = package.EngineArgs(**options).create_model_config()
+    if not torch.cuda.is_available():
+        _refuse_heads(about)
     if form is not None:
         _refuse_unquantizable(form, about, dtype, reads_media=reads_media)
     options |= {
@@ -85,6 +88,24 @@ def llm_options(
         # replicas join the process group of the run, and exchange nothing after the start
         options["distributed_executor_backend"] = "external_launcher"
     return options | _adapter_options(package, about, model.lora, form)
+
+
+def _refuse_heads(about: Any) -> None:
+    """Raise ``ConfigError`` for heads that vLLM's attention for CPUs cannot compute.
+
+    vLLM itself would end with a ``RuntimeError`` at the first token.
+
+    Args:
+        about: vLLM's ``ModelConfig``.
+    """
+    backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    sizes = backend.get_supported_head_sizes()
+    if not about.use_mla and about.get_head_size() not in sizes:
+        raise ConfigError(
+            f"engine.kind = vllm: the heads of model.path = {about.model} have "
+            f"{about.get_head_size()} channels, and on a CPU vLLM takes "
+            f"{', '.join(map(str, sizes))}; set engine.kind=native"
+        )
 
 
 def _refuse_unquantizable(

@@ -88,15 +88,21 @@ class WeightReceiver:
     def init_transfer_engine(self, info: GroupInfo) -> None:
         """Join the group of ``info``. Leave the group of an earlier trainer.
 
-        Raises ``ValueError`` if buckets are on another type of device than this process uses.
+        Raises ``ValueError`` if buckets are on another type of device than this process uses, or if
+        this process has the layers of one stage of a pipeline.
         """
         self.shutdown()
+        config = self.parallel_config
+        if config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"--pipeline-parallel-size {config.pipeline_parallel_size}: updates of stages were "
+                "not tested; start the server with --tensor-parallel-size in place of it"
+            )
         if info.device not in ("cpu", self.device.type):
             raise ValueError(
                 f"the trainer sends weights on {info.device}, and this server computes on "
                 f"{self.device.type}"
             )
-        config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
         patience = timedelta(seconds=info.seconds)
         report = dist.TCPStore(info.host, info.port, info.size, is_master=False, timeout=patience)

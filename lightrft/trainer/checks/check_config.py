@@ -9,6 +9,7 @@ from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardTerm, ScoringModelConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.trainer.checks.check_engine import check_engine
 from lightrft.trainer.checks.check_rollout import check_rollout
 from lightrft.trainer.checks.preflight import check_learning, check_trained_weights
 from lightrft.utils.errors import ConfigError
@@ -45,6 +46,7 @@ def check(config: RLConfig) -> Requirements:
     check_roles(config, requirements)
     check_costs(config)
     check_workers(config, requirements)
+    check_engine(config)
     warn_of_staleness(config, requirements)
     if requirements.groups and config.rollout.group_size < 2:
         name = config.algorithm.advantage.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
@@ -18,9 +18,11 @@ from lightrft.config.verbs import (
     PolicyConfig,
     RLConfig,
     SFTConfig,
+    TrainingConfig,
 )
 from lightrft.engines.constrained.grammars import check_constraint
 from lightrft.engines.requests import refuse_filters, unsupported_settings
+from lightrft.engines.vllm import check_sampling
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.statistics.repeated_samples import powers_of_two
 
@@ -67,6 +69,8 @@ BARE = ("loss", "seconds", "tokens_per_second")
 """Metrics without a prefix."""
 GENERATING = (RLConfig, DPOConfig, DistillVerbConfig)
 """Settings with ``sampling``."""
+CHECKS = {"vllm": check_sampling, "sglang": refuse_filters}
+"""Checks of ``sampling`` by engine, before one is started."""
 VALIDATED = (SFTConfig, DistillVerbConfig, DPOConfig)
 """Settings with ``validation``."""
 
@@ -101,6 +105,7 @@ def evaluation_problems(config: PolicyConfig) -> list[str]:
     validates = isinstance(config, VALIDATED) and bool(config.validation.sources)
     return [
         *_engine(config),
+        *_unused_engine(config),
         *_without_data(config.eval, validates),
         *_stop_at(config.eval),
         *_best(config, validates),
@@ -120,24 +125,47 @@ def _engine(config: PolicyConfig) -> Iterator[str]:
                 "generate and train on its output"
             )
     for branch, sampling in settings.items():
-        try:
-            check_constraint(sampling.constraint)
-        except ConfigError as error:
-            yield f"{branch}: {error}"
+        if problem := _problem(check_constraint, sampling.constraint):
+            yield f"{branch}: {problem}"
         if config.engine.kind == "native":
             continue
-        for field in unsupported_settings(sampling):
+        unsupported = list(unsupported_settings(sampling))
+        check = CHECKS.get(config.engine.kind)
+        if check and not unsupported and (problem := _problem(check, sampling, branch)):
+            yield problem
+        for field in unsupported:
             name = f"{branch}.{field}"
             yield (
                 f"{name} = {getattr(sampling, field)}: engine.kind = {config.engine.kind} cannot "
                 f"apply it; set engine.kind=native, or leave out {name}"
             )
-    # before a server is asked, or started for a minute
-    if config.engine.kind == "sglang" and isinstance(config, GENERATING):
-        try:
-            refuse_filters(config.sampling)
-        except ConfigError as error:
-            yield f"sampling.{error}"
+
+
+def _problem(check: Callable[..., None], *given: object) -> str:
+    """Return the message of the ``ConfigError`` that ``check`` raises. It is empty without one."""
+    try:
+        check(*given)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _unused_engine(config: PolicyConfig) -> Iterator[str]:
+    """Yield ``engine.kind`` if it would load a second model or ask a server for nothing."""
+    if config.engine.kind != "native" and not generates(config) and not config.eval.data.sources:
+        yield (
+            f"engine.kind = {config.engine.kind} changes nothing: no step generates responses, and "
+            "eval.data.sources is empty; name the eval set, or leave out engine"
+        )
+
+
+def generates(config: TrainingConfig) -> bool:
+    """Return True if training steps generate responses."""
+    if isinstance(config, DistillVerbConfig):
+        return config.distill.on_policy > 0
+    if isinstance(config, DPOConfig):
+        return config.online.group_size > 0
+    return isinstance(config, RLConfig)
 
 
 def check_best(best: str | None, values: Mapping[str, float]) -> None:

@@ -60,7 +60,7 @@ def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
     ("over", "named"),
     [
         ({"sampling": {"temperature": 0.001}}, r"temperature = 0\.001"),
-        ({"sampling": {"min_p": 0.1, "top_p": 0.9}}, r"min_p = 0\.1 with top_p = 0\.9"),
+        ({"sampling": {"min_p": 0.1, "top_p": 0.9}}, r"min_p = 0\.1 with sampling\.top_p = 0\.9"),
     ],
     ids=["temperature", "min_p"],
 )
@@ -70,6 +70,14 @@ def test_settings_that_vllm_cannot_keep_are_refused_with_the_way_out(
     with pytest.raises(ConfigError, match=named) as found:
         run_rl(build(RLConfig, deep_merge(tree, over)))
     assert "engine.kind=native" in str(found.value)
+
+
+def test_heads_that_vllm_cannot_compute_on_a_cpu_are_refused_at_the_start(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    vllm_model(tmp_path / "model", heads=4)
+    with pytest.raises(ConfigError, match=r"have 16 channels, and on a CPU vLLM takes 32, 64"):
+        run_rl(build(RLConfig, tree))
 
 
 def test_chat_answers_by_vllm(tree: dict[str, Any]) -> None:

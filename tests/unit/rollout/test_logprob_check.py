@@ -140,6 +140,15 @@ def test_another_temperature_and_other_filters_are_named(
         refuse(actor, sampled(actor, sampled_by), said)
 
 
+def test_quantization_is_named_where_it_may_be_the_cause() -> None:
+    actor, sampling = actor_of(), SAMPLINGS[0]
+    found = compare_logprobs(actor, batch_of(sampled(actor, sampling)), sampling, None)
+    assert found is not None
+    found = replace(found, dtype=torch.int8, reported=found.reported - 3.0)
+    with pytest.raises(ModelError, match=r"in 8 bits.*leave out engine\.quantization"):
+        refuse_gap(actor, found, sampling, lambda: "")
+
+
 def test_weights_that_were_not_transferred_are_named() -> None:
     actor = actor_of()
     engine = engine_of(actor)

@@ -73,6 +73,14 @@ HELD = {"data": {"sources": ["test.jsonl"]}}
         ),
         ({"checkpoint": {"best": "accuracy"}}, "checkpoint.best = 'accuracy' is not a metric"),
         (
+            {"engine": {"kind": "vllm"}, "sampling": {"min_p": 0.1, "top_p": 0.9}},
+            "sampling.min_p = 0.1 with sampling.top_p = 0.9: vLLM applies min_p first",
+        ),
+        (
+            {"engine": {"kind": "vllm"}, "eval": {"sampling": {"temperature": 0.001}}},
+            "eval.sampling.temperature = 0.001: vLLM samples at 0.01",
+        ),
+        (
             {"checkpoint": {"best": "evl/accuracy"}},
             "checkpoint.best = 'evl/accuracy' is not a metric",
         ),
@@ -102,6 +110,14 @@ def test_a_setting_that_teaches_nothing_is_refused(tree, said) -> None:
 def test_a_setting_that_means_something_passes(tree) -> None:
     config = build(RLConfig, tree)
     check_learning(config, Requirements.of(config.algorithm))
+
+
+def test_supervised_training_refuses_an_engine_that_nobody_asks() -> None:
+    tree = {"data": {"sources": ["train.jsonl"]}, "engine": {"kind": "vllm"}}
+    with pytest.raises(ConfigError, match=r"engine\.kind = vllm changes nothing: no step"):
+        check_supervised(build(SFTConfig, tree))
+    asks = {"eval": {**HELD, "every": 1}, "reward": {"terms": ["math"]}}
+    check_supervised(build(SFTConfig, {**tree, **asks}))
 
 
 def test_supervised_training_refuses_what_asks_for_an_evaluation_without_data() -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightrft.engines.sending.sender_turns import SenderTurns, Turn
-from lightrft.workers.weight_sync import WeightSyncConfig
+from lightrft.engines.weight_transport import build_transport
+from lightrft.workers import weight_sync
+from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig
+from lightrft.workers.worker_group import FaultPolicy
 from tests import warm
 from tests.unit.distributed.test_process_group import free_port
 from tests.unit.workers import sender_ranks
 from tests.unit.workers.sender_ranks import SHAPES, sums_of, weights_of
+from tests.worker_helpers import ProcessWorker
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +97,53 @@ def test_tensors_go_in_turns_to_the_sender_with_the_fewest_bytes_and_stay_there(
         Turn(0, True),
         Turn(0, True),
     ]
+
+
+class OnGPU(sender_ranks.Shelf):
+    """A worker that says that it computes on a GPU."""
+
+    def __init__(self, gpu: str) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def weights(self, method: str, *args: object) -> object:
+        return self.gpu if method == "device_name" else super().weights(method, *args)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (("1", "2"), "broadcast"),
+        (("0", "1"), "message"),
+        (("1", "1"), "message"),
+        (("0", "0"), "shared"),
+    ],
+)
+def test_engines_that_share_a_gpu_get_no_broadcast_which_nccl_would_refuse(
+    gpus: Sequence[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ways: list[str] = []
+
+    def build(way: Any, *more: Any) -> Any:
+        ways.append(way)
+        return build_transport(way, *more)
+
+    monkeypatch.setattr(weight_sync, "device_name", lambda device: "0")
+    monkeypatch.setattr(weight_sync, "build_transport", build)
+    workers = [ProcessWorker(f"engine {gpu}", partial(OnGPU, gpu)) for gpu in gpus]
+    sync = WeightSync(workers, FaultPolicy(), WeightSyncConfig("broadcast", sender_ranks.BUCKET))
+    try:
+        for seed in (1, 2):
+            assert sync.sync(weights_of(seed).items(), seed) == sums_of(weights_of(seed))
+    finally:
+        sync.close()
+    assert ways == [expected]
+    said = "launch.ray.weights = broadcast is replaced by"
+    assert caplog.text.count(said) == (expected != "broadcast")
+    assert f"set launch.ray.weights={expected}" in caplog.text or expected == "broadcast"
 
 
 def test_senders_are_spread_over_the_machines_and_only_a_broadcast_has_several() -> None:

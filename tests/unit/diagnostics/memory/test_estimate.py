@@ -119,6 +119,15 @@ def test_logits_have_the_bound_of_the_device_and_not_of_the_trace(
     assert large > small
     on = {k: update_of(found(tmp_path, kind=k))["activations"] for k in ("cpu", "cuda")}
     assert on == {"cpu": small, "cuda": large}
+    launch = {"kind": "ray", "ray": {"references": 1}}
+    config = built(tmp_path, algorithm=WITH_KL, launch=launch)
+    small, large = (
+        phase_of(
+            workers(config, LENGTHS, Device(kind, 0, 1))["reference"], "reference: forward"
+        ).total
+        for kind in ("cpu", "cuda")
+    )
+    assert large > small
 
 
 def test_gradients_are_shared_out_with_every_micro_batch(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ class Process(WeightReceiver):
         self.model, self.device = Model(), torch.device("cpu")
         config = SimpleNamespace(model_type="qwen2")
         self.model_config = SimpleNamespace(dtype=torch.float32, hf_config=config)
-        self.parallel_config = SimpleNamespace(rank=rank, world_size=size, data_parallel_index=0)
+        self.parallel_config = SimpleNamespace(
+            rank=rank, world_size=size, data_parallel_index=0, pipeline_parallel_size=1
+        )
         self.is_active = False
 
 
@@ -299,3 +301,12 @@ def test_a_server_of_another_backend_or_device_is_refused_at_once() -> None:
     info = weight_receiver.GroupInfo("127.0.0.1", 1, 2, 64, "cuda", 1.0)
     with pytest.raises(ValueError, match="sends weights on cuda, and this server computes on cpu"):
         server.processes[0].init_transfer_engine(info)
+
+
+def test_a_server_with_a_pipeline_is_refused_at_once_with_the_option_to_use() -> None:
+    server = Server(2)
+    for process in server.processes:
+        process.parallel_config.pipeline_parallel_size = 2
+    said = r"refused: .*--pipeline-parallel-size 2: .*start the server with --tensor-parallel-size"
+    with pytest.raises(ConfigError, match=said):
+        sender(server, timeout=60.0).load(model_weights().items(), "run-1")
