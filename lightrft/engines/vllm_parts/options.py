@@ -64,10 +64,10 @@ def llm_options(
     if form is not None:
         options |= form.options
     about = package.EngineArgs(**options).create_model_config()
-    if not torch.cuda.is_available():
-        _refuse_heads(about)
     if form is not None:
         _refuse_unquantizable(form, about, dtype, reads_media=reads_media)
+    if not torch.cuda.is_available():
+        _refuse_heads(about)
     options |= {
         "max_num_seqs": config.max_num_seqs,
         # longer requests are refused, and the cache could not hold them
