@@ -214,9 +214,10 @@ class KVDecoder:
             self._config._attn_implementation = wanted
         if self.experts is not None:
             self.experts.record()
+        products = nullcontext()
         # compiled steps have products of their own
-        by_torch = self._products is None or self.compiler is not None
-        products = nullcontext() if by_torch else self._products.running()
+        if self._products is not None and self.compiler is None and self.device.type == "cpu":
+            products = self._products.running()
         try:
             # cheaper than no_grad: operations keep no version counters
             with torch.inference_mode(), products:
