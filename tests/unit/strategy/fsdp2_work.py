@@ -319,6 +319,8 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
                 Fsdp2Strategy(StrategyConfig(device="cpu", tensor_parallel=2), ranks),
             )
             torch.save({"peak": peak, "team": team}, folder / f"found-{size}-{rank}.pt")
+            # rank 0 has the store, which the others need to make their groups
+            torch.distributed.barrier()
             return
         found: dict[str, Any] = {
             name: cell(name, folder, ranks) for name in (CELLS if size == 2 else OF_FOUR)
