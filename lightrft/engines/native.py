@@ -246,6 +246,7 @@ class GenerationBatch:
         self._open: list[PromptRequests] = []  # groups whose prompt is in the cache
         self._rows = GrowingRows()
         self._drafts = drafts_of(self._config, engine.draft, sampling)
+        self._threads = torch.get_num_threads()
         self._watched = 0  # the row whose ``Request.watch`` is being called
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)
         self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
@@ -289,6 +290,7 @@ class GenerationBatch:
         # rows that grow, now or once the first requests are admitted
         waiting = sum(len(group.waiting) for group in self._waiting)
         width = len(self._rows) or min(self._config.max_num_seqs, waiting)
+        self._threads = torch.get_num_threads()
         # a token costs about two operations per weight in each row
         threads = threads_for(2.0 * engine.size * width, engine.decoder.device)
         done: list[Rollout] = []
@@ -460,7 +462,11 @@ class GenerationBatch:
     def _prefill(self, fresh: list[PromptRequests]) -> None:
         if not fresh:
             return
-        handles, logits = self._session.prefill([g.prompt for g in fresh], [g.plain for g in fresh])
+        prompts, begun = [g.prompt for g in fresh], [g.plain for g in fresh]
+        # more threads than a decoding step: it has all tokens at once
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        with threads_for(2.0 * self._engine.size * tokens, self._device, self._threads):
+            handles, logits = self._session.prefill(prompts, begun)
         for group, handle, row in zip(fresh, handles, logits):
             group.handle, group.logits = handle, row
         self._open += fresh
