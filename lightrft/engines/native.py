@@ -197,9 +197,10 @@ class NativeEngine:
 
         Shared weights are current already: then ``weights`` is not read.
         """
-        if not self.shares_weights:
+        if self.shares_weights:
+            self.decoder.forget()
+        else:
             self.decoder.load(weights)
-        self.decoder.forget()
         self.version = version
         # of the weights that the decoder holds, not of the ones sent: the caller compares the two
         return checksums(self.decoder.parameters())

@@ -51,8 +51,6 @@ TAGS = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
 """Memory that each level of sleep releases."""
 MEMORY_TRIALS = 3
 """Trials of a request to release or resume memory of a server that the run has started."""
-OWN_TAGS = {1: TAGS[2], 2: TAGS[2]}
-"""The same of a server that the run has started, which copies its weights to host memory."""
 
 
 class SGLangEngine(ServedEngine):
@@ -252,7 +250,8 @@ class SGLangEngine(ServedEngine):
         if self.stays_awake:
             return
         if self._can_sleep and not self._released:
-            tags = (TAGS if self._process is None else OWN_TAGS)[level]
+            # a server that the run has started copies its weights to host memory first
+            tags = TAGS[level if self._process is None else 2]
             self._released_by = 0 if self._process is None else self._process.starts
             self._change_memory("release", tags)
             self._released = tags
