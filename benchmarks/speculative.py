@@ -21,13 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-for _variable, _value in (
-    ("OMP_WAIT_POLICY", "PASSIVE"),
-    ("GOMP_SPINCOUNT", "0"),
-    ("HF_HUB_OFFLINE", "1"),
-):
-    os.environ.setdefault(_variable, _value)  # two spinning threads make small models far slower
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lightrft.utils.cpu_threads import set_thread_policy
+
+set_thread_policy()
 
 import torch
 import transformers

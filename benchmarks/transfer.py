@@ -31,9 +31,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-for _variable, _value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0")):
-    os.environ.setdefault(_variable, _value)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lightrft.utils.cpu_threads import set_thread_policy
+
+set_thread_policy()
 
 import torch
 from torch import Tensor

@@ -18,9 +18,11 @@ import sys
 import time
 from pathlib import Path
 
-for _variable, _value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0")):
-    os.environ.setdefault(_variable, _value)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lightrft.utils.cpu_threads import set_thread_policy
+
+set_thread_policy()
 
 import torch
 from transformers import PreTrainedModel

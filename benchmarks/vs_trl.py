@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (the package is found first)
 """A step of GRPO here against the same step of TRL's ``GRPOTrainer``: whole step, generation, update, peak memory.
 
 Both sides train the same model folder on the same prompts: 4 prompts x 8 answers of 64 new tokens, one optimizer step per
@@ -32,6 +33,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lightrft.utils.cpu_threads import SPINS
+
 PROMPTS, ANSWERS, NEW_TOKENS = 4, 8, 64
 LAYERS, HIDDEN = 4, 256
 LEARNING_RATE = 1e-5
@@ -621,8 +626,7 @@ def call(work: Work, kind: str, threads: int, **order: Any) -> dict[str, Any]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # two spinning threads make small models far slower
-        "GOMP_SPINCOUNT": "0",
+        "GOMP_SPINCOUNT": str(SPINS),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),

@@ -14,6 +14,7 @@ from lightrft.distributed.error_report import report_error
 from lightrft.distributed.process_group import first_rank
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.utils.atomic_files import disk_problem
+from lightrft.utils.cpu_threads import set_thread_policy
 from lightrft.utils.errors import UserError, did_you_mean
 from lightrft.utils.stop_signal import Terminated, raise_at_sigterm
 
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     # Before the import of torch, as is any import of a verb.
     set_thread_policy()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     quieten_deepspeed()
     shown = log_to_terminal(WARNING if first_rank() else ERROR)
     try:
@@ -156,16 +158,6 @@ def usage() -> str:
         f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> "
         "--help lists its settings.\n"
     )
-
-
-def set_thread_policy() -> None:
-    """Make idle OpenMP threads sleep instead of spin, unless the user has set a policy.
-
-    Spinning threads slow small models down many times. Must run before torch is imported.
-    """
-    if not any(name.startswith(("OMP_", "GOMP_", "KMP_")) for name in os.environ):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def quieten_deepspeed() -> None:

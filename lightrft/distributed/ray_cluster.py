@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from lightrft.config.launch import LaunchConfig, RayConfig
 from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.placement import Bundle, BundleSlot, PlacementPlan
+from lightrft.utils.cpu_threads import set_thread_policy
 from lightrft.utils.errors import ConfigError, RankError, ResourceError, first_line
 from lightrft.utils.stop_signal import StopFlag
 
@@ -286,7 +287,7 @@ def adopt(environment: Mapping[str, str]) -> None:
     It also sets the variables that the command line sets before torch is imported.
     """
     os.environ.update(environment)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_thread_policy()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

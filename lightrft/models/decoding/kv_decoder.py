@@ -261,6 +261,7 @@ class PlanDecodeSession:
         self._model = base_model(model)
         self._family = family_of(self._model.config)
         self._decoder = decoder_of(self._model, self._family)
+        self._softcap, self._scale = head_transform(self._model.config, self._family)
         self._device = next(model.parameters()).device
         self._prompts = Rectangle()
         self._answers = Rectangle()
@@ -594,9 +595,8 @@ class PlanDecodeSession:
         states = self._decoder(**inputs, use_cache=False, attention_plan=plan).last_hidden_state
         if keep is not None:
             states = states[:, keep]
-        softcap, scale = head_transform(self._model.config, self._family)
         head = self._model.get_output_embeddings()
-        return transform_logits(head(states)[0], scale, softcap)
+        return transform_logits(head(states)[0], self._scale, self._softcap)
 
 
 def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -42,11 +42,13 @@ class OneDNNLinear:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._packed: dict[tuple[nn.Linear, ...], _Packed] = {}
+        self._layers: list[tuple[nn.Linear, ...]] | None = None
         self.held_bytes = 0
 
     def forget(self) -> None:
-        """Drop all packed copies."""
+        """Drop all packed copies, and look for the layers again."""
         self._packed.clear()
+        self._layers = None
         self.held_bytes = 0
 
     @contextmanager
@@ -54,7 +56,9 @@ class OneDNNLinear:
         """Multiply by oneDNN in the calls inside, which must record no gradients."""
         if any(packed.mark != _mark(layers) for layers, packed in self._packed.items()):
             self.forget()
-        groups = [_Group(layers) for layers in _groups(self._model)]
+        if self._layers is None or not all(_fits(x) for layers in self._layers for x in layers):
+            self._layers = list(_groups(self._model))
+        groups = [_Group(layers) for layers in self._layers]
         for group in groups:
             for index, layer in enumerate(group.layers):
                 layer.forward = partial(self._product, group, index)

@@ -6,7 +6,7 @@ Keys and values are rectangles: a prompt per slot, and a response per row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -151,6 +151,22 @@ class PrefillPlan:
         return self._plan.attend(layer, query, key, value, **options)
 
 
+class LaneMaps(NamedTuple):
+    """Where the rows and heads of a step are among the lanes of the prompts.
+
+    Lanes are ordered (slot, head, lane). An unused lane repeats row 0, and its result is not read.
+
+    Attributes:
+        to_lane: ``[R * H_kv]``. Lane of each row and head. ``None`` if it is the same number.
+        from_lane: ``[slots * H_kv * lanes]``. Row and head of each lane. ``None`` with ``to_lane``.
+        index: ``[R * H_kv]``. Row and head in the flat responses.
+    """
+
+    to_lane: Tensor | None
+    from_lane: Tensor | None
+    index: Tensor
+
+
 class StepPlaces(Protocol):
     """The rows of a step, see ``RowPlaces``.
 
@@ -162,6 +178,8 @@ class StepPlaces(Protocol):
         longest: Tokens of the longest response.
         prompt_end: ``[R]``. Tokens of each row's prompt.
         positions: ``[R]``. Index of each row's next token in its sequence.
+        column: Column of every row's next token in the responses. ``None`` if the host does not
+            know it, or rows differ.
     """
 
     count: int
@@ -172,7 +190,10 @@ class StepPlaces(Protocol):
     prompt_end: Tensor
     positions: Tensor
 
-    def maps(self, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]: ...
+    @property
+    def column(self) -> int | None: ...
+
+    def maps(self, kv_heads: int) -> LaneMaps: ...
 
     def hidden(self, window: int | None) -> Tensor | None: ...
 
@@ -206,15 +227,15 @@ class RowPlaces:
         self.positions = to_device(torch.from_numpy(own_prompt + lengths), device)
         self._own_prompt = own_prompt
         self._place(lengths)
-        self._maps: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._maps: dict[int, LaneMaps] = {}
 
     def _place(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
         self.longest = int(lengths.max())
         # rows of equal shape need no mask
         padded_prompt = (self._own_prompt != self.prompt_columns).any()
-        padded_answer = (lengths != self.longest).any()
-        self._ragged = bool(padded_prompt or padded_answer)
+        self._equal = bool((lengths == self.longest).all())
+        self._ragged = bool(padded_prompt) or not self._equal
         self._last = int((self._own_prompt + lengths).max())
 
     def advance(self) -> None:
@@ -230,23 +251,26 @@ class RowPlaces:
         self.positions += to_device(torch.from_numpy(by), self.device)
         self._place(self.lengths + by)
 
-    def maps(self, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(row, head) -> lane``, ``lane -> (row, head)`` and ``(row, head) -> index`` in
-        the flat responses.
+    @property
+    def column(self) -> int | None:
+        return self.longest if self._equal else None
 
-        Lanes are ordered (slot, head, lane). An unused lane repeats row 0, and its result is not
-        read.
-        """
+    def maps(self, kv_heads: int) -> LaneMaps:
+        """Return the lanes of rows with ``kv_heads`` heads."""
         found = self._maps.get(kv_heads)
         if found is None:
             head = np.arange(kv_heads)
-            to_lane = (self._slot[:, None] * kv_heads + head) * self.lanes + self._lane[:, None]
+            lanes = (self._slot[:, None] * kv_heads + head) * self.lanes + self._lane[:, None]
+            to_lane, index = lanes.reshape(-1), np.arange(self.count * kv_heads)
             from_lane = np.zeros(self.slots * kv_heads * self.lanes, dtype=np.int64)
-            from_lane[to_lane.reshape(-1)] = np.arange(self.count * kv_heads)
-            index = np.arange(self.count * kv_heads)
-            arrays = to_lane.reshape(-1), from_lane, index
-            there, back, place = (to_device(torch.from_numpy(x), self.device) for x in arrays)
-            found = self._maps[kv_heads] = (there, back, place)
+            from_lane[to_lane] = index
+            there, back, place = (
+                to_device(torch.from_numpy(x), self.device) for x in (to_lane, from_lane, index)
+            )
+            found = LaneMaps(there, back, place)
+            if np.array_equal(from_lane, index):
+                found = LaneMaps(None, None, place)
+            self._maps[kv_heads] = found
         return found
 
     def hidden(self, window: int | None) -> Tensor | None:
@@ -277,7 +301,7 @@ class StepPlan:
         """Return ``[R * H_kv]``, the index of each row's and head's new key in the flat
         responses."""
         if kv_heads not in self._places:
-            _, _, index = self._rows.maps(kv_heads)
+            index = self._rows.maps(kv_heads).index
             own = (self._rows.positions - self._rows.prompt_end).repeat_interleave(kv_heads)
             self._places[kv_heads] = index * self._answers.columns + own
         return self._places[kv_heads]
@@ -296,7 +320,11 @@ class StepPlan:
         rows, kv_heads, repeats = self._rows, key.shape[1], query.shape[1] // key.shape[1]
         stores = self._answers.layer(layer, key, value)
         # written before it is read, since a token attends to itself
-        write(stores, (key, value), self._place(kv_heads))
+        if rows.column is None:
+            write(stores, (key, value), self._place(kv_heads))
+        else:
+            for store, new in zip(stores, (key, value)):
+                store[: rows.count, :, rows.column] = new[0].transpose(0, 1)
         # layers with the same window share one mask
         if window not in self._hidden:
             self._hidden[window] = rows.hidden(window)
@@ -428,9 +456,9 @@ def attend_by_row(
     shared = [x[: rows.slots, :, : rows.prompt_columns].flatten(0, 1) for x in prompts]
     # rows of one prompt become one batch entry, so that its keys are read once
     lanes = rows.slots * kv_heads, rows.lanes * queries, -1
-    by_lane = query.reshape(count, -1).index_select(0, from_lane).view(lanes)
+    by_lane = _select(query.reshape(count, -1), from_lane).view(lanes)
     by_lane = by_lane @ shared[0].transpose(1, 2)
-    on_prompt = by_lane.view(-1, queries * rows.prompt_columns).index_select(0, to_lane)
+    on_prompt = _select(by_lane.view(-1, queries * rows.prompt_columns), to_lane)
     on_own = query @ own[0].transpose(1, 2)
     scores = torch.cat([on_prompt.view(count, queries, -1), on_own], dim=-1)
     if softcap is not None:
@@ -441,7 +469,11 @@ def attend_by_row(
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(own[1].dtype)
     on_prompt, on_own = weights.split([rows.prompt_columns, used], dim=-1)
 
-    by_lane = on_prompt.reshape(count, -1).index_select(0, from_lane).view(lanes) @ shared[1]
-    out = by_lane.view(-1, queries * shared[1].shape[-1]).index_select(0, to_lane)
+    by_lane = _select(on_prompt.reshape(count, -1), from_lane).view(lanes) @ shared[1]
+    out = _select(by_lane.view(-1, queries * shared[1].shape[-1]), to_lane)
     # the product with the response's values is added to the prompt's in one call
     return torch.baddbmm(out.view(count, queries, -1), on_own, own[1])
+
+
+def _select(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.models.decoding.plans import Rectangle
+from lightrft.models.decoding.plans import LaneMaps, Rectangle
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,8 @@ class StaticPlaces:
         self.positions = torch.zeros_like(self.tokens)
         self.rotary = torch.zeros_like(self.tokens)
         self._grows = torch.zeros_like(self.tokens)
+        # the next columns are on the device alone
+        self.column = None
         self._maps: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._slot = np.zeros(0, dtype=np.int64)
         self._lane = np.zeros(0, dtype=np.int64)
@@ -129,14 +131,14 @@ class StaticPlaces:
         self.positions += self._grows
         self.rotary += self._grows
 
-    def maps(self, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    def maps(self, kv_heads: int) -> LaneMaps:
         """Return the maps of ``RowPlaces.maps``, in buffers that ``fill`` overwrites."""
         found = self._maps.get(kv_heads)
         if found is None:
             arrays = *self._lanes(kv_heads), np.arange(self.count * kv_heads)
             there, back, index = (torch.from_numpy(x).to(self.device) for x in arrays)
             found = self._maps[kv_heads] = there, back, index
-        return found
+        return LaneMaps(*found)
 
     def _lanes(self, kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
         head, used = np.arange(kv_heads), len(self._slot) * kv_heads
