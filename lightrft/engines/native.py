@@ -388,7 +388,8 @@ class GenerationBatch:
             self._refuse_nan(growing, logprobs[at])
             self._rows.record(growing, tokens[at], logprobs[at], self._engine.version)
             done |= self._finish(growing, tokens[at])
-            growing = growing[~np.isin(growing, list(done))]
+            if done:
+                growing = growing[~np.isin(growing, list(done))]
         if done:
             self._evict(np.array(sorted(done), dtype=np.int64))
         return [done[row] for row in sorted(done)]
@@ -508,11 +509,12 @@ class GenerationBatch:
         """
         rows, steps = self._rows, self._rows.steps[growing]
         # before the minimum, no end token is sampled unless a constraint leaves nothing else
-        stopped = np.isin(tokens, self._ends)
+        stopped = (tokens[:, None] == self._ends).any(1)
         # stop strings can occur in any text
         searched = ~stopped & (steps >= self._sampling.min_new_tokens)
         cuts = self._cuts(growing[searched], tokens[searched])
-        stopped |= np.isin(growing, list(cuts))
+        if cuts:
+            stopped |= np.isin(growing, list(cuts))
         ended = stopped | (steps >= rows.limits[growing])
         done: dict[int, Rollout] = {}
         for row in growing[stopped].tolist():

@@ -150,9 +150,11 @@ def accepted_tokens(drafts: Sequence[Sequence[int]], sampled: np.ndarray) -> Acc
         drafts: Drafted tokens of each row.
         sampled: ``[T]``. Tokens sampled before and after each drafted token, row after row.
     """
+    counts = np.ones(len(drafts), dtype=np.int64)
+    if not any(drafts):
+        return Acceptance(drafts, np.arange(len(drafts)), counts)
     fed = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
     starts = np.cumsum(fed) - fed
-    counts = np.ones_like(fed)
     for row in np.flatnonzero(fed > 1).tolist():
         found = sampled[starts[row] : starts[row] + fed[row]].tolist()
         for token, draft in zip(found, drafts[row]):
