@@ -20,6 +20,9 @@ PACKED_BYTES = 2**28
 1.1 to 1.4 times as long."""
 SMALLEST = 2**14
 """Number of weights from which oneDNN saves more than a call of it costs."""
+CACHED_BYTES = 2**25
+"""Memory of packed copies that a processor keeps in its caches. From the memory itself, one row
+reads the layers' own weights faster than the packed ones."""
 ROWS = 16
 """Number of rows that weights are packed for. Other numbers of rows can use them too."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -71,9 +74,11 @@ class OneDNNLinear:
 
     def _product(self, group: _Group, index: int, input: Tensor) -> Tensor:
         layer = group.layers[index]
-        # oneDNN multiplies a single row up to a quarter more slowly
-        if input.numel() == input.shape[-1] or input.dtype != layer.weight.dtype:
+        if input.dtype != layer.weight.dtype:
             return F.linear(input, layer.weight, layer.bias)
+        half = layer.weight.dtype != torch.float32
+        if input.numel() == input.shape[-1] and (half or self.held_bytes > CACHED_BYTES):
+            return _unpacked(input, layer)
         if (part := group.part_of(index, input)) is not None:
             return part
         layers = group.layers if index == 0 and group.share_input else (layer,)
@@ -81,10 +86,7 @@ class OneDNNLinear:
         if packed is not None:
             found = _multiply(input, packed.weight, packed.bias)
             return found if len(layers) == 1 else group.split(found, input)
-        if layer.weight.dtype == torch.float32:
-            return _multiply(input, layer.weight.detach(), layer.bias)
-        # here torch calls oneDNN itself
-        return F.linear(input, layer.weight, layer.bias)
+        return _unpacked(input, layer)
 
     def _pack(self, layers: tuple[nn.Linear, ...]) -> _Packed | None:
         """Return the packed weights of ``layers``. ``None`` if they exceed the memory."""
@@ -128,7 +130,9 @@ class _Group:
     def split(self, found: Tensor, input: Tensor) -> Tensor:
         """Keep the products of all layers with ``input``. Return that of the first."""
         self._input = input
-        self._parts = found.split([layer.out_features for layer in self.layers], dim=-1)
+        sizes = [layer.out_features for layer in self.layers]
+        # Tensor.split takes longer than a small product
+        self._parts = torch.split_with_sizes(found, sizes, -1)
         return self._parts[0]
 
     def part_of(self, index: int, input: Tensor) -> Tensor | None:
@@ -193,6 +197,13 @@ def _mark(layers: Sequence[nn.Linear]) -> object:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _unpacked(input: Tensor, layer: nn.Linear) -> Tensor:
+    if layer.weight.dtype == torch.float32:
+        return _multiply(input, layer.weight.detach(), layer.bias)
+    # here torch calls oneDNN itself
+    return F.linear(input, layer.weight, layer.bias)
 
 
 def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

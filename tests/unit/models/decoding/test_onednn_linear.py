@@ -200,3 +200,24 @@ def test_layers_of_other_classes_devices_and_types_compute_as_before() -> None:
     elsewhere = nn.Sequential(nn.Linear(128, 128, device="meta"))
     found = outputs(OneDNNLinear(elsewhere), elsewhere, torch.empty(2, 128, device="meta"))
     assert found.shape == (2, 128)
+
+
+@pytest.mark.parametrize(("cached", "calls"), [(2**25, 1), (0, 3)])
+def test_one_row_reads_packed_weights_only_from_caches(
+    monkeypatch: pytest.MonkeyPatch, cached: int, calls: int
+) -> None:
+    model = Attention()
+    monkeypatch.setattr(onednn_linear, "CACHED_BYTES", cached)
+    products = OneDNNLinear(model)
+    outputs(products, model, torch.randn(4, 128))
+    assert products.held_bytes
+    assert calls_of_onednn(products, model, torch.randn(1, 128)) == calls
+
+
+def test_a_layer_that_gets_a_forward_of_its_own_keeps_it() -> None:
+    model = layers(128, 128, 128, bias=False)
+    products, rows = OneDNNLinear(model), torch.randn(3, 128)
+    outputs(products, model, rows)
+    model[1].forward = torch.zeros_like
+    assert not outputs(products, model, rows).any()
+    assert model[1].forward is torch.zeros_like
