@@ -158,8 +158,8 @@ def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     blocks = -(-vocabulary // size)
     top = logits.amax(-1, keepdim=True)
     weights = logits.new_empty(rows, blocks * size)
-    # the last block may reach past the vocabulary
-    weights[:, vocabulary:] = 0
+    if blocks * size > vocabulary:
+        weights[:, vocabulary:] = 0
     # the largest weight is 1, so no sum overflows
     torch.exp(logits - top, out=weights[:, :vocabulary])
     weights = weights.view(rows, blocks, size)
@@ -169,9 +169,8 @@ def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     block = _first_above(outer, target)
     # the cumulative sum before the block that was hit
     below = torch.where(block > 0, outer.gather(-1, (block - 1).clamp_(min=0)), 0)
-    inner = torch.cumsum(
-        weights[torch.arange(rows, device=logits.device), block[:, 0]].to(wide), dim=-1
-    )
+    hit = weights.gather(1, block.unsqueeze(-1).expand(-1, -1, size))[:, 0]
+    inner = torch.cumsum(hit.to(wide), dim=-1)
     tokens = (block * size + _first_above(inner, target - below)).clamp_(max=vocabulary - 1)
     logprobs = (logits.gather(-1, tokens) - top).to(wide) - outer[:, -1:].log()
     return tokens[:, 0], logprobs[:, 0].float()

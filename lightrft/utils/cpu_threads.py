@@ -14,11 +14,11 @@ WORTH_A_THREAD = 5e7
 
 With fewer, waiting for one another takes the threads more time than they save.
 """
-SPINS = 2000
-"""How often an idle thread looks for work before it sleeps: about 20 microseconds.
+SPINS = 4000
+"""How often an idle thread looks for work before it sleeps: about 40 microseconds.
 
-To wake a sleeping thread takes longer than a small product. Threads that never sleep take the cores
-from one another where programs have more threads than cores.
+To wake a thread takes about twice as long, so that one which sleeps at once costs more than a small
+product. One that never sleeps takes the core from other programs.
 """
 POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 

@@ -74,6 +74,8 @@ class TokenSampler:
     def _kinds(self, places: Places) -> list[tuple[SamplingConfig, np.ndarray]]:
         """Return the settings in use with the places of each, the most frequent first."""
         greedy = places.greedy
+        if not greedy.any() and self._sampling.first_token_temperature is None:
+            return [(self._sampling, ~greedy)]
         first = np.zeros_like(greedy)
         if self._sampling.first_token_temperature is not None:
             first = (places.steps == 0) & ~greedy
