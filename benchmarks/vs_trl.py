@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lightrft.utils.cpu_threads import SPINS
+from lightrft.utils.cpu_threads import set_thread_policy
 
 PROMPTS, ANSWERS, NEW_TOKENS = 4, 8, 64
 LAYERS, HIDDEN = 4, 256
@@ -623,10 +623,10 @@ def check(job: Job) -> dict[str, Any]:
 
 def call(work: Work, kind: str, threads: int, **order: Any) -> dict[str, Any]:
     """Run one worker; what it says beside its result goes to the terminal if it fails."""
+    set_thread_policy()
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
-        "GOMP_SPINCOUNT": str(SPINS),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
