@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from lightrft.models.onednn.layers import is_plain_linear
+from lightrft.models.onednn.products import (
+    add_gradient_of_weight,
+    linear,
+    write_gradient_of_input,
+)
 
 BLOCK_BYTES = 2 * 2**20
 """Bytes of logits that go through softmax at a time on a CPU. They fit in a core's cache, so
@@ -109,8 +115,7 @@ def token_logprobs(
         chunk_mb: Upper bound, in MiB, of the logits that exist at a time.
     """
     bend = LogitTransform(scale, softcap, temperature)
-    # exactly this class: subclasses may add adapters or hold quantised weights
-    if type(head) is nn.Linear:
+    if is_plain_linear(head):
         rows = rows_per_chunk(hidden, head.out_features, chunk_mb)
         logprobs, entropies = _TokenLogprobs.apply(
             hidden, head.weight, head.bias, targets, bend, entropy, rows
@@ -183,13 +188,9 @@ class HeadGradient:
         # the products run in the model's dtype; only the sums over chunks are wider
         d = d.to(self.hidden.dtype)
         if self.d_hidden is not None:
-            torch.mm(d, self.weight, out=self.d_hidden[part])
+            write_gradient_of_input(self.d_hidden[part], d, self.weight)
         if self.d_weight is not None:
-            # addmm_ saves a temporary [V, H], but takes tensors of one dtype only
-            if self.d_weight.dtype == d.dtype:
-                self.d_weight.addmm_(d.T, self.hidden[part])
-            else:
-                self.d_weight += d.T @ self.hidden[part]
+            add_gradient_of_weight(self.d_weight, d, self.hidden[part])
 
     def inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients in hidden, weight and bias, each in its input's dtype."""
@@ -224,7 +225,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept = None
         for start in range(0, n, rows):
             part = slice(start, start + rows)
-            logits, slope = bend.forward(F.linear(hidden[part], weight, bias).to(dtype))
+            logits, slope = bend.forward(linear(hidden[part], weight, bias).to(dtype))
             # a single chunk is kept for backward, which then need not compute the head again
             keep = n <= rows and slope is None and any(ctx.needs_input_grad[:3])
             for block, few in _blocks(logits, start):
@@ -253,7 +254,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             if kept is None:
-                d, slope = ctx.bend.forward(F.linear(hidden[part], weight, bias).to(log_sums.dtype))
+                d, slope = ctx.bend.forward(linear(hidden[part], weight, bias).to(log_sums.dtype))
             else:
                 # a retained graph may be walked again, so `kept` must not change
                 d, slope = torch.empty_like(kept), None

@@ -15,6 +15,7 @@ from lightrft.learner.forward_passes import verify_layout
 from lightrft.models.actor import TokenScores
 from lightrft.models.divergence.token_divergence import Target
 from lightrft.models.families import head_transform
+from lightrft.models.onednn.layers import is_plain_linear
 from lightrft.roles import FrozenModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy
@@ -86,7 +87,7 @@ class FrozenModelWorker:
         ``nn.Linear``.
         """
         head = self._head
-        if type(head) is not nn.Linear:
+        if not is_plain_linear(head):
             raise ModelError(
                 f"the head of {self.role.model.config.path} is a {type(head).__name__}, which "
                 "cannot be sent to the ranks, as algorithm.distill over whole vocabularies asks "

@@ -40,8 +40,9 @@ from lightrft.diagnostics.memory.phases import (
 )
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
-from lightrft.models.decoding.onednn_linear import PACKED_BYTES, onednn_available
 from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.onednn.packed_layers import PACKED_BYTES
+from lightrft.models.onednn.products import onednn_available
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form

@@ -48,6 +48,7 @@ from lightrft.models.decoding.kinds import decodes_by_plan
 from lightrft.models.decoding.kv_decoder import PREFILL_TOKENS, PlanDecodeSession
 from lightrft.models.decoding.static_step import padded_shape
 from lightrft.models.loading.sharded_read import PIECE, put_together
+from lightrft.models.onednn.layers import is_plain_linear
 from lightrft.strategy.tensor_parallel import cut_names
 from lightrft.strategy.wrap_policy import largest_block, outermost_blocks
 from lightrft.trainer.checks.preflight import generates
@@ -112,7 +113,7 @@ class Model:
             for name, parameter in module.named_parameters(recurse=False):
                 itemsize: float = parameter.itemsize
                 # bitsandbytes quantizes the weights of linear layers, without biases and the head.
-                is_inside = type(module) is nn.Linear and "head" not in path.rpartition(".")[2]
+                is_inside = is_plain_linear(module) and "head" not in path.rpartition(".")[2]
                 is_frozen = name == "weight" and not parameter.requires_grad
                 if self.quantised and is_inside and is_frozen:
                     itemsize = QUANTISED

@@ -18,6 +18,7 @@ from lightrft.config.train import DistillationConfig
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.models.actor import Actor
 from lightrft.models.divergence.token_divergence import Target, TeacherTarget, TopTarget
+from lightrft.models.onednn.layers import is_plain_linear
 from lightrft.roles import AdapterFreeReference, FrozenModel, Roles
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
@@ -191,7 +192,7 @@ def gathered_head(model: Actor, strategy: Strategy) -> nn.Module:
             full = strategy.gather(parameter.detach()).to(strategy.device, copy=True)
             whole[id(parameter)] = nn.Parameter(full, requires_grad=False)
     # deepcopy takes the gathered parameters for copies that it has made already.
-    if type(head) is not nn.Linear:
+    if not is_plain_linear(head):
         return copy.deepcopy(head, whole)
     plain = nn.Linear(
         head.in_features, head.out_features, bias=head.bias is not None, device="meta"

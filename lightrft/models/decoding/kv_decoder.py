@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from lightrft.models.attention import interface
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kinds import decodes_by_plan, length_bound
-from lightrft.models.decoding.onednn_linear import OneDNNLinear, onednn_available
 from lightrft.models.decoding.plans import FeedPlan, PrefillPlan, Rectangle, RowPlaces, StepPlan
 from lightrft.models.decoding.prefix_store import Prefix, PrefixStore
 from lightrft.models.decoding.recorded_experts import RecordedExperts
@@ -41,6 +40,8 @@ from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import transform_logits
 from lightrft.models.lora import base_model
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
+from lightrft.models.onednn.packed_layers import PackedLayers
+from lightrft.models.onednn.products import onednn_available
 from lightrft.types import Prompt, Segments
 from lightrft.utils.device_transfer import to_device
 from lightrft.utils.errors import ConfigError, DataError, ModelError
@@ -73,7 +74,7 @@ class KVDecoder:
         self.compiler: StepCompiler | None = None
         self.compiled = CompileCount()
         self._static: weakref.WeakSet[StaticSteps] = weakref.WeakSet()
-        self._products = OneDNNLinear(model) if onednn_available() else None
+        self._products = PackedLayers(model) if onednn_available() else None
         config: Any = model.config
         self._config = config.get_text_config(decoder=True)
         self.by_plan = decodes_by_plan(config)

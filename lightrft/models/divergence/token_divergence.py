@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightrft.models.divergence.kinds import (
@@ -34,6 +33,8 @@ from lightrft.models.logprobs import (
     transform_logits,
     wide,
 )
+from lightrft.models.onednn.layers import is_plain_linear
+from lightrft.models.onednn.products import linear
 from lightrft.types import Batch
 
 
@@ -349,7 +350,7 @@ def token_divergence(
     own = head_width(head, hidden)
     width = min(own, target.width)
     rows = rows_per_chunk(hidden, _columns(target, width), chunk_mb)
-    if type(head) is not nn.Linear:
+    if not is_plain_linear(head):
         return _generic(hidden, head, target, shift, bend, width, rows)
     weight, bias = head.weight, head.bias
     if width < own:
@@ -468,7 +469,7 @@ def _logprobs(
     bias: Tensor | None,
     bend: LogitTransform,
 ) -> tuple[Tensor, Tensor | None]:
-    logits, slope = bend.forward(F.linear(hidden, weight, bias).to(wide(hidden.dtype)))
+    logits, slope = bend.forward(linear(hidden, weight, bias).to(wide(hidden.dtype)))
     return logits.sub_(logits.logsumexp(-1, keepdim=True)), slope
 
 

@@ -31,6 +31,7 @@ from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
 from lightrft.models.multimodal.tower_attention import join_segments, kept_implementations
+from lightrft.models.onednn.layers import use_onednn
 from lightrft.utils.atomic_files import looks_like_path, nearest_name
 from lightrft.utils.errors import ModelError, first_line
 
@@ -137,6 +138,7 @@ def load_model(
     freeze(model, config.freeze)
     replace_patch_embeddings(model)
     join_segments(model)
+    use_onednn(model)
     return model.eval()
 
 

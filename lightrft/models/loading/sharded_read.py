@@ -47,6 +47,7 @@ from lightrft.models.loading.meta_device import dtype_of
 from lightrft.models.lora import add_adapters, base_model, is_adapted, plain_name
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.tower_attention import join_segments
+from lightrft.models.onednn.layers import use_onednn
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import exchange
 
@@ -250,6 +251,7 @@ def build_model(
         unread.output_head = output_head
         replace_patch_embeddings(on_meta)
         join_segments(on_meta)
+        use_onednn(on_meta)
         return on_meta, unread
     model: nn.Module = load_model(config, device=device, dtype=dtype, output_head=output_head)
     if config.lora is not None and not is_adapted(model):

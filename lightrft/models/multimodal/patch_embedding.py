@@ -8,7 +8,8 @@ times as long for this shape.
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
+
+from lightrft.models.onednn.products import linear
 
 
 class PatchEmbedding(nn.Conv3d):
@@ -18,7 +19,7 @@ class PatchEmbedding(nn.Conv3d):
         """Return the features ``[N, E, 1, 1, 1]`` of N patches ``[N, C, T, H, W]``."""
         if input.shape[2:] != self.kernel_size:
             return super().forward(input)
-        features = functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        features = linear(input.flatten(1), self.weight.flatten(1), self.bias)
         return features[:, :, None, None, None]
 
 

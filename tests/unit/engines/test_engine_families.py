@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
-from lightrft.models.decoding import onednn_linear
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kinds import (
     PLAN_FAMILIES,
@@ -22,8 +21,9 @@ from lightrft.models.decoding.kinds import (
     rereads_prefix,
 )
 from lightrft.models.decoding.kv_decoder import KVDecoder
-from lightrft.models.decoding.onednn_linear import onednn_available
 from lightrft.models.decoding.static_step import uncompiled
+from lightrft.models.onednn import packed_layers
+from lightrft.models.onednn.products import onednn_available
 from lightrft.models.tiny import MEDIA_FAMILIES, tiny_media_model
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_config, family_model
@@ -116,7 +116,7 @@ def test_sampled_log_probs_are_those_of_the_models_own_forward(family: str) -> N
 def test_log_probs_of_products_by_onednn_are_those_of_the_models_own_forward(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onednn_linear, "SMALLEST", 0)
+    monkeypatch.setattr(packed_layers, "SMALLEST", 0)
     model = family_model(family, eos_token_id=None)
     engine = engine_of(model, max_num_seqs=4)
     assert_own(model, list(engine.generate(requests_of(), SAMPLING)))

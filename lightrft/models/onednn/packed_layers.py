@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightrft.models.onednn.layers import is_plain_linear
+from lightrft.models.onednn.products import multiply
+
 PACKED_BYTES = 2**28
 """Largest memory of packed copies. Further layers are multiplied from their own memory, which takes
 1.1 to 1.4 times as long."""
@@ -29,7 +32,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers of one module that multiply the same input, in the order of their calls."""
 
 
-class OneDNNLinear:
+class PackedLayers:
     """Multiplies by oneDNN in the linear layers of a model, inside ``running()``.
 
     The first product packs a weight into the layout of oneDNN, together with those of its siblings,
@@ -84,7 +87,7 @@ class OneDNNLinear:
         layers = group.layers if index == 0 and group.share_input else (layer,)
         packed = self._pack(layers)
         if packed is not None:
-            found = _multiply(input, packed.weight, packed.bias)
+            found = multiply(input, packed.weight, packed.bias)
             return found if len(layers) == 1 else group.split(found, input)
         return _unpacked(input, layer)
 
@@ -148,15 +151,6 @@ class _Group:
         return part
 
 
-def onednn_available() -> bool:
-    """Return whether torch has oneDNN, on an x86 processor with vector units."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
-
-
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
     """Yield the layers of ``model`` that oneDNN can multiply, siblings together."""
     grouped: set[nn.Module] = set()
@@ -177,7 +171,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
 
 def _fits(layer: nn.Linear) -> bool:
     # subclasses may compute more than a product, and so may a layer that was given a forward
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
+    if not is_plain_linear(layer) or "forward" in vars(layer):
         return False
     weight = layer.weight
     return (
@@ -201,10 +195,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 def _unpacked(input: Tensor, layer: nn.Linear) -> Tensor:
     if layer.weight.dtype == torch.float32:
-        return _multiply(input, layer.weight.detach(), layer.bias)
+        return multiply(input, layer.weight.detach(), layer.bias)
     # here torch calls oneDNN itself
     return F.linear(input, layer.weight, layer.bias)
-
-
-def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")

@@ -16,9 +16,10 @@ from torch.profiler import profile
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
-from lightrft.models.decoding import onednn_linear
 from lightrft.models.decoding.kv_decoder import KVDecoder
-from lightrft.models.decoding.onednn_linear import OneDNNLinear, onednn_available
+from lightrft.models.onednn import packed_layers
+from lightrft.models.onednn.packed_layers import PackedLayers
+from lightrft.models.onednn.products import onednn_available
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 
@@ -33,12 +34,12 @@ def layers(*sizes: int, dtype: torch.dtype = torch.float32, bias: bool = True) -
     return nn.Sequential(*(nn.Linear(a, b, bias=bias, dtype=dtype) for a, b in pairs))
 
 
-def outputs(products: OneDNNLinear, model: nn.Module, rows: Tensor) -> Tensor:
+def outputs(products: PackedLayers, model: nn.Module, rows: Tensor) -> Tensor:
     with torch.inference_mode(), products.running():
         return model(rows)
 
 
-def assert_products(products: OneDNNLinear, model: nn.Module, rows: Tensor) -> None:
+def assert_products(products: PackedLayers, model: nn.Module, rows: Tensor) -> None:
     found = outputs(products, model, rows)
     exact = copy.deepcopy(model).double()
     with torch.no_grad():
@@ -67,9 +68,9 @@ def test_products_of_any_shape_are_those_of_torch(
     model = layers(width, height, dtype=dtype, bias=bias)
     rows = torch.randn(*shape, width, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onednn_linear, "SMALLEST", 0)
-        patch.setattr(onednn_linear, "PACKED_BYTES", 2**28 if packed else 0)
-        assert_products(OneDNNLinear(model), model, rows)
+        patch.setattr(packed_layers, "SMALLEST", 0)
+        patch.setattr(packed_layers, "PACKED_BYTES", 2**28 if packed else 0)
+        assert_products(PackedLayers(model), model, rows)
 
 
 class Attention(nn.Module):
@@ -87,7 +88,7 @@ class Attention(nn.Module):
         return torch.cat([self.q_proj(states), self.k_proj(others), self.v_proj(others)], dim=-1)
 
 
-def calls_of_onednn(products: OneDNNLinear, model: nn.Module, *inputs: Tensor) -> int:
+def calls_of_onednn(products: PackedLayers, model: nn.Module, *inputs: Tensor) -> int:
     with torch.inference_mode(), products.running(), profile() as seen:
         found = model(*inputs)
     with torch.no_grad():
@@ -97,14 +98,14 @@ def calls_of_onednn(products: OneDNNLinear, model: nn.Module, *inputs: Tensor) -
 
 def test_siblings_are_multiplied_at_once() -> None:
     model = Attention()
-    assert calls_of_onednn(OneDNNLinear(model), model, torch.randn(2, 3, 128)) == 1
+    assert calls_of_onednn(PackedLayers(model), model, torch.randn(2, 3, 128)) == 1
     some_biases = Attention((True, False, True))
-    assert calls_of_onednn(OneDNNLinear(some_biases), some_biases, torch.randn(2, 3, 128)) == 3
+    assert calls_of_onednn(PackedLayers(some_biases), some_biases, torch.randn(2, 3, 128)) == 3
 
 
 def test_siblings_with_different_inputs_are_multiplied_one_by_one() -> None:
     model = Attention()
-    products = OneDNNLinear(model)
+    products = PackedLayers(model)
     inputs = torch.randn(2, 128), torch.randn(5, 128)[:2]
     assert calls_of_onednn(products, model, *inputs) == 3
     with torch.inference_mode(), products.running():
@@ -118,7 +119,7 @@ def test_siblings_below_adapters_are_multiplied_at_once() -> None:
     adapted = get_peft_model(
         model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     )
-    assert calls_of_onednn(OneDNNLinear(adapted), adapted, torch.randn(4, 128)) == 1
+    assert calls_of_onednn(PackedLayers(adapted), adapted, torch.randn(4, 128)) == 1
 
 
 def written(layer: nn.Linear) -> None:
@@ -137,7 +138,7 @@ def pointed_elsewhere(layer: nn.Linear) -> None:
 @pytest.mark.parametrize("change", [written, replaced, pointed_elsewhere])
 def test_a_changed_weight_is_used_at_the_next_product(change: Callable[[nn.Linear], None]) -> None:
     model = layers(128, 128, 128, bias=False)
-    products, rows = OneDNNLinear(model), torch.randn(3, 128)
+    products, rows = PackedLayers(model), torch.randn(3, 128)
     before = outputs(products, model, rows)
     layer = model[1]
     assert isinstance(layer, nn.Linear)
@@ -166,8 +167,8 @@ def test_weights_that_are_written_without_a_trace_are_used_by_the_next_call_of_g
 
 def test_packed_copies_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers(128, 128, 256, 128, bias=False)
-    monkeypatch.setattr(onednn_linear, "PACKED_BYTES", 4 * (128 * 128 + 256 * 128))
-    products, rows = OneDNNLinear(model), torch.randn(5, 128)
+    monkeypatch.setattr(packed_layers, "PACKED_BYTES", 4 * (128 * 128 + 256 * 128))
+    products, rows = PackedLayers(model), torch.randn(5, 128)
     assert_products(products, model, rows)
     outputs(products, model, rows)
     assert products.held_bytes == 4 * (128 * 128 + 256 * 128)
@@ -177,7 +178,7 @@ def test_packed_copies_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) 
 
 def test_layers_are_as_before_after_an_error_and_can_be_trained() -> None:
     model = layers(128, 128)
-    products = OneDNNLinear(model)
+    products = PackedLayers(model)
     with pytest.raises(RuntimeError), torch.inference_mode(), products.running():
         model(torch.randn(2, 3))
     assert "forward" not in vars(model[0])
@@ -194,11 +195,11 @@ def test_layers_of_other_classes_devices_and_types_compute_as_before() -> None:
     model = nn.Sequential(Doubled(128, 128), nn.Linear(128, 128, dtype=torch.float64))
     model[0].double()
     rows = torch.randn(2, 128, dtype=torch.float64)
-    products = OneDNNLinear(model)
+    products = PackedLayers(model)
     assert torch.equal(outputs(products, model, rows), model(rows))
     assert products.held_bytes == 0
     elsewhere = nn.Sequential(nn.Linear(128, 128, device="meta"))
-    found = outputs(OneDNNLinear(elsewhere), elsewhere, torch.empty(2, 128, device="meta"))
+    found = outputs(PackedLayers(elsewhere), elsewhere, torch.empty(2, 128, device="meta"))
     assert found.shape == (2, 128)
 
 
@@ -207,8 +208,8 @@ def test_one_row_reads_packed_weights_only_from_caches(
     monkeypatch: pytest.MonkeyPatch, cached: int, calls: int
 ) -> None:
     model = Attention()
-    monkeypatch.setattr(onednn_linear, "CACHED_BYTES", cached)
-    products = OneDNNLinear(model)
+    monkeypatch.setattr(packed_layers, "CACHED_BYTES", cached)
+    products = PackedLayers(model)
     outputs(products, model, torch.randn(4, 128))
     assert products.held_bytes
     assert calls_of_onednn(products, model, torch.randn(1, 128)) == calls
@@ -216,7 +217,7 @@ def test_one_row_reads_packed_weights_only_from_caches(
 
 def test_a_layer_that_gets_a_forward_of_its_own_keeps_it() -> None:
     model = layers(128, 128, 128, bias=False)
-    products, rows = OneDNNLinear(model), torch.randn(3, 128)
+    products, rows = PackedLayers(model), torch.randn(3, 128)
     outputs(products, model, rows)
     model[1].forward = torch.zeros_like
     assert not outputs(products, model, rows).any()
