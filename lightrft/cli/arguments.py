@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -141,15 +142,19 @@ def quick_imports() -> Generator[None]:
             gc.enable()
 
 
+NO_MEMORY = re.compile(
+    "out of memory|can't allocate memory|could not (create|execute) a primitive(?! descriptor)"
+)
+"""Messages of a ``RuntimeError`` for want of memory: of a GPU, of a CPU, and of oneDNN."""
+
+
 @contextmanager
 def memory_errors() -> Generator[None]:
     """Turn an out-of-memory error into a ``ResourceError`` that names the settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # Torch raises plain ``RuntimeError`` for memory of the CPU, with the second text.
-        texts = ("out of memory", "can't allocate memory")
-        if isinstance(error, MemoryError) or any(text in str(error) for text in texts):
+        if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
             raise ResourceError(
                 "out of memory; lower train.max_tokens_per_micro_batch, engine.max_cache_tokens or "
                 f"model.logits_mb, or set model.gradient_checkpointing=true ({first_line(error)})"

@@ -68,7 +68,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``linear`` by oneDNN, without gradients. The weight may be packed."""
+    """Return ``input @ weight.T + bias`` by oneDNN, without gradients.
+
+    Args:
+        input: ``[..., in]``.
+        weight: ``[out, in]``, which may be packed.
+        bias: ``[out]``, or ``None``.
+    """
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 
