@@ -231,12 +231,10 @@ class _TokenLogprobs(torch.autograd.Function):
             for block, few in _blocks(logits, start):
                 log_sums[block] = few.logsumexp(-1)
                 logprobs[block] = few.gather(1, targets[block, None])[:, 0] - log_sums[block]
-                if entropy or keep:
-                    few -= log_sums[block, None]
                 if entropy:
                     # changed in place, unless backward reads it
-                    logp = few.clone() if keep else few
-                    entropies[block] = -_times_probability(logp, few.exp()).sum(-1)
+                    logp = torch.sub(few, log_sums[block, None], out=None if keep else few)
+                    entropies[block] = -_times_probability(logp, logp.exp()).sum(-1)
             kept = logits if keep else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies, kept)
         ctx.bend = bend
@@ -259,10 +257,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 # a retained graph may be walked again, so `kept` must not change
                 d, slope = torch.empty_like(kept), None
             for block, few in _blocks(d, start):
-                if kept is None:
-                    few.sub_(log_sums[block, None])
-                else:
-                    few.copy_(kept[block])
+                torch.sub(few if kept is None else kept[block], log_sums[block, None], out=few)
                 of_logprob = None if on_logprob is None else on_logprob[block]
                 of_entropy = None if on_entropy is None else (on_entropy[block], entropies[block])
                 _logit_gradient(few, targets[block], of_logprob, of_entropy)

@@ -19,7 +19,7 @@ from lightrft.utils.errors import ResourceError
     ],
 )
 def test_an_error_for_want_of_memory_names_the_settings_to_lower(error: Exception) -> None:
-    with pytest.raises(ResourceError, match="train.max_tokens_per_micro_batch"), memory_errors():
+    with pytest.raises(ResourceError, match=r"train\.max_tokens_per_micro_batch"), memory_errors():
         raise error
 
 
