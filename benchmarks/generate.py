@@ -42,6 +42,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from vs_trl import cpu_family, cpu_model
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
@@ -358,7 +359,7 @@ def report(args: argparse.Namespace, found: list[Measured], failed: list[str]) -
     command = " ".join(["python", "benchmarks/generate.py", *sys.argv[1:]])
     _, _, lengths = build(args, args.prompt_tokens[0])
     about = {
-        "machine": f"{args.machine}, {platform.system()}, {os.cpu_count()} cores",
+        "machine": f"{cpu_model()} (family {cpu_family()}), {os.cpu_count()} cores, {platform.system()}",
         **conditions(args.family, args),
         "work": f"{args.prompts} prompts x {args.answers} responses; lengths lognormal, median "
         f"{args.median:g}, sigma {args.sigma:g}: mean {lengths.float().mean():.0f}, longest "

@@ -736,6 +736,12 @@ def cpu_model() -> str:
     return found[1].strip() if found else platform.machine()
 
 
+def cpu_family() -> str:
+    """The family number, which tells apart processors of one name; "unknown" where there is none."""
+    found = re.search(r"cpu family\s*:\s*(\d+)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else "unknown"
+
+
 def main(work: Work, description: str | None) -> None:
     args = arguments(work, description)
     if args.worker:
@@ -783,7 +789,9 @@ def versions() -> dict[str, str]:
 def report(
     work: Work, args: argparse.Namespace, results: dict[str, Any], same: dict[str, Any]
 ) -> None:
-    machine = f"{work.machine()}, {os.cpu_count()} cores, {platform.system()}"
+    machine = (
+        f"{work.machine()}, {os.cpu_count()} cores, CPU family {cpu_family()}, {platform.system()}"
+    )
     name = args.machine or re.sub(
         r"[^a-z0-9]+", "-", f"{work.machine()}-{os.cpu_count()}cores".lower()
     ).strip("-")

@@ -34,7 +34,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vs_trl import TEXT_SIZES, characters, load_tokenizer, peak_mb, write_lines
+from vs_trl import (
+    TEXT_SIZES,
+    characters,
+    cpu_family,
+    cpu_model,
+    load_tokenizer,
+    peak_mb,
+    write_lines,
+)
 from vs_trl_vlm import MERGE, PATCH, Pictures
 
 HERE = Path(__file__).resolve().parent
@@ -446,8 +454,8 @@ def main(about: Comparison, doc: str | None) -> int:
     )
     head = [
         f"# {about.title}\n",
-        f"`python benchmarks/{about.script.name} --rounds {args.rounds}` on {platform.machine()}, "
-        f"{os.cpu_count()} cores, {versions}. A ratio is TRL's number over lightrft's, of rounds that "
+        f"`python benchmarks/{about.script.name} --rounds {args.rounds}` on {cpu_model()} (family "
+        f"{cpu_family()}), {os.cpu_count()} cores, {versions}. A ratio is TRL's number over lightrft's, of rounds that "
         "alternate; above 1 is better here. The top of the script says what is compared.\n",
         "| case | measure | lightrft | TRL | ratio | spread | target |",
         "|---|---|---|---|---|---|---|",
