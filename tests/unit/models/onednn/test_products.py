@@ -39,12 +39,12 @@ pytestmark = pytest.mark.skipif(
 
 
 @contextmanager
-def onednn(*, used: bool = True) -> Generator[None]:
-    """Use oneDNN for products of any size, or not at all, whichever processor this is."""
+def onednn(*, used: bool = True, least: int = 0) -> Generator[None]:
+    """Use oneDNN for products of ``least`` multiplications, or not at all, whichever processor this is."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (products, layers):
             patch.setattr(module, "is_faster_than_mkl", lambda: used)
-        patch.setattr(products, "LEAST", 0)
+        patch.setattr(products, "LEAST", least)
         yield
 
 
@@ -213,7 +213,7 @@ def test_copies_of_a_layer_use_their_own_weights() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_devices_classes_and_small_products_are_computed_by_torch(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
 ) -> None:
     class Own(Tensor):
         pass
@@ -227,7 +227,9 @@ def test_other_dtypes_devices_classes_and_small_products_are_computed_by_torch(
         assert isinstance(linear(rows.as_subclass(Own), weight), Own)
         with torch.autocast("cpu", torch.bfloat16):
             assert linear(rows, weight).dtype == torch.bfloat16
-        monkeypatch.setattr(products, "LEAST", 4 * 8 * 3 + 1)
+    with onednn(least=4 * 8 * 3):
+        assert calls(lambda: linear(rows, weight)) == 1
+    with onednn(least=4 * 8 * 3 + 1):
         assert calls(lambda: linear(rows, weight)) == 0
 
 
