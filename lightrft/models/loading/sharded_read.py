@@ -40,14 +40,12 @@ from lightrft.models.loading.from_pretrained import (
     known_settings,
     load_model,
     saved_adapters,
+    use_own_modules,
     where_of,
     with_saved_adapters,
 )
 from lightrft.models.loading.meta_device import dtype_of
 from lightrft.models.lora import add_adapters, base_model, is_adapted, plain_name
-from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
-from lightrft.models.multimodal.tower_attention import join_segments
-from lightrft.models.onednn.layers import use_onednn
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import exchange
 
@@ -249,9 +247,7 @@ def build_model(
     if torch.device(device).type == "meta":
         on_meta, unread = build_on_meta(config, dtype)
         unread.output_head = output_head
-        replace_patch_embeddings(on_meta)
-        join_segments(on_meta)
-        use_onednn(on_meta)
+        use_own_modules(on_meta)
         return on_meta, unread
     model: nn.Module = load_model(config, device=device, dtype=dtype, output_head=output_head)
     if config.lora is not None and not is_adapted(model):

@@ -22,6 +22,7 @@ from lightrft.models.onednn.packed_layers import PackedLayers
 from lightrft.models.onednn.products import onednn_available
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
+from tests.model_helpers import assert_rounded
 
 pytestmark = pytest.mark.skipif(
     not onednn_available(), reason="torch has no oneDNN on this processor"
@@ -44,13 +45,11 @@ def assert_products(products: PackedLayers, model: nn.Module, rows: Tensor) -> N
     exact = copy.deepcopy(model).double()
     with torch.no_grad():
         wanted = exact(rows.double())
-        # terms may cancel in the result, but not in its rounding
         for parameter in exact.parameters():
             parameter.abs_()
         terms = exact(rows.double().abs())
-    bound = 2 * torch.finfo(rows.dtype).eps * float(terms.max())
-    assert (found.double() - wanted).abs().max() <= bound
-    assert found.dtype == rows.dtype and found.shape == wanted.shape
+    assert found.dtype == rows.dtype
+    assert_rounded(found, wanted, terms)
 
 
 @settings(deadline=None, max_examples=30)

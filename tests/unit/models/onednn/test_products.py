@@ -31,7 +31,7 @@ from lightrft.models.onednn.products import (
     write_gradient_of_input,
 )
 from lightrft.models.tiny.text import tiny_model
-from tests.model_helpers import Float64, float32_bound, gap, gradients, hard_batch
+from tests.model_helpers import Float64, assert_rounded, float32_bound, gap, gradients, hard_batch
 
 pytestmark = pytest.mark.skipif(
     not onednn_available(), reason="torch has no oneDNN on this processor"
@@ -56,10 +56,8 @@ def calls(compute: Callable[[], object]) -> int:
 
 
 def assert_near(found: Tensor, exact: Tensor, terms: Tensor) -> None:
-    # terms may cancel in the result, but not in its rounding
-    bound = 2 * torch.finfo(torch.float32).eps * float(terms.detach().abs().max())
-    assert found.dtype == torch.float32 and found.shape == exact.shape
-    assert (found.double() - exact).abs().max() <= bound
+    assert found.dtype == torch.float32
+    assert_rounded(found, exact, terms)
 
 
 @settings(deadline=None, max_examples=40)
