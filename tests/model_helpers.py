@@ -214,10 +214,12 @@ def rounding(terms: int) -> float:
     return 10 * torch.finfo(torch.float32).eps * math.sqrt(terms)
 
 
-def assert_rounded(found: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor) -> None:
-    """``found`` is a product as its dtype rounds it. ``terms`` is the same product of the absolute values, since terms may cancel
+def assert_rounded(
+    found: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, roundings: float
+) -> None:
+    """``found`` is a product within ``roundings`` of its dtype. ``terms`` is the same product of the absolute values, since terms may cancel
     in the result, but not in its rounding."""
-    bound = 8 * torch.finfo(found.dtype).eps * float(terms.detach().max())
+    bound = roundings * torch.finfo(found.dtype).eps * float(terms.detach().max())
     assert found.shape == exact.shape
     assert (found.double() - exact).abs().max() <= bound
 
