@@ -217,7 +217,7 @@ def rounding(terms: int) -> float:
 def assert_rounded(
     found: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, roundings: float
 ) -> None:
-    """``found`` is a product within ``roundings`` of its dtype. ``terms`` is the same product of the absolute values, since terms may cancel
+    """``found`` is a product within ``roundings`` of its dtype. ``terms`` is that of the absolute values, since terms may cancel
     in the result, but not in its rounding."""
     bound = roundings * torch.finfo(found.dtype).eps * float(terms.detach().max())
     assert found.shape == exact.shape
