@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfi
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Engine, Fingerprint, never_stop
+from lightrft.engines.decoder_protocol import CompiledSteps
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.native import GenerationBatch, NativeEngine
 from lightrft.engines.requests import check_requests
@@ -28,6 +29,7 @@ from lightrft.engines.vllm import VLLMBatch, VLLMEngine
 from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.decoding.static_step import CompileCount
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
@@ -71,6 +73,18 @@ def engine_worker(
     return NativeEngineWorker(NativeEngine(decoder, tokenizer, config, shared=False, draft=draft))
 
 
+class DrawReply(NamedTuple):
+    """What a worker returns for a job.
+
+    Attributes:
+        responses: Packed responses.
+        compiled: Counts of its compiled steps. ``None`` where none are compiled.
+    """
+
+    responses: list[PackedRollout]
+    compiled: CompiledSteps | None
+
+
 class ResponseBatch(Protocol):
     """Responses in progress, see ``GenerationBatch``."""
 
@@ -110,7 +124,7 @@ class EngineWorker(ABC):
 
     def draw(
         self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float
-    ) -> list[PackedRollout]:
+    ) -> DrawReply:
         """Generate for ``job`` for about ``seconds`` and return the finished responses, packed.
 
         Args:
@@ -129,15 +143,21 @@ class EngineWorker(ABC):
             found += drawing.advance(lambda: time.monotonic() >= ends)
         if not drawing.unfinished:
             del self._drawings[job]
-        return [pack_rollout(rollout) for rollout in found]
+        return self._reply(found)
 
-    def abort(self, job: str) -> list[PackedRollout]:
+    def abort(self, job: str) -> DrawReply:
         """Abort ``job`` and return its unfinished responses, packed."""
         drawing = self._drawings.pop(job, None)
-        # The job has ended already, or this worker was restarted since.
-        if drawing is None:
-            return []
-        return [pack_rollout(rollout) for rollout in drawing.abort()]
+        # Without it, the job has ended already, or this worker was restarted since.
+        return self._reply(drawing.abort() if drawing is not None else [])
+
+    def _reply(self, responses: list[Rollout]) -> DrawReply:
+        packed = [pack_rollout(response) for response in responses]
+        return DrawReply(packed, self.compiled())
+
+    def compiled(self) -> CompiledSteps | None:
+        """Return the counts of compiled steps, or ``None`` where none are compiled."""
+        return None
 
     def weights(self, method: str, *args: object) -> object:
         """Call ``method`` of the inbox, on behalf of the transport, and return its result."""
@@ -163,6 +183,9 @@ class NativeEngineWorker(EngineWorker):
 
     def begin(self, sampling: SamplingConfig) -> GenerationBatch:
         return GenerationBatch(self.engine, (), sampling)
+
+    def compiled(self) -> CompiledSteps | None:
+        return self.engine.compiled
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.engine.decoder.load(weights)
@@ -257,6 +280,20 @@ class EngineWorkerGroup:
         self.config = config
         self.delivery = WeightSync(workers, limits, hand, ranks)
         self._losses: Counter[int] = Counter()
+        self._compiled: dict[str, CompiledSteps] = {}
+
+    @property
+    def compiled(self) -> CompiledSteps | None:
+        """Counts of the compiled steps of all workers. ``None`` where none are compiled."""
+        counts = list(self._compiled.values())
+        if not counts:
+            return None
+        return CompileCount(
+            graphs=sum(count.graphs for count in counts),
+            seconds=sum(count.seconds for count in counts),
+            steps=sum(count.steps for count in counts),
+            failure=next((count.failure for count in counts if count.failure), ""),
+        )
 
     @property
     def crew(self) -> WorkerGroup:
@@ -293,7 +330,8 @@ class EngineWorkerGroup:
     def _answers(
         self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]
     ) -> Iterator[Rollout]:
-        job = _Job(self.crew, self.config.max_num_seqs, requests, sampling, self._losses)
+        most = self.config.max_num_seqs
+        job = _Job(self.crew, most, requests, sampling, self._losses, self._compiled)
         try:
             while job.unfinished:
                 if stopped():
@@ -353,7 +391,7 @@ class _WorkerSlot(PendingCall):
 
 class _Job:
     """One ``generate`` call. ``losses`` counts, by seed, the workers lost with an unfinished
-    request.
+    request. ``compiled`` gets the counts of compiled steps, by the name of the worker.
     """
 
     def __init__(
@@ -363,9 +401,11 @@ class _Job:
         requests: Sequence[Request],
         sampling: SamplingConfig,
         losses: Counter[int],
+        compiled: dict[str, CompiledSteps],
     ) -> None:
         self.crew = crew
         self.losses = losses
+        self.compiled = compiled
         self.name = secrets.token_hex(8)
         self.sampling = sampling
         self.most = max_rows + max_rows // 4  # a surplus fills rows that become free within a turn
@@ -449,7 +489,10 @@ class _Job:
             self._lose(desk, str(lost))
             return []
         rollouts = []
-        for packed in itertools.chain(*found):
+        for reply in found:
+            if reply.compiled is not None:
+                self.compiled[desk.worker.name] = reply.compiled
+        for packed in itertools.chain(*(reply.responses for reply in found)):
             # Responses travel without their prompt, which this process has.
             request = desk.asked.pop(packed["seed"])
             rollouts.append(unpack_rollout(packed, request.prompt))

@@ -64,6 +64,11 @@ def test_a_function_of_ones_own_is_shown_by_its_name(capsys, tmp_path):
             ["grpo", "algorithm.loss.ratio=sequence", "algorithm.token_masks=[high_entropy]"],
             ["sequence_token"],
         ),
+        (
+            ["grpo", "engine.kind=vllm", "engine.quantization=fp8_per_channel"],
+            ["engine.quantization = fp8_per_channel", "algorithm.importance_sampling=[tis]"],
+        ),
+        (["grpo", "rollout.partial=true"], ["rollout.partial = True changes nothing"]),
     ],
 )
 def test_what_does_not_exist_or_makes_no_sense_is_refused(capsys, words, said):

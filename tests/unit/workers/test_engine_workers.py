@@ -23,6 +23,7 @@ from lightrft.distributed.worker_api import WorkerLost
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.native import NativeEngine
+from lightrft.engines.native_parts import compiled_steps
 from lightrft.engines.sending.tensor_slices import Layout
 from lightrft.engines.weight_transport import (
     ProcessGroupBroadcast,
@@ -33,10 +34,13 @@ from lightrft.engines.weight_transport import (
     open_meeting,
 )
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.decoding.static_step import uncompiled
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
 from lightrft.workers.engine_workers import (
+    DrawReply,
+    EngineWorker,
     EngineWorkerGroup,
     NativeEngineWorker,
     engine_worker,
@@ -72,10 +76,10 @@ def two(folder: Path) -> Iterator[list[ProcessWorker]]:
         worker.close()
 
 
-def worker_of(folder: Path, name: str) -> ProcessWorker:
+def worker_of(folder: Path, name: str, config: EngineConfig = CONFIG) -> ProcessWorker:
     strategy = StrategyConfig(device="cpu")
     return ProcessWorker(
-        name, partial(engine_worker, PolicyModelConfig(path=str(folder)), CONFIG, strategy, 1)
+        name, partial(engine_worker, PolicyModelConfig(path=str(folder)), config, strategy, 1)
     )
 
 
@@ -167,6 +171,31 @@ def test_an_answer_that_was_begun_goes_on_and_one_that_is_stopped_comes_back_as_
     assert {r.seed: r.token_ids for r in answers(engines, rest)} == {
         r.seed: whole[r.seed] for r in cut
     }
+
+
+def compiling_worker(folder: Path) -> EngineWorker:
+    """A worker whose compiled steps are counted, and run as they are."""
+    compiled_steps.compiler_for = lambda device: uncompiled
+    config = EngineConfig(max_num_seqs=6, compile=True)
+    return engine_worker(PolicyModelConfig(path=str(folder)), config, StrategyConfig(), 1)
+
+
+def test_compiled_steps_of_all_workers_are_counted_in_the_metrics(folder: Path) -> None:
+    workers = [ProcessWorker(f"engine {i}", partial(compiling_worker, folder)) for i in range(2)]
+    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand())
+    assert compiled_steps.compile_metrics(engines).compute() == {}
+    found = []
+    # a shape is compiled when it occurs again
+    for _ in range(2):
+        assert len(answers(engines, requests_of(2))) == 8
+        found.append(compiled_steps.compile_metrics(engines).compute())
+    counts = [worker.call("compiled").result(60) for worker in workers]
+    assert all(count.steps > 0 for count in counts)
+    assert found[1]["rollout/compiled_steps"] == sum(count.steps for count in counts)
+    assert found[1]["rollout/compiled_graphs"] == sum(count.graphs for count in counts)
+    assert found[1]["rollout/compiled_steps"] > found[0]["rollout/compiled_steps"]
+    assert found[1]["rollout/compile_failed"] == 0
+    engines.close()
 
 
 def test_a_job_that_nobody_waits_for_any_more_is_forgotten(
@@ -497,12 +526,12 @@ class Fatal:
 
     turns = 0
 
-    def draw(self, *asked: object) -> list[object]:
+    def draw(self, *asked: object) -> DrawReply:
         self.turns += 1
-        return [] if self.turns < 3 else os._exit(1)
+        return DrawReply([], None) if self.turns < 3 else os._exit(1)
 
-    def abort(self, job: str) -> list[object]:
-        return []
+    def abort(self, job: str) -> DrawReply:
+        return DrawReply([], None)
 
 
 @pytest.mark.parametrize("count", [1, 2])
