@@ -74,7 +74,7 @@ def engine_worker(
 
 
 class DrawReply(NamedTuple):
-    """What a worker returns for a job.
+    """The reply of a worker to a call for a job.
 
     Attributes:
         responses: Packed responses.
