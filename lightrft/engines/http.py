@@ -78,6 +78,7 @@ class HTTPEngine(ServedEngine):
         is_own: The server is ``lightrft serve``.
         digest: Digest of the weights that the server must have. Empty for other servers.
         is_paused: The server answers nobody. A run updates its weights, or ended while it did.
+            For ``lightrft serve``, those who may update the weights are told alone.
     """
 
     def __init__(
@@ -341,12 +342,24 @@ class HTTPEngine(ServedEngine):
         limit = entry.get("max_model_len")
         self.context = None if limit is None else int(limit)
         check_tokenizer(self.client, self.config, self.tokenizer, self.model)
-        if entry.get("owned_by") == "vllm":
+        if self.is_own:
+            self.is_paused = self._is_updated()
+        elif entry.get("owned_by") == "vllm":
             self.is_paused = is_paused(self.client)
         if not self.is_paused:
-            self._check_logprobs()
+            self.check_generated()
 
-    def _check_logprobs(self) -> None:
+    def _is_updated(self) -> bool:
+        """Return whether an update of the weights of ``lightrft serve`` is open."""
+        try:
+            return not self._held()["is_whole"]
+        except Unanswered as error:
+            if not error.refused:
+                raise
+            # only those who may update the weights are told
+            return False
+
+    def check_generated(self) -> None:
         """Raise ``ConfigError`` unless log-probs are of the distribution that is sampled from.
 
         With ``top_k`` = 1 that is a point mass, whose log-probs are 0.

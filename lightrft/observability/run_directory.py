@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict
@@ -17,6 +17,7 @@ from lightrft.config.base import Settings, dotted, tree_to_yaml
 from lightrft.config.setting_paths import made_absolute
 from lightrft.observability.logging_setup import FILE_ONLY, log_to_file, stop_logging
 from lightrft.observability.redaction import MARK, check_complete, redacted
+from lightrft.observability.replaced_run import discard, recover, set_aside
 from lightrft.observability.rollout_writer import Attached, RolloutWriter
 from lightrft.observability.trackers import JsonLinesTracker, Row, TensorBoard, Tracker, Wandb
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
@@ -90,7 +91,7 @@ class RunDirectory:
         self._lock = lock
         # The settings that differ from their defaults, by dotted name.
         self._changed: dict[str, object] = {}
-        self._tensorboard = False
+        self._tensorboard = self._failed = False
         self._trackers: list[Tracker] = []
         self._names: set[str] = set()
         (path / "rollouts").mkdir(exist_ok=True)
@@ -120,14 +121,16 @@ class RunDirectory:
             config: the settings of the run.
             resume: ``never`` refuses a folder that contains a run. ``auto`` resumes it. A path
                 resumes from that checkpoint.
-            overwrite: if True, remove an earlier run first.
+            overwrite: if True, replace an earlier run. It is removed once this one has results, and
+                restored if this one fails before.
             tensorboard: if True, write TensorBoard event files.
             wandb: name of the wandb project. None disables wandb.
             ignore: dotted keys, or branches of the settings, in which a resumed run may differ.
 
         Raises:
             ConfigError: the folder is not a run folder, is in use, must not be resumed, or has
-                another config. The message lists the keys that differ.
+                another config. The message lists the keys that differ. Or ``overwrite`` would
+                remove what a setting names.
         """
         check_complete(config)
         checkpoint = None if resume in ("auto", "never") else Path(resume).expanduser()
@@ -151,6 +154,7 @@ class RunDirectory:
             if wandb:
                 folder._trackers.append(Wandb(wandb, path, path.name, redacted(config)))
         except BaseException:
+            folder._failed = True
             folder.close()
             raise
         log.info("%s %s", "started" if fresh else "opened", path)
@@ -194,6 +198,7 @@ class RunDirectory:
             self._trackers.append(TensorBoard(self.path / "tensorboard", self.metrics.last_steps()))
             self._tensorboard = False
         self.metrics.log(row)
+        discard(self.path)
         for tracker in self._trackers:
             tracker.log(row)
 
@@ -264,6 +269,7 @@ class RunDirectory:
             for tracker in [*self._trackers, self.metrics]:
                 tracker.close()
             stop_logging(self._log)
+            recover(self.path, not self._failed or _has_begun(self.path), _clear)
             release_lock(self._lock)
             self._lock = None
 
@@ -280,6 +286,7 @@ class RunDirectory:
             with disk_errors(self.path, LATER):
                 self.close()
             return
+        self._failed = True
         log.error("ended by %s: %s", type(error).__name__, error, extra=FILE_ONLY)
         try:
             self.close()
@@ -341,6 +348,7 @@ def _settle(
     path: Path, config: Settings, resume: str, overwrite: bool, ignore: Collection[str]
 ) -> bool:
     """Write the config of this run to ``path``. Return True if the run starts from scratch."""
+    recover(path, _has_begun(path), _clear)
     saved = path / "config.yaml"
     found = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     if found and "config.yaml" not in found:
@@ -349,7 +357,11 @@ def _settle(
             "run.name or run.dir"
         )
     if overwrite:
-        _clear(path)
+        _refuse_own_inputs(path, config)
+        if _has_begun(path):
+            set_aside(path, _entries(path))
+        else:
+            _clear(path)
     elif found and _has_begun(path):
         if resume == "never":
             raise ConfigError(
@@ -417,9 +429,37 @@ def check_same_settings(
         )
 
 
+def _refuse_own_inputs(path: Path, config: Settings) -> None:
+    """Raise ``ConfigError`` if a setting of ``config`` names a file in the run folder ``path``."""
+    # made_absolute follows no links
+    folders = {str(path.resolve()), str(path.absolute())}
+    for key, value in dotted(made_absolute(type(config), redacted(config, exclude_defaults=True))):
+        if folders.intersection(_folders_above(value)):
+            raise ConfigError(
+                f"run.overwrite = true would remove what {key} names, which is in {path}; choose "
+                "another run.name, or copy it to another folder"
+            )
+
+
+def _folders_above(value: object) -> Iterator[str]:
+    """Yield the folders that contain a path, or the paths in a list or table."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, str):
+        yield from map(str, Path(value).parents)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _folders_above(one)
+
+
+def _entries(path: Path) -> list[Path]:
+    """Return the paths of everything that a run in ``path`` writes."""
+    return [*path.glob(ROUNDS), *(path / name for name in OURS)]
+
+
 def _clear(path: Path) -> None:
     """Remove the files of an earlier run and no other file."""
-    for entry in [*path.glob(ROUNDS), *(path / name for name in OURS)]:
+    for entry in _entries(path):
         # ``rmtree`` refuses a link, and what it points to may be of other runs.
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

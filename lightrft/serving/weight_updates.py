@@ -58,6 +58,7 @@ class WeightUpdates:
         self._last = ""
         self._version = 0
         self._next = 0
+        self._is_whole = True
         self._sums: Fingerprint | None = None
         self._buffer = WeightBuffer(engine.decoder.load)
 
@@ -80,7 +81,7 @@ class WeightUpdates:
             "digest": self.digest,
             "start_digest": self._start,
             "fingerprint": self._fingerprint(),
-            "is_whole": not self._update,
+            "is_whole": self._is_whole and not self._update,
         }
 
     def _fingerprint(self) -> Fingerprint:
@@ -110,18 +111,26 @@ class WeightUpdates:
         }
 
     def bucket(self, call: HTTPCall) -> dict[str, object]:
-        """Load a bucket. One that is sent again changes nothing."""
+        """Load a bucket. One that is sent again changes nothing.
+
+        If one does not fit before any tensor has changed, the update ends, and the server answers
+        requests again.
+        """
         self._check_update(call)
         number = str(call.body.get("number"))
         if number.isdigit() and int(number) < self._next:
             return {}
         if number != str(self._next):
             raise bad(f"number = {number}: bucket {self._next} of the update comes next")
-        self._sums = None
         try:
-            self._buffer.put(*read_bucket(call.data, self._shapes))
+            values, layout = read_bucket(call.data, self._shapes)
         except DataError as error:
+            if self._is_whole:
+                self._update = ""
+                self.loop.release()
             raise bad(str(error)) from error
+        self._sums, self._is_whole = None, False
+        self._buffer.put(values, layout)
         self._next += 1
         return {}
 
@@ -131,7 +140,7 @@ class WeightUpdates:
         if not self._last or call.body.get("update") != self._last:
             self._check_update(call)
             self._sums = self.engine.load_weights((), self._version)
-            self._last, self._update = self._update, ""
+            self._last, self._update, self._is_whole = self._update, "", True
             self.digest = f"update:{self._last}"
             self.replaced(self.digest)
             self.loop.release()

@@ -454,6 +454,6 @@ def _device(name: str) -> torch.device:
     # torch raises AssertionError for a device that it was not built for.
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"strategy.device = {name!r} cannot be used ({first_line(error)}); set it to auto, "
-            "cpu or one that is there"
+            f"device = {name!r} cannot be used ({first_line(error)}); set strategy.device, or "
+            "device of a server, to auto, cpu or one that is there"
         ) from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightrft.config.data import DataConfig
 from lightrft.config.verbs import ChatConfig, EvaluateConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
-from lightrft.engines.constrained.grammars import refuse_column
+from lightrft.engines.constrained.grammars import check_column, refuse_column
 from lightrft.models.decoding.kinds import length_bound
 from lightrft.models.families import FAMILIES, context_length
 from lightrft.models.processors import load_processor
@@ -76,6 +76,7 @@ def run_eval(config: EvaluateConfig) -> EvalSummary:
             processor,
             reward=config.reward,
         )
+        check_column(prompts, config.eval.sampling, "eval.sampling", "eval.data")
         check_rewards(config.reward, prompts, tokenizer)
         with closing(local_scorer(config.reward)) as functions:
             weights = None if saved is None else saved.weights

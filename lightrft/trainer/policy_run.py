@@ -11,6 +11,7 @@ from lightrft.config.rollout import EvalConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
 from lightrft.engines.base import Engine
+from lightrft.engines.constrained.grammars import check_column
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.lora import can_merge
@@ -65,9 +66,12 @@ class PolicyRun(TrainingRun):
         return self.eval.threshold
 
     def check_evaluation(self) -> None:
-        """Raise an error if the eval set has prompts without a reward, or too long ones."""
+        """Raise an error if the eval set has prompts without a reward, or too long ones, or if it
+        lacks the column of constraints.
+        """
         if not self.eval_prompts:
             return
+        check_column(self.eval_prompts, self.eval.sampling, "eval.sampling", "eval.data")
         self.roles.scorer.check_sources(prompt.data_source for prompt in self.eval_prompts)
         check_lengths(
             self.roles.actor,

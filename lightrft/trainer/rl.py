@@ -189,7 +189,8 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             ranks,
         ) as session,
     ):
-        run = prepare(config, requirements, session)
+        with session.starting():
+            run = prepare(config, requirements, session)
         try:
             # A row of a source without reward could otherwise be sampled after hours of training.
             if not config.reward.terms:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,6 +100,15 @@ class RunSession:
     def seconds(self) -> float:
         """The wall-clock seconds of this run, including the time before a resume."""
         return self.seconds_before_resume + _now() - self.started_at
+
+    @contextmanager
+    def starting(self) -> Generator[None]:
+        """Stop at the first signal within this context, before models have changed.
+
+        Several ranks stop together, at the next safe point.
+        """
+        with self.stop.at_once() if self.ranks.size == 1 else nullcontext():
+            yield
 
     def resume(
         self, strategy: Strategy, trained: Mapping[str, TrainableModel]

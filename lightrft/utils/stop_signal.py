@@ -58,7 +58,22 @@ class StopFlag:
     def __init__(self) -> None:
         self.reason = ""
         self._interrupts = 0
+        self._at_once = False
         self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
+
+    @contextmanager
+    def at_once(self) -> Generator[None]:
+        """Raise at the first signal within this context, in which nothing can be lost.
+
+        SIGTERM raises ``Terminated``, and SIGINT ``KeyboardInterrupt``.
+        """
+        if self:
+            raise Terminated
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
 
     def request(self, reason: str) -> None:
         """Set the flag. Only the first reason is kept."""
@@ -86,14 +101,20 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                raise KeyboardInterrupt
+        interrupted = number == signal.SIGINT
+        if self._at_once:
+            _say(f"{name}: stopping before the first step")
+            self.request(name)
+            raise KeyboardInterrupt if interrupted else Terminated
+        self._interrupts += interrupted
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
         if not self:
-            # os.write, since a handler may run in the middle of another write to a buffered stream
-            os.write(
-                2,
-                f"\n{name}: stopping at the next safe point; Ctrl-C again stops at once\n".encode(),
-            )
+            again = "Ctrl-C again" if interrupted else "Ctrl-C twice"
+            _say(f"{name}: stopping at the next safe point; {again} stops at once")
         self.request(name)
+
+
+def _say(line: str) -> None:
+    """Write ``line`` to stderr. A signal may come in the middle of a write to a buffered stream."""
+    os.write(2, f"\n{line}\n".encode())

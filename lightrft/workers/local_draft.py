@@ -12,7 +12,7 @@ from lightrft.config.strategy import EngineConfig
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,12 +41,17 @@ def draft_decoder(
 
     Raises:
         ConfigError: The draft model has another vocabulary.
+        ModelError: It cannot be loaded.
     """
     settings = engine.speculative
     if settings is None or settings.kind != "draft":
         return None
     model = draft_settings(settings, policy)
-    if load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
+    try:
+        vocabulary = load_tokenizer(model).get_vocab()
+    except ModelError as error:
+        raise ModelError(f"engine.speculative.path = {settings.path!r}: {error}") from error
+    if vocabulary != tokenizer.get_vocab():
         raise ConfigError(
             f"engine.speculative.path = {settings.path!r} has another vocabulary than the policy; "
             "take a model of the same family, or set engine.speculative.kind=ngram"

@@ -258,8 +258,11 @@ def _begin_updates(
 def _trainable(built: HTTPEngine, model: ModelConfig, *, trains: bool) -> ServedEngine:
     """Return the engine over the same server that can get new weights, if ``trains`` is set."""
     folder = built.config.weights_dir
+    if built.is_own and built.is_paused and not trains:
+        # another run updates the weights, and the server answers after that
+        built.check_generated()
     # only an update of all weights ends the pause
-    if built.is_paused and (folder is not None or not trains):
+    elif built.is_paused and (folder is not None or not trains):
         raise ConfigError(
             f"{built.where} is paused: a run updates its weights, or ended while it did; wait, or "
             "restart the server"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from lightrft.config.decoding import ConstraintConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.types import Prompt, Request
-from lightrft.utils.errors import ConfigError, DataError, first_line
+from lightrft.utils.errors import ConfigError, DataError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,6 +70,31 @@ def refuse_column(sampling: SamplingConfig, why: str) -> None:
             f"sampling.constraint.column = {constraint.column!r}: {why} columns; give "
             "json_schema, regex or choices"
         )
+
+
+def check_column(
+    prompts: Iterable[Prompt], sampling: SamplingConfig, branch: str, data: str
+) -> None:
+    """Raise ``ConfigError`` if the constraint is in a column that no row has.
+
+    Args:
+        prompts: The prompts that responses are generated to.
+        sampling: Sampling settings of the responses.
+        branch: Key of ``sampling``, for messages.
+        data: Key of the settings of the prompts, for messages.
+    """
+    constraint = sampling.constraint
+    if constraint is None or constraint.column is None:
+        return
+    known: set[str] = set()
+    for prompt in prompts:
+        known.update(prompt.columns)
+        if constraint.column in known:
+            return
+    raise ConfigError(
+        f"{branch}.constraint.column = {constraint.column!r}: no row of {data} has this column"
+        f"{did_you_mean(constraint.column, known)}; name one that holds constraints"
+    )
 
 
 class Matcher:

@@ -19,6 +19,7 @@ from lightrft.config.verbs import GenerateConfig, LabelStepsConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sampler import EvalPrompts
 from lightrft.engines.base import Engine
+from lightrft.engines.constrained.grammars import check_column
 from lightrft.models.processors import load_processor
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.rewards.base import RewardScorer
@@ -236,6 +237,7 @@ def loaded_engine(
         more: largest number of tokens between a prompt and a response.
     """
     config, model, saved = inputs.config, inputs.model, inputs.saved
+    check_column(prompts, config.sampling, "sampling", "data")
     # Its processes start while the model is loaded.
     with closing(local_scorer(config.reward)) as functions:
         # A row of a source without reward could otherwise be met after hours of generation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -18,12 +19,16 @@ import httpx
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.http_client.circuit_breaker import CircuitBreaker
 
+log = logging.getLogger(__name__)
+
 FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0
 """Seconds before the first repetition of a request, and most seconds before a later one."""
 CONNECT_SECONDS = 10.0
 """Limit of connecting to the server."""
 ALIVE = (401, 408, 425, 429, 503)
 """HTTP statuses of a server that works, and may answer later. 401: tokens may be replaced."""
+QUIET_SECONDS, SAY_SECONDS = 5.0, 30.0
+"""Seconds that a request waits before a warning, and seconds between two warnings."""
 SHORTEST_PREFIX = len("sha256:") + 12
 """Fewest characters of a digest that names a model."""
 
@@ -133,7 +138,7 @@ class ServerClient:
         self.passing = passing
         self.breaker = CircuitBreaker()
         self.counts: Counter[str] = Counter()
-        self._news = 0.0
+        self._news = self._says_again = 0.0
         limits = httpx.Limits(max_connections=most)
         self._client = httpx.Client(base_url=url.rstrip("/"), limits=limits, trust_env=not direct)
 
@@ -311,6 +316,7 @@ class ServerClient:
                 return result
             if once:
                 raise Unanswered(f"{self.url} did not answer: {problem}")
+            self._say_once(problem, time.monotonic() - trials.start, end() - time.monotonic())
             if time.monotonic() + pause >= end() or (handle is not None and handle.is_closed):
                 break
             self.counts["retries"] += 1
@@ -319,6 +325,26 @@ class ServerClient:
         raise Unanswered(
             f"{self.url} did not answer within deadline = {self.deadline:g} s: "
             f"{problem or self.breaker.problem}"
+        )
+
+    def _say_once(self, problem: str, waited: float, left: float) -> None:
+        """Log that an answer is late, once in a while for all requests together.
+
+        Args:
+            problem: The reason.
+            waited: Seconds since the request began.
+            left: Seconds until its deadline.
+        """
+        now = time.monotonic()
+        if waited < QUIET_SECONDS or now < self._says_again:
+            return
+        self._says_again = now + SAY_SECONDS
+        log.warning(
+            "%s has not answered for %.0f s, and is asked for %.0f s more: %s",
+            self.url,
+            waited,
+            max(0.0, left),
+            problem,
         )
 
     def _check(self, answer: httpx.Response) -> None:

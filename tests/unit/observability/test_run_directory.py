@@ -2,6 +2,7 @@ import json
 import logging
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -121,6 +122,75 @@ def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
         assert not (folder.path / "checkpoints").exists()
         assert (folder.path / "my notes.txt").read_text() == "keep me"
     assert rows(tmp_path / "a") == []
+
+
+class Starting(Config):
+    paths: ClassVar[tuple[str, ...]] = ("start",)
+    start: str = ""
+
+
+def test_a_run_that_fails_before_its_first_step_gives_the_replaced_run_back(tmp_path, caplog):
+    leave_a_row(tmp_path / "a")
+    (tmp_path / "a/model").mkdir()
+    (tmp_path / "a/model/config.json").write_text("{}")
+    with pytest.raises(DataError), enter(tmp_path / "a", Config(steps=99), overwrite=True) as new:
+        assert new.fresh and not (new.path / "model").exists()
+        raise DataError("train.jsonl:3: no prompt")
+    assert rows(tmp_path / "a") == [{"step": 1, "loss": 0.5}]
+    assert (tmp_path / "a/model/config.json").read_text() == "{}"
+    assert load_settings(Config, [tmp_path / "a/config.yaml"]).settings == Config()
+    assert "the earlier one is back" in caplog.text
+    with enter(tmp_path / "a") as folder:
+        assert not folder.fresh
+
+
+def test_a_replaced_run_is_gone_once_the_new_one_has_a_step(tmp_path):
+    leave_a_row(tmp_path / "a")
+    with pytest.raises(DataError), enter(tmp_path / "a", Config(steps=9), overwrite=True) as new:
+        new.log({"step": 1, "loss": 0.25})
+        raise DataError("train.jsonl:3: no prompt")
+    assert rows(tmp_path / "a") == [{"step": 1, "loss": 0.25}]
+    assert load_settings(Config, [tmp_path / "a/config.yaml"]).settings == Config(steps=9)
+    assert not list((tmp_path / "a").glob(".repl*"))
+
+
+@pytest.mark.parametrize("step", ["set aside", "begun", "restored"])
+def test_a_process_that_is_killed_while_it_replaces_a_run_loses_nothing(tmp_path, step):
+    leave_a_row(tmp_path / "a")
+    code = (
+        "import os, sys, pathlib\n"
+        "from lightrft.config.base import Settings\n"
+        "from lightrft.observability.run_directory import RunDirectory\n"
+        "def die(*_): os._exit(9)\n"
+        "rename, count = pathlib.Path.rename, [0]\n"
+        "def renamed(self, target):\n"
+        "    count[0] += 1\n"
+        "    if count[0] == int(sys.argv[2]): die()\n"
+        "    return rename(self, target)\n"
+        "pathlib.Path.rename = renamed\n"
+        "with RunDirectory.open(pathlib.Path(sys.argv[1]), Settings(), resume='auto', "
+        "overwrite=True) as folder:\n"
+        "    die() if sys.argv[3] == 'begun' else sys.exit(3)\n"
+    )
+    # rollouts, metrics.jsonl, log.txt, config.yaml and their folder are renamed, then come back
+    dies_at = {"set aside": 3, "begun": 99, "restored": 8}[step]
+    words = [sys.executable, "-c", code, str(tmp_path / "a"), str(dies_at), step]
+    assert subprocess.run(words, check=False).returncode == 9
+    with enter(tmp_path / "a") as folder:
+        assert not folder.fresh
+    assert rows(tmp_path / "a") == [{"step": 1, "loss": 0.5}]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_run_never_replaces_the_folder_that_it_reads_from(tmp_path, linked):
+    leave_a_row(tmp_path / "a")
+    if linked:
+        (tmp_path / "b").symlink_to(tmp_path / "a")
+    path = tmp_path / ("b" if linked else "a")
+    with pytest.raises(ConfigError, match=r"run\.overwrite = true would remove what start names"):
+        enter(path, Starting(start=str(tmp_path / "a/model")), overwrite=True)
+    assert rows(tmp_path / "a") == [{"step": 1, "loss": 0.5}]
+    enter(path, Starting(start=str(tmp_path / "ab/model")), overwrite=True).close()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
