@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client import server_client
+from tests import warm
 from tests.e2e.several import ENVIRONMENT, check_equal, config_file, train
 from tests.e2e.test_faults import run_until
 from tests.serving_helpers import (
@@ -129,6 +132,29 @@ def test_a_server_that_is_killed_and_restarted_changes_no_number(
     assert_same(found, expected)
     rows = read_rows(Path(tree["run"]["dir"]) / "run" / "metrics.jsonl")
     assert sum(row["engine/retries"] for row in rows) > 0
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"engine": {"kind": "http", "url": "http://127.0.0.1:9"}},
+        {"reward": {"models": [{"url": "http://127.0.0.1:9", "name": "rm"}]}},
+    ],
+    ids=["engine", "reward"],
+)
+def test_a_run_that_waits_for_its_server_says_so_and_ends_at_sigterm(
+    rl_tree: dict[str, Any], tmp_path: Path, started: list[Any], over: dict[str, Any]
+) -> None:
+    file = config_file(deep_merge(rl_tree, over), tmp_path, "waits")
+    started.append(warm.Process(["-m", "lightrft", "rl", file], ENVIRONMENT))
+    [run] = started
+    until = time.monotonic() + 120
+    while "http://127.0.0.1:9 has not answered for" not in run.said(2):
+        assert run.poll() is None and time.monotonic() < until, run.said(2)
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(20) == 143
+    assert "SIGTERM: stopping before the first step" in run.said(2)
 
 
 Fault = Callable[[str, Tensor], "tuple[str, Tensor] | None"]

@@ -455,7 +455,7 @@ def test_a_run_on_a_server_that_another_run_updated_survives_its_restart(
         assert engine.counts["weights_resent"] == 1
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_server_answers_no_one_until_they_do(
+def test_an_update_ends_if_its_weights_do_not_fit_before_any_has_changed(
     folder: Path, keys: Path
 ) -> None:
     with model_server(folder, weights_token_file=str(keys)) as (url, _):
@@ -464,11 +464,32 @@ def test_weights_that_do_not_fit_are_refused_and_the_server_answers_no_one_until
         engine.require_updates()
         with pytest.raises(ModelError, match="'other' of shape"):
             engine.load_weights([("other", torch.zeros(2))], 1)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "1"}).status_code == 200
+        assert engine._held()["is_whole"]
+
+
+def test_a_server_with_a_part_of_an_update_answers_no_one_until_a_run_sends_all_weights(
+    folder: Path, keys: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = {name: tensor * 2 for name, tensor in model.named_parameters()}
+    limits = {"max_body_mb": 0.05}
+    with model_server(folder, weights_token_file=str(keys), http=limits) as (url, _):
+        engine = opened(url, api_key_env=KEY).engine
+        engine.require_updates()
+        with pytest.raises(ModelError, match="'other' of shape"):
+            engine.load_weights([*weights.items(), ("other", torch.zeros(2))], 1)
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "1"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "has begun, and has not ended" in answer.text
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        engine.load_weights(model.named_parameters(), 1)
+        # a run that may send no weights waits for those of another
+        with pytest.raises(ResourceError, match="has begun, and has not ended"):
+            opened(url, deadline=1.0)
+        # one that may does not wait for an answer first
+        later = opened(url, api_key_env=KEY).engine
+        assert isinstance(later, HTTPEngine) and later.is_paused
+        later.require_updates()
+        later.load_weights(weights.items(), 1)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "1"}).status_code == 200
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["digest"].startswith("update:")
 

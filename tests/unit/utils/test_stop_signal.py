@@ -92,3 +92,29 @@ def test_a_loop_in_a_real_process_finishes_its_step_and_leaves():
         out, err = child.communicate(timeout=600)
     assert (child.returncode, out) == (0, "left after SIGTERM\n")
     assert "safe point" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_wait_in_which_nothing_can_be_lost_ends_at_the_first_signal(number):
+    code = (
+        "import time\nfrom lightrft.utils.stop_signal import StopFlag, Terminated\n"
+        "with StopFlag() as stop:\n"
+        "    try:\n"
+        "        with stop.at_once():\n"
+        "            print('ready', flush=True)\n"
+        "            time.sleep(600)\n"
+        "    except KeyboardInterrupt as error:\n"
+        "        print(type(error).__name__, stop.reason, flush=True)\n"
+        "    try:\n"
+        "        with stop.at_once(): print('not reached')\n"
+        "    except Terminated: print('no later wait begins')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(number)
+        out, err = child.communicate(timeout=60)
+    raised = "Terminated SIGTERM" if number == signal.SIGTERM else "KeyboardInterrupt SIGINT"
+    assert (child.returncode, out) == (0, f"{raised}\nno later wait begins\n")
+    assert "stopping before the first step" in err
