@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -21,7 +21,7 @@ class RewardTerm(Settings):
 
     function: str
     """Reward function: a registered name, ``package.module:function`` or ``file.py:function``."""
-    weight: float = 1.0
+    weight: float = Field(1.0, allow_inf_nan=False)
     """Factor of this term in the sum."""
     name: str | None = None
     """Name of this term in metrics; ``null`` takes the name of the function."""
@@ -100,7 +100,7 @@ class ScoringModelConfig(Settings):
     samples then fail, and are counted."""
     max_in_flight: int = Field(4, ge=1)
     """Largest number of requests to ``url`` at once."""
-    weight: float = 1.0
+    weight: float = Field(1.0, allow_inf_nan=False)
     """Factor of the score in the reward."""
     name: str | None = None
     """Name of this term in metrics; ``null`` takes the name of the head."""
@@ -167,7 +167,7 @@ class JudgeConfig(QuestionConfig):
     top_logprobs: int = Field(20, ge=1)
     """Number of likely tokens that ``url`` is asked for, where probabilities are read. A verdict
     that is not among them has probability 0, which is counted."""
-    weight: float = 1.0
+    weight: float = Field(1.0, allow_inf_nan=False)
     """Factor of the score, from 0 to 1, in the reward."""
     name: str = "judge"
     """Name of this term in metrics."""
@@ -261,6 +261,33 @@ class RewardConfig(Settings):
     """Limit of each call in seconds."""
     memory_mb: int = Field(2048, ge=64)
     """Memory limit of a worker in MiB, on top of what it needs to start."""
+
+    @model_validator(mode="after")
+    def _has_one_name_each(self) -> RewardConfig:
+        if problem := self.shared_name([model.label for model in self.models]):
+            raise ValueError(problem)
+        return self
+
+    def shared_name(self, models: Sequence[str | None]) -> str:
+        """Return the problem if two terms of different kinds have one name, or "".
+
+        Args:
+            models: Names of the reward models. ``None`` for those that are not known yet.
+        """
+        lists = {"terms": self.terms}
+        lists |= {f"per_source.{source}": terms for source, terms in self.per_source.items()}
+        known = {t.label: f"{key}.{i}" for key, terms in lists.items() for i, t in enumerate(terms)}
+        others = {f"models.{i}": name for i, name in enumerate(models)}
+        # two models, or two judges, are compared once they are loaded
+        for group in (others, {f"judges.{i}": judge.name for i, judge in enumerate(self.judges)}):
+            for key, name in group.items():
+                if name in known:
+                    return (
+                        f"reward.{key} and reward.{known[name]} are both called {name!r}; set "
+                        f"reward.{key}.name to tell them apart"
+                    )
+            known |= {name: key for key, name in group.items() if name is not None}
+        return ""
 
     @property
     def calls_functions(self) -> bool:

@@ -37,6 +37,7 @@ from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.diagnostics import speed_probe
 from lightrft.diagnostics.doctor_parts.distill import teacher_findings
 from lightrft.diagnostics.doctor_parts.engine import engine_findings, media_findings
+from lightrft.diagnostics.doctor_parts.reward_models import reward_model_findings
 from lightrft.diagnostics.examined_device import device_of
 from lightrft.diagnostics.findings import Finding, Verdict
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers
@@ -104,6 +105,8 @@ def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
     # Rewards and the probe need prompts.
     if data is None:
         return Report(tuple(found), memory, apart)
+    if isinstance(config, RLConfig):
+        found += reward_model_findings(config.reward, config.model, data.tokenizer)
     scores = not isinstance(config, ScoringConfig) and config.reward.calls_functions
     if options.rows and scores:
         score = partial(_rewards, config, data, options.rows)
@@ -551,7 +554,9 @@ def _rewards(config: TrainingConfig, data: _Data, rows: int) -> Iterator[Finding
             yield _scores(name, scored, each)
             means[name] = sum(rollout.reward or 0.0 for rollout in scored) / len(scored)
     # A reward that reads the label gives the reference response the most.
-    if len(means) == 2 and means["reference response"] <= means["empty response"]:
+    lists = [config.reward.terms, *config.reward.per_source.values()]
+    counts = any(term.weight for terms in lists for term in terms)
+    if counts and len(means) == 2 and means["reference response"] <= means["empty response"]:
         says = (
             "reference responses score no more than empty ones: the reward may not read them, or "
             "the label is not a response"

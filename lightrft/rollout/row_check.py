@@ -1,13 +1,14 @@
-"""Check for rows that cannot be scored because their label is missing."""
+"""Check that the rewards can score the rows of the data."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from lightrft.config.reward import RewardConfig
 from lightrft.datasets.row_warnings import UNLABELLED, CountedRows, unlabelled
 from lightrft.rewards.registry import REWARDS
-from lightrft.utils.errors import DataError
+from lightrft.utils.errors import ConfigError, DataError, did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -41,3 +42,26 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
         log.warning(
             "%s: %d of %d rows %s no label; the first is %s", key, count, every, have, where
         )
+
+
+def check_named_sources(reward: RewardConfig, sources: Collection[str]) -> None:
+    """Warn about data sources that ``reward`` names and no row is of.
+
+    Args:
+        reward: The settings ``reward``.
+        sources: Data sources of all rows.
+
+    Raises:
+        ConfigError: A reward model would score no row.
+    """
+    known = f"the sources of the rows are {', '.join(map(repr, sorted(sources)))}"
+    named = {f"reward.models.{i}.sources": model.sources for i, model in enumerate(reward.models)}
+    for key, names in {**named, "reward.per_source": tuple(reward.per_source)}.items():
+        unknown = [name for name in names if name not in sources]
+        if not unknown:
+            continue
+        says = f"{key}: no row is of {', '.join(map(repr, unknown))}; {known}"
+        says += did_you_mean(unknown[0], sources)
+        if key in named and len(unknown) == len(names):
+            raise ConfigError(says)
+        log.warning("%s", says)

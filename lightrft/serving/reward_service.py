@@ -194,8 +194,9 @@ class RewardService:
         def encode(k: int) -> Sample:
             return self.encoder.query(texts[k], prompts[k], f"query.{k}")
 
+        head = self._head(call)
         outputs, _ = await self._outputs(call, encode, len(texts))
-        rewards = numbers(outputs[self.served.reward].scores)
+        rewards = numbers(outputs[head].scores)
         logs = {name: numbers(head.scores) for name, head in outputs.items()}
         return {"rewards": rewards, "scores": rewards, "extra_logs": logs}
 

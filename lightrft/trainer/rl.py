@@ -32,7 +32,7 @@ from lightrft.rollout.async_generation import AsyncGenerator, staleness_metrics
 from lightrft.rollout.collate import attached
 from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.prompt_stream import PromptStream
-from lightrft.rollout.row_check import check_labels
+from lightrft.rollout.row_check import check_labels, check_named_sources
 from lightrft.rollout.serialization import save_batch, with_outcomes
 from lightrft.trainer.checks.check_config import check
 from lightrft.trainer.checks.context_limits import check_examples, check_lengths
@@ -241,6 +241,8 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         processor,
         reward=config.reward,
     )
+    sources = {*stream.dataset.data_sources, *(prompt.data_source for prompt in prompts)}
+    check_named_sources(config.reward, sources)
     kinds = kinds_to_check(config.engine, stream.dataset, prompts)
     check_media(config.model, config.engine, kinds)
     controls = Controllers.of(config.algorithm)

@@ -202,9 +202,14 @@ def model_scorers(
         policy: settings of the policy.
         tokenizer: tokenizer of the policy.
         device: device of the models.
+
+    Raises:
+        ConfigError: a model cannot be loaded, or has the name of another term.
     """
     found: list[ModelScorer | JudgeScorer] = []
     models = scoring_models(config.models, policy, tokenizer, device)
+    if problem := config.shared_name([model.name for model in models]):
+        raise ConfigError(problem)
     if models:
         found.append(ModelScorer(NullScorer(None), models, device))
     if config.judges:

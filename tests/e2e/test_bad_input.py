@@ -92,6 +92,16 @@ def copied(folder: Path, to: Path) -> Path:
         ("reward.terms=[no_such_reward]", ["no_such_reward"]),
         ("reward.terms=[nowhere.py:f]", ["nowhere.py"]),
         ("reward.terms=[math,math]", ["two terms are called 'math'"]),
+        (
+            "reward={terms: [math], models: [{path: rm, name: math}]}",
+            ["reward.models.0 and reward.terms.0 are both called 'math'", "reward.models.0.name"],
+        ),
+        (
+            "reward={models: [{path: rm, name: q}], judges: [{path: judge, name: q}]}",
+            ["reward.judges.0 and reward.models.0 are both called 'q'"],
+        ),
+        ("reward.models=[{path: rm, weight: .nan}]", ["reward.models.0.weight = nan", "finite"]),
+        ("reward.terms=[{function: math, weight: .inf}]", ["reward.terms.0.weight = inf"]),
         ("model.freeze=[no.such.part]", ["model.freeze", "no.such.part"]),
         ("model.lora.targets=[nope]", ["model.lora.targets", "nope"]),
     ],

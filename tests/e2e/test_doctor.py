@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.config.model import ModelConfig
+from lightrft.config.reward_model import RewardModelConfig
 from lightrft.diagnostics.doctor_parts import engine as doctor_engine
+from lightrft.diagnostics.doctor_parts import reward_models as doctor_reward_models
 from lightrft.models.decoding.kv_decoder import PlanDecodeSession
 from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.e2e.command import ROOT, Outcome, assert_refused, command
@@ -398,3 +402,36 @@ def test_the_version_of_an_engine_is_compared_with_the_tested_ones(
     assert "whole weights" in line(found, "model.lora")
     # two layers, keys and values of 2 heads of 16 channels, in float32
     assert "vLLM's cache" in found.out
+
+
+def test_reward_models_are_examined_without_their_weights(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor_reward_models, "PATIENCE", 0.5)
+    heads = RewardModelConfig.model_validate({"heads": [{"name": "good"}]})
+    RewardModel(tiny_model("qwen2"), ModelConfig(), heads).save(tiny_tokenizer(), tmp_path / "rm")
+    output = tmp_path / "found.json"
+    term = f"reward.models=[{tmp_path / 'rm'}]"
+    found = doctor(capsys, folder, term, f"doctor.output={output}")
+    assert "ok" in line(found, "reward.models.0") and "good, from" in line(found, "reward.models.0")
+    assert "reward model 0" in json.loads(output.read_text())["models"]
+    refused_port = "reward.models=[{url: 'http://127.0.0.1:9', name: q}]"
+    for words, said in (
+        ([f"reward.models=[{tmp_path / 'nowhere'}]"], "there is no such folder"),
+        ([f"reward.models=[{{path: {tmp_path / 'rm'}, head: truth}}]"], "has good; name one"),
+        ([refused_port], "127.0.0.1:9 did not answer"),
+    ):
+        problem = line(doctor(capsys, folder, *words), "reward.models.0")
+        assert said in problem and "bad" in problem, problem
+
+
+def test_rewards_that_models_give_are_not_compared_by_functions_without_weight(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "nothing.py").write_text("def nothing(rollout):\n    return 0.0\n")
+    broken = f"reward.terms=[{{function: '{tmp_path / 'nothing.py'}:nothing', weight: 0}}]"
+    assert "no more than empty" not in doctor(capsys, folder, broken).out
+    assert "no more than empty" in doctor(capsys, folder, broken.replace("weight: 0", "")).out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from lightrft.algorithms.preference.reference_source import reference_source
@@ -48,9 +49,11 @@ from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.cpu_memory import products_bytes
+from lightrft.utils.errors import ModelError
 from lightrft.workers.build_remote import most_senders
 from lightrft.workers.local import teacher_settings
 from lightrft.workers.local_draft import draft_settings
+from lightrft.workers.scoring.model_scorer import model_settings as scoring_settings
 from lightrft.workers.weight_sync import WeightSyncConfig
 
 MIB = 2**20
@@ -134,6 +137,8 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
         kept["weights for engines"] = _for_engines(config, models[0], device)
     if "engine" not in elsewhere and phases and phases[0].name == DRAWING:
         kept |= _packed(models[0], device)
+    if isinstance(config, RLConfig):
+        kept |= _reward_models(config)
     kept |= _compiled(models, device)
     on_host = _on_host(place, models, phases)
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
@@ -299,6 +304,21 @@ def _draft(config: TrainingConfig) -> Model | None:
     if settings is None or settings.kind != "draft":
         return None
     return _of("draft model", draft_settings(settings, config.model), trained=False)
+
+
+def _reward_models(config: RLConfig) -> dict[str, ModelMemory]:
+    """Return the weights of ``reward.models`` that stay on the device of each rank."""
+    found = {}
+    for i, term in enumerate(config.reward.models):
+        if not term.path or term.offload:
+            continue
+        settings = scoring_settings(config.model, term.path)
+        # one that cannot be loaded is a finding of its own
+        with suppress(ModelError):
+            # like a critic, it has no output layer for the vocabulary
+            model = _of(f"reward model {i}", settings, trained=False, kind=Critic)
+            found[model.name] = held(model.parameters)
+    return found
 
 
 def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:

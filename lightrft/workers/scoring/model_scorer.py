@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.base import changed_fields
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
 from lightrft.learner.micro_batches import micro_batches
@@ -273,6 +274,11 @@ def scalar_scoring_model(
         raise ConfigError(
             f"{key}.aggregate = {term.aggregate!r}: {term.path} scores whole responses, not steps; "
             "leave it out"
+        )
+    if "separator" in changed_fields(term):
+        raise ConfigError(
+            f"{key}.separator = {term.separator!r} changes nothing: {term.path} scores whole "
+            "responses, not steps; leave it out"
         )
     head = term.head or model.reward_name
     if head not in model.score_names:

@@ -107,6 +107,7 @@ def test_score_classify_and_pooling_answer_in_the_form_of_vllm(folder, url):
         ("/pooling", {"input": [[5] * 5000]}, "context"),
         ("/pooling", {"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
         ("/get_reward", {"query": ["a"], "prompts": ["b"]}, "does not begin"),
+        ("/get_reward", {"query": ["a"], "head": "truth"}, "good, short"),
         ("/get_reward", {"query": [7]}, "must be a text"),
         ("/v1/rewards", {"prompts": {"input_ids": [[5]]}}, "responses"),
         (

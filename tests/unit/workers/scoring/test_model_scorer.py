@@ -19,6 +19,7 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.rewards.base import NullScorer
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
+from lightrft.workers.local import model_scorers
 from lightrft.workers.scoring.collecting import batch_of
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.model_scorer import (
@@ -119,6 +120,8 @@ def test_an_unknown_head_no_head_and_equal_names_are_refused(folder: Path, tmp_p
     term = ScoringModelConfig(path=str(folder))
     with pytest.raises(ConfigError, match=r"two reward models are called 'good'"):
         load(folder, term, term)
+    with pytest.raises(ConfigError, match=r"models.0.separator = ';' changes nothing.*whole resp"):
+        load(folder, ScoringModelConfig(path=str(folder), separator=";"))
     plain = tmp_path / "plain"
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     tiny_model("qwen2", hidden_size=32, vocab_size=len(tokenizer)).save_pretrained(plain)
@@ -223,3 +226,10 @@ def test_a_gate_of_an_unknown_term_is_refused() -> None:
     config = RewardConfig.model_validate({"terms": ["math"], "gates": {"length": "math"}})
     with pytest.raises(ConfigError, match=r"reward.gates.*no term 'length'.*the terms: math"):
         CombiningScorer(NullScorer(), config)
+
+
+def test_a_reward_model_whose_head_has_the_name_of_another_term_is_refused(folder: Path) -> None:
+    config = ModelConfig(path=str(folder), dtype="float32")
+    tree = {"terms": [{"function": "m.py:good"}], "models": [str(folder)]}
+    with pytest.raises(ConfigError, match=r"models\.0 and reward\.terms\.0 are both called 'good'"):
+        model_scorers(RewardConfig.model_validate(tree), config, load_tokenizer(config), CPU)
