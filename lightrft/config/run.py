@@ -25,7 +25,8 @@ class RunConfig(Settings):
     """``auto`` resumes from the newest checkpoint of a folder with an equal config. ``never``
     refuses a folder that holds a run. A path resumes from that checkpoint."""
     overwrite: bool = False
-    """Delete the run in the folder and start from step 0."""
+    """Replace the run in the folder, and start from step 0. It is restored if this run ends before
+    it has metrics."""
     threads: int = Field(0, ge=0)
     """Number of CPU threads; 0 leaves it to torch."""
     progress: bool = True

@@ -78,7 +78,7 @@ class HTTPEngine(ServedEngine):
         is_own: The server is ``lightrft serve``.
         digest: Digest of the weights that the server must have. Empty for other servers.
         is_paused: The server answers nobody. A run updates its weights, or ended while it did.
-            For ``lightrft serve``, those who may update the weights are told alone.
+            ``lightrft serve`` shows it to those alone who may update the weights.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ class HTTPEngine(ServedEngine):
         except Unanswered as error:
             if not error.refused:
                 raise
-            # only those who may update the weights are told
+            # the server shows it to those alone who may update the weights
             return False
 
     def check_generated(self) -> None:

@@ -417,7 +417,7 @@ def test_reward_models_are_examined_without_their_weights(
     term = f"reward.models=[{tmp_path / 'rm'}]"
     found = doctor(capsys, folder, term, f"doctor.output={output}")
     assert "ok" in line(found, "reward.models.0") and "good, from" in line(found, "reward.models.0")
-    assert "reward model 0" in json.loads(output.read_text())["models"]
+    assert "reward model 0" in json.loads(output.read_text())["memory"]["models"]
     refused_port = "reward.models=[{url: 'http://127.0.0.1:9', name: q}]"
     for words, said in (
         ([f"reward.models=[{tmp_path / 'nowhere'}]"], "there is no such folder"),
