@@ -13,7 +13,7 @@ from lightrft.config.verbs import RLConfig
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, ModelError
 
 
 @pytest.fixture(scope="module")
@@ -72,4 +72,12 @@ def test_a_run_with_drafts_samples_the_same_responses(
 def test_a_draft_model_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     settings = {"kind": "draft", "path": str(folder / "other")}
     with pytest.raises(ConfigError, match="another vocabulary than the policy"):
+        run(folder, tmp_path, settings)
+
+
+def test_a_draft_model_that_is_not_there_is_refused_by_its_own_setting(
+    folder: Path, tmp_path: Path
+) -> None:
+    settings = {"kind": "draft", "path": str(folder / "nowhere")}
+    with pytest.raises(ModelError, match=r"^engine\.speculative\.path = .*no such folder"):
         run(folder, tmp_path, settings)

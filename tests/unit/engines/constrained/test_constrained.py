@@ -17,14 +17,20 @@ from transformers import AutoTokenizer, PreTrainedModel
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
-from lightrft.config.verbs import RLConfig
-from lightrft.engines.constrained.grammars import GrammarCompiler, check_constraint, constraint_of
+from lightrft.config.verbs import EvaluateConfig, RLConfig
+from lightrft.engines.constrained.grammars import (
+    GrammarCompiler,
+    check_column,
+    check_constraint,
+    constraint_of,
+)
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.rollout.logprob_check import CheckedEngine
 from lightrft.trainer.checks.preflight import evaluation_problems
+from lightrft.trainer.inference import run_eval
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError, ModelError
 from tests.model_helpers import vllm_model
@@ -76,6 +82,33 @@ def next_tokens(text: str) -> list[int]:
         if c.startswith(text) != (c == text)
     }
     return sorted(found | ({END} if text in CHOICES else set()))
+
+
+def test_a_column_of_constraints_that_no_row_has_is_refused_by_its_setting() -> None:
+    rows = [Prompt("0", [1], columns={"from": None}), Prompt("1", [1], columns={"form": None})]
+    sampling = SamplingConfig(constraint={"column": "form"})
+    check_column(rows, sampling, "eval.sampling", "eval.data")
+    check_column([], SamplingConfig(), "eval.sampling", "eval.data")
+    said = r"^eval\.sampling\.constraint\.column = 'form': no row of eval\.data.*mean 'from'"
+    with pytest.raises(ConfigError, match=said):
+        check_column(rows[:1], sampling, "eval.sampling", "eval.data")
+
+
+def test_an_evaluation_refuses_a_misspelt_column_of_constraints(tmp_path: Path) -> None:
+    vllm_model(tmp_path / "model")
+    row = {"prompt": "1+1=", "label": "2", "form": {"choices": ["2", "3"]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    tree = {
+        "model": {"path": str(tmp_path / "model")},
+        "eval": {
+            "data": {"sources": [str(tmp_path / "rows.jsonl")]},
+            "sampling": {"constraint": {"column": "fork"}, "max_new_tokens": 2},
+        },
+        "reward": {"terms": ["math"]},
+        "run": {"dir": str(tmp_path / "runs")},
+    }
+    with pytest.raises(ConfigError, match=r"column = 'fork'.*did you mean 'form'"):
+        run_eval(build(EvaluateConfig, tree))
 
 
 @pytest.mark.parametrize(
