@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import httpx
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
@@ -317,6 +318,11 @@ class HTTPEngine(ServedEngine):
         except Unanswered as error:
             if not error.refused:
                 raise failure(error, self.where) from error
+            if error.status == httpx.codes.UNAUTHORIZED and self.config.api_key_env is not None:
+                raise ConfigError(
+                    f"engine.api_key_env = {self.config.api_key_env!r}: {self.where} does not let "
+                    f"this key update its weights: {error}; name a key of its weights_token_file"
+                ) from error
             raise ConfigError(f"{self.no_updates()} ({error})") from error
         self._first_digest, found = held["start_digest"], held["fingerprint"]
         self._dtypes = HeldDtypes({name: dtype_of(total) for name, total in found.items()})

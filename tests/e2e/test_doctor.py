@@ -18,6 +18,7 @@ from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.e2e.command import ROOT, Outcome, assert_refused, command
+from tests.serving_helpers import model_server
 
 REWARD = (
     "def same(rollout):\n    return float(rollout.text == rollout.prompt.label)\n\ndef "
@@ -435,3 +436,17 @@ def test_rewards_that_models_give_are_not_compared_by_functions_without_weight(
     broken = f"reward.terms=[{{function: '{tmp_path / 'nothing.py'}:nothing', weight: 0}}]"
     assert "no more than empty" not in doctor(capsys, folder, broken).out
     assert "no more than empty" in doctor(capsys, folder, broken.replace("weight: 0", "")).out
+
+
+def test_the_server_of_an_engine_is_asked_for_its_model(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_engine, "PATIENCE", 0.5)
+    with model_server(folder / "model") as (url, _):
+        words = ["engine.kind=http", f"engine.url={url}"]
+        found = line(doctor(capsys, folder, *words), "engine.url")
+        assert "ok" in found and f"serves {folder / 'model'}" in found
+        problem = line(doctor(capsys, folder, *words, "engine.served_model=q"), "engine.url")
+        assert "bad" in problem and "does not serve it" in problem
+    problem = line(doctor(capsys, folder, *words), "engine.url")
+    assert "bad" in problem and "did not answer" in problem

@@ -242,7 +242,9 @@ def test_training_with_a_key_that_may_not_update_is_refused(
     rl_tree: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY, "another")
-    with pytest.raises(ConfigError, match="not one of this server's"):
+    with pytest.raises(
+        ConfigError, match=rf"engine\.api_key_env = .{KEY}.*not one of this server.s"
+    ):
         run_rl(build(RLConfig, served(rl_tree, url)))
 
 

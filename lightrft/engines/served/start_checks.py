@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.strategy import EngineConfig
@@ -21,6 +21,8 @@ SPARE_CONNECTIONS = 8
 """Connections in addition to one for each response."""
 PROBE = "The 3 quick foxes' caf\u00e9:\n\tfor i in range(10): \u4f60\u597d, x_1 = 2**i # \U0001f98a"
 """A text whose tokens differ between tokenizers."""
+SHOWN_TOKENS = 8
+"""Most tokens of a text in a message."""
 
 
 def open_client(config: EngineConfig) -> ServerClient:
@@ -137,11 +139,17 @@ def check_tokenizer(
     if theirs != ours:
         raise ConfigError(
             f"engine.url = {config.url!r} serves {model!r} with another tokenizer: a probe has "
-            f"{len(theirs or [])} tokens there and {len(ours)} with the tokenizer of model.path; "
-            "serve the model of model.path"
+            f"the tokens {_shown(theirs or [])} there and {_shown(ours)} with the tokenizer of "
+            "model.path; serve the model of model.path"
         )
 
 
 def probe_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of a text that differ between tokenizers."""
     return list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+
+
+def _shown(tokens: Sequence[int]) -> str:
+    """Return the first of ``tokens``, and their number."""
+    first = ", ".join(map(str, tokens[:SHOWN_TOKENS]))
+    return f"[{first}, ...] ({len(tokens)})" if len(tokens) > SHOWN_TOKENS else f"[{first}]"
