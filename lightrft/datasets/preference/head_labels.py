@@ -81,6 +81,15 @@ def read_labels(raw: RawPreference, row: Row, heads: LabelledHeads, where: str) 
     return labels
 
 
+def has_column(raw: RawPreference, row: Row, heads: LabelledHeads, where: str) -> bool:
+    """Return True if a row has a column of labels of the first head.
+
+    The arguments are those of ``read_labels``.
+    """
+    first = heads.names[0]
+    return _column(raw, row, heads.columns.get(first, first), where) is not None
+
+
 def win_rates(ranks: Sequence[float]) -> list[float]:
     """Return the fraction of the other responses that each response is better than.
 

@@ -56,15 +56,41 @@ def read_pair(given: GivenRow) -> RawPreference:
     must_match = bool(columns.prompt) or row.get("prompt") is not None
     asked = find_prompt(given)
     prompt, responses = split_prompt(sides, asked, where, must_match=must_match)
-    ratings = None
-    for better, worse in SCORES:
-        if row.get(better) is not None and row.get(worse) is not None:
-            ratings = [number(row[name], name, where) for name in (better, worse)]
-            break
-    margin = optional_number(row, "margin", where)
     return RawPreference(
-        prompt, responses, list(sides), ranks=(0, 1), ratings=ratings, margin=margin
+        prompt,
+        responses,
+        list(sides),
+        ranks=(0, 1),
+        ratings=_scores(row, where),
+        margin=_margin(row, where),
     )
+
+
+def _scores(row: Row, where: str) -> list[float] | None:
+    """Return the scores of the better and the worse response, or None if the row has none.
+
+    Raises ``MalformedRow`` if the worse response has the higher score.
+    """
+    for better, worse in SCORES:
+        if row.get(better) is None or row.get(worse) is None:
+            continue
+        scores = [number(row[name], name, where) for name in (better, worse)]
+        if scores[0] < scores[1]:
+            problem = f"{better} is {scores[0]:g}, less than {worse}, which is {scores[1]:g}"
+            way_out = "exchange the two responses, or correct the scores"
+            raise MalformedRow(f"{where}: {problem}; {way_out}")
+        return scores
+    return None
+
+
+def _margin(row: Row, where: str) -> float | None:
+    """Return the margin of a row, or None. Raises ``MalformedRow`` if it is below 0."""
+    margin = optional_number(row, "margin", where)
+    if margin is not None and margin < 0:
+        problem = f"margin is {margin:g}, so that the rejected response would be the better one"
+        way_out = "exchange the two responses, or make the margin at least 0"
+        raise MalformedRow(f"{where}: {problem}; {way_out}")
+    return margin
 
 
 def is_choice(row: Row, columns: PreferenceColumns) -> bool:
@@ -118,7 +144,7 @@ def read_rejected_response(given: GivenRow) -> RawPreference:
     if found is None:
         raise MalformedRow(f"{where}: no column 'messages'; the row has: {', '.join(row)}")
     messages = as_messages(found)
-    margin = optional_number(row, "margin", where)
+    margin = _margin(row, where)
     if row.get("rejected_messages") is not None:
         other = raw_text(row["rejected_messages"], "rejected_messages", where)
         sides: dict[str, Raw] = {"messages": messages, "rejected_messages": other}

@@ -17,6 +17,7 @@ from lightrft.datasets.preference.head_labels import (
     HeadLabels,
     LabelledHeads,
     first_ranks,
+    has_column,
     labels_by_head,
     read_labels,
 )
@@ -134,7 +135,9 @@ def _responses(
         _check_ranks(answers, ranks, raw, where)
     else:
         _check_labels(answers, labels, raw, heads, where)
-    names, ratings, margins = list(raw.names), raw.ratings, _margins(raw, ranks, where)
+    names, ratings = list(raw.names), raw.ratings
+    compared = ratings if heads is None else _compared(given, raw, labels, heads)
+    margins = _margins(raw, compared, ranks, where)
     if gold:
         if not ranks:
             problem = "a gold response goes with compared responses, not with labels"
@@ -395,13 +398,32 @@ def _same_item(one: Item, other: Item) -> bool:
         return False
 
 
-def _margins(raw: RawPreference, ranks: Sequence[int], where: str) -> list[float] | None:
-    """Return how much better each response is than the next worse one."""
+def _compared(
+    given: GivenRow, raw: RawPreference, labels: Sequence[HeadLabels], heads: LabelledHeads
+) -> Sequence[float] | None:
+    """Return the ratings whose differences are margins.
+
+    They are the labels of the first head if these rank the responses, else the ratings of the row.
+    The labels may prefer another response than the ratings do.
+    """
+    if raw.ratings is None or not has_column(raw, given.row, heads, given.where):
+        return raw.ratings
+    values = first_ranks(labels, heads.names[0])
+    return raw.ratings if values is None else [-value for value in values]
+
+
+def _margins(
+    raw: RawPreference, ratings: Sequence[float] | None, ranks: Sequence[int], where: str
+) -> list[float] | None:
+    """Return how much better each response is than the next worse one.
+
+    ``ratings`` have the order of ``ranks``. The margin of the row comes before them.
+    """
     if raw.margin is not None:
         if len(ranks) != 2:
             problem = f"one margin for {len(ranks)} responses"
             raise MalformedRow(f"{where}: {problem}; give each response a rating")
         return [raw.margin if rank == 0 else 0.0 for rank in ranks]
-    if raw.ratings is None or not ranks:
+    if ratings is None or not ranks:
         return None
-    return margins_of(raw.ratings, ranks)
+    return margins_of(ratings, ranks)

@@ -15,6 +15,7 @@ from lightrft.config.data import PreferenceColumns
 from lightrft.datasets.benchmarks.audio_preferences import audio_alpaca
 from lightrft.datasets.media import SupportedMedia
 from lightrft.datasets.preference.formats import FORMATS, check_format, format_of
+from lightrft.datasets.preference.pair_formats import SCORES
 from lightrft.datasets.preference.preference_rows import PreferenceRow, read_preference
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.utils.errors import ConfigError
@@ -189,6 +190,15 @@ def test_ratings_and_margins_come_from_the_row() -> None:
     assert read({**PAIRS["ms-swift, rejected_response"], "margin": 0.25}).margins == [0.25, 0.0]
     assert read(PAIRS["TRL, explicit prompt, plain"]).margins is None
     assert read({**PAIRS["HH-RLHF"], "example_weight": 3}).weight == 3.0
+
+
+def test_equal_scores_and_a_margin_of_0_are_read() -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert read({**pair, "margin": 0}).margins == [0.0, 0.0]
+    for better, worse in SCORES:
+        assert read({**pair, better: 2, worse: 2}).margins == [0.0, 0.0]
+        # a score of one response alone says nothing about the order
+        assert read({**pair, better: 2}).margins is None
 
 
 LABELLED = {
@@ -462,6 +472,21 @@ BAD = {
         {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")},
         "margin is nan, not a finite number",
     ),
+    "a margin below 0": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -3.0},
+        "margin is -3, so that .*; exchange the two responses, or make the margin at least 0",
+    ),
+    "a margin below 0 of messages": (
+        {"messages": COLOUR + said("b"), "rejected_response": "c", "margin": "-0.5"},
+        "margin is -0.5",
+    ),
+    **{
+        f"a higher {worse}": (
+            {"prompt": "a", "chosen": "b", "rejected": "c", better: 1, worse: 2.5},
+            f"{better} is 1, less than {worse}, which is 2.5; exchange the two responses, or",
+        )
+        for better, worse in SCORES
+    },
     "a weight of zero": (
         {"prompt": "a", "chosen": "b", "rejected": "c", "example_weight": 0},
         "example_weight is 0, not above 0",

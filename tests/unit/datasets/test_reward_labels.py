@@ -123,6 +123,13 @@ def test_ratings_of_a_row_label_the_first_head_where_the_loss_reads_ratings() ->
     assert read(row, "quality").labels == [{"quality": 1.0}, {"quality": 0.0}]
 
 
+def test_labels_that_rank_the_responses_are_the_margins_of_the_row_too() -> None:
+    # the row's own scores prefer the other response, so that their difference would be below 0
+    row = {**PAIR, "score_chosen": 7, "score_rejected": 2, "chosen_tone": 1, "rejected_tone": 4}
+    assert read(row, "tone").margins == [0.0, 3.0]
+    assert read(row, "preference", "tone").margins == [5.0, 0.0]
+
+
 def test_good_and_bad_responses_label_the_first_head() -> None:
     row = {"prompt": "1+1?", "response": "2", "label": True}
     assert read(row, "good", rates=True).labels == [{"good": 1.0}]
