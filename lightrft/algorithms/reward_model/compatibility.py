@@ -61,6 +61,7 @@ def incompatible_reward_settings(settings: RewardModelConfig) -> Iterator[str]:
     yield from _untrained(settings)
     yield from _mixture(settings)
     yield from _logit_scale(settings)
+    yield from _moved_signs(settings)
 
 
 def _kinds(settings: RewardModelConfig) -> Iterator[str]:
@@ -175,6 +176,17 @@ def _logit_scale(settings: RewardModelConfig) -> Iterator[str]:
                 f"reward_model.heads: logit_scale of {head.name!r} changes nothing: "
                 f"{', '.join(names)} reads the outputs of the head, and not its score; leave it out"
             )
+
+
+def _moved_signs(settings: RewardModelConfig) -> Iterator[str]:
+    """Yield a problem if the saved scores have another sign than the trained ones."""
+    if settings.normalize != "none" and any(part.name == "cost_sign" for part in settings.losses):
+        yield (
+            f"reward_model.normalize = {settings.normalize!r} shifts the scores of the saved model, "
+            "and the loss 'cost_sign' trains their sign: a score above 0 would no longer mean "
+            "unsafe; set reward_model.normalize=none, or leave cost_sign out of "
+            "reward_model.losses"
+        )
 
 
 def _reads_outputs(name: str) -> bool:

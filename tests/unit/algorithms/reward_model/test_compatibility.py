@@ -86,6 +86,17 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"heads": [{**CLASSES, "logit_scale": True}], "losses": ["cross_entropy"]},
         ["logit_scale of 'preference' changes nothing: cross_entropy reads the outputs"],
     ),
+    *[
+        (
+            {"losses": ["bradley_terry", loss("cost_sign", unsafe_from=2)], "normalize": kind},
+            [
+                f"reward_model.normalize = '{kind}' shifts",
+                "'cost_sign'",
+                "normalize=none, or leave",
+            ],
+        )
+        for kind in ("center", "scale")
+    ],
 ]
 
 
