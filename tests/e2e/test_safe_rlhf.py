@@ -18,7 +18,7 @@ from lightrft.observability.trackers import read_rows
 from lightrft.strategy.checkpoint import load_state
 from lightrft.trainer.reward_model.run import run_reward_model
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, DataError
 from tests.e2e.test_resume import assert_same_end, start
 
 
@@ -108,6 +108,41 @@ def test_limits_that_cannot_be_meant_are_refused(rl_config, safe_tree, data_fold
         over = {"reward": terms(data_folder, **over["reward"])}
     with pytest.raises(ConfigError, match=said):
         run_rl(rl_config(**deep_merge(safe_tree, over)))
+
+
+@pytest.mark.parametrize(
+    ("key", "ratings", "unsafe_from", "said"),
+    [
+        ("data", [0, 3], 4, "from 0 to 3, .*unsafe_from = 4 no response is unsafe; set"),
+        ("data", [2, 3], 2, "from 2 to 3, .*unsafe_from = 2 every response is unsafe"),
+        ("validation", [0, 1], 2, "from 0 to 1, .*unsafe_from = 2 no response is unsafe"),
+        ("data", [0.5, 0], None, "from 0 to 0.5, .*unsafe_from = None no response is unsafe"),
+        ("validation", [0, 2], None, "a rating is 2; .*set options.unsafe_from of the loss"),
+    ],
+)
+def test_ratings_that_are_all_safe_or_all_unsafe_are_refused_before_a_step(
+    model_folder, tmp_path, key, ratings, unsafe_from, said
+):
+    good = [0, 3] if unsafe_from is not None else [0, 1]
+    tree = {
+        "run": {"dir": str(tmp_path), "name": "cost"},
+        "model": {"path": str(model_folder), "dtype": "float32"},
+        "batch_size": 2,
+        "reward_model": {
+            "heads": ["cost"],
+            "losses": [{"name": "cost_sign", "options": {"unsafe_from": unsafe_from}}],
+        },
+        "train": {"steps": 1},
+    }
+    for name in ("data", "validation"):
+        file = tmp_path / f"{name}.jsonl"
+        values = ratings if name == key else good
+        rows = [{"prompt": "1+1=", "response": f"{i}", "cost": v} for i, v in enumerate(values)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tree[name] = {"sources": [str(file)]}
+    with pytest.raises(DataError, match=said) as caught:
+        run_reward_model(build(RMConfig, tree))
+    assert unsafe_from is None or str(caught.value).startswith(f"{key}.sources: ")
 
 
 @pytest.mark.slow

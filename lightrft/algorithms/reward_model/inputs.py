@@ -126,3 +126,10 @@ class ScoredResponses:
         if self.rank is not None:
             rank = self.rank[index].masked_fill(~ranked, -1)
         return index, rank[:, :, None], rank[:, None, :]
+
+
+def only_rated(rating: Tensor) -> ScoredResponses:
+    """Return responses with the ratings ``[B]``, each in a group of its own, whose scores are 0."""
+    scores = torch.zeros_like(rating)
+    group = torch.arange(rating.numel(), device=rating.device)
+    return ScoredResponses(scores[:, None], scores, group, rating=rating)

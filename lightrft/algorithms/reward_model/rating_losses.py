@@ -119,7 +119,8 @@ def unsafe_ratings(data: ScoredResponses, unsafe_from: float | None) -> tuple[Te
         unsafe_from: As in ``cost_sign``.
     """
     if unsafe_from is None:
-        return ratings_of(data, "cost_sign", 1)
+        way_out = "Scale the ratings, or set options.unsafe_from of the loss"
+        return ratings_of(data, "cost_sign", 1, way_out)
     index = data.rated()
     rating = require_column(data.rating)[index]
     return index, (rating >= unsafe_from).to(rating.dtype)

@@ -53,7 +53,10 @@ def tie_gaps(data: ScoredResponses) -> Tensor:
 
 
 def ratings_of(
-    data: ScoredResponses, loss: str, highest: float | None = None
+    data: ScoredResponses,
+    loss: str,
+    highest: float | None = None,
+    way_out: str = "Scale the ratings, or set the size of the head",
 ) -> tuple[Tensor, Tensor]:
     """Return the responses with a rating: their indices ``[R]`` and their ratings ``[R]``.
 
@@ -61,6 +64,7 @@ def ratings_of(
         data: The responses.
         loss: Name of the loss, for the message.
         highest: Largest rating that the loss allows; 0 is the smallest then. ``None`` allows all.
+        way_out: How to mend a rating that is out of range, for the message.
 
     Raises:
         DataError: If a rating is out of range.
@@ -74,6 +78,6 @@ def ratings_of(
         if bool(outside.any()):
             raise DataError(
                 f"reward-model loss {loss}: a rating is {float(rating[outside][0]):g}; it must be "
-                f"from 0 to {highest:g}. Scale the ratings, or set the size of the head"
+                f"from 0 to {highest:g}. {way_out}"
             )
     return index, rating

@@ -304,6 +304,11 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             counts = counts + ends[first] - ends[first - 1]
         return counts[self._order]
 
+    def labels_of(self, head: str) -> np.ndarray:
+        """Return the labels of all responses that have one for ``head``."""
+        column = np.asarray(self._kept[LABELS])[self.heads.index(head) :: len(self.heads)]
+        return column[~np.isnan(column)]
+
     def digest(self) -> str:
         """Return a digest of the tokens and media of all examples, in their order."""
         found = hashlib.blake2b(digest_size=20)

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from lightrft.algorithms.reward_model.compatibility import check_reward_model
+from lightrft.algorithms.reward_model.inputs import only_rated
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
+from lightrft.algorithms.reward_model.rating_losses import unsafe_ratings
 from lightrft.algorithms.reward_model.requirements import (
     MIXTURE,
     RewardRequirements,
+    losses_of_heads,
     reward_requirements,
 )
 from lightrft.config.base import changed_fields
 from lightrft.config.reward_model import RewardModelConfig
 from lightrft.config.verbs import PRMVerbConfig, RMConfig
+from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.trainer.checks.preflight import check_trained_weights
 from lightrft.trainer.supervised import check_sources, check_unread
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, DataError
+from lightrft.utils.lazy_imports import torch
 
 METRICS = (
     *("loss", "pair_accuracy", "pair_accuracy_low", "pair_accuracy_high"),
@@ -66,6 +71,34 @@ def _margins(heads: list[str], requirements: RewardRequirements) -> Iterator[str
                 f"margins for the first head, {heads[0]!r}, alone; give the loss head: {heads[0]}, "
                 "or its options without margin"
             )
+
+
+def check_signs(dataset: PreferenceDataset, settings: RewardModelConfig, key: str) -> None:
+    """Check that the rows of a loss ``cost_sign`` have safe and unsafe responses.
+
+    Args:
+        dataset: The rows.
+        settings: The heads and the losses.
+        key: Key of the settings of the rows, for messages.
+
+    Raises:
+        DataError: If all responses are safe, or all are unsafe, or a rating is out of range.
+    """
+    for part, head in losses_of_heads(settings):
+        if part.name != "cost_sign":
+            continue
+        rating = torch.as_tensor(dataset.labels_of(head))
+        unsafe_from = part.options.get("unsafe_from")
+        unsafe = unsafe_ratings(only_rated(rating), unsafe_from)[1] > 0.5
+        if bool(unsafe.any()) and not bool(unsafe.all()):
+            continue
+        found = f"{float(rating.min()):g} to {float(rating.max()):g}"
+        raise DataError(
+            f"{key}.sources: the ratings of head {head!r} are from {found}, so that with the "
+            f"loss cost_sign and its options.unsafe_from = {unsafe_from} "
+            f"{'every' if bool(unsafe.all()) else 'no'} response is unsafe; set unsafe_from "
+            f"between the ratings of safe and unsafe responses, or add rows to {key}.sources"
+        )
 
 
 def _quantised(config: RMConfig) -> Iterator[str]:

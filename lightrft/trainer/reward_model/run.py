@@ -26,7 +26,13 @@ from lightrft.observability.trackers import Summary
 from lightrft.roles import TrainableModel
 from lightrft.trainer.checks.preflight import check_enough
 from lightrft.trainer.reward_model.base import WORST, ScoringModelRun
-from lightrft.trainer.reward_model.checks import check, labelled_heads, rating_ranges, reads_ties
+from lightrft.trainer.reward_model.checks import (
+    check,
+    check_signs,
+    labelled_heads,
+    rating_ranges,
+    reads_ties,
+)
 from lightrft.trainer.reward_model.export import SavedParts, export
 from lightrft.trainer.reward_model.results import write_report_data
 from lightrft.trainer.run_session import RunSession
@@ -162,7 +168,7 @@ def load_examples(
         key: Key of ``data``, for messages.
 
     Raises:
-        DataError: A row lacks what the losses read.
+        DataError: A row lacks what the losses read, or ``check_signs`` finds a problem.
     """
     # in the order of the settings, since rows without names label the first one
     heads = labelled_heads(config.reward_model, requirements)
@@ -180,5 +186,6 @@ def load_examples(
     report(key, dataset.counts, dataset.first_problem)
     if requirements.margins:
         dataset.require("margin")
+    check_signs(dataset, config.reward_model, key)
     check_text(dataset, f"{key}.sources")
     return dataset

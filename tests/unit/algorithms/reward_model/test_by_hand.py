@@ -156,7 +156,7 @@ def test_the_sign_terms_push_unsafe_responses_above_0_and_safe_ones_below() -> N
         ("cross_entropy", 4.0, "a rating is 4; it must be from 0 to 3"),
         ("cross_entropy", -1.0, "a rating is -1"),
         ("ordinal", 4.5, "a rating is 4.5; it must be from 0 to 4"),
-        ("cost_sign", 2.0, "a rating is 2; it must be from 0 to 1"),
+        ("cost_sign", 2.0, "a rating is 2; it must be from 0 to 1.*set options.unsafe_from"),
     ],
 )
 def test_a_rating_out_of_range_is_refused_with_the_range(
