@@ -207,6 +207,15 @@ def test_scores_of_the_saved_model_are_normalised_over_the_held_out_rows(rm, tmp
     assert float(model.score_std) != 1
 
 
+def test_signs_are_not_trained_on_from_a_model_that_normalises_its_scores(rm, tmp_path):
+    rm(reward_model={"normalize": "scale"}, train={"steps": 1})
+    start = {"model": {"path": str(tmp_path / "run" / "model")}, "run": {"name": "on"}}
+    signs = {"reward_model": {"losses": ["bradley_terry", "cost_sign"]}}
+    with pytest.raises(ConfigError, match=r"normalises its scores, .*normalize=none, or leave"):
+        rm(start, signs)
+    rm(start)
+
+
 def test_a_policy_learns_from_the_scores_of_a_reward_model(rm, rl_tree, tmp_path, files):
     rm(train={"steps": 12}, optimizer={"lr": 1e-2})
     reward = {"terms": [], "models": [{"path": str(tmp_path / "run" / "model"), "weight": 2.0}]}

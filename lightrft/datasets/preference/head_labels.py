@@ -84,7 +84,11 @@ def read_labels(raw: RawPreference, row: Row, heads: LabelledHeads, where: str) 
 def has_column(raw: RawPreference, row: Row, heads: LabelledHeads, where: str) -> bool:
     """Return True if a row has a column of labels of the first head.
 
-    The arguments are those of ``read_labels``.
+    Args:
+        raw: the row, as its layout reads it.
+        row: the row.
+        heads: the heads.
+        where: location of the row, for messages.
     """
     first = heads.names[0]
     return _column(raw, row, heads.columns.get(first, first), where) is not None

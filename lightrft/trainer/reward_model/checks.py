@@ -18,6 +18,7 @@ from lightrft.config.base import changed_fields
 from lightrft.config.reward_model import RewardModelConfig
 from lightrft.config.verbs import PRMVerbConfig, RMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
+from lightrft.models.reward.reward_model import RewardModel
 from lightrft.trainer.checks.preflight import check_trained_weights
 from lightrft.trainer.supervised import check_sources, check_unread
 from lightrft.utils.errors import ConfigError, DataError
@@ -98,6 +99,20 @@ def check_signs(dataset: PreferenceDataset, settings: RewardModelConfig, key: st
             f"loss cost_sign and its options.unsafe_from = {unsafe_from} "
             f"{'every' if bool(unsafe.all()) else 'no'} response is unsafe; set unsafe_from "
             f"between the ratings of safe and unsafe responses, or add rows to {key}.sources"
+        )
+
+
+def check_start(model: RewardModel, config: RMConfig) -> None:
+    """Check that the scores that a run starts from have the sign that ``cost_sign`` trains.
+
+    Raises ``ConfigError`` if they are normalised.
+    """
+    is_plain = not bool(model.score_mean.any()) and bool((model.score_std == 1).all())
+    if not is_plain and any(part.name == "cost_sign" for part in config.reward_model.losses):
+        raise ConfigError(
+            f"model.path = {config.model.path!r} normalises its scores, and the loss 'cost_sign' "
+            "of reward_model.losses trains their sign; start from a reward model that was trained "
+            "with reward_model.normalize=none, or leave cost_sign out"
         )
 
 

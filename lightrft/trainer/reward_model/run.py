@@ -29,6 +29,7 @@ from lightrft.trainer.reward_model.base import WORST, ScoringModelRun
 from lightrft.trainer.reward_model.checks import (
     check,
     check_signs,
+    check_start,
     labelled_heads,
     rating_ranges,
     reads_ties,
@@ -129,6 +130,7 @@ def prepare(
         model = RewardModel.load(
             config.model, config.reward_model, device=device, seed=config.run.seed
         )
+    check_start(model, config)
     return RewardModelRun(
         session=session,
         seed=config.run.seed,
