@@ -179,7 +179,8 @@ class StepLabelsConfig(Settings):
     """Reward that a response must reach to be right."""
     search: Literal["every", "first_wrong"] = "every"
     """``every`` continues the solution after each step. ``first_wrong`` finds the first wrong step
-    by bisection, as in OmegaPRM, and leaves the steps after it without a label."""
+    by bisection, as in OmegaPRM, and leaves the steps after it without a label. It needs ``labels:
+    hard``, since the steps that it skips have no soft label."""
     labels: Literal["soft", "hard"] = "soft"
     """Column that is repeated as ``labels``, which training reads: ``soft_labels``, the share of
     right continuations, or ``hard_labels``, 1 where some continuation is right."""

@@ -241,12 +241,38 @@ def test_responses_that_could_not_be_scored_are_counted_and_left_out_of_the_shar
     assert f"{lost} responses not scored" in outcome.out
 
 
+@pytest.mark.parametrize(("threshold", "share", "one"), [(5, "none", 0), (0, "all", 1)])
+def test_a_threshold_that_divides_no_responses_is_warned_of(label, root, threshold, share, one):
+    outcome = label(f"steps.threshold={threshold}")
+    assert outcome.status == 0, outcome.err
+    said = f"steps.threshold = {threshold}: {share} of the {FEW * 6 + 3} scored responses reached"
+    assert said in outcome.err and f"every label is {one}; set it" in outcome.err
+    summary = json.loads((root / "steps.summary.json").read_text())
+    assert len(summary["warnings"]) == 1 and said in summary["warnings"][0]
+    assert {value for row in lines(root / "steps.jsonl") for value in row["labels"]} == {one}
+    assert label("run.overwrite=true").status == 0
+    assert json.loads((root / "steps.summary.json").read_text())["warnings"] == []
+
+
+@pytest.mark.parametrize("words", [(), ("steps.search=first_wrong", "steps.labels=hard")])
+def test_counted_labels_are_those_of_the_column_that_training_reads(label, root, words):
+    outcome = label(*words, reward="careful")
+    labels = [value for row in lines(root / "steps.jsonl") for value in row["labels"]]
+    given = [value for value in labels if value is not None]
+    right = sum(value > 0 for value in given)
+    assert f"{right} of {len(given)} labelled steps are right" in outcome.out
+    summary = json.loads((root / "steps.summary.json").read_text())
+    assert (summary["labelled"], summary["right"]) == (len(given), right)
+
+
 def test_settings_that_cannot_label_are_refused(label, root):
     assert_refused(label("reward.terms=[]"), "reward.terms is empty", "reward.terms=[math]")
     assert_refused(label("sampling.temperature=0"), "steps.continuations = 3", "temperature=1")
     assert_refused(label("samples=2", "steps.column=x"), "steps.column = 'x'", "leave one")
     assert_refused(label("steps.column=missing"), "solved.jsonl", "column 'missing'")
     assert_refused(label("data.sources=[]"), "data.sources is empty")
+    soft = label("steps.search=first_wrong")
+    assert_refused(soft, "search = 'first_wrong'", "labels = 'soft'", "set steps.labels=hard")
     (root / "steps.jsonl").write_text("mine\n")
     assert_refused(label(), "steps.jsonl exists", "run.overwrite=true")
 

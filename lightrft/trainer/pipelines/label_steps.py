@@ -64,8 +64,10 @@ class StepCounts:
         solutions: solutions that were labelled.
         rows: rows written.
         continuations: responses that continue a solution.
-        labelled: steps with a label.
-        right: steps whose hard label is 1.
+        scored: scored responses, with the solutions themselves.
+        reached: scored responses that are right.
+        labelled: steps with a label in the column ``labels``.
+        right: steps whose label is above 0: some response is right.
         left_out: solutions without a row, and other losses, by reason.
     """
 
@@ -73,6 +75,8 @@ class StepCounts:
     solutions: int = 0
     rows: int = 0
     continuations: int = 0
+    scored: int = 0
+    reached: int = 0
     labelled: int = 0
     right: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
@@ -84,6 +88,17 @@ class StepCounts:
         ]
         parts += [f"{count} {why}" for why, count in self.left_out.items() if count]
         return "; ".join(parts)
+
+    def warnings(self, threshold: float) -> list[str]:
+        """Return a warning if ``steps.threshold`` divides no responses, else an empty list."""
+        if 0 < self.reached < self.scored:
+            return []
+        share, label = ("all", 1) if self.reached else ("none", 0)
+        return [
+            f"steps.threshold = {threshold:g}: {share} of the {self.scored} scored responses "
+            f"reached it, so that every label is {label}; set it to the smallest reward of a right "
+            "response"
+        ]
 
 
 def run_label_steps(config: LabelStepsConfig, observer: Observer | None = None) -> StepCounts:
@@ -137,6 +152,12 @@ def check_label_steps(config: LabelStepsConfig) -> None:
         raise ConfigError(
             f"steps.column = {config.steps.column!r} is not read with samples = {config.samples}, "
             "which generates the solutions; leave one of them out"
+        )
+    if config.steps.search == "first_wrong" and config.steps.labels == "soft":
+        raise ConfigError(
+            "steps.search = 'first_wrong' with steps.labels = 'soft': the search skips steps, and a "
+            "step that no response continues has no soft label; set steps.labels=hard, or "
+            "steps.search=every"
         )
 
 
@@ -254,8 +275,11 @@ class Labelling:
                 rows.unlike,
                 rows.first_unlike,
             )
-        chosen = {"steps": self.config.steps.model_dump(mode="json")}
-        write_json(summary_of(self.output), {**_as_json(self.counts), **chosen})
+        warnings = self.counts.warnings(self.config.steps.threshold)
+        for warning in warnings:
+            log.warning(warning)
+        more = {"steps": self.config.steps.model_dump(mode="json"), "warnings": warnings}
+        write_json(summary_of(self.output), {**_as_json(self.counts), **more})
         temporary.replace(self.output)
         sync_folder(self.output.parent)
 
@@ -266,6 +290,8 @@ class Labelling:
             self.counts.continuations += sum(
                 t.scored + t.failed for k, t in tallies.items() if k < count
             )
+            self.counts.scored += sum(t.scored for t in tallies.values())
+            self.counts.reached += sum(t.right for t in tallies.values())
             self.counts.left_out["responses not scored"] += sum(t.failed for t in tallies.values())
             self.counts.left_out["continuations cut off"] += sum(
                 t.truncated for t in tallies.values()
@@ -276,8 +302,9 @@ class Labelling:
                 self.counts.left_out["solutions without a label"] += 1
                 continue
             self.counts.rows += 1
-            self.counts.labelled += sum(label is not None for label in labels.hard)
-            self.counts.right += sum(label == 1 for label in labels.hard)
+            given = [label for label in chosen if label is not None]
+            self.counts.labelled += len(given)
+            self.counts.right += sum(label > 0 for label in given)
             prompt = self.prompts[solution.prompt]
             whole = tallies.get(count)
             yield {
