@@ -9,7 +9,12 @@ from lightrft.config.data import DataConfig, PreferenceColumns
 from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.datasets.judgement.question import LETTERS, Raw, rubric_entries
 from lightrft.datasets.preference.formats import format_of
-from lightrft.datasets.preference.raw_preference import GivenRow, find_prompt, raw_text
+from lightrft.datasets.preference.raw_preference import (
+    GivenRow,
+    check_distinct,
+    find_prompt,
+    raw_text,
+)
 from lightrft.datasets.row_parser import USUAL, number
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
 
@@ -49,7 +54,8 @@ def read_candidates(row: Row, data: DataConfig, config: JudgementConfig, where: 
         where: Location of the row, for messages.
 
     Raises:
-        MalformedRow: The row has no prompt, no responses, or malformed labels.
+        MalformedRow: The row has no prompt, no responses, or malformed labels. Also raised if
+            responses of different ranks are equal.
     """
     columns = preference_columns(data)
     ranks: Sequence[float] = ()
@@ -60,15 +66,17 @@ def read_candidates(row: Row, data: DataConfig, config: JudgementConfig, where: 
         single = _single(row, columns, where)
     if isinstance(row.get("responses"), list | tuple) or single is not None:
         given = [single] if single is not None else row["responses"]
-        texts = [raw_text(one, f"response {k}", where) for k, one in enumerate(given, start=1)]
+        names = [f"response {k}" for k in range(1, len(given) + 1)]
+        texts = [raw_text(one, name, where) for one, name in zip(given, names)]
         ratings = _ratings(row, len(texts), where)
         ranks = [-rating for rating in ratings] or _ranks(row, len(texts), where)
     else:
         read = format_of(row, columns, where).read(GivenRow(row, columns, where))
-        found, texts, ranks = read.prompt, read.responses, read.ranks
+        found, texts, ranks, names = read.prompt, read.responses, read.ranks, read.names
         ratings = read.ratings or ()
     if found is None:
         raise MalformedRow(f"{where}: no column with a prompt; name it in data.columns.prompt")
+    check_distinct(names, texts, ranks, where)
     reference = _reference(row, columns, where) if single is None else row.get("reference")
     rubric = _rubric(row, config, where) if config.form == "rubric" else ()
     return Candidates(found, texts, ranks, ratings, str(reference or ""), rubric)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from lightrft.datasets.preference.raw_preference import (
     GivenRow,
     Raw,
     RawPreference,
+    check_distinct,
     raw_text,
 )
 from lightrft.datasets.preference.scored_formats import read_candidates
@@ -308,11 +308,7 @@ def _check_ranks(
             raise MalformedRow(f"{where}: {problem}")
         if len(set(ranks)) == 1:
             raise MalformedRow(f"{where}: all {len(answers)} responses have the same rank")
-    judged = list(zip(raw.names, answers, ranks or raw.desirable))
-    for (name, one, rank), (other_name, other, other_rank) in itertools.combinations(judged, 2):
-        if rank != other_rank and _bare(one) == _bare(other):
-            problem = f"{name} is equal to {other_name}, but one is better"
-            raise MalformedRow(f"{where}: {problem}")
+    check_distinct(raw.names, answers, ranks or raw.desirable, where)
 
 
 def _ranks(
@@ -336,11 +332,7 @@ def _check_labels(
 
     Unless labels are read as ratings, it is also raised if no head prefers a response.
     """
-    judged = list(zip(raw.names, answers, labels))
-    for (name, one, own), (other_name, other, theirs) in itertools.combinations(judged, 2):
-        if own != theirs and _bare(one) == _bare(other):
-            problem = f"{name} is equal to {other_name}, but one is better"
-            raise MalformedRow(f"{where}: {problem}")
+    check_distinct(raw.names, answers, labels, where)
     if heads.rates:
         return
     if len(answers) < 2 and not raw.desirable:
@@ -359,10 +351,6 @@ def _check_difference(labels: Sequence[HeadLabels], heads: LabelledHeads, where:
         return
     problem = f"every head has one label for all {len(labels)} responses"
     raise MalformedRow(f"{where}: {problem}, and no loss reads ties")
-
-
-def _bare(answer: Raw) -> Raw:
-    return answer.strip() if isinstance(answer, str) else answer
 
 
 def _check_media(records: Sequence[ParsedRow], names: Sequence[str], where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -215,3 +216,28 @@ def mappings(value: object, what: str, where: str) -> list[Row]:
     if not isinstance(value, list | tuple) or not all(isinstance(v, Mapping) for v in value):
         raise MalformedRow(f"{where}: {what} must be a list of records")
     return list(value)
+
+
+def check_distinct(
+    names: Sequence[str], responses: Sequence[Raw], judged: Sequence[object], where: str
+) -> None:
+    """Check that responses of different ranks or labels differ.
+
+    Args:
+        names: names of the responses, for messages.
+        responses: the responses.
+        judged: rank or labels of each response. Empty if nothing compares them.
+        where: location of the row, for messages.
+
+    Raises:
+        MalformedRow: two of them are equal.
+    """
+    known = list(zip(names, responses, judged))
+    for (name, one, own), (other_name, other, theirs) in itertools.combinations(known, 2):
+        if own != theirs and _bare(one) == _bare(other):
+            problem = f"{name} is equal to {other_name}, but one is better"
+            raise MalformedRow(f"{where}: {problem}")
+
+
+def _bare(response: Raw) -> Raw:
+    return response.strip() if isinstance(response, str) else response

@@ -77,7 +77,17 @@ def test_a_rubric_comes_from_the_row_or_from_the_settings():
 @pytest.mark.parametrize(
     ("row", "settings", "said"),
     [
-        ({**PAIR, "rejected": "2"}, {"order": "given"}, None),
+        ({**PAIR, "rejected": "2 "}, {"order": "given"}, "chosen is equal to rejected, but one is"),
+        (
+            {"prompt": "q", "responses": ["x", "y", "x"], "ratings": [3, 1, 2]},
+            {"form": "best"},
+            "response 1 is equal to response 3",
+        ),
+        (
+            {"prompt": "q", "responses": ["x", "x"], "ratings": [3, 1]},
+            {"form": "rating"},
+            "response 1 is equal to response 2",
+        ),
         ({"prompt": "q", "responses": ["x", "y"], "ratings": [1, 1]}, {}, "different rank"),
         ({"prompt": "q", "responses": ["x", "y"], "ratings": [1]}, {}, "2 responses"),
         ({"prompt": "q", "response": "x", "rating": 11}, {"form": "rating"}, "not within"),
@@ -89,12 +99,14 @@ def test_a_rubric_comes_from_the_row_or_from_the_settings():
     ],
 )
 def test_a_row_that_gives_no_question_is_malformed_and_named(row, settings, said):
-    if said is None:
-        assert len(questions([row], **settings)) == 1
-        return
     with pytest.raises(MalformedRow, match=said) as error:
         questions([row], **settings)
     assert "rows.jsonl, row 1" in str(error.value)
+
+
+def test_equal_responses_of_one_rank_are_a_tie():
+    row = {"prompt": "q", "responses": ["x", "x"], "ratings": [1, 1]}
+    assert [q["label"] for q in questions([row], ties=True)] == ["C"]
 
 
 def test_given_judgements_are_learned_in_the_order_that_they_were_written_for():
