@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from lightrft.utils.statistics.intervals import Estimate, estimate
+from lightrft.utils.statistics.intervals import Estimate, estimate, student
 
 BINS = 10
 """Number of bins of ``calibration_error``, of equal width."""
@@ -245,11 +246,22 @@ def best_of_n_curve(
             gold = [prompt.labels[head][k] for k in places]
             kept.append(([prompt.scores[head][k] for k in places], gold))
     curve = []
+    measured = _interval_of([rating for _, gold in kept for rating in gold])
     for n in range(1, most + 1 if kept else 1):
         chosen = [expected_best(scores, gold, n) for scores, gold in kept]
         best = [expected_best(gold, gold, n) for _, gold in kept]
-        curve.append(BestOfN(n, estimate(chosen), estimate(best)))
+        curve.append(BestOfN(n, measured(chosen), measured(best)))
     return curve
+
+
+def _interval_of(ratings: Sequence[float]) -> Callable[[Sequence[float]], Estimate]:
+    """Return the estimate of a mean of ``ratings``.
+
+    Wilson's interval is for ratings of 0 and 1. Means of other ratings may be 0 or 1 by chance.
+    """
+    if all(rating in (0, 1) for rating in ratings):
+        return partial(estimate, bounds=(0.0, 1.0))
+    return student
 
 
 def expected_best(scores: Sequence[float], gold: Sequence[float], n: int) -> float:

@@ -196,6 +196,17 @@ def test_one_token_more_is_longer() -> None:
     assert length_bias([JudgedPair(0, 0.0, 1.0, 1)]) == -1.0
 
 
+def test_means_of_ratings_that_happen_to_be_0_or_1_have_the_interval_of_ratings() -> None:
+    scores = [4.0, 3.0, 2.0, 1.0]
+    rated = [prompt(scores, [3.0, 1.0, 0.0, 0.0])] * 40
+    (first, *_) = best_of_n_curve(rated, "a")
+    assert (first.chosen.low, first.chosen.mean, first.chosen.high) == (1, 1, 1)
+    # the mean of 0 and 1 is a share, whose interval is Wilson's
+    right = [prompt(scores, [1.0] * 4)] * 40
+    (first, *_) = best_of_n_curve(right, "a")
+    assert (first.chosen.low, first.chosen.high) == pytest.approx((0.912, 1), abs=1e-3)
+
+
 def test_a_curve_beyond_every_prompt_is_empty() -> None:
     prompt = ScoredPrompt(0, "0", "", {"a": [1.0, 2.0]}, {"a": [1.0, 0.0]}, [1, 1])
     assert best_of_n_curve([prompt], "a", 3) == []
