@@ -21,7 +21,7 @@ def run(arguments: Sequence[str]) -> int:
     method, *words = arguments
     if method not in JUDGE:
         raise ConfigError(
-            f"lightrft grm: the first word is the method, one of {', '.join(JUDGE)}, not "
+            f"the first word is the method, one of {', '.join(JUDGE)}, not "
             f"{method!r}{did_you_mean(method, JUDGE)}"
         )
     return train("grm", JUDGE[method], words, (method,))

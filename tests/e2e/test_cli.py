@@ -52,6 +52,13 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
     assert shown.get(verb, "run.name") in outcome.out
 
 
+def test_an_unknown_method_of_grm_is_refused_in_one_sentence(capsys):
+    outcome = command(capsys, "grm", "stf")
+    assert outcome.status == 2
+    assert outcome.err.startswith("lightrft grm: the first word is the method, one of sft, rl, dpo")
+    assert outcome.err.count("lightrft grm") == 1 and "did you mean 'sft'" in outcome.err
+
+
 def test_help_wins_over_settings_that_are_wrong(capsys):
     assert command(capsys, "rl", "no.such=1", "--help").status == 0
 

@@ -99,4 +99,6 @@ def check_form(asked: RewardModelConfig, saved: RewardModelConfig, path: str) ->
 def _short(value: object) -> str:
     if not isinstance(value, tuple):
         return repr(value)
-    return repr([head.model_dump(exclude_defaults=True) for head in value])
+    # the name is given even where it is the default, which says nothing
+    heads = [{"name": head.name, **head.model_dump(exclude_defaults=True)} for head in value]
+    return repr(heads)

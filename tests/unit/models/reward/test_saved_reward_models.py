@@ -120,7 +120,7 @@ def test_adapters_alone_of_a_cut_model_are_not_written(tmp_path):
         ({"pooling": "mean"}, r"pooling = 'mean'.* with 'last'"),
         ({"layer": 1}, "layer = 1.* with -1"),
         ({"heads": ["other"]}, r"heads = \[\{'name': 'other'\}\].*start from a language model"),
-        ({"heads": TWO, "gate": True}, "heads = "),
+        ({"heads": TWO, "gate": True}, r"heads = .* with \[\{'name': 'preference'\}\]; set"),
     ],
 )
 def test_settings_of_another_form_than_the_folders_are_refused(fields, said, tmp_path):
