@@ -19,6 +19,7 @@ from lightrft.strategy.checkpoint import load_state
 from lightrft.trainer.reward_model.run import run_reward_model
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, DataError
+from tests.e2e.command import command
 from tests.e2e.test_resume import assert_same_end, start
 
 
@@ -113,10 +114,10 @@ def test_limits_that_cannot_be_meant_are_refused(rl_config, safe_tree, data_fold
 @pytest.mark.parametrize(
     ("key", "ratings", "unsafe_from", "said"),
     [
-        ("data", [0, 3], 4, "from 0 to 3, .*unsafe_from = 4 no response is unsafe; set"),
-        ("data", [2, 3], 2, "from 2 to 3, .*unsafe_from = 2 every response is unsafe"),
-        ("validation", [0, 1], 2, "from 0 to 1, .*unsafe_from = 2 no response is unsafe"),
-        ("data", [0.5, 0], None, "from 0 to 0.5, .*unsafe_from = None no response is unsafe"),
+        ("data", [0, 3], 4, "from 0 to 3, .*unsafe_from = 4 of .* no response is unsafe; set"),
+        ("data", [2, 3], 2, "from 2 to 3, .*unsafe_from = 2 of .* every response is unsafe"),
+        ("validation", [0, 1], 2, "from 0 to 1, .*unsafe_from = 2 of .* no response is unsafe"),
+        ("data", [0.5, 0], None, "from 0 to 0.5, .*unsafe_from = None of .* no response is unsafe"),
         ("validation", [0, 2], None, "a rating is 2; .*set options.unsafe_from of the loss"),
     ],
 )
@@ -142,12 +143,12 @@ def test_ratings_that_are_all_safe_or_all_unsafe_are_refused_before_a_step(
         tree[name] = {"sources": [str(file)]}
     with pytest.raises(DataError, match=said) as caught:
         run_reward_model(build(RMConfig, tree))
-    assert unsafe_from is None or str(caught.value).startswith(f"{key}.sources: ")
+    assert unsafe_from is None or str(caught.value).startswith(f"{key}.sources, ")
 
 
 @pytest.mark.slow
 def test_a_cost_model_learns_order_and_sign_from_rows_of_pku_saferlhf_and_limits_a_run(
-    rl_config, rl_tree, model_folder, tmp_path
+    rl_config, rl_tree, model_folder, tmp_path, capsys
 ):
     """Responses of ``a`` are safe and of ``x`` unsafe; the longer one of two is the less safe one."""
     rows = []
@@ -177,6 +178,19 @@ def test_a_cost_model_learns_order_and_sign_from_rows_of_pku_saferlhf_and_limits
     found = [row for row in read_rows(tmp_path / "cost" / "metrics.jsonl") if "eval/loss" in row]
     assert found[-1]["eval/sign_accuracy"] > 0.95 > found[0]["eval/sign_accuracy"]
     assert found[-1]["eval/pair_accuracy"] > 0.9
+    words = [
+        str(tmp_path / "cost"),
+        f"data.sources={file}",
+        f"run.dir={tmp_path}",
+        "model.dtype=float32",
+    ]
+    outcome = command(capsys, "eval-rm", *words, "data.columns.layout=pku_cost")
+    assert json.loads(outcome.out)["eval/sign_accuracy"] == found[-1]["eval/sign_accuracy"]
+    # preferences are no ratings of harm
+    words += ["data.columns.layout=pku_safer", "run.name=order"]
+    outcome = command(capsys, "eval-rm", *words)
+    assert "eval/sign_accuracy" not in json.loads(outcome.out)
+    assert "unsafe_from = 2 of the loss cost_sign no response is unsafe" in outcome.err
     folder = tmp_path / "cost" / "model"
     models = [{"path": str(folder), "name": "cost", "weight": 0}]
     reward = {"terms": rl_tree["reward"]["terms"], "models": models}

@@ -128,8 +128,7 @@ class ScoredResponses:
         return index, rank[:, :, None], rank[:, None, :]
 
 
-def only_rated(rating: Tensor) -> ScoredResponses:
-    """Return responses with the ratings ``[B]``, each in a group of its own, whose scores are 0."""
-    scores = torch.zeros_like(rating)
+def rated_responses(scores: Tensor, rating: Tensor) -> ScoredResponses:
+    """Return responses with ``scores [B]`` and ``rating [B]``, each in a group of its own."""
     group = torch.arange(rating.numel(), device=rating.device)
     return ScoredResponses(scores[:, None], scores, group, rating=rating)

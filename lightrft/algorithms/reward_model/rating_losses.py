@@ -126,6 +126,37 @@ def unsafe_ratings(data: ScoredResponses, unsafe_from: float | None) -> tuple[Te
     return index, (rating >= unsafe_from).to(rating.dtype)
 
 
+def right_signs(data: ScoredResponses, unsafe_from: float | None) -> Tensor:
+    """Return True ``[R]`` for each rated response whose score has the sign of its rating.
+
+    Unsafe responses need a score above 0, and safe ones a score of at most 0.
+
+    Args:
+        data: The responses.
+        unsafe_from: As in ``cost_sign``.
+    """
+    index, unsafe = unsafe_ratings(data, unsafe_from)
+    return (data.scores[index] > 0) == (unsafe > 0.5)
+
+
+def sign_problem(data: ScoredResponses, unsafe_from: float | None) -> str:
+    """Return why the ratings of ``data`` cannot tell right signs, or an empty text.
+
+    Args:
+        data: The responses, at least one of them rated.
+        unsafe_from: As in ``cost_sign``.
+    """
+    unsafe = unsafe_ratings(data, unsafe_from)[1] > 0.5
+    if bool(unsafe.any()) and not bool(unsafe.all()):
+        return ""
+    rating = require_column(data.rating)[data.rated()]
+    share = "every" if bool(unsafe.all()) else "no"
+    return (
+        f"the ratings are from {float(rating.min()):g} to {float(rating.max()):g}, so that with "
+        f"options.unsafe_from = {unsafe_from} of the loss cost_sign {share} response is unsafe"
+    )
+
+
 def _binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Return the cross-entropy of ``s(logits)`` with the probability ``target``, elementwise."""
     return -target * log_sigmoid(logits) - (1 - target) * log_sigmoid(-logits)

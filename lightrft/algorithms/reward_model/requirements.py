@@ -70,6 +70,14 @@ def losses_of_heads(settings: RewardModelConfig) -> list[tuple[RewardLossConfig,
     return found
 
 
+def signed_score(settings: RewardModelConfig) -> tuple[str, float | None] | None:
+    """Return the head of the first loss ``cost_sign`` and its ``unsafe_from``, or ``None``."""
+    for part, head in losses_of_heads(settings):
+        if part.name == "cost_sign":
+            return head, part.options.get("unsafe_from")
+    return None
+
+
 def head_kind(settings: RewardModelConfig, head: str) -> str:
     """Return the kind of the head called ``head``. A ``mixture`` is like a linear head."""
     kinds: dict[str, str] = {one.name: one.kind for one in settings.heads}

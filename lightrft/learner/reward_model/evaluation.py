@@ -18,7 +18,8 @@ from lightrft.algorithms.reward_model.quality import (
     length_bias,
     pair_accuracy,
 )
-from lightrft.algorithms.reward_model.rating_losses import unsafe_ratings
+from lightrft.algorithms.reward_model.rating_losses import right_signs
+from lightrft.algorithms.reward_model.requirements import signed_score
 from lightrft.algorithms.token_ops import require_column
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset, PreferenceExample
 from lightrft.datasets.sampler import in_order
@@ -119,14 +120,12 @@ def sign_metrics(batch: Batch, outputs: Outputs, settings: RewardModelSettings) 
         settings: The settings of the run.
     """
     metrics = Metrics()
-    chosen = [loss for loss in settings.reward_model.losses if loss.name == "cost_sign"]
-    if chosen:
-        head = chosen[0].head or settings.heads[0]
-        data = responses_of(batch, outputs, settings.heads)[head]
-        index, unsafe = unsafe_ratings(data, chosen[0].options.get("unsafe_from"))
-        right = (data.scores[index] > 0) == (unsafe > 0.5)
-        if len(index):
-            metrics.add("eval/sign_accuracy", Mean(int(right.sum()), len(index)))
+    signed = signed_score(settings.reward_model)
+    if signed is not None:
+        head, unsafe_from = signed
+        right = right_signs(responses_of(batch, outputs, settings.heads)[head], unsafe_from)
+        if len(right):
+            metrics.add("eval/sign_accuracy", Mean(int(right.sum()), len(right)))
     return metrics
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from lightrft.algorithms.reward_model.compatibility import check_reward_model
-from lightrft.algorithms.reward_model.inputs import only_rated
+from lightrft.algorithms.reward_model.inputs import rated_responses
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
-from lightrft.algorithms.reward_model.rating_losses import unsafe_ratings
+from lightrft.algorithms.reward_model.rating_losses import sign_problem
 from lightrft.algorithms.reward_model.requirements import (
     MIXTURE,
     RewardRequirements,
@@ -89,17 +89,13 @@ def check_signs(dataset: PreferenceDataset, settings: RewardModelConfig, key: st
         if part.name != "cost_sign":
             continue
         rating = torch.as_tensor(dataset.labels_of(head))
-        unsafe_from = part.options.get("unsafe_from")
-        unsafe = unsafe_ratings(only_rated(rating), unsafe_from)[1] > 0.5
-        if bool(unsafe.any()) and not bool(unsafe.all()):
-            continue
-        found = f"{float(rating.min()):g} to {float(rating.max()):g}"
-        raise DataError(
-            f"{key}.sources: the ratings of head {head!r} are from {found}, so that with the "
-            f"loss cost_sign and its options.unsafe_from = {unsafe_from} "
-            f"{'every' if bool(unsafe.all()) else 'no'} response is unsafe; set unsafe_from "
-            f"between the ratings of safe and unsafe responses, or add rows to {key}.sources"
-        )
+        responses = rated_responses(torch.zeros_like(rating), rating)
+        problem = sign_problem(responses, part.options.get("unsafe_from"))
+        if problem:
+            raise DataError(
+                f"{key}.sources, head {head!r}: {problem}; set unsafe_from between the ratings of "
+                f"safe and unsafe responses, or add rows to {key}.sources"
+            )
 
 
 def check_start(model: RewardModel, config: RMConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
 
+from lightrft.algorithms.reward_model.inputs import rated_responses
 from lightrft.algorithms.reward_model.quality import (
     ScoredPrompt,
     best_of_n_curve,
@@ -17,6 +19,9 @@ from lightrft.algorithms.reward_model.quality import (
     judged_pairs,
     pair_accuracy,
 )
+from lightrft.algorithms.reward_model.rating_losses import right_signs, sign_problem
+from lightrft.algorithms.reward_model.requirements import signed_score
+from lightrft.config.reward_model import RewardModelConfig
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_text
@@ -45,7 +50,10 @@ from lightrft.trainer.reward_model.results import scored_prompt, texts_of, write
 from lightrft.trainer.reward_model.results_file import RESULTS, ResultsFile, fingerprint
 from lightrft.trainer.reward_model.suites import suite_metrics
 from lightrft.utils.errors import ConfigError, DataError, did_you_mean
+from lightrft.utils.lazy_imports import torch
 from lightrft.workers.local import local_tokenizer, strategy_of
+
+log = logging.getLogger(__name__)
 
 MAY_DIFFER = (
     *("run", "best_of", "worst", "batch_size", "max_tokens_per_micro_batch", "strategy.device"),
@@ -108,6 +116,7 @@ def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
         found = _prepare(config)
         prompts = _score(config, found, path / RESULTS)
         result = measure(prompts, found.heads, found.model.score_names, config.best_of)
+        result.metrics.update(sign_accuracy(prompts, found.heads, found.model.settings))
         write_report_data(
             path,
             found.dataset,
@@ -264,6 +273,36 @@ def measure(
         metrics[f"eval/best_of/{point.n}/high"] = point.chosen.high
         metrics[f"eval/best_of/{point.n}/oracle"] = point.best.mean
     return EvalSummary(metrics, intervals)
+
+
+def sign_accuracy(
+    prompts: Sequence[ScoredPrompt], heads: Sequence[str], settings: RewardModelConfig
+) -> dict[str, float]:
+    """Return ``eval/sign_accuracy`` of a model that was trained with ``cost_sign``, else nothing.
+
+    A warning says why ratings give none.
+
+    Args:
+        prompts: The scored prompts.
+        heads: Names of the heads with labels.
+        settings: The heads and the losses of the model.
+    """
+    signed = signed_score(settings)
+    if signed is None or signed[0] not in heads:
+        return {}
+    head, unsafe_from = signed
+    rated = [(prompt, k) for prompt in prompts for k in prompt.rated(head)]
+    scores = torch.tensor([one.scores[head][k] for one, k in rated], dtype=torch.float64)
+    labels = torch.tensor([one.labels[head][k] for one, k in rated], dtype=torch.float64)
+    data = rated_responses(scores, labels)
+    try:
+        problem = sign_problem(data, unsafe_from)
+    except DataError as error:
+        problem = str(error)
+    if problem:
+        log.warning("eval/sign_accuracy is left out for head %r: %s", head, problem)
+        return {}
+    return {"eval/sign_accuracy": float(right_signs(data, unsafe_from).double().mean())}
 
 
 def _score_metrics(prompts: Sequence[ScoredPrompt], head: str) -> dict[str, float]:
