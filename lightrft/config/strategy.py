@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lightrft.config.base import Settings, changed_fields
 from lightrft.config.decoding import ConstraintConfig, SpeculativeConfig
+from lightrft.utils.errors import is_unicode
 
 LARGEST_LR = 1.0
 """Learning rate above which one step of AdamW replaces every weight."""
@@ -151,11 +152,23 @@ class SamplingConfig(Settings):
     """Shortest response, in tokens: no end token is sampled before."""
     stop: tuple[str, ...] = ()
     """Strings that end a response. They stay in its tokens and are cut from its text."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = ()
     """Further token ids that end a response."""
     constraint: ConstraintConfig | None = None
     """Form that every response must have. Log-probs are of the constrained distribution. It needs
     the extra ``constrained`` and the native engine; training by its responses is refused."""
+
+    @field_validator("stop")
+    @classmethod
+    def _are_found_in_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        for k, one in enumerate(stop):
+            if not one:
+                raise ValueError(
+                    f"stop.{k} is an empty text, which can end no response; leave it out"
+                )
+            if not is_unicode(one):
+                raise ValueError(f"stop.{k} = {one!a} is not valid Unicode; leave it out")
+        return stop
 
     @model_validator(mode="after")
     def _bounds(self) -> SamplingConfig:

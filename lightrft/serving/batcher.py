@@ -63,11 +63,19 @@ class Batcher(Generic[P]):
         self._thread = threading.Thread(target=self._loop, name="batches", daemon=True)
         self._thread.start()
 
+    @property
+    def problem(self) -> str:
+        """The reason why nothing is computed; empty while the thread runs."""
+        is_over = not self._closed and not self._thread.is_alive()
+        return "the thread that computes scores has ended; restart the server" if is_over else ""
+
     def submit(self, work: Work[P]) -> Future:
         """Queue ``work`` and return its future."""
         with self._changed:
             if self._closed:
                 raise HTTPProblem(503, "the server is stopping; repeat the request later")
+            if self.problem:
+                raise HTTPProblem(503, self.problem)
             self._waiting.append(work)
             self._changed.notify()
         return work.future

@@ -21,7 +21,7 @@ from lightrft.serving.chat.messages import Messages
 from lightrft.serving.chat.text_generator import TextGenerator
 from lightrft.serving.chat.token_logprobs import likely_tokens
 from lightrft.serving.http_server import Endpoint, HTTPServer
-from lightrft.serving.problems import HTTPCall
+from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.serving.reward_service import ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.serving.weight_updates import WeightUpdates
@@ -36,6 +36,9 @@ class Service(Protocol):
 
     @property
     def served(self) -> ServedModel: ...
+
+    @property
+    def problem(self) -> str: ...
 
     def endpoints(self) -> list[Endpoint]: ...
 
@@ -98,6 +101,11 @@ class GenerationService:
         """The name and the digest of the model."""
         return self.generator.served
 
+    @property
+    def problem(self) -> str:
+        """The reason why nothing is generated; empty while requests are answered."""
+        return self.generator.loop.problem
+
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses."""
         return [
@@ -139,6 +147,8 @@ def listening(
     """
 
     async def health(call: HTTPCall) -> dict[str, str]:
+        if service.problem:
+            raise HTTPProblem(503, service.problem)
         served = service.served
         return {"status": "ok", "model": served.name, "digest": served.digest}
 

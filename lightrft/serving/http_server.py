@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from lightrft.serving.bearer_tokens import BearerTokens
 from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
 from lightrft.serving.remembered_answers import RememberedAnswers
 from lightrft.serving.server_metrics import ServerMetrics
-from lightrft.utils.errors import ConfigError, UserError, first_line
+from lightrft.utils.errors import ConfigError, UserError, first_line, is_unicode
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -34,6 +35,8 @@ _log = logging.getLogger(__name__)
 LINGER = 2.0
 """Seconds in which the rest of a refused body is read and dropped, so that the client reads the
 refusal before the connection ends."""
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Escape of half a character in JSON."""
 KEEP_ALIVE = 75
 """Seconds after which an idle connection is closed."""
 REQUEST_ID = "x-request-id"
@@ -380,7 +383,8 @@ async def _then_drop(text: bytes, request: Request) -> AsyncIterator[bytes]:
 
 def _parsed(data: bytes) -> Mapping[str, Any]:
     try:
-        tree = json.loads(data)
+        text = data.decode("utf-8-sig")
+        tree = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise bad(
             f"the body of {len(data)} bytes is not JSON ({first_line(error)}): was the upload "
@@ -388,4 +392,21 @@ def _parsed(data: bytes) -> Mapping[str, Any]:
         ) from error
     if not isinstance(tree, Mapping):
         raise bad(f"the body must be a JSON object, not a {type(tree).__name__}")
+    # two escapes can spell one character: only a body with such escapes is searched
+    if SURROGATE.search(text) and (where := _broken_text(tree)) is not None:
+        raise bad(f"{where} is not valid Unicode: it has half of a surrogate pair; leave it out")
     return tree
+
+
+def _broken_text(value: object) -> str | None:
+    """Return the name of the first text in ``value`` that is not valid Unicode, or None."""
+    if isinstance(value, str):
+        return None if is_unicode(value) else ""
+    if not isinstance(value, Mapping | list):
+        return None
+    for name, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if not is_unicode(str(name)):
+            return "a name"
+        if (below := _broken_text(one)) is not None:
+            return f"{name}.{below}".removesuffix(".")
+    return None

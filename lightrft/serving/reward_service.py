@@ -141,6 +141,11 @@ class RewardService:
         self._threads = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         self.batcher: Batcher[Payload] = Batcher(self.compute, config.batching, metrics)
 
+    @property
+    def problem(self) -> str:
+        """The reason why nothing is computed; empty while requests are answered."""
+        return self.batcher.problem
+
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses of this model."""
         return [

@@ -70,6 +70,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def is_unicode(text: str) -> bool:
+    """Return False if ``text`` has a lone surrogate, which YAML and JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class GenerationInterrupted(Exception):
     """The run was asked to stop during generation. Nothing of the step has been used."""
 

@@ -80,7 +80,7 @@ class Completions:
     def _prompts(self, body: Mapping[str, Any], response_tokens: int) -> list[Prompt]:
         given = body.get("prompt")
         is_ids = isinstance(given, list) and bool(given) and isinstance(given[0], int)
-        several = given if isinstance(given, list) and not is_ids else [given]
+        several = given if isinstance(given, list) and given and not is_ids else [given]
         if len(several) > MOST_PROMPTS:
             raise bad(f"{len(several)} prompts; send {MOST_PROMPTS} at most in a request")
         prompts = [Prompt(str(k), self._ids(one)) for k, one in enumerate(several)]

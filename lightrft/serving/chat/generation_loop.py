@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,9 @@ from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.problems import HTTPProblem
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Request, Rollout
+from lightrft.utils.errors import first_line
 
+_log = logging.getLogger(__name__)
 MOST_BATCHES = 4
 """Most sampling settings that generate in turns. Each has a cache. Requests with further ones
 wait."""
@@ -78,6 +82,9 @@ class GenerationLoop:
         engine: Generates the responses.
         finish: Returns the result of a request from its responses, in the order of its requests.
         metrics: Counts requests and tokens.
+
+    Attributes:
+        problem: The reason why the thread has ended; empty while it runs.
     """
 
     def __init__(
@@ -89,6 +96,8 @@ class GenerationLoop:
         self.engine = engine
         self.finish = finish
         self.metrics = metrics
+        self.problem = ""
+        self._accepted: set[Future] = set()
         self._waiting: deque[Work[Asked]] = deque()
         self._batches: list[_Batch] = []
         self._changed = threading.Condition()
@@ -106,15 +115,19 @@ class GenerationLoop:
         """Queue ``work`` and return its future.
 
         Raises:
-            HTTPProblem: The server is stopping.
+            HTTPProblem: The server is stopping, or the thread has ended.
             ResourceError: A request is longer than the engine's limit.
         """
         check_requests(work.payload.requests, work.payload.sampling, self.engine.config)
         with self._changed:
             if self._closed:
                 raise HTTPProblem(503, "the server is stopping; repeat the request later")
+            if self.problem:
+                raise HTTPProblem(503, self.problem)
             if self._held:
                 raise HTTPProblem(503, self._held, {"Retry-After": "1"})
+            self._accepted.add(work.future)
+            work.future.add_done_callback(self._accepted.discard)
             self._waiting.append(work)
             self._changed.notify_all()
         return work.future
@@ -149,13 +162,28 @@ class GenerationLoop:
         self._thread.join()
 
     def _loop(self) -> None:
-        while self._begin_waiting():
-            for batch in list(self._batches):
-                try:
-                    self._advance(batch)
-                except Exception as error:  # an error of one request must not end the server
-                    self._batches.remove(batch)
-                    self._retry_alone(batch, error)
+        try:
+            while self._begin_waiting():
+                for batch in list(self._batches):
+                    try:
+                        self._advance(batch)
+                    except Exception as error:  # an error of one request must not end the server
+                        self._batches.remove(batch)
+                        self._retry_alone(batch, error)
+        except BaseException as error:
+            _log.exception("the thread that generates has ended")
+            self._fail(f"the server generates no more ({first_line(error)}); restart it")
+
+    def _fail(self, problem: str) -> None:
+        """Refuse all requests from now on, and end the accepted ones."""
+        with self._changed:
+            self.problem = problem
+            self._waiting.clear()
+            self._batches.clear()
+            self._busy = False
+            self._changed.notify_all()
+        for future in list(self._accepted):
+            _settle(future, error=HTTPProblem(503, problem))
 
     def _begin_waiting(self) -> bool:
         """Begin the requests that can join. Return False once the loop is closed and empty."""
@@ -174,22 +202,32 @@ class GenerationLoop:
         return True
 
     def _begun(self, work: Work[Asked]) -> bool:
-        """Begin ``work``. Return False if it must wait for another sampling setting to end."""
+        """Begin ``work``, or end it by its error. Return False if it must wait for another
+        sampling setting to end."""
         asked = work.payload
         if not _is_wanted(work):
             self._end(_Open(work))
             return True
         batch = next((b for b in self._batches if b.sampling == asked.sampling), None)
+        if batch is None and len(self._batches) == MOST_BATCHES:
+            return False
+        try:
+            self._join(work, batch)
+        except Exception as error:  # an error of one request must not end the server
+            _settle(work.future, error=error)
+        return True
+
+    def _join(self, work: Work[Asked], batch: _Batch | None) -> None:
+        """Add ``work`` to ``batch``, or to a new one."""
+        asked = work.payload
         if batch is None:
-            if len(self._batches) == MOST_BATCHES:
-                return False
             batch = _Batch(asked.sampling, GenerationBatch(self.engine, (), asked.sampling))
             self._batches.append(batch)
+        # adds all of its requests, or fails
+        _add(work, batch.growing)
         opened = _Open(work)
         for request in asked.requests:
             batch.open[id(request.prompt)] = opened
-        _add(work, batch.growing)
-        return True
 
     def _advance(self, batch: _Batch) -> None:
         """Generate until a response is finished, requests wait, or another batch has its turn."""
@@ -228,7 +266,7 @@ class GenerationLoop:
         works = list({id(opened): opened.work for opened in batch.open.values()}.values())
         for work in works:
             if len(works) == 1:
-                _settle(work, error=error)
+                _settle(work.future, error=error)
                 continue
             opened = _Open(work)
             try:
@@ -238,7 +276,7 @@ class GenerationLoop:
                     for rollout in growing.advance():
                         self._take(opened, rollout)
             except Exception as own:
-                _settle(work, error=own)
+                _settle(work.future, error=own)
             else:
                 self._end(opened)
 
@@ -248,16 +286,16 @@ class GenerationLoop:
         if not _is_wanted(work):
             self.metrics.count("expired_requests")
             late = "the answer took longer than http.timeout; ask for less at once"
-            _settle(work, error=HTTPProblem(504, late))
+            _settle(work.future, error=HTTPProblem(504, late))
             return
         try:
             result = self.finish(
                 work.payload, [rollout for _, rollout in sorted(opened.found.items())]
             )
         except Exception as error:
-            _settle(work, error=error)
+            _settle(work.future, error=error)
         else:
-            _settle(work, result)
+            _settle(work.future, result)
 
 
 def _is_wanted(work: Work[Asked]) -> bool:
@@ -278,11 +316,11 @@ def _add(work: Work[Asked], growing: GenerationBatch) -> None:
     growing.add(work.payload.requests)
 
 
-def _settle(work: Work[Asked], result: object = None, error: Exception | None = None) -> None:
+def _settle(future: Future, result: object = None, error: Exception | None = None) -> None:
     # False for a future that was cancelled meanwhile
-    if not work.future.set_running_or_notify_cancel():
+    if not future.set_running_or_notify_cancel():
         return
     if error is not None:
-        work.future.set_exception(error)
+        future.set_exception(error)
     else:
-        work.future.set_result(result)
+        future.set_result(result)

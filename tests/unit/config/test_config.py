@@ -148,6 +148,25 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
             "latter",
         ),
         (
+            ['sampling.stop=["a", ""]'],
+            "sampling.stop (from command line): stop.1 is an empty text, which can end no "
+            "response; leave it out",
+        ),
+        (
+            [r'eval.sampling.stop=["\ud800"]'],
+            r"eval.sampling.stop (from command line): stop.0 = '\ud800' is not valid Unicode",
+        ),
+        (
+            ["sampling.stop_token_ids=[9223372036854775808]"],
+            "sampling.stop_token_ids.0 = 9223372036854775808 (from command line): Input should be "
+            "less than 9223372036854775808",
+        ),
+        (
+            ["eval.sampling.stop_token_ids=[3, -1]"],
+            "eval.sampling.stop_token_ids.1 = -1 (from command line): Input should be greater "
+            "than or equal to 0",
+        ),
+        (
             ["algorithm.distill.beta=0.3"],
             "algorithm.distill (from command line): distill.beta = 0.3 changes nothing with kind "
             "none; only kind jsd reads it",

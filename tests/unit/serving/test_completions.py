@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightrft.engines.native import GenerationBatch
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.serving_helpers import model_server
 
@@ -124,6 +125,39 @@ def test_requests_that_come_while_others_generate_get_the_same_answers(url):
     assert [found[k] for k in range(8)] == alone
 
 
+def test_a_request_that_cannot_begin_fails_and_no_other_does(folder, monkeypatch):
+    add = GenerationBatch.add
+
+    def fail(self: GenerationBatch, requests: Any) -> None:
+        if any(request.max_new_tokens == 3 for request in requests):
+            raise RuntimeError("no room on the device")
+        add(self, requests)
+
+    monkeypatch.setattr(GenerationBatch, "add", fail)
+    with model_server(folder) as (url, _):
+        for temperature in (1.0, 0.5):
+            body = {"prompt": "1+1=", "max_tokens": 3, "temperature": temperature}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+            assert answer.status_code == 500
+            assert "no room on the device" in answer.json()["error"]["message"]
+            assert ask(url, **{**body, "max_tokens": 2})["choices"]
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_server_whose_generation_has_ended_refuses_requests_and_says_so(folder, monkeypatch):
+    def end(*args: Any) -> Any:
+        raise SystemExit("the device is lost")
+
+    monkeypatch.setattr(GenerationBatch, "advance", end)
+    with model_server(folder) as (url, _):
+        assert httpx.get(f"{url}/health").status_code == 200
+        for _ in range(2):
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "1"}, timeout=30)
+            assert answer.status_code == 503 and "the device is lost" in answer.text
+        answer = httpx.get(f"{url}/health")
+        assert answer.status_code == 503 and "restart it" in answer.text
+
+
 def test_tokenize_and_detokenize_are_inverse(url):
     found = ask(url, "/tokenize", prompt="12+3=15")
     assert found["count"] == len(found["tokens"])
@@ -141,6 +175,10 @@ def test_tokenize_and_detokenize_are_inverse(url):
         ("/v1/completions", {"prompt": "a", "stream": True, "logprobs": 1}, "leave out stream"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_new_tokens"),
         ("/v1/completions", {"prompt": "a" * 100_000}, "leave no room"),
+        ("/v1/completions", {"prompt": "a", "stop": [""]}, "stop.0 is an empty text"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [2**63]}, "stop_token_ids.0"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ("/v1/completions", {"prompt": []}, "prompt must be a text"),
         ("/tokenize", {}, "give a text as prompt, or messages"),
     ],
 )

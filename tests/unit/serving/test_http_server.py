@@ -113,13 +113,22 @@ def test_a_truncated_upload_is_refused_or_counted_and_the_server_answers_the_nex
         (b"\xff\xfe\x00", "not JSON"),
         (b'{"a": ' + b"[" * 100_000, "not JSON"),
         (b"", "not JSON"),
+        (rb'{"a": [{"b": "x\ud800"}]}', "a.0.b is not valid Unicode"),
+        (b'{"a": "\xed\xa0\x80"}', "not JSON"),
+        (rb'{"\uDC00": 1}', "a name is not valid Unicode"),
     ],
-    ids=["list", "binary", "deep", "empty"],
+    ids=["list", "binary", "deep", "empty", "surrogate", "encoded surrogate", "surrogate name"],
 )
 def test_a_body_that_is_no_object_is_refused(body, said):
     with answering(ECHO) as (url, _):
         answer = httpx.post(f"{url}/echo", content=body)
         assert answer.status_code == 400 and said in message(answer)
+
+
+def test_a_character_of_two_escapes_is_read():
+    with answering(ECHO) as (url, _):
+        answer = httpx.post(f"{url}/echo", content=rb'{"a": "\ud83d\ude00"}')
+        assert answer.json() == {"a": "\U0001f600"}
 
 
 def test_a_body_that_does_not_arrive_and_an_answer_that_takes_too_long_are_given_up():
