@@ -130,9 +130,9 @@ class SamplingConfig(Settings):
     """The generation of responses. Filters apply in this order: repetition penalty, temperature,
     top-k, top-p, min-p."""
 
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Divisor of the logits; 0 is greedy."""
-    first_token_temperature: float | None = Field(None, gt=0)
+    first_token_temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Temperature of the first token of a response (FIRE, arXiv 2410.21236), e.g. 10; ``null``
     takes ``temperature``. A high value makes responses to one prompt more diverse, and filters
     apply as to other tokens. For the native engine."""
@@ -143,7 +143,7 @@ class SamplingConfig(Settings):
     min_p: float = Field(0.0, ge=0, le=1)
     """Drop tokens less likely than this multiple of the likeliest token's probability; 0 keeps
     all."""
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Penalty of tokens that occurred before; 1 is none, and a larger value makes repeats less
     likely."""
     max_new_tokens: int = Field(256, ge=1)

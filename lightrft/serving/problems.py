@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 class HTTPProblem(Exception):
@@ -25,6 +29,12 @@ class HTTPProblem(Exception):
 def bad(message: str) -> HTTPProblem:
     """Return the refusal of a malformed request."""
     return HTTPProblem(400, message)
+
+
+def reason(error: ErrorDetails) -> str:
+    """Return the message of an ``error`` of pydantic, as it is said about a field of a request."""
+    message = error["msg"].removeprefix("Value error, ")
+    return message.replace("Input should", "it should").replace("valid tuple", "valid list")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +70,8 @@ class HTTPCall:
         have = ", ".join(self.body) or "nothing"
         raise bad(f"the request has no {' or '.join(map(repr, names))}; it has: {have}")
 
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        """Return the field ``name`` as a number.
+    def number(self, name: str, default: int, low: int, high: int) -> int:
+        """Return the field ``name`` as a whole number.
 
         Args:
             name: Name of the field.
@@ -70,12 +80,12 @@ class HTTPCall:
             high: Largest number.
 
         Raises:
-            HTTPProblem: It is no number in these bounds.
+            HTTPProblem: It is no whole number in these bounds.
         """
         value = self.body.get(name)
         if value is None:
             return default
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
-            raise bad(f"{name} = {value!r} is no number from {low:g} to {high:g}")
-        return value
+        if not is_number or not low <= value <= high or value % 1:
+            raise bad(f"{name} = {reprlib.repr(value)} is no whole number from {low} to {high}")
+        return int(value)

@@ -95,7 +95,7 @@ class WeightUpdates:
 
         The answer has the checksums of the weights, so that only others need to be sent.
         """
-        version = int(call.number("version", 0, 0, 2**63 - 1))
+        version = call.number("version", 0, 0, 2**63 - 1)
         reason = (
             f"an update of the weights to version {version} has begun, and has not ended; repeat "
             "the request later, or send the weights again"

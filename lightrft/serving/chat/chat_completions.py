@@ -12,6 +12,7 @@ from typing import Any
 from lightrft.config.data import DataConfig, MediaConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.models.processors import Processor
+from lightrft.serving.chat.request_fields import CHAT
 from lightrft.serving.chat.text_generator import (
     MOST_LIKELY,
     TextGenerator,
@@ -60,6 +61,7 @@ class ChatCompletions:
     async def complete(self, call: HTTPCall) -> object:
         """Answer ``/v1/chat/completions``, at once or as a stream."""
         body = call.body
+        CHAT.check(body)
         wanted = await asyncio.to_thread(self.generator.wanted, call, self._likely(call))
         asked = await asyncio.to_thread(self.read, body)
         future, stream = self.generator.begin([asked.prompt], wanted, call.deadline)
@@ -85,6 +87,8 @@ class ChatCompletions:
             begun = last.get("content") if isinstance(last, Mapping) else None
             if not messages or not isinstance(begun, str) or last.get("role") != "assistant":
                 raise bad("continue_final_message needs a text of the assistant as last message")
+        elif body.get("add_generation_prompt") is False:
+            raise bad("add_generation_prompt = false needs continue_final_message = true")
         with self._lock:
             prompt = self.encoder.ask(messages, "messages", tools)
             if begun:
@@ -127,7 +131,7 @@ class ChatCompletions:
             return None
         if call.body.get("stream"):
             raise bad("logprobs are given with the whole answer; leave out stream or logprobs")
-        return int(call.number("top_logprobs", 0, 0, MOST_LIKELY))
+        return call.number("top_logprobs", 0, 0, MOST_LIKELY)
 
     def _answer(
         self, asked: Conversation, answers: Sequence[ChatAnswer], body: Mapping[str, Any]

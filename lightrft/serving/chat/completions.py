@@ -11,6 +11,7 @@ from typing import Any
 from lightrft.engines.served.media_wire import media_from_base64
 from lightrft.models.processors.base import check_placeholders
 from lightrft.serving.chat.chat_completions import ChatCompletions, opened
+from lightrft.serving.chat.request_fields import COMPLETIONS, DETOKENIZE, TOKENIZE
 from lightrft.serving.chat.text_generator import (
     MOST_LIKELY,
     TextGenerator,
@@ -58,13 +59,14 @@ class Completions:
         of that prompt are the beginning of a response, in which placeholders stand for no media.
         """
         body = call.body
+        COMPLETIONS.check(body)
         echo = bool(body.get("echo"))
         likely = None
         if body.get("logprobs") is not None:
-            likely = int(call.number("logprobs", 0, 0, MOST_LIKELY))
+            likely = call.number("logprobs", 0, 0, MOST_LIKELY)
         if body.get("stream") and (echo or likely is not None):
             raise bad("echo and logprobs are given with the whole answer; leave out stream")
-        given = int(call.number("response_tokens", 0, 0, 2**31))
+        given = call.number("response_tokens", 0, 0, 2**31)
         prompts = await asyncio.to_thread(self._prompts, body, given)
         if echo and body.get("max_tokens") == 0:
             # one token is generated to share the code, and is not shown
@@ -83,7 +85,13 @@ class Completions:
         several = given if isinstance(given, list) and given and not is_ids else [given]
         if len(several) > MOST_PROMPTS:
             raise bad(f"{len(several)} prompts; send {MOST_PROMPTS} at most in a request")
-        prompts = [Prompt(str(k), self._ids(one)) for k, one in enumerate(several)]
+        prompts = [Prompt(str(k), self._ids(one, "prompt")) for k, one in enumerate(several)]
+        shortest = min(len(prompt.token_ids) for prompt in prompts)
+        if response_tokens > shortest:
+            raise bad(
+                f"response_tokens = {response_tokens} is above the {shortest} tokens of the prompt "
+                "whose last tokens they are"
+            )
         if body.get("media") is not None:
             if not is_ids:
                 raise bad("media come with the token ids of one prompt")
@@ -104,7 +112,8 @@ class Completions:
             raise bad(str(error)) from error
         return media
 
-    def _ids(self, given: Any) -> list[int]:
+    def _ids(self, given: Any, field: str) -> list[int]:
+        """Return the token ids of the value ``given`` of ``field``, which may be a text."""
         if isinstance(given, str) and given:
             # as in vLLM, special tokens that the text spells are special tokens
             return list(self.tokenizer(given)["input_ids"])
@@ -112,9 +121,10 @@ class Completions:
         is_ids = isinstance(given, list) and bool(given)
         if is_ids and all(type(id) is int and 0 <= id < vocabulary for id in given):
             return given
-        raise bad(
-            f"prompt must be a text, or token ids from 0 to {vocabulary - 1}, or a list of such"
-        )
+        ids = f"token ids from 0 to {vocabulary - 1}"
+        if field == "tokens":
+            raise bad(f"tokens must be a list of {ids}")
+        raise bad(f"{field} must be a text, or {ids}, or a list of such")
 
     def _stream(
         self,
@@ -206,6 +216,7 @@ class Completions:
     async def tokenize(self, call: HTTPCall) -> object:
         """Answer ``/tokenize`` for a text or for messages."""
         body = call.body
+        TOKENIZE.check(body)
         if body.get("messages") is not None:
             ids = (await asyncio.to_thread(self.chat.read, body)).prompt.token_ids
         elif isinstance(text := body.get("prompt"), str):
@@ -218,4 +229,7 @@ class Completions:
 
     async def detokenize(self, call: HTTPCall) -> object:
         """Answer ``/detokenize``."""
-        return {"prompt": str(self.tokenizer.decode(self._ids(call.body.get("tokens"))))}
+        DETOKENIZE.check(call.body)
+        given = call.body.get("tokens")
+        ids = self._ids(None if isinstance(given, str) else given, "tokens")
+        return {"prompt": str(self.tokenizer.decode(ids))}

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from lightrft.serving.chat.chat_completions import ChatCompletions, Conversation, opened
+from lightrft.serving.chat.request_fields import MESSAGES, PASSED_ON
+from lightrft.serving.chat.response_format import OF_MESSAGES
 from lightrft.serving.chat.text_generator import TextGenerator, token_fields
 from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.chat.tool_calls import ToolCall, find_calls
@@ -37,11 +39,13 @@ class Messages:
 
     async def count(self, call: HTTPCall) -> object:
         """Answer ``/v1/messages/count_tokens``."""
+        MESSAGES.check(call.body)
         asked = await asyncio.to_thread(self.chat.read, as_chat(call.body))
         return {"input_tokens": len(asked.prompt.token_ids)}
 
     async def create(self, call: HTTPCall) -> object:
         """Answer ``/v1/messages``, at once or as a stream."""
+        MESSAGES.check(call.body)
         if call.body.get("max_tokens") is None:
             raise bad("max_tokens is missing")
         body = as_chat(call.body)
@@ -136,19 +140,15 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise bad("tools must be a list of {name, description, input_schema}")
-    kept = {name: body[name] for name in _SHARED if body.get(name) is not None}
+    kept = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
     choice = body.get("tool_choice") or {"type": "auto"}
     return {
         **kept,
         "messages": messages,
-        "stop": body.get("stop_sequences") or None,
         "tools": [_function(tool) for tool in tools],
         "tool_choice": choice.get("type") if isinstance(choice, Mapping) else choice,
-        "response_format": _format(body),
+        OF_MESSAGES: _format(body),
     }
-
-
-_SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stream")
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -156,6 +156,9 @@ def _format(body: Mapping[str, Any]) -> dict[str, Any] | None:
     config = body.get("output_config") or {}
     if not isinstance(config, Mapping):
         raise bad("output_config must be {format: {type: json_schema, schema}}")
+    for name in config:
+        if name != "format" and config[name] is not None:
+            raise bad(f"output_config.{name} is not supported; leave it out")
     given = config.get("format") or body.get("output_format")
     if given is None:
         return None

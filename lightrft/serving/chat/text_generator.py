@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.serving.batcher import Work
 from lightrft.serving.chat.generation_loop import Asked, GenerationLoop
+from lightrft.serving.chat.request_fields import SETTINGS, sampling_problem
 from lightrft.serving.chat.response_format import read_constraint
 from lightrft.serving.chat.token_logprobs import ChatAnswer, TokenLogprobs
 from lightrft.serving.chat.token_stream import TokenStream
@@ -21,25 +23,13 @@ from lightrft.serving.problems import HTTPCall, bad
 from lightrft.serving.reward_service import ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import ConfigError, first_line
+from lightrft.utils.errors import ConfigError
 from lightrft.utils.seeding import derive_seed
 
 MOST_CHOICES = 64
 """Largest ``n`` of a request."""
 MOST_LIKELY = 20
 """Largest number of likely tokens of a request, as in the API of OpenAI."""
-NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "stop_token_ids": "stop_token_ids",
-}
-"""Field of a request to the setting ``sampling`` of this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,25 +152,35 @@ class TextGenerator:
 
     def _sampling(self, body: Mapping[str, Any]) -> SamplingConfig:
         given: dict[str, Any] = {}
-        for name, setting in NAMES.items():
-            if body.get(name) is not None:
-                given[setting] = body[name]
-        if (stop := body.get("stop")) is not None:
-            given["stop"] = (stop,) if isinstance(stop, str) else stop
+        fields: dict[str, str] = {}
+        for name, setting in SETTINGS.items():
+            if (value := body.get(name)) is None:
+                continue
+            # pydantic reads them as the numbers 0 and 1
+            if isinstance(value, bool):
+                raise bad(f"{name} = {value} is no number; send one, or leave {name} out")
+            is_one = setting == "stop" and isinstance(value, str)
+            given[setting], fields[setting] = (value,) if is_one else value, name
         try:
-            return SamplingConfig.model_validate({**self.sampling.model_dump(), **given})
+            found = SamplingConfig.model_validate({**self.sampling.model_dump(), **given})
         except ValidationError as error:
-            raise bad(f"sampling of the request: {first_line(error)}: {error.errors()}") from error
+            raise bad(sampling_problem(error, fields)) from error
+        largest = max(len(self.tokenizer) - 1, *self.engine.decoder.eos_token_ids)
+        for id in found.stop_token_ids if "stop_token_ids" in given else ():
+            if id > largest:
+                raise bad(f"stop_token_ids has {id}, and the largest token id is {largest}")
+        return found
 
     def _constraint(self, body: Mapping[str, Any]) -> ConstraintConfig | None:
         """Return the form that a request asks for, compiled, so that it cannot fail later."""
-        constraint = read_constraint(body)
-        if constraint is not None:
-            try:
-                self.engine.grammars().matcher(constraint)
-            except ConfigError as error:
-                raise bad(str(error)) from error
-        return constraint
+        form = read_constraint(body)
+        if form is None:
+            return None
+        try:
+            self.engine.grammars().matcher(form.constraint)
+        except ConfigError as error:
+            raise bad(re.sub(r"sampling\.constraint(\.\w+)?", form.field, str(error))) from error
+        return form.constraint
 
     def _room(self, prompt: Prompt, sampling: SamplingConfig) -> int:
         """Return the longest response to ``prompt`` in tokens."""
@@ -207,15 +207,20 @@ def seeds_of(call: HTTPCall) -> list[int]:
     """Return the seed of each response to a prompt.
 
     ``seeds`` gives them. Else they derive from ``seed``, for ``n`` responses.
+
+    Raises:
+        HTTPProblem: A field is malformed, or ``n`` is not the number of ``seeds``.
     """
     given = call.body.get("seeds")
+    count = call.number("n", 1, 1, MOST_CHOICES)
     if given is None:
-        seed = int(call.number("seed", 0, 0, 2**63 - 1))
-        count = int(call.number("n", 1, 1, MOST_CHOICES))
+        seed = call.number("seed", 0, 0, 2**63 - 1)
         return [derive_seed(seed, "choice", k) for k in range(count)]
     is_list = isinstance(given, list) and 1 <= len(given) <= MOST_CHOICES
     if not is_list or not all(type(one) is int and 0 <= one < 2**63 for one in given):
         raise bad(f"seeds must be 1 to {MOST_CHOICES} whole numbers from 0, below 2**63")
+    if call.body.get("n") is not None and count != len(given):
+        raise bad(f"n = {count}, and seeds has {len(given)} numbers; leave out n")
     return given
 
 

@@ -173,7 +173,7 @@ def test_tokenize_and_detokenize_are_inverse(url):
         ("/v1/completions", {"prompt": [[10**6]]}, "token ids from 0"),
         ("/v1/completions", {"prompt": ["a"] * 1025}, "1024 at most"),
         ("/v1/completions", {"prompt": "a", "stream": True, "logprobs": 1}, "leave out stream"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_new_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens = 0: it should be"),
         ("/v1/completions", {"prompt": "a" * 100_000}, "leave no room"),
         ("/v1/completions", {"prompt": "a", "stop": [""]}, "stop.0 is an empty text"),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [2**63]}, "stop_token_ids.0"),

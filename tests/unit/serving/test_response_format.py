@@ -58,7 +58,7 @@ def url(folder: Path) -> Iterator[str]:
 )
 def test_every_field_gives_its_constraint(body: Any, expected: Any) -> None:
     found = read_constraint(body)
-    assert (None if found is None else found.model_dump(exclude_none=True)) == expected
+    assert (None if found is None else found.constraint.model_dump(exclude_none=True)) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,12 @@ def test_every_field_gives_its_constraint(body: Any, expected: Any) -> None:
         ({"response_format": {"type": "json_schema"}}, "with a schema"),
         ({"response_format": "json"}, "use text, json_object or json_schema"),
         ({"structured_outputs": "json"}, "must be one of"),
-        ({"guided_grammar": "x"}, "'grammar' is not supported"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar is not supported"),
         ({"guided_regex": "a", "response_format": FORMAT}, "two fields"),
         ({"guided_choice": []}, "allows no response"),
-        ({"guided_choice": 3}, "form of the response"),
+        ({"guided_choice": 3}, "guided_choice = 3: it should be a valid list"),
+        ({"guided_json": "{"}, "guided_json = '{': json_schema is not JSON"),
+        ({"output_config.format": {"type": "json_schema"}}, "output_config.format needs a schema"),
     ],
 )
 def test_a_form_that_is_malformed_or_unknown_is_named(body: Any, said: str) -> None:
@@ -114,11 +116,13 @@ def test_clients_of_every_api_get_the_form_that_they_ask_for(url: str) -> None:
         {"guided_whitespace_pattern": " "},
     ],
 )
-def test_a_form_that_cannot_be_followed_is_refused(url: str, fields: Any) -> None:
+def test_a_form_that_cannot_be_followed_is_refused_with_its_field(url: str, fields: Any) -> None:
     body = {"messages": ASK, **fields}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
-    assert "not supported" in answer.json()["error"]["message"]
+    (field,) = fields
+    said = answer.json()["error"]["message"]
+    assert said.startswith(field) and "not supported" in said
 
 
 @pytest.mark.parametrize(

@@ -103,4 +103,8 @@ def test_a_request_for_messages_becomes_one_for_a_chat_completion():
     }
     assert found["messages"][3] == {"role": "tool", "content": "3", "tool_call_id": "t"}
     assert found["tools"][0]["function"]["parameters"] == {"type": "object"}
-    assert (found["stop"], found["max_tokens"], found["tool_choice"]) == (["."], 5, "auto")
+    assert (found["stop_sequences"], found["max_tokens"], found["tool_choice"]) == (
+        ["."],
+        5,
+        "auto",
+    )
