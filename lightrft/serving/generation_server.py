@@ -20,7 +20,7 @@ from lightrft.serving.chat.completions import Completions
 from lightrft.serving.chat.messages import Messages
 from lightrft.serving.chat.text_generator import TextGenerator
 from lightrft.serving.chat.token_logprobs import likely_tokens
-from lightrft.serving.http_server import Endpoint, HTTPServer
+from lightrft.serving.http_server import Endpoint, HTTPServer, check_address
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.serving.reward_service import ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
@@ -130,6 +130,7 @@ def open_server(config: ServeConfig) -> ModelServer:
         ConfigError: No model is named, or the address or the token file cannot be used.
         ModelError: The model cannot be loaded.
     """
+    check_address(config.http)
     metrics = ServerMetrics()
     service = generation_service(config, metrics, config.max_tokens_per_micro_batch)
     return listening(service, config, metrics)
@@ -153,7 +154,10 @@ def listening(
         return {"status": "ok", "model": served.name, "digest": served.digest}
 
     async def listed(call: HTTPCall) -> dict[str, object]:
-        return await service.served.listed(call)
+        return {"object": "list", "data": [service.served.entry()]}
+
+    async def retrieved(call: HTTPCall) -> dict[str, object]:
+        return service.served.retrieved(call)
 
     async def shown(call: HTTPCall) -> str:
         return metrics.text()
@@ -163,6 +167,8 @@ def listening(
         Endpoint(("/health",), health, "GET", is_open=True),
         Endpoint(("/metrics",), shown, "GET"),
         Endpoint(("/v1/models",), listed, "GET"),
+        # the name of a model may be a path
+        Endpoint(("/v1/models/{name:path}",), retrieved, "GET"),
     ]
     try:
         http = HTTPServer(endpoints, config.http, metrics)

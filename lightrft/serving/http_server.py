@@ -14,15 +14,15 @@ import math
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.serving import HTTPConfig
 from lightrft.serving.bearer_tokens import BearerTokens
-from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
+from lightrft.serving.problems import HTTPCall, HTTPProblem, bad, openai_error
 from lightrft.serving.remembered_answers import RememberedAnswers
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.utils.errors import ConfigError, UserError, first_line, is_unicode
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _log = logging.getLogger(__name__)
+LAST_WORDS = 2.0
+"""Seconds after ``http.drain_seconds`` in which dropped requests get their error."""
 LINGER = 2.0
 """Seconds in which the rest of a refused body is read and dropped, so that the client reads the
 refusal before the connection ends."""
@@ -54,6 +56,7 @@ class Endpoint:
             ``UserError``.
         method: ``GET`` or ``POST``.
         is_open: It needs no token, and is answered also by a full server.
+        error: Returns the body of a refusal.
         tokens: Who may ask. ``None`` for everybody who may ask the other addresses.
     """
 
@@ -61,6 +64,7 @@ class Endpoint:
     answer: Callable[[HTTPCall], Awaitable[object]]
     method: str = "POST"
     is_open: bool = False
+    error: Callable[[HTTPProblem], dict[str, object]] = openai_error
     tokens: BearerTokens | None = None
 
 
@@ -78,6 +82,31 @@ class EventStream:
     events: AsyncIterator[object]
     close: Callable[[], None]
     has_names: bool = False
+
+
+def check_address(config: HTTPConfig) -> None:
+    """Raise ``ConfigError`` if the address is in use, so that no model is loaded in vain."""
+    _bound(config, listens=False).close()
+
+
+def _bound(config: HTTPConfig, *, listens: bool) -> socket.socket:
+    """Return a socket that is bound to the address, or raise ``ConfigError``."""
+    host, port = config.host, config.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio sends small answers at once (TCP_NODELAY).
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        if listens:
+            found.listen(1024)
+    except OSError as error:
+        found.close()
+        raise ConfigError(
+            f"http.host = {host!r}, http.port = {port}: {error}; choose another port, or 0 "
+            "for a free one"
+        ) from error
+    return found
 
 
 class HTTPServer:
@@ -102,6 +131,8 @@ class HTTPServer:
             self.tokens = BearerTokens(Path(config.token_file).expanduser())
         self.answers = RememberedAnswers(config.remembered)
         self._open = 0
+        self._limits: set[asyncio.Timeout] = set()
+        self._is_over = False
         self._seconds = 0.0
         self._server: Any = None
         self._socket: socket.socket | None = None
@@ -110,27 +141,22 @@ class HTTPServer:
 
     def bind(self) -> str:
         """Listen, and return the URL. Raises ``ConfigError`` if the address is in use."""
-        host, port = self.config.host, self.config.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # With the protocol named, asyncio sends small answers at once (TCP_NODELAY).
-        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind((host, port))
-            found.listen(1024)
-        except OSError as error:
-            found.close()
-            raise ConfigError(
-                f"http.host = {host!r}, http.port = {port}: {error}; choose another port, or 0 "
-                "for a free one"
-            ) from error
-        self._socket = found
-        name = f"[{host}]" if family == socket.AF_INET6 else host
-        return f"http://{name}:{found.getsockname()[1]}"
+        self._socket = _bound(self.config, listens=True)
+        host = self.config.host
+        name = f"[{host}]" if self._socket.family == socket.AF_INET6 else host
+        return f"http://{name}:{self._socket.getsockname()[1]}"
 
     def run(self) -> None:
         """Answer until SIGTERM or Ctrl-C, then finish the accepted requests."""
         import uvicorn
+
+        drop, seconds = self._drop, self.config.drain_seconds
+
+        class Draining(uvicorn.Server):
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                timer = asyncio.get_running_loop().call_later(seconds, drop)
+                await super().shutdown(sockets)
+                timer.cancel()
 
         assert self._socket is not None, "bind first"
         settings = uvicorn.Config(
@@ -139,12 +165,49 @@ class HTTPServer:
             access_log=False,
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=math.ceil(self.config.drain_seconds),
+            timeout_graceful_shutdown=math.ceil(seconds + LAST_WORDS),
         )
-        self._server = uvicorn.Server(settings)
+        self._server = Draining(settings)
         # uvicorn raises the signal again once it has stopped: this end was asked for
         with suppress(KeyboardInterrupt):
             self._server.run(sockets=[self._socket])
+
+    def _drop(self) -> None:
+        """End all open requests, since the time to finish them is over."""
+        self._is_over = True
+        if self._limits:
+            _log.warning(
+                "%d requests were dropped: the server stops, and they were not finished within %g "
+                "s (http.drain_seconds)",
+                len(self._limits),
+                self.config.drain_seconds,
+            )
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0)
+
+    @asynccontextmanager
+    async def _limited(self, seconds: float, late: HTTPProblem) -> AsyncGenerator[None]:
+        """Limit the time of a part of a request.
+
+        Args:
+            seconds: The longest time.
+            late: The refusal after that time.
+
+        Raises:
+            HTTPProblem: The time is over, or the server stops.
+        """
+        try:
+            async with asyncio.timeout(0 if self._is_over else max(0.0, seconds)) as limit:
+                self._limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError as error:
+            if self._is_over:
+                raise HTTPProblem(503, "the server stops; repeat the request later") from error
+            raise late from error
 
     def stop(self) -> None:
         """Make ``run`` finish the accepted requests and return. For other threads."""
@@ -155,16 +218,23 @@ class HTTPServer:
         try:
             import uvicorn  # noqa: F401  so that its absence is an error at start
             from starlette.applications import Starlette
+            from starlette.responses import JSONResponse
             from starlette.routing import Route
         except ImportError as error:
             raise ConfigError(
                 f"a server needs starlette and uvicorn ({error}): pip install 'lightrft[serve]'"
             ) from error
+
+        async def unrouted(request: Request, error: Any) -> Response:
+            problem = _unrouted(request, error.status_code, error.headers)
+            near = (e.error for e in endpoints if request.url.path.startswith(e.paths))
+            return JSONResponse(next(near, openai_error)(problem), problem.status, problem.headers)
+
         routes = []
         for endpoint in endpoints:
             for path in endpoint.paths:
                 routes.append(Route(path, self._handler(endpoint, path), methods=[endpoint.method]))
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, exception_handlers={404: unrouted, 405: unrouted})
 
     def _handler(self, endpoint: Endpoint, path: str) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
@@ -172,14 +242,14 @@ class HTTPServer:
             try:
                 response = await self._answer(endpoint, request)
             except HTTPProblem as problem:
-                response = self._refusal(problem, request)
+                response = self._refusal(problem, request, endpoint)
             except UserError as error:
-                response = self._refusal(bad(str(error)), request)
+                response = self._refusal(bad(str(error)), request, endpoint)
             except Exception as error:
                 # the traceback is for the log of the server, not for the client
                 _log.exception("a request to %s failed", path)
                 problem = HTTPProblem(500, f"the server failed: {first_line(error)}")
-                response = self._refusal(problem, request)
+                response = self._refusal(problem, request, endpoint)
             labels = {"path": path, "status": str(response.status_code)}
             self.metrics.count("requests", labels=labels)
             if not endpoint.is_open:
@@ -216,7 +286,8 @@ class HTTPServer:
         self._open += 1
         is_stream = False
         try:
-            call = await self._read(request) if endpoint.method == "POST" else self._empty()
+            is_post = endpoint.method == "POST"
+            call = await self._read(request) if is_post else self._in_path(request)
             answer, is_repeated = await self._computed(call, endpoint)
             is_stream = isinstance(answer, EventStream)
         finally:
@@ -225,28 +296,24 @@ class HTTPServer:
         if is_repeated:
             self.metrics.count("repeated_requests")
         if isinstance(answer, EventStream):
-            return self._streamed(answer, call)
+            return self._streamed(answer, call, endpoint)
         if isinstance(answer, str):
             return PlainTextResponse(answer)
         headers = {REQUEST_ID: call.id} if call.id else {}
         return JSONResponse(answer, headers=headers)
 
-    def _empty(self) -> HTTPCall:
-        return HTTPCall({}, time.monotonic() + self.config.timeout)
+    def _in_path(self, request: Request) -> HTTPCall:
+        return HTTPCall(request.path_params, time.monotonic() + self.config.timeout)
 
     async def _computed(self, call: HTTPCall, endpoint: Endpoint) -> tuple[object, bool]:
-        try:
-            async with asyncio.timeout(max(0.0, call.deadline - time.monotonic())):
-                if call.body.get("stream"):
-                    # events are not kept, so a repeated request is computed again
-                    return await endpoint.answer(call), False
-                return await self.answers.get(call, endpoint.answer)
-        except TimeoutError as error:
-            raise HTTPProblem(
-                504, f"no answer within {self.config.timeout:g} s (http.timeout); send less at once"
-            ) from error
+        late = f"no answer within {self.config.timeout:g} s (http.timeout); send less at once"
+        async with self._limited(call.deadline - time.monotonic(), HTTPProblem(504, late)):
+            if call.body.get("stream"):
+                # events are not kept, so a repeated request is computed again
+                return await endpoint.answer(call), False
+            return await self.answers.get(call, endpoint.answer)
 
-    def _streamed(self, stream: EventStream, call: HTTPCall) -> Response:
+    def _streamed(self, stream: EventStream, call: HTTPCall, endpoint: Endpoint) -> Response:
         """Return the response that sends the events of ``stream``."""
         from starlette.responses import StreamingResponse
 
@@ -255,7 +322,7 @@ class HTTPServer:
 
         async def events() -> AsyncIterator[str]:
             nonlocal is_whole
-            async for event in self._events(stream, call):
+            async for event in self._events(stream, call, endpoint):
                 yield event
             is_whole = True
 
@@ -273,23 +340,26 @@ class HTTPServer:
         headers = {"Cache-Control": "no-cache"}
         return Streamed(events(), headers=headers, media_type="text/event-stream")
 
-    async def _events(self, stream: EventStream, call: HTTPCall) -> AsyncIterator[str]:
+    async def _events(
+        self, stream: EventStream, call: HTTPCall, endpoint: Endpoint
+    ) -> AsyncIterator[str]:
         """Yield the events of ``stream`` as text, and a last one that says how it ended."""
+        failure: HTTPProblem | None = None
         last = "" if stream.has_names else "data: [DONE]\n\n"
+        late = f"no whole answer within {self.config.timeout:g} s (http.timeout); ask for less"
         try:
-            async with asyncio.timeout(max(0.0, call.deadline - time.monotonic())):
+            async with self._limited(call.deadline - time.monotonic(), HTTPProblem(504, late)):
                 async for event in stream.events:
                     yield _event(event, stream.has_names)
-        except TimeoutError:
-            limit = f"{self.config.timeout:g} s (http.timeout)"
-            last = _failure(HTTPProblem(504, f"no whole answer within {limit}; ask for less"))
         except HTTPProblem as problem:
-            last = _failure(problem)
+            failure = problem
         except UserError as error:
-            last = _failure(bad(str(error)))
+            failure = bad(str(error))
         except Exception as error:
             _log.exception("a stream failed")
-            last = _failure(HTTPProblem(500, f"the server failed: {first_line(error)}"))
+            failure = HTTPProblem(500, f"the server failed: {first_line(error)}")
+        if failure is not None:
+            last = _event(endpoint.error(failure), stream.has_names)
         if last:
             yield last
 
@@ -299,16 +369,13 @@ class HTTPServer:
 
         self._check_size(request)
         data = bytearray()
+        late = f"the body did not arrive within {self.config.timeout:g} s (http.timeout)"
         try:
-            async with asyncio.timeout(self.config.timeout):
+            async with self._limited(self.config.timeout, HTTPProblem(408, late)):
                 async for piece in request.stream():
                     data += piece
                     if len(data) > self._largest:
                         raise self._too_large(f"more than {len(data)}")
-        except TimeoutError as error:
-            raise HTTPProblem(
-                408, f"the body did not arrive within {self.config.timeout:g} s (http.timeout)"
-            ) from error
         except ClientDisconnect as error:
             self.metrics.count("truncated_uploads")
             raise bad(f"the upload was truncated after {len(data)} bytes") from error
@@ -341,10 +408,10 @@ class HTTPServer:
             {"Connection": "close"},
         )
 
-    def _refusal(self, problem: HTTPProblem, request: Request) -> Response:
+    def _refusal(self, problem: HTTPProblem, request: Request, endpoint: Endpoint) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
 
-        body = _error(problem)
+        body = endpoint.error(problem)
         if problem.status != 413:
             return JSONResponse(body, problem.status, headers=problem.headers)
         text = json.dumps(body).encode()
@@ -354,20 +421,18 @@ class HTTPServer:
         )
 
 
-def _error(problem: HTTPProblem) -> dict[str, object]:
-    """Return the body of a refusal."""
-    return {"error": {"message": str(problem), "type": "refused", "code": problem.status}}
+def _unrouted(request: Request, status: int, headers: Mapping[str, str] | None) -> HTTPProblem:
+    """Return the refusal of a path that nothing answers, or of a method that a path lacks."""
+    asked = f"{request.method} {request.url.path}"
+    if status == 404:
+        return HTTPProblem(404, f"{asked}: this server has no such address; see its documentation")
+    return HTTPProblem(status, f"{asked}: send {(headers or {}).get('Allow', 'POST')}", headers)
 
 
 def _event(data: Any, has_name: bool = False) -> str:
     """Return a server-sent event."""
     name = f"event: {data['type']}\n" if has_name else ""
     return f"{name}data: {json.dumps(data)}\n\n"
-
-
-def _failure(problem: HTTPProblem) -> str:
-    """Return the event that ends a broken stream."""
-    return _event(_error(problem))
 
 
 async def _then_drop(text: bytes, request: Request) -> AsyncIterator[bytes]:

@@ -31,6 +31,29 @@ def bad(message: str) -> HTTPProblem:
     return HTTPProblem(400, message)
 
 
+def openai_error(problem: HTTPProblem) -> dict[str, object]:
+    """Return the body of a refusal as in the API of OpenAI."""
+    return {"error": {"message": str(problem), "type": "refused", "code": problem.status}}
+
+
+_OF_ANTHROPIC = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""HTTP status to the type of an error."""
+
+
+def anthropic_error(problem: HTTPProblem) -> dict[str, object]:
+    """Return the body of a refusal as in the API of Anthropic."""
+    other = "invalid_request_error" if problem.status < 500 else "api_error"
+    kind = _OF_ANTHROPIC.get(problem.status, other)
+    return {"type": "error", "error": {"type": kind, "message": str(problem)}}
+
+
 def reason(error: ErrorDetails) -> str:
     """Return the message of an ``error`` of pydantic, as it is said about a field of a request."""
     message = error["msg"].removeprefix("Value error, ")

@@ -11,6 +11,7 @@ from lightrft.models.reward.other_layouts import holds_other_head
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.serving.generation_server import ModelServer, generation_service, listening
+from lightrft.serving.http_server import check_address
 from lightrft.serving.reward_service import RewardService
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.strategy.single import SingleStrategy
@@ -29,6 +30,7 @@ def open_reward_server(config: ServeRMConfig) -> ModelServer:
         ConfigError: No model is named, or the address or the token file cannot be used.
         ModelError: The model cannot be loaded.
     """
+    check_address(config.http)
     config = with_model_folder(config)
     metrics = ServerMetrics()
     local_tokenizer(config.model)  # names a wrong path before anything else is read

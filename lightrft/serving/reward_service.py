@@ -28,7 +28,7 @@ from lightrft.models.reward.heads import HeadOutputs
 from lightrft.models.reward.reward_model import MIXTURE, RewardModel
 from lightrft.serving.batcher import Batcher, Work
 from lightrft.serving.http_server import Endpoint
-from lightrft.serving.problems import HTTPCall, bad
+from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
 from lightrft.serving.sample_encoder import SampleEncoder
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Batch, Segments
@@ -75,9 +75,9 @@ class ServedModel:
     template_problem: str = ""
     max_model_len: int | None = None
 
-    async def listed(self, call: HTTPCall) -> dict[str, object]:
-        """Return the answer of ``/v1/models``."""
-        entry = {
+    def entry(self) -> dict[str, object]:
+        """Return what ``/v1/models`` tells of the model."""
+        return {
             "id": self.name,
             "object": "model",
             "owned_by": "lightrft",
@@ -90,7 +90,18 @@ class ServedModel:
             "template": self.template,
             "template_problem": self.template_problem,
         }
-        return {"object": "list", "data": [entry]}
+
+    def retrieved(self, call: HTTPCall) -> dict[str, object]:
+        """Answer ``/v1/models/{name}``.
+
+        Raises:
+            HTTPProblem: The model has another name.
+        """
+        if call.body["name"] != self.name:
+            raise HTTPProblem(
+                404, f"no model is named {call.body['name']!r}; this server has {self.name!r}"
+            )
+        return self.entry()
 
     def named(self, kind: str) -> dict[str, object]:
         """Return the first fields of an answer, as in the API of OpenAI.

@@ -41,6 +41,9 @@ def url(folder: Path) -> Iterator[str]:
 def test_the_client_of_openai_reads_every_kind_of_answer(url):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        client.models.retrieve("path/of/another")
     given: Any = {"model": "tiny", "messages": ASK, "seed": 4, "temperature": 0.7}
     whole = client.chat.completions.create(**given, logprobs=True, top_logprobs=2)
     assert whole.choices[0].logprobs.content[0].top_logprobs[0].logprob <= 0
@@ -91,6 +94,10 @@ def test_the_client_of_anthropic_reads_every_kind_of_answer(url):
     with client.messages.stream(**given, tools=tools) as stream:
         assert stream.get_final_message().stop_reason is not None
     assert client.messages.count_tokens(model="tiny", messages=ASK).input_tokens > 3
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.effort") as refused:
+        client.messages.create(**given, output_config={"effort": "high"})
+    assert refused.value.body["type"] == "error"
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
 
 
 def test_a_called_tool_reaches_the_clients_as_a_call(url, monkeypatch):
@@ -159,3 +166,15 @@ def test_wrong_settings_are_refused_before_the_server_listens(folder, capsys):
         ):
             assert main(["serve", *words]) == 2
             assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["serve", "serve-rm"])
+def test_a_port_in_use_is_refused_before_the_model_is_read(verb, tmp_path, capsys):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        # the folder holds no model, which is not noticed
+        assert main([verb, str(tmp_path), f"http.port={port}", "device=cpu"]) == 2
+    assert f"http.port = {port}" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from lightrft.serving.chat.text_generator import TextGenerator, token_fields
 from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.chat.tool_calls import ToolCall, find_calls
 from lightrft.serving.http_server import Endpoint
-from lightrft.serving.problems import HTTPCall, bad
+from lightrft.serving.problems import HTTPCall, anthropic_error, bad
 from lightrft.types import Rollout
 
 
@@ -33,8 +33,8 @@ class Messages:
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses."""
         return [
-            Endpoint(("/v1/messages",), self.create),
-            Endpoint(("/v1/messages/count_tokens",), self.count),
+            Endpoint(("/v1/messages",), self.create, error=anthropic_error),
+            Endpoint(("/v1/messages/count_tokens",), self.count, error=anthropic_error),
         ]
 
     async def count(self, call: HTTPCall) -> object:

@@ -17,13 +17,14 @@ import httpx
 import pytest
 
 from lightrft.config.serving import HTTPConfig
-from lightrft.serving.http_server import Endpoint, HTTPServer
-from lightrft.serving.problems import HTTPCall
+from lightrft.serving.http_server import Endpoint, EventStream, HTTPServer
+from lightrft.serving.problems import HTTPCall, anthropic_error, openai_error
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.utils.errors import ConfigError
 from tests.serving_helpers import answering, echo
 
 ECHO = Endpoint(("/echo",), echo)
+SERVER_LOG = "lightrft.serving.http_server"
 
 
 class Slow:
@@ -193,6 +194,82 @@ def test_a_request_that_failed_is_computed_again():
         answer = httpx.post(f"{url}/slow", json={}, headers=headers)
         assert answer.status_code == 500 and "no answer today" in message(answer)
         assert httpx.post(f"{url}/slow", json={}, headers=headers).json() == {"call": 2}
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["openai", "anthropic"])
+def test_requests_that_are_open_at_the_end_of_the_drain_are_told_and_counted(is_named, caplog):
+    async def endless() -> Any:
+        yield {"type": "piece"}
+        await asyncio.sleep(60)
+
+    async def stream(call: HTTPCall) -> Any:
+        return EventStream(endless(), lambda: None, is_named)
+
+    shape = anthropic_error if is_named else openai_error
+    slow = Endpoint(("/slow",), Slow(60).answer, error=shape)
+    found: list[httpx.Response] = []
+
+    def ask(path: str, **headers: str) -> None:
+        found.append(httpx.post(f"{url}{path}", json={}, headers=headers, timeout=20))
+
+    with answering(slow, Endpoint(("/stream",), stream, error=shape), drain_seconds=0.5) as (
+        url,
+        server,
+    ):
+        asked = [("/slow", {}), ("/slow", {"X-Request-Id": "a"}), ("/stream", {})]
+        threads = [threading.Thread(target=ask, args=(p,), kwargs=h) for p, h in asked]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 10
+        while len(server._limits) < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        server.stop()
+        for thread in threads:
+            thread.join()
+    (streamed,) = [answer for answer in found if answer.status_code == 200]
+    *_, last = [line for line in streamed.text.splitlines() if line]
+    ends = [json.loads(last.removeprefix("data: "))]
+    ends += [answer.json() for answer in found if answer.status_code == 503]
+    assert len(ends) == 3
+    for body in ends:
+        assert "the server stops" in body["error"]["message"]
+        assert body.get("type") == ("error" if is_named else None)
+    assert ("event: error" in streamed.text.splitlines()) == is_named
+    (line,) = [record.getMessage() for record in caplog.records if record.name == SERVER_LOG]
+    assert line.startswith("3 requests were dropped") and "http.drain_seconds" in line
+    assert "CancelledError" not in caplog.text
+
+
+def test_an_address_that_is_not_there_is_refused_in_the_shape_of_its_api():
+    messages = Endpoint(("/v1/messages",), echo, error=anthropic_error)
+    with answering(ECHO, messages) as (url, _):
+        for answer, status in (
+            (httpx.get(f"{url}/elsewhere"), 404),
+            (httpx.get(f"{url}/echo"), 405),
+        ):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (status, status)
+            assert answer.request.url.path in error["message"]
+        for path, status, kind in (
+            ("/v1/messages", 405, "invalid_request_error"),
+            ("/v1/messages/elsewhere", 404, "not_found_error"),
+        ):
+            answer = httpx.get(url + path)
+            body = answer.json()
+            assert (answer.status_code, body["type"]) == (status, "error")
+            assert body["error"]["type"] == kind
+        assert httpx.post(f"{url}/v1/messages", content=b"{").json()["error"]["type"] == (
+            "invalid_request_error"
+        )
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER"])
+def test_the_scheme_of_a_token_may_have_any_case(scheme, tmp_path: Path):
+    (tmp_path / "tokens").write_text("first\n")
+    with answering(ECHO, token_file=str(tmp_path / "tokens")) as (url, _):
+        headers = {"Authorization": f"{scheme} first"}
+        assert httpx.post(f"{url}/echo", json={}, headers=headers).status_code == 200
 
 
 def test_tokens_are_needed_expire_and_are_replaced_while_the_server_runs(tmp_path: Path):
