@@ -19,7 +19,7 @@ from lightrft.serving.chat.text_generator import (
     token_fields,
     usage,
 )
-from lightrft.serving.chat.token_logprobs import ChatAnswer, shown_logprobs
+from lightrft.serving.chat.token_logprobs import ChatAnswer, TokenTexts, shown_logprobs
 from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.chat.tool_calls import find_calls, read_tools, with_parsed_arguments
 from lightrft.serving.http_server import Endpoint, EventStream
@@ -52,6 +52,7 @@ class ChatCompletions:
         self.encoder = ChatEncoder(
             DataConfig(apply_chat_template=True, media=media), self.tokenizer, processor
         )
+        self._texts = TokenTexts(self.tokenizer)
         self._lock = threading.Lock()
 
     def endpoints(self) -> list[Endpoint]:
@@ -146,7 +147,7 @@ class ChatCompletions:
                 **token_fields(body, answer.rollout),
             }
             if answer.logprobs is not None:
-                choice["logprobs"] = {"content": shown_logprobs(answer, self.tokenizer)}
+                choice["logprobs"] = {"content": shown_logprobs(answer, self._texts)}
             choices.append(choice)
         found = usage([asked.prompt], [answer.rollout for answer in answers])
         ids = {"prompt_token_ids": asked.prompt.token_ids} if body.get("return_token_ids") else {}

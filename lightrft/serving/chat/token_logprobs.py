@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.actor import Actor
 from lightrft.types import Rollout
 from lightrft.workers.scoring.collecting import batch_of
 
+SPACE = "\u2581"
+"""The space in the names of tokens of sentencepiece."""
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""Name of a token of sentencepiece that is one byte."""
 ROWS = 256
 """Places whose logits are in memory at once."""
 
@@ -76,28 +82,71 @@ def _logprobs(actor: Actor, states: Tensor, ids: Tensor, count: int) -> TokenLog
     return TokenLogprobs(chosen, likely)
 
 
-def shown_logprobs(answer: ChatAnswer, tokenizer: Any) -> list[dict[str, object]]:
+class TokenTexts:
+    """Texts and bytes of single tokens.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._added = set(tokenizer.added_tokens_decoder)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = getattr(backend, "decoder", None)
+        # JSON, in which a sequence of decoders names each of them
+        kinds = "" if decoder is None else decoder.__getstate__().decode()
+        self._has_byte_tokens = '"ByteFallback"' in kinds
+        self._byte_of: dict[str, int] = {}
+        if '"ByteLevel"' in kinds:
+            self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+
+    def text(self, id: int) -> str:
+        """Return the text of a token. A part of a character is U+FFFD."""
+        name = self._name(id)
+        # decoding drops a space that a token of sentencepiece begins with
+        return name.replace(SPACE, " ") if name.startswith(SPACE) else self._decoded(id)
+
+    def encoded(self, id: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes of a token. Those of all tokens of a response make its text.
+
+        Args:
+            id: The token.
+            is_first: It is the first of a response, whose text lacks the space of sentencepiece.
+        """
+        name = self._name(id)
+        if id not in self._added:
+            if self._has_byte_tokens and BYTE.fullmatch(name):
+                return bytes([int(name[1:-1], 16)])
+            if self._byte_of and all(char in self._byte_of for char in name):
+                return bytes(self._byte_of[char] for char in name)
+        return (self._decoded(id) if is_first else self.text(id)).encode()
+
+    def _name(self, id: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(id))
+
+    def _decoded(self, id: int) -> str:
+        return str(self.tokenizer.decode([id]))
+
+
+def shown_logprobs(answer: ChatAnswer, texts: TokenTexts) -> list[dict[str, object]]:
     """Return log-probs as the API of OpenAI has them, without the end token.
 
     Args:
         answer: The response with its log-probs.
-        tokenizer: Tokenizer of the model.
+        texts: Texts of the tokens of the model.
     """
     assert answer.logprobs is not None
     ids = answer.rollout.token_ids
-    has_end = answer.rollout.finish_reason == "stop" and ids[-1] in tokenizer.all_special_ids
+    ends = texts.tokenizer.all_special_ids
+    has_end = answer.rollout.finish_reason == "stop" and ids[-1] in ends
+
+    def entry(id: int, logprob: float) -> dict[str, object]:
+        own = list(texts.encoded(id, is_first=k == 0))
+        return {"token": texts.text(id), "logprob": logprob, "bytes": own}
+
     rows = []
     for k, id in enumerate(ids[: len(ids) - has_end]):
-        likely = answer.logprobs.likely[k]
-        others = [_entry(other, value, tokenizer) for other, value in likely]
-        own = _entry(id, answer.logprobs.chosen[k], tokenizer)
-        rows.append({**own, "top_logprobs": others})
+        others = [entry(other, value) for other, value in answer.logprobs.likely[k]]
+        rows.append({**entry(id, answer.logprobs.chosen[k]), "top_logprobs": others})
     return rows
-
-
-def _entry(id: int, logprob: float, tokenizer: Any) -> dict[str, object]:
-    text = str(tokenizer.decode([id]))
-    # decoding drops the space that a token of sentencepiece begins with
-    if str(tokenizer.convert_ids_to_tokens(id)).startswith("\u2581") and text[:1] != " ":
-        text = f" {text}"
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightrft.engines.native import GenerationBatch
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.serving.chat.token_logprobs import TokenTexts
 from lightrft.serving.generation_server import GenerationService, ModelServer
+from tests.model_helpers import byte_pairs
 from tests.serving_helpers import judge_server
 
 ASK = {"messages": [{"role": "user", "content": "1+1"}], "seed": 3}
@@ -155,6 +158,45 @@ def test_log_probs_equal_a_plain_forward_pass_of_transformers(served, folder):
         ]
         values = [one["logprob"] for one in entry["top_logprobs"]]
         assert values == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_the_bytes_of_tokens_make_the_bytes_of_the_text(tmp_path):
+    tokenizer = byte_pairs(["the sea, é and 漢"], 280)
+    tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    parts = 0
+    with judge_server(tmp_path, sampling={"max_new_tokens": 24}) as (url, _):
+        for seed in range(4):
+            body = {"temperature": 1.0, "seed": seed, "logprobs": True, "return_token_ids": True}
+            [choice] = whole(url, **body)["choices"]
+            entries = choice["logprobs"]["content"]
+            joined = b"".join(bytes(entry["bytes"]) for entry in entries)
+            special = set(tokenizer.all_special_ids) & set(choice["token_ids"][: len(entries)])
+            assert special or joined.decode(errors="replace") == choice["message"]["content"]
+            parts += sum(len(one["bytes"]) == 1 and one["bytes"][0] > 127 for one in entries)
+    assert parts > 0  # bytes of characters that have several
+
+
+@pytest.mark.parametrize("text", ["é hi  hi", "hi 漢", "<0xE2>"])
+def test_byte_tokens_of_sentencepiece_have_their_byte_and_words_their_space(text):
+    words = ["<unk>", "▁", "h", "i", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names = {name: k for k, name in enumerate(words)}
+    backend = Tokenizer(models.BPE(names, [], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    ids, texts = tokenizer(text)["input_ids"], TokenTexts(tokenizer)
+    assert len(ids) > 3 and tokenizer.decode(ids) == text
+    assert b"".join(texts.encoded(id, is_first=k == 0) for k, id in enumerate(ids)) == text.encode()
 
 
 def test_a_begun_answer_is_continued(served):
