@@ -104,3 +104,19 @@ def test_closing_computes_what_waits_and_refuses_what_comes_later():
     assert [future.result(0) for future in futures] == [0, 2, 4]
     with pytest.raises(HTTPProblem, match="stopping"):
         made.submit(work(4))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_batcher_whose_thread_has_ended_says_so_and_takes_no_work():
+    def end(works: Sequence[Work[int]]) -> list[int]:
+        raise SystemExit("the device is lost")
+
+    made = Batcher(end, BatchingConfig(wait_ms=0), ServerMetrics())
+    assert made.problem == ""
+    made.submit(work(1))
+    until = time.monotonic() + 10
+    while not made.problem:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(HTTPProblem, match="restart the server"):
+        made.submit(work(2))
