@@ -10,6 +10,8 @@ from lightrft.config.base import Settings, changed_fields
 from lightrft.config.decoding import ConstraintConfig, SpeculativeConfig
 from lightrft.utils.errors import is_unicode
 
+SMALLEST_DIVISOR = 1e-6
+"""Least number that logits are divided by. Below it they may overflow."""
 LARGEST_LR = 1.0
 """Learning rate above which one step of AdamW replaces every weight."""
 
@@ -131,8 +133,8 @@ class SamplingConfig(Settings):
     top-k, top-p, min-p."""
 
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Divisor of the logits; 0 is greedy."""
-    first_token_temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Divisor of the logits; 0 is greedy. Others are at least 1e-6."""
+    first_token_temperature: float | None = Field(None, ge=SMALLEST_DIVISOR, allow_inf_nan=False)
     """Temperature of the first token of a response (FIRE, arXiv 2410.21236), e.g. 10; ``null``
     takes ``temperature``. A high value makes responses to one prompt more diverse, and filters
     apply as to other tokens. For the native engine."""
@@ -143,7 +145,7 @@ class SamplingConfig(Settings):
     min_p: float = Field(0.0, ge=0, le=1)
     """Drop tokens less likely than this multiple of the likeliest token's probability; 0 keeps
     all."""
-    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=SMALLEST_DIVISOR, allow_inf_nan=False)
     """Penalty of tokens that occurred before; 1 is none, and a larger value makes repeats less
     likely."""
     max_new_tokens: int = Field(256, ge=1)
@@ -172,6 +174,11 @@ class SamplingConfig(Settings):
 
     @model_validator(mode="after")
     def _bounds(self) -> SamplingConfig:
+        if 0 < self.temperature < SMALLEST_DIVISOR:
+            raise ValueError(
+                f"temperature {self.temperature:g} is below {SMALLEST_DIVISOR:g}, and logits "
+                "divided by it are no numbers; set 0, which is greedy"
+            )
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
