@@ -112,7 +112,8 @@ def run_supervised(
         prepare: Loads data and roles of the run, at step 0.
     """
     with opened_session(config, observer) as session:
-        run = prepare(session)
+        with session.starting():
+            run = prepare(session)
         try:
             run.begin()
             resume_from_checkpoint(run)

@@ -134,19 +134,28 @@ def test_a_server_that_is_killed_and_restarted_changes_no_number(
     assert sum(row["engine/retries"] for row in rows) > 0
 
 
+ENGINE = {"engine": {"kind": "http", "url": "http://127.0.0.1:9"}}
+
+
 @pytest.mark.parametrize(
-    "over",
+    ("verb", "over"),
     [
-        {"engine": {"kind": "http", "url": "http://127.0.0.1:9"}},
-        {"reward": {"models": [{"url": "http://127.0.0.1:9", "name": "rm"}]}},
+        ("rl", ENGINE),
+        ("rl", {"reward": {"models": [{"url": "http://127.0.0.1:9", "name": "rm"}]}}),
+        ("sft", ENGINE),
     ],
-    ids=["engine", "reward"],
+    ids=["engine", "reward", "evaluation"],
 )
 def test_a_run_that_waits_for_its_server_says_so_and_ends_at_sigterm(
-    rl_tree: dict[str, Any], tmp_path: Path, started: list[Any], over: dict[str, Any]
+    rl_tree: dict[str, Any], tmp_path: Path, started: list[Any], verb: str, over: dict[str, Any]
 ) -> None:
-    file = config_file(deep_merge(rl_tree, over), tmp_path, "waits")
-    started.append(warm.Process(["-m", "lightrft", "rl", file], ENVIRONMENT))
+    tree = rl_tree
+    if verb == "sft":
+        tree = {name: rl_tree[name] for name in ("model", "data", "reward", "run")}
+        tree |= {"batch_size": 5, "train": {"steps": 1}}
+        tree["eval"] = {"data": {"sources": rl_tree["data"]["sources"]}, "every": 1}
+    file = config_file(deep_merge(tree, over), tmp_path, "waits")
+    started.append(warm.Process(["-m", "lightrft", verb, file], ENVIRONMENT))
     [run] = started
     until = time.monotonic() + 120
     while "http://127.0.0.1:9 has not answered for" not in run.said(2):
