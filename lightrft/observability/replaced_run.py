@@ -34,11 +34,10 @@ def recover(path: Path, has_begun: bool, clear: Callable[[Path], None]) -> None:
         has_begun: The folder has results of the later run.
         clear: Removes the files of the later run.
     """
+    if has_begun:
+        discard(path)
     moving, kept = path / _MOVING, path / _KEPT
     if kept.exists():
-        if has_begun:
-            shutil.rmtree(kept)
-            return
         clear(path)
         kept.rename(moving)
         log.warning(

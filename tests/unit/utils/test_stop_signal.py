@@ -74,6 +74,17 @@ def test_other_threads_can_only_ask():
     assert seen == ["enough"]
 
 
+def signalled(code, number, timeout):
+    """Send a signal to ``python -c code`` once it has said that it is ready. Return its status and what it wrote after that."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(number)
+        out, err = child.communicate(timeout=timeout)
+    return child.returncode, out, err
+
+
 def test_a_loop_in_a_real_process_finishes_its_step_and_leaves():
     code = (
         "import time\nfrom lightrft.utils.stop_signal import StopFlag\n"
@@ -84,13 +95,8 @@ def test_a_loop_in_a_real_process_finishes_its_step_and_leaves():
         "        if stop: break\n"
         "print('left after', stop.reason, flush=True)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout.readline() == "ready\n"
-        child.terminate()
-        out, err = child.communicate(timeout=600)
-    assert (child.returncode, out) == (0, "left after SIGTERM\n")
+    status, out, err = signalled(code, signal.SIGTERM, timeout=600)
+    assert (status, out) == (0, "left after SIGTERM\n")
     assert "safe point" in err
 
 
@@ -109,12 +115,7 @@ def test_a_wait_in_which_nothing_can_be_lost_ends_at_the_first_signal(number):
         "        with stop.at_once(): print('not reached')\n"
         "    except Terminated: print('no later wait begins')\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout.readline() == "ready\n"
-        child.send_signal(number)
-        out, err = child.communicate(timeout=60)
+    status, out, err = signalled(code, number, timeout=60)
     raised = "Terminated SIGTERM" if number == signal.SIGTERM else "KeyboardInterrupt SIGINT"
-    assert (child.returncode, out) == (0, f"{raised}\nno later wait begins\n")
+    assert (status, out) == (0, f"{raised}\nno later wait begins\n")
     assert "stopping before the first step" in err
