@@ -1,4 +1,4 @@
-"""Warnings about readable rows: text that the tokenizer does not know, and missing labels.
+"""Warnings about readable rows: unknown text, missing labels, and separators within steps.
 
 All counts are in one ``Counter``, so that they are stored and restored with the counts of a
 dataset.
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 
 UNKNOWN, TOKENS, UNLABELLED = "unknown_tokens", "tokens", "unlabelled"
+
+SEPARATED = "steps/with_separator"
 
 _SOURCE, _ROW = "source_of", "row_of"
 
@@ -97,6 +99,24 @@ def note_label(counts: Counter[str], data_source: str, gold: object, source: int
         counts[name] += 1
 
 
+def note_steps(
+    counts: Counter[str], steps: Sequence[str], separator: str, source: int, row: int
+) -> None:
+    """Count the steps of a row that contain the separator of steps.
+
+    Args:
+        counts: the counter to update.
+        steps: the steps of the row.
+        separator: text between two steps.
+        source: index of the source.
+        row: index of the row in its source.
+    """
+    found = sum(separator in step for step in steps)
+    if found:
+        _place(counts, SEPARATED, source, row)
+        counts[SEPARATED] += found
+
+
 def is_missing(gold: object) -> bool:
     """Return True if a label is null, blank or NaN."""
     if gold is None:
@@ -164,3 +184,18 @@ def check_text(rows: CountedRows, key: str) -> None:
         way_out = "Set model.tokenizer (or model.path) to one that was made for this text"
         raise DataError(f"{problem}. {way_out}, or mend the rows")
     log.warning("%s", problem)
+
+
+def check_steps(rows: CountedRows, key: str) -> None:
+    """Warn about steps that contain the separator. ``key`` is the setting of the rows."""
+    found = rows.counts[SEPARATED]
+    if found:
+        log.warning(
+            "%s.sources: %d of %d steps contain %s.separator, the first in %s; the model reads each "
+            "as one step, but splits responses there. Set a separator that is in no step",
+            key,
+            found,
+            rows.counts["steps/labelled"] + rows.counts["steps/unlabelled"],
+            key,
+            rows.first_with(SEPARATED),
+        )

@@ -170,6 +170,19 @@ def test_ratings_of_several_responses_give_a_best_of_n_curve(world, evaluate, tm
     fewer = json.loads(evaluate(str(world / "rated.jsonl"), GOLD, "best_of=3").out)
     assert fewer["eval/best_of/3"] == metrics["eval/best_of/3"]
     assert "eval/best_of/4" not in fewer
+    more = evaluate(str(world / "rated.jsonl"), GOLD, "best_of=5")
+    assert "eval/best_of/1" not in json.loads(more.out)
+    assert "best_of = 5: no prompt has so many rated responses" in more.err
+    assert "The most are 4" in more.err
+
+
+def test_pairs_have_a_curve_of_two_points_where_it_is_asked_for(world, evaluate, tmp_path):
+    plain = json.loads(evaluate(str(world / "pairs.jsonl")).out)
+    assert not any(name.startswith("eval/best_of") for name in plain)
+    asked = json.loads(evaluate(str(world / "pairs.jsonl"), "best_of=2").out)
+    assert asked["eval/best_of/2"] == asked["eval/pair_accuracy"] > asked["eval/best_of/1"] == 0.5
+    report = json.loads((tmp_path / "eval" / results.REPORT).read_text())
+    assert len(report["best_of_n"]) == 2
 
 
 def test_benchmarks_have_their_own_scores(world, evaluate, tmp_path):

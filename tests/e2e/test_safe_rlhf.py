@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RMConfig
 from lightrft.observability.trackers import read_rows
-from lightrft.strategy.checkpoint import load_state
+from lightrft.strategy.checkpoint import CheckpointStore, load_state
 from lightrft.trainer.reward_model.run import run_reward_model
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, DataError
@@ -173,8 +173,12 @@ def test_a_cost_model_learns_order_and_sign_from_rows_of_pku_saferlhf_and_limits
         "optimizer": {"lr": 1e-2},
         "train": {"steps": 30},
         "log": {"tensorboard": False},
+        "eval": {"every": 10},
+        "checkpoint": {"best": "eval/sign_accuracy"},
     }
     run_reward_model(build(RMConfig, tree))
+    store = CheckpointStore(tmp_path / "cost" / "checkpoints", 1, "eval/sign_accuracy")
+    assert store.best() is not None
     found = [row for row in read_rows(tmp_path / "cost" / "metrics.jsonl") if "eval/loss" in row]
     assert found[-1]["eval/sign_accuracy"] > 0.95 > found[0]["eval/sign_accuracy"]
     assert found[-1]["eval/pair_accuracy"] > 0.9

@@ -254,6 +254,22 @@ def best_of_n_curve(
     return curve
 
 
+def reported_curve(
+    prompts: Sequence[ScoredPrompt], head: str, most: int | None = None
+) -> list[BestOfN]:
+    """Return ``best_of_n_curve``, or nothing for pairs whose curve nobody asked for.
+
+    With two responses to each prompt, the curve says what the accuracy says.
+
+    Args:
+        prompts: The prompts.
+        head: See ``best_of_n_curve``.
+        most: See ``best_of_n_curve``.
+    """
+    curve = best_of_n_curve(prompts, head, most)
+    return curve if most is not None or len(curve) > 2 else []
+
+
 def _interval_of(ratings: Sequence[float]) -> Callable[[Sequence[float]], Estimate]:
     """Return the estimate of a mean of ``ratings``.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,13 +24,18 @@ from lightrft.datasets.process.step_formats import read_steps
 from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
 from lightrft.datasets.row_parser import ParsedRow, read_record, row_weight
 from lightrft.datasets.row_tables import MalformedRow, Row
-from lightrft.datasets.row_warnings import UnknownText, note_text
+from lightrft.datasets.row_warnings import UnknownText, note_steps, note_text
 from lightrft.types import Media
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import np
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_SPECIAL = re.compile(r"<\S+>|\[\S+\]")
+"""The usual form of a special token."""
 
 COLUMNS = {
     "tokens": "i",
@@ -134,6 +141,7 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
     * ``special_tokens``: rows that spell a special token as text.
     * ``examples``: the length of the dataset.
     * ``steps/labelled`` and ``steps/unlabelled``: number of steps with and without a label.
+    * ``steps/with_separator``: number of steps that contain the separator.
 
     Args:
         config: the settings of the data.
@@ -230,6 +238,13 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
         text = self.config.separator
         (ids,) = self.encoder.encode([text])
         if ids and self.encoder.tokenizer.unk_token_id not in ids:
+            if len(ids) > 1 and _SPECIAL.fullmatch(text):
+                log.warning(
+                    "data.separator = %r looks like a special token, but the tokenizer encodes it "
+                    "as %d tokens; the model scores each step at the last of them",
+                    text,
+                    len(ids),
+                )
             return ids
         name = self.encoder.tokenizer.name_or_path or type(self.encoder.tokenizer).__name__
         problem = f"data.separator = {text!r} is unknown to the tokenizer {name}"
@@ -262,6 +277,8 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
             ids = [*prompt, *itertools.chain.from_iterable(fitting)]
             unknown = self._unknown.count("".join([full, *own[: len(fitting)]]), ids)
             note_text(self.counts, unknown, len(ids), source, number)
+            kept = row.steps[: len(fitting)]
+            note_steps(self.counts, kept, self.config.separator, source, number)
             self.counts["special_tokens"] += any(map(self.encoder.is_shielded, [full, *own]))
             names.append(row.record.id or f"{self._sources.names[source]}/{number}")
         return names

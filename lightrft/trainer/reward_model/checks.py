@@ -13,6 +13,7 @@ from lightrft.algorithms.reward_model.requirements import (
     RewardRequirements,
     losses_of_heads,
     reward_requirements,
+    signed_score,
 )
 from lightrft.config.base import changed_fields
 from lightrft.config.reward_model import RewardModelConfig
@@ -43,9 +44,11 @@ def check(config: RMConfig) -> RewardRequirements:
     check_unread(config)
     check_reward_model(config.reward_model)
     requirements = reward_requirements(config.reward_model)
+    signed = signed_score(config.reward_model) is not None
+    measured = (*METRICS, "sign_accuracy") if signed else METRICS
     problems = [
         *unread_evaluation(config),
-        *unmeasured_best(config, METRICS, LESS_IS_BETTER),
+        *unmeasured_best(config, measured, LESS_IS_BETTER),
         *_quantised(config),
     ]
     problems += _margins(labelled_heads(config.reward_model, requirements), requirements)

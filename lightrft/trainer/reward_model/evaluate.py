@@ -14,7 +14,7 @@ from pathlib import Path
 from lightrft.algorithms.reward_model.inputs import rated_responses
 from lightrft.algorithms.reward_model.quality import (
     ScoredPrompt,
-    best_of_n_curve,
+    reported_curve,
     head_agreement,
     judged_pairs,
     pair_accuracy,
@@ -241,7 +241,7 @@ def measure(
         prompts: The scored prompts.
         heads: Names of the heads with labels, the compared head first.
         names: Names of all scores.
-        best_of: See ``best_of_n_curve``.
+        best_of: See ``reported_curve``.
 
     Raises:
         DataError: If no two responses to a prompt can be compared.
@@ -266,8 +266,16 @@ def measure(
             intervals[f"agreement of {first} and {second}"] = agreement
     metrics |= suite_metrics(prompts, head)
     metrics |= _score_metrics(prompts, head)
-    curve = best_of_n_curve(prompts, head, best_of)
-    for point in curve if len(curve) > 2 else ():
+    curve = reported_curve(prompts, head, best_of)
+    if best_of is not None and not curve:
+        most = max(len(prompt.rated(head)) for prompt in prompts)
+        log.warning(
+            "best_of = %d: no prompt has so many rated responses, so there is no best-of-n curve. "
+            "The most are %d",
+            best_of,
+            most,
+        )
+    for point in curve:
         metrics[f"eval/best_of/{point.n}"] = point.chosen.mean
         metrics[f"eval/best_of/{point.n}/low"] = point.chosen.low
         metrics[f"eval/best_of/{point.n}/high"] = point.chosen.high

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightrft.algorithms.reward_model.quality import (
     ScoredPrompt,
-    best_of_n_curve,
+    reported_curve,
     calibration_bins,
     judged_pairs,
     pair_accuracy,
@@ -80,12 +80,11 @@ def write_report_data(
         prompts: The scored prompts.
         head: Head whose scores are shown.
         worst: Number of pairs to show whose order is most wrong.
-        best_of: See ``best_of_n_curve``.
+        best_of: See ``reported_curve``.
     """
     pairs = judged_pairs(prompts, head)
     if not pairs:
         return
-    curve = best_of_n_curve(prompts, head, best_of)
     shown: list[Shown] = []
     for prompt, better, worse in worst_pairs(prompts, head, worst):
         try:
@@ -101,8 +100,7 @@ def write_report_data(
         ),
         "calibration": [asdict(one) for one in calibration_bins(pairs)],
         "subsets": _subsets(prompts, head),
-        # of two responses, the curve is the accuracy
-        "best_of_n": [asdict(point) for point in curve] if len(curve) > 2 else [],
+        "best_of_n": [asdict(point) for point in reported_curve(prompts, head, best_of)],
         "worst": shown,
     }
     write_json(folder / REPORT, content)

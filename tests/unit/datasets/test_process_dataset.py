@@ -15,6 +15,7 @@ from lightrft.config.data import ProcessDataConfig
 from lightrft.datasets.process.process_dataset import ProcessDataset, ProcessExample
 from lightrft.datasets.process.step_formats import RawSteps, read_steps
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.row_warnings import check_steps
 from lightrft.utils.errors import ConfigError, DataError
 from tests.media_helpers import rig
 from tests.unit.datasets.media_files import picture
@@ -277,6 +278,38 @@ def test_a_separator_that_the_tokenizer_does_not_know_is_refused(examples: Make)
     assert tokenizer.unk_token_id is not None
     with pytest.raises(ConfigError, match=r"data\.separator = .* is unknown to the tokenizer"):
         examples([STEPWISE], tokenizer, separator="\u2603")
+
+
+def test_steps_that_contain_the_separator_are_counted_and_warned_of_with_the_first(
+    examples: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    split = {**STEPWISE, "completions": ["One;and;one.", "It is 3."]}
+    check_steps(examples([STEPWISE], separator=";"), "data")
+    assert not caplog.messages
+    dataset = examples([STEPWISE, split, split], separator=";")
+    check_steps(dataset, "data")
+    assert dataset.counts["steps/with_separator"] == 2
+    (warning,) = caplog.messages
+    assert "2 of 6 steps contain data.separator" in warning
+    assert "line 2" in warning
+
+
+def test_steps_that_are_cut_off_count_no_separators(examples: Make) -> None:
+    row = {**STEPWISE, "completions": ["One.", "It; is; 3."]}
+    (whole,) = examples([row], separator=";")
+    room = len(whole.prompt_ids) + len(whole.response_ids) - 1
+    dataset = examples([row], separator=";", max_tokens=room, overlong_prompts="truncate")
+    assert dataset.counts["truncated"] == 1
+    assert dataset.counts["steps/with_separator"] == 0
+
+
+@pytest.mark.parametrize(("separator", "warned"), [("<extra_0>", 1), ("<|im_end|>", 0), (" ;;", 0)])
+def test_a_separator_that_looks_like_a_special_token_and_is_none_is_warned_of(
+    separator: str, warned: int, examples: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    examples([STEPWISE], separator=separator)
+    assert len(caplog.messages) == warned
+    assert all("looks like a special token" in message for message in caplog.messages)
 
 
 def test_media_of_a_question_belong_to_the_prompt(examples: Make, tmp_path: Path) -> None:
