@@ -133,7 +133,9 @@ def local_policy(
     decoder = KVDecoder(actor.model, actor.experts)
     together = strategy.tensor_parallel
     if engine.kind == "vllm":
-        return placed, actor, local_vllm(model, engine, tokenizer, decoder, ranks, together)
+        # a run that trains sends its weights once its checkpoint is loaded
+        built = local_vllm(model, engine, tokenizer, decoder, ranks, together, loads=not trains)
+        return placed, actor, built
     if engine.kind in SERVED_KINDS:
         served = local_served(
             model,

@@ -34,6 +34,8 @@ def local_vllm(
     ranks: ProcessGroup,
     together: int = 1,
     dtype: torch.dtype | None = None,
+    *,
+    loads: bool = True,
 ) -> VLLMEngine:
     """Build an engine over a copy of the policy, and load the policy's weights into it.
 
@@ -45,6 +47,7 @@ def local_vllm(
         ranks: All ranks of the run. Each must call it.
         together: The setting ``strategy.tensor_parallel``.
         dtype: See ``build_vllm``.
+        loads: False for a run that sends its weights before the first response.
 
     Raises:
         ConfigError: vLLM is not installed, or cannot hold this policy.
@@ -53,7 +56,7 @@ def local_vllm(
     check_replica("vllm", model, together)
     built = build_vllm(model, engine, tokenizer, decoder, ranks, dtype)
     # the weights of several ranks are read later, and each step sends them
-    if ranks.size == 1:
+    if loads and ranks.size == 1:
         weights = dict(decoder.parameters())
         # a checkpoint's weights are in the policy, and not in the folder that vLLM loaded
         refuse_weights(built.load_weights(weights.items(), 0), weights, 0)
