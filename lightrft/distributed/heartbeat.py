@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightrft.distributed.error_report import report_error
-from lightrft.utils.errors import RankError, first_line
+from lightrft.utils.errors import RESUMES, RankError, first_line
 
 Sign = tuple[int, dict[str, int]]
 """A heartbeat: its number, and the collective calls that the rank has reached on each line."""
@@ -200,7 +200,7 @@ class Heartbeat:
             self._store.set("verdict", verdict)
         elif not self._store.check(["verdict"]):
             return
-        _leave(f"{self._get('verdict')}. The same command resumes from the last checkpoint")
+        _leave(f"{self._get('verdict')}. {RESUMES}")
 
     def _beat(self) -> None:
         self._beats += 1

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightrft.distributed.local_store import is_loopback, keep_gloo_local, loopback_store
-from lightrft.utils.errors import ConfigError, LostRankError, RankError, first_line
+from lightrft.utils.errors import RESUMES, ConfigError, LostRankError, RankError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,8 +157,7 @@ def _lost(error: RuntimeError, minutes: float, blame: str) -> LostRankError:
     """Build the error of a lost connection, which names the rank in ``blame`` if one was found."""
     blame = blame or "a rank has ended or timed out; see the messages of the other ranks"
     return LostRankError(
-        f"{blame} (strategy.timeout_minutes = {minutes:g} minutes; {first_line(error)}). The "
-        "same command resumes from the last checkpoint"
+        f"{blame} (strategy.timeout_minutes = {minutes:g} minutes; {first_line(error)}). {RESUMES}"
     )
 
 

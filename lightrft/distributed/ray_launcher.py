@@ -48,7 +48,7 @@ from lightrft.distributed.ray_workers import WorkerAllocator, WorkerRegistry, us
 from lightrft.observability.logging_setup import ROOT
 from lightrft.observability.redaction import check_complete
 from lightrft.utils import errors
-from lightrft.utils.errors import ConfigError, RankError, UserError, WorkerError
+from lightrft.utils.errors import RESUMES, ConfigError, RankError, UserError, WorkerError
 from lightrft.utils.stop_signal import StopFlag
 
 if TYPE_CHECKING:
@@ -336,14 +336,11 @@ class RayLauncher:
         stopping.
         """
         if self.stop:
-            raise RankError(
-                f"{lost}, while the run was being stopped; the same command resumes from the "
-                "last checkpoint"
-            )
+            raise RankError(f"{lost}, while the run was being stopped. {RESUMES}")
         if self.losses > self.asked.restarts:
             raise RankError(
                 f"{lost}; the ranks were restarted launch.ray.restarts = {self.asked.restarts} "
-                "times. The same command resumes from the last checkpoint"
+                f"times. {RESUMES}"
             )
         log.warning(
             "%s; all ranks start again from the last checkpoint (%d of %d)",
@@ -559,4 +556,4 @@ class RayLauncher:
 
 def without_way_on(text: str) -> str:
     """Return ``text`` without its advice on how to resume, which the launcher adds itself."""
-    return text.partition(". The same command")[0]
+    return text.partition(f". {RESUMES}")[0]

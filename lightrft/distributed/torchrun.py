@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from lightrft.distributed.error_report import SPEAKER
 from lightrft.distributed.local_store import LOOPBACK, loopback_store
+from lightrft.utils.errors import RESUMES
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 BACKEND = "one-machine"
-GO_ON = "the same command resumes from the last checkpoint"
 
 
 def run_processes(name: str, program: Sequence[str], processes: int, minutes: float) -> int:
@@ -158,7 +158,7 @@ def cause(failures: Mapping[int, ProcessFailure], forced: Collection[int] = ()) 
     if kind == "user":
         everyone = all(said == text for _, said in told.values())
         return (text if everyone else f"rank {rank}: {text}"), 2
-    return f"rank {rank} {text}; {GO_ON}", 1
+    return f"rank {rank} {text}. {RESUMES}", 1
 
 
 def _told(failure: ProcessFailure) -> tuple[str, str]:

@@ -21,16 +21,13 @@ from lightrft.observability.replaced_run import discard, recover, set_aside
 from lightrft.observability.rollout_writer import Attached, RolloutWriter
 from lightrft.observability.trackers import JsonLinesTracker, Row, TensorBoard, Tracker, Wandb
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import RESUMES, ConfigError
 
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 AT_START = "free some space, or choose another run.dir"
-LATER = (
-    "free some space, or restore the folder and the right to write there; the same command then "
-    "resumes from the last checkpoint"
-)
+LATER = f"free some space, or restore the folder and the right to write there. {RESUMES}"
 # This phase has no rollouts and runs before the phases that have, so a rewind into it removes all.
 SUPERVISED = "sft"
 OURS = (

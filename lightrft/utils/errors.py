@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+RESUMES = "The same command resumes from the last checkpoint, or starts over if there is none"
+"""What to do about an error that ends a run in the middle."""
+
 
 class UserError(Exception):
     """An error with a cause outside the program.

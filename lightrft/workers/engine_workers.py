@@ -35,7 +35,7 @@ from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
 from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Request, Rollout
-from lightrft.utils.errors import WorkerError
+from lightrft.utils.errors import RESUMES, WorkerError
 from lightrft.workers.local import local_frozen
 from lightrft.workers.local_draft import draft_decoder
 from lightrft.workers.local_vllm import build_vllm
@@ -522,6 +522,6 @@ class _Job:
                 f"same {len(often)} responses, e.g. to prompt {often[0].prompt.id!r} (the last: "
                 f"{desk.worker.name}: {why}), more than launch.ray.restarts = {restarts}; see "
                 "what the lines above say of it. Where it is memory, lower engine.max_num_seqs, "
-                "engine.max_cache_tokens or the length of responses. The same command resumes "
-                "from the last checkpoint"
+                "engine.max_cache_tokens or the length of responses. "
+                f"{RESUMES}"
             )

@@ -16,7 +16,7 @@ from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.models.actor import TokenScores
 from lightrft.models.divergence.token_divergence import TopTarget
 from lightrft.types import Batch
-from lightrft.utils.errors import ConfigError, ResourceError
+from lightrft.utils.errors import RESUMES, ConfigError, ResourceError
 
 WAITS = (1.0, 4.0, 15.0)
 """Seconds before each repetition of a failed request."""
@@ -179,7 +179,7 @@ class ServedTeacher:
                 raise ConfigError(f"{self.key}.url = {settings.url!r}: {problem}")
         raise ResourceError(
             f"{self.key}.url = {settings.url!r} did not answer {len(WAITS) + 1} times, the last: "
-            f"{problem}; the same command resumes from the last checkpoint"
+            f"{problem}. {RESUMES}"
         )
 
     def close(self) -> None:

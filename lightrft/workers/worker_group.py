@@ -14,7 +14,7 @@ from typing import Any
 
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.worker_api import Maker, Worker, WorkerLost
-from lightrft.utils.errors import WorkerError
+from lightrft.utils.errors import RESUMES, WorkerError
 
 __all__ = ["WorkerGroup", "FaultPolicy", "Maker", "PendingCall", "Worker", "WorkerLost"]
 
@@ -281,8 +281,7 @@ class WorkerGroup:
             if tried >= self.limits.restarts:
                 raise WorkerError(
                     f"{worker.name} was lost again after launch.ray.restarts = {tried} restarts "
-                    f"in a row ({reason}); see what the lines above say of it. The same command "
-                    "resumes from the last checkpoint"
+                    f"in a row ({reason}); see what the lines above say of it. {RESUMES}"
                 )
             log.warning("%s was lost (%s); restarting it", worker.name, reason)
             try:

@@ -25,7 +25,7 @@ from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.stop_strings import StopStrings
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import ConfigError, ModelError, ResourceError
+from lightrft.utils.errors import RESUMES, ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client.server_client import OpenStream, ServerClient, Unanswered
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def failure(error: Exception, where: str) -> Exception:
         return error
     if error.refused:
         return ConfigError(f"{where}: {error}")
-    return ResourceError(f"{where}: {error}; the same command resumes from the last checkpoint")
+    return ResourceError(f"{where}: {error}. {RESUMES}")
 
 
 @dataclass(frozen=True, slots=True)

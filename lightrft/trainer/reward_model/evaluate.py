@@ -14,10 +14,10 @@ from pathlib import Path
 from lightrft.algorithms.reward_model.inputs import rated_responses
 from lightrft.algorithms.reward_model.quality import (
     ScoredPrompt,
-    reported_curve,
     head_agreement,
     judged_pairs,
     pair_accuracy,
+    reported_curve,
 )
 from lightrft.algorithms.reward_model.rating_losses import right_signs, sign_problem
 from lightrft.algorithms.reward_model.requirements import signed_score

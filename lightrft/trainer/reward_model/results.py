@@ -10,10 +10,10 @@ from pathlib import Path
 
 from lightrft.algorithms.reward_model.quality import (
     ScoredPrompt,
-    reported_curve,
     calibration_bins,
     judged_pairs,
     pair_accuracy,
+    reported_curve,
 )
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media import Item

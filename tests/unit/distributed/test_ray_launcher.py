@@ -30,7 +30,7 @@ from lightrft.distributed.ray_launcher import (
     resumes_run,
 )
 from lightrft.distributed.ray_workers import WorkerRegistry, current_allocator
-from lightrft.utils.errors import ConfigError, RankError, ResourceError, RewardError
+from lightrft.utils.errors import RESUMES, ConfigError, RankError, ResourceError, RewardError
 from lightrft.utils.stop_signal import StopFlag
 from lightrft.workers.worker_group import FaultPolicy
 
@@ -344,9 +344,7 @@ def test_a_rank_that_has_given_up_is_lost_by_its_own_words_and_one_that_said_not
     None
 ):
     driver, heard = driver_of(), []
-    driver.pass_on(
-        [("left", (0, "rank 1 is silent. The same command resumes from the last checkpoint"))]
-    )
+    driver.pass_on([("left", (0, f"rank 1 is silent. {RESUMES}"))])
     assert (
         str(driver.lost(0, "exit 2"))
         == "rank 0 on node 10.0.0.1 (first) has given up: rank 1 is silent"

@@ -11,7 +11,7 @@ import pytest
 
 from lightrft.distributed.error_report import ERROR_FILE, SPEAKER, report_error
 from lightrft.distributed.torchrun import Forced, cause
-from lightrft.utils.errors import ConfigError, RankError
+from lightrft.utils.errors import RESUMES, ConfigError, RankError
 
 
 def failure(
@@ -61,10 +61,7 @@ def test_what_a_rank_says_of_another_counts_only_where_that_one_says_nothing(tmp
 def test_a_killed_rank_is_named_with_the_signal_and_the_way_on(tmp_path):
     found, status = cause({0: failure(2, RankError("x"), tmp_path), 3: failure(-9, None, tmp_path)})
     assert status == 1
-    assert found == (
-        "rank 3 was killed by SIG9, as happens when memory runs out; the same command resumes "
-        "from the last checkpoint"
-    )
+    assert found == (f"rank 3 was killed by SIG9, as happens when memory runs out. {RESUMES}")
 
 
 def test_what_the_launcher_kills_itself_is_known_from_its_log():

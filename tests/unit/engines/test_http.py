@@ -264,7 +264,7 @@ def test_a_server_that_breaks_for_good_ends_the_run_with_the_cause(url: str) -> 
     with altered(url, lambda _, event: None if is_broken else event) as other:
         found = opened(other, deadline=1.0)
         is_broken.append(True)
-        with pytest.raises(ResourceError, match=r"the server broke.*the same command resumes"):
+        with pytest.raises(ResourceError, match=r"the server broke.*The same command resumes"):
             found.run(max_new_tokens=12)
 
 
