@@ -52,12 +52,10 @@ def run(arguments: Sequence[str]) -> int:
 def explanation_of(words: Sequence[str]) -> Explanation:
     """Return the explanation of a preset, or of a config of any verb that trains."""
     from lightrft.algorithms.preference.compatibility import check_preference
-    from lightrft.algorithms.requirements import Requirements
-    from lightrft.algorithms.validate.check_parts import check_parts
     from lightrft.diagnostics.explain import explain
     from lightrft.diagnostics.explain_distill import explain_distillation
     from lightrft.diagnostics.explain_supervised import explain_supervised
-    from lightrft.trainer.checks.check_rollout import check_rollout
+    from lightrft.trainer.checks.check_rollout import check_algorithm
 
     verb, settings = "auto", []
     for word in words:
@@ -74,8 +72,7 @@ def explanation_of(words: Sequence[str]) -> Explanation:
 
         return explain_iterate(config, loaded.sources)
     if isinstance(config, RLConfig):
-        check_parts(config.algorithm)
-        check_rollout(config, Requirements.of(config.algorithm))
+        check_algorithm(config)
         return explain(config, loaded.sources)
     if isinstance(config, DistillVerbConfig):
         return explain_distillation(config, loaded.sources)

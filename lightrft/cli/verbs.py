@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightrft.algorithms.preference.requirements import preference_requirements
-from lightrft.algorithms.requirements import Requirements
-from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.cli.arguments import memory_errors, parse, positional, settings_of
 from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching, with_report
@@ -35,7 +33,7 @@ from lightrft.config.verbs import (
     SFTConfig,
     TrainingConfig,
 )
-from lightrft.trainer.checks.check_rollout import check_rollout
+from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.utils.errors import ConfigError, did_you_mean
 
 FolderConfig: TypeAlias = ExportConfig | MergeConfig | ConvertConfig
@@ -287,8 +285,7 @@ def train(
         return 0
     config = plain_settings(parsed)
     if isinstance(config, RLConfig):  # done here too: reject a wrong name before importing torch
-        check_parts(config.algorithm)
-        check_rollout(config, Requirements.of(config.algorithm))
+        check_algorithm(config)
     if (status := started(verb, [*method, *arguments], config)) is not None:
         return status
     with memory_errors(), watching(config.run) as observer:

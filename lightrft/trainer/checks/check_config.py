@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 
 from lightrft.algorithms.requirements import Requirements
-from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardTerm, ScoringModelConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.trainer.checks.check_engine import check_engine
-from lightrft.trainer.checks.check_rollout import check_rollout
+from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.trainer.checks.preflight import check_learning, check_trained_weights
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.build_remote import check_workers
@@ -23,7 +22,7 @@ def check(config: RLConfig) -> Requirements:
 
     Raises ``ConfigError`` for problems that can be found without a model or data.
     """
-    requirements = Requirements.of(config.algorithm)
+    requirements = check_algorithm(config)
     check_reward(config, requirements)
     if not config.data.sources:
         raise ConfigError(
@@ -40,9 +39,7 @@ def check(config: RLConfig) -> Requirements:
             f"turn negative; raise it above {answers // 5}"
         )
     check_trained_weights(config.model)
-    check_parts(config.algorithm)
     check_learning(config, requirements)
-    check_rollout(config, requirements)
     check_roles(config, requirements)
     check_costs(config)
     check_workers(config, requirements)

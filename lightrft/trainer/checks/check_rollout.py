@@ -8,6 +8,7 @@ from typing import Any
 from lightrft.algorithms.group_filters import FILTERS
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.sample_selection import SELECTIONS
+from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.algorithms.validate.component_kinds import signature_problems
 from lightrft.config.base import ComponentConfig
 from lightrft.config.rollout import RolloutConfig
@@ -17,6 +18,17 @@ from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import np
 from lightrft.utils.registry import Registry
+
+
+def check_algorithm(config: RLConfig) -> Requirements:
+    """Return what the algorithm reads, once its parts and the rollouts are checked.
+
+    It needs no model and no data. Raises ``ConfigError`` for settings that cannot work.
+    """
+    check_parts(config.algorithm)
+    requirements = Requirements.of(config.algorithm)
+    check_rollout(config, requirements)
+    return requirements
 
 
 def check_rollout(config: RLConfig, requirements: Requirements) -> None:
