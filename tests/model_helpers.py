@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, TrOCRConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrOCRConfig
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
@@ -90,13 +90,20 @@ def byte_pairs(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def vllm_model(
-    folder: Path, seed: int = 0, spread: float = 0.3, tied: bool = False, heads: int = 2
+    folder: Path,
+    seed: int = 0,
+    spread: float = 0.3,
+    tied: bool = False,
+    heads: int = 2,
+    kind: str = "qwen2",
 ) -> Any:
     """Save a model that vLLM can compute on a CPU, where heads have 32 channels or more, with its tokenizer. Return the model."""
     tokenizer = byte_pairs(["the quick brown fox jumps", "one + two = three"], 280)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=len(tokenizer),
         max_position_embeddings=256,
         hidden_size=64,
@@ -108,6 +115,7 @@ def vllm_model(
         initializer_range=spread,
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=tied,
+        **(experts if kind != "qwen2" else {}),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)

@@ -111,7 +111,7 @@ class VLLMEngine:
         self._growing: dict[str, GrowingResponse] = {}
         self._numbers = itertools.count()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._sleeping = False
+        self._sleeping = self._has_warned = False
         # values of 8 bits are made here, so vLLM starts without weights
         self._has_weights = form is None
         # what vLLM has freed: it must be asked to map each part again only once
@@ -135,6 +135,12 @@ class VLLMEngine:
         try:
             with names:
                 return self._vllm.LLM(**options)
+        # of a class of vLLM that is broken, which each has an error of its own
+        except (AttributeError, NotImplementedError, TypeError) as error:
+            raise ConfigError(
+                f"engine.kind = vllm: vLLM cannot start with model.path = {model.path}: "
+                f"{type(error).__name__}: {error}; set engine.kind=native"
+            ) from error
         except ValueError as error:
             size = options["kv_cache_memory_bytes"]
             raise ResourceError(
@@ -252,6 +258,7 @@ class VLLMEngine:
                 continue
             part = output.outputs[0]
             self._check_logprobs(part)
+            self._check_adapter(output)
             for token, known in zip(part.token_ids, part.logprobs or (), strict=True):
                 if response.reason is None:
                     response.append(token, known[token].logprob, self.version)
@@ -307,12 +314,40 @@ class VLLMEngine:
         with self.weights.cost.timed():
             found = self.weights.load(weights, version)
         self._has_weights = True
+        self._check_uncompared()
         if not self._core.reset_prefix_cache():
             raise ModelError("vLLM did not reset its prefix cache after the weight update")
         # features of the media encoder, which may have been trained too
         self._core.reset_encoder_cache()
         self.version = version
         return found
+
+    def _check_adapter(self, output: Any) -> None:
+        """Raise ``ModelError`` if vLLM has sampled with another adapter than the newest one."""
+        wanted, used = self.weights.adapter, output.lora_request
+        if wanted is not None and (used is None or used.lora_int_id != wanted.lora_int_id):
+            name = "no adapter" if used is None else f"the adapter {used.lora_name!r}"
+            raise ModelError(
+                f"Cause: vLLM sampled a response with {name} in place of {wanted.lora_name!r}"
+            )
+
+    def _check_uncompared(self) -> None:
+        """Warn of tensors that cannot be compared with what vLLM holds.
+
+        Raises ``ConfigError`` if log-probs are not compared either.
+        """
+        names = self.weights.uncompared
+        if not names or self._has_warned:
+            return
+        kind = self._llm.model_config.hf_config.model_type
+        problem = (
+            f"vLLM keeps {len(names)} tensors of the model type {kind!r} under other names, e.g. "
+            f"{min(names)}, so that they cannot be compared after an update"
+        )
+        if not self.config.check_logprobs:
+            raise ConfigError(f"{problem}; set engine.check_logprobs=true, or engine.kind=native")
+        log.warning("%s; the log-probs of the batch that follows are", problem)
+        self._has_warned = True
 
     def take_counts(self) -> dict[str, float]:
         """See ``HasEventCounts``."""

@@ -45,6 +45,7 @@ class VLLMGroup(WeightTransport):
 
     Attributes:
         dtype: The dtype of the server's model.
+        uncompared: Names of tensors that were sent and cannot be found in the server's model.
 
     Raises:
         Unanswered: The server does not join.
@@ -64,6 +65,7 @@ class VLLMGroup(WeightTransport):
         self.client = client
         self._ranks = range(1, processes + 1)
         self._work: Any = None
+        self.uncompared: set[str] = set()
         host, members = address_towards(client.url), processes + 1
         self._store = open_store(host, members, timedelta(seconds=seconds))
         bucket = self.slots[0].numel()
@@ -100,7 +102,9 @@ class VLLMGroup(WeightTransport):
             self.send(slot, layout)
         self.flush()
         self.client.ask("POST", "/finish_weight_update", {}, once=True)
-        return [json.loads(self._store.get(report_key(name, rank))) for rank in self._ranks]
+        said = [json.loads(self._store.get(report_key(name, rank))) for rank in self._ranks]
+        self.uncompared |= {other for one in said for other in one["uncompared"]}
+        return [one["received"] for one in said]
 
     def _ask_apart(self, path: str) -> None:
         """Ask ``path`` once. After an error vLLM closes the connection, so no other request may be

@@ -96,7 +96,7 @@ class BroadcastToVLLM:
         self._config = config
         self._refusal = refusal
         self._group: VLLMGroup | None = None
-        self._has_joined = False
+        self._has_joined = self._has_warned = False
         self._updates = itertools.count()
         self._device = torch.device("cpu")
         self._dtypes = HeldDtypes()
@@ -180,9 +180,11 @@ class BroadcastToVLLM:
         self._rename(f"{self._version}-incomplete")
         if weights:
             sent = self.cost.counted(weights.items())
-            for received in self._joined().update(sent, f"{next(self._updates)}"):
+            group = self._joined()
+            for received in group.update(sent, f"{next(self._updates)}"):
                 self._compare(received, weights)
                 self._received |= received
+            self._warn_of(group.uncompared)
         self._rename(self._version)
         ask("POST", "/resume", {}, once=True)
 
@@ -190,12 +192,24 @@ class BroadcastToVLLM:
         self.client.ask("POST", "/update_weight_version", {"new_version": version}, once=True)
 
     def _compare(self, received: Mapping[str, str], sent: Mapping[str, Tensor]) -> None:
-        """Raise ``ModelError`` unless a process of the server received what was sent."""
+        """Raise ``ModelError`` unless a process of the server holds what was sent."""
         expected = {name: self._sums[name] for name in sent}
         if odd := {name for name, _ in received.items() ^ expected.items()}:
             raise ModelError(
-                f"weights {self._version!r} were not transferred: {self._url} received "
-                f"{len(odd)} of {len(expected)} tensors wrong or not at all, e.g. {min(odd)!r}"
+                f"weights {self._version!r} were not transferred: {self._url} holds {len(odd)} of "
+                f"{len(expected)} tensors wrong or not at all, e.g. {min(odd)!r}"
+            )
+
+    def _warn_of(self, names: set[str]) -> None:
+        """Warn of tensors that the server cannot find in its model, once."""
+        if names and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s has %d tensors under other names, e.g. %s: only the log-probs of a batch show "
+                "that an update of them arrived",
+                self._url,
+                len(names),
+                min(names),
             )
 
     def _join_first(self) -> None:

@@ -1,4 +1,7 @@
-"""Names of parameters for classes of vLLM that do not know those of transformers 5."""
+"""Names of parameters for classes of vLLM that do not know those of transformers 5.
+
+Other classes map names themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from lightrft.utils.errors import ModelError
 
@@ -21,9 +27,37 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "lm_head.": "language_model.lm_head.",
     },
 }
-"""Prefixes in transformers and in vLLM 0.32, by model type. Other classes map names themselves."""
+"""Prefixes in transformers and in vLLM 0.32, by model type."""
 REPEATED = ("language_model.model.model.", "language_model.model.")
 """Prefix that transformers 5.19 writes into folders of Qwen2-Audio, and the right one."""
+
+
+class VLLMNames:
+    """Gives tensors of the policy the names that vLLM's class loads.
+
+    transformers 5 keeps the experts of a layer in one tensor. vLLM loads them one by one, as
+    checkpoints have them.
+
+    Args:
+        about: vLLM's ``ModelConfig``.
+    """
+
+    def __init__(self, about: Any) -> None:
+        self._family: str = about.hf_config.model_type
+        self._mixture: PreTrainedModel | None = None
+        if about.is_moe:
+            with torch.device("meta"):
+                self._mixture = AutoModelForCausalLM.from_config(about.hf_config)
+
+    def named(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """Return the tensors that vLLM loads for the parameter ``name`` of the policy.
+
+        Raises:
+            ModelError: See ``vllm_name``.
+        """
+        if self._mixture is None:
+            return [(vllm_name(self._family, name), tensor)]
+        return list(revert_weight_conversion(self._mixture, {name: tensor}).items())
 
 
 def vllm_name(family: str, name: str) -> str:

@@ -6,7 +6,7 @@ proof reads through the kernel that samples, and depends on no layout in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.fingerprint import checksum
+from lightrft.engines.vllm_parts.held_weights import unfused
 from lightrft.engines.vllm_parts.row_formats import RowFormat
 from lightrft.utils.errors import ConfigError, ModelError
 
@@ -128,15 +129,6 @@ def quantized_parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
         if isinstance(getattr(module, "weight_scale", None), Tensor):
             found[path] = tuple(f"{part}.weight" for part in unfused(model, path))
     return found
-
-
-def unfused(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the layers that vLLM has fused into ``path``, in order."""
-    # adapters wrap a layer
-    plain = path.replace(".base_layer", "")
-    parent, dot, leaf = plain.rpartition(".")
-    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    return [f"{parent}{dot}{part}" for part in fused.get(leaf, [leaf])]
 
 
 def find_difference(

@@ -20,11 +20,15 @@ from torch import Tensor
 
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.tensor_slices import slice_from_json
-from lightrft.engines.vllm_parts.parameter_names import vllm_name
+from lightrft.engines.vllm_parts.held_weights import HeldWeights
+from lightrft.engines.vllm_parts.kernel_copies import pack_experts, repack_tied_layers
+from lightrft.engines.vllm_parts.parameter_names import VLLMNames
 from lightrft.engines.weight_transport import WeightBuffer
 
 BACKEND = "lightrft"
 """Name of the backend, for ``--weight-transfer-config``."""
+NOT_HELD = "not held"
+"""Reported in place of the checksum of a tensor that was received and is not in the model."""
 UPDATE_KEY = "update"
 """Key of the store where the trainer names the update that it sends."""
 
@@ -65,8 +69,9 @@ class WeightReceiver:
     """Receives weights in a process of vLLM and loads them. Mixed into vLLM's own base class.
 
     After the last bucket, the process writes the checksums of all tensors that it received into the
-    trainer's store. vLLM replaces the tensors of all layers by empty ones when an update begins,
-    and fills a fused layer once its last part has come.
+    trainer's store, and ``NOT_HELD`` for those that its model does not hold then. vLLM replaces the
+    tensors of all layers by empty ones when an update begins, and fills a fused layer once its last
+    part has come.
 
     Attributes of vLLM's base class: ``model``, ``model_config``, ``parallel_config``, ``device``.
     """
@@ -84,6 +89,9 @@ class WeightReceiver:
     _rank = 0
     _is_begun = False
     _received: dict[str, str]
+    _names: VLLMNames | None = None
+    _compared: HeldWeights | None = None
+    _sources: dict[str, str]
 
     def init_transfer_engine(self, info: GroupInfo) -> None:
         """Join the group of ``info``. Leave the group of an earlier trainer.
@@ -116,8 +124,13 @@ class WeightReceiver:
         if self._is_begun:
             # Layers that an interrupted update has filled in part would count its tensors twice.
             self._finalize()
-        self._received = {}
+        if self._compared is None:
+            self._names = VLLMNames(self.model_config)
+            self._compared = HeldWeights(self.model, self.model_config)
+        self._compared.begin()
+        self._received, self._sources = {}, {}
         self._is_begun = True
+        pack_experts(self.model)
         reload_module().initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -139,8 +152,12 @@ class WeightReceiver:
         """Put the new weights in place, and report them. Layers that got none keep theirs."""
         self._finalize()
         if self._report is not None:
+            assert self._compared is not None
+            for name in self._compared.lost():
+                self._received[self._sources[name]] = NOT_HELD
+            said = {"received": self._received, "uncompared": self._compared.unknown()}
             update = self._report.get(UPDATE_KEY).decode()
-            self._report.set(report_key(update, self._rank), json.dumps(self._received))
+            self._report.set(report_key(update, self._rank), json.dumps(said))
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -150,13 +167,17 @@ class WeightReceiver:
 
     def _finalize(self) -> None:
         reload_module().finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_layers(self.model)
         self._is_begun = False
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        family = self.model_config.hf_config.model_type
+        assert self._names is not None and self._compared is not None
         for name, tensor in weights:
             self._received[name] = checksum(tensor)
-            self.model.load_weights([(vllm_name(family, name), tensor)])
+            for own, part in self._names.named(name, tensor):
+                self._sources[own] = name
+                self._compared.record(own, part)
+                self.model.load_weights([(own, part)])
 
 
 def dtype_key(rank: int) -> str:

@@ -21,7 +21,10 @@ from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.merged_adapters import merged
 from lightrft.engines.sending.update_cost import UpdateCost
-from lightrft.engines.vllm_parts.parameter_names import vllm_name
+from lightrft.engines.vllm_parts.held_adapter import lost_adapter
+from lightrft.engines.vllm_parts.held_weights import HeldWeights
+from lightrft.engines.vllm_parts.kernel_copies import pack_experts, repack_tied_layers
+from lightrft.engines.vllm_parts.parameter_names import VLLMNames
 from lightrft.engines.vllm_parts.quantized_weights import QuantizedWeights
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import plain_name
@@ -51,6 +54,7 @@ class VLLMWeights:
     Attributes:
         adapter: The ``LoRARequest`` that every request must carry. ``None`` if none is served.
         frozen: Parameters that ``load`` reads first, for callers that send the trained ones alone.
+        uncompared: Names of tensors that were sent and cannot be found in vLLM's model.
         cost: Bytes that vLLM has read, and seconds that ``load`` has taken.
     """
 
@@ -66,7 +70,11 @@ class VLLMWeights:
         self.cost = UpdateCost()
         self.frozen: Mapping[str, Tensor] = {}
         self._llm, self._lora, self._quantized = llm, lora, quantized
-        self._family = llm.model_config.hf_config.model_type
+        self._names = VLLMNames(llm.model_config)
+        # vLLM computes in this process
+        [self._model] = llm.apply_model(lambda model: model)
+        self._compared = HeldWeights(self._model, llm.model_config)
+        self.uncompared: set[str] = set()
         self._request = package.lora.request.LoRARequest
         self._numbers = itertools.count(1)
         self._held: Fingerprint = {}
@@ -84,7 +92,7 @@ class VLLMWeights:
             version: Their version.
 
         Raises:
-            ModelError: vLLM does not hold the new adapter, or other quantized values.
+            ModelError: vLLM does not hold all that it was sent.
         """
         found: Fingerprint = {}
 
@@ -107,14 +115,23 @@ class VLLMWeights:
         self._held = {}
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        weights = ((vllm_name(self._family, name), tensor) for name, tensor in weights)
+        weights = (one for name, tensor in weights for one in self._names.named(name, tensor))
         if self._quantized is not None:
             weights = self._quantized.recorded(weights)
+        else:
+            weights = self._compared.recorded(weights)
         self._llm.collective_rpc(reload, args=(self.cost.counted(weights),))
-        # vLLM may stop early, and reading may be a collective call
-        deque(weights, maxlen=0)
+        # reading may be a collective call, so it must go to the end on all ranks
+        left = [name for name, _ in weights]
+        if left:
+            raise ModelError(
+                f"vLLM stopped reading before {len(left)} tensors of a weight update, e.g. "
+                f"{left[0]}. Cause: a lost update"
+            )
         if self._quantized is not None:
             self._quantized.check()
+        else:
+            self.uncompared |= self._compared.check()
 
     def _load_adapter(self, weights: Weights, version: int, found: Fingerprint) -> None:
         adapter: dict[str, Tensor] = {}
@@ -151,6 +168,14 @@ class VLLMWeights:
                 f"Cause: the adapter {name!r} was not transferred, vLLM holds "
                 f"{len(core.list_loras())} adapters and none of that name"
             )
+        scaling = self._lora.alpha / self._lora.rank
+        lost, unknown = lost_adapter(self._model, adapter, scaling, self._llm.model_config.dtype)
+        if lost:
+            raise ModelError(
+                f"Cause: the adapter {name!r} was not transferred, vLLM does not hold {len(lost)} "
+                f"of its {len(adapter)} tensors, e.g. {lost[0]}"
+            )
+        self.uncompared |= set(unknown)
         self.adapter = request
         return {name: checksum(read[stored_name(name)]) for name in adapter}
 
@@ -172,6 +197,7 @@ def reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Load whole ``weights`` in vLLM's ``worker``."""
     model = worker.get_model()
     keep_scales(model)
+    pack_experts(model)
     worker.reload_weights(weights_iterator=weights)
     repack_tied_layers(model)
 
@@ -207,23 +233,6 @@ def keep_scales(model: nn.Module) -> None:
         process = scheme.process_weights_after_loading
         if not isinstance(process, ScaleKeeper):
             scheme.process_weights_after_loading = ScaleKeeper(process)
-
-
-def repack_tied_layers(model: nn.Module) -> None:
-    """Renew the copies that layers of vLLM's ``model`` have of weights of another layer.
-
-    On a CPU, an output layer that is tied to the embeddings packs them into a copy at the start. An
-    update loads the embeddings alone.
-    """
-    found: set[int] = set()
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is None or weight.device.type != "cpu":
-            continue
-        if id(weight) in found:
-            method: Any = layer.quant_method
-            method.process_weights_after_loading(layer)
-        found.add(id(weight))
 
 
 def write_adapter(folder: Path, adapter: Mapping[str, Tensor], lora: LoRAConfig) -> None:

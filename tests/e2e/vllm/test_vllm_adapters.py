@@ -17,6 +17,7 @@ from lightrft.engines.vllm_parts import weights as vllm_weights
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ModelError
 from tests.e2e.vllm.runs import lines
+from tests.model_helpers import vllm_model
 
 LORA = {"rank": 3, "alpha": 12.0}
 
@@ -31,7 +32,10 @@ def folders() -> set[str]:
 
 
 def test_an_adapter_is_served_under_the_name_of_its_version_and_resumes(
-    adapted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapted: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     names: list[str] = []
     reloads: list[Any] = []
@@ -51,6 +55,7 @@ def test_an_adapter_is_served_under_the_name_of_its_version_and_resumes(
     run_rl(build(RLConfig, deep_merge(kept, {"train": {"steps": 2}})))
     # tried with zeros, the weights that the run starts with, and after each step
     assert names == ["zeros", "policy-v0", "policy-v1", "policy-v2"]
+    assert not any("cannot be compared" in one for one in caplog.messages)
     # the frozen weights once
     assert len(reloads) == 1
     run_rl(build(RLConfig, deep_merge(kept, {"train": {"steps": 4}, "run": {"resume": "auto"}})))
@@ -81,6 +86,10 @@ def test_an_adapter_that_vllm_cannot_serve_is_merged(
     fresh = steps[:1] if staleness else steps
     assert max(line["policy/rollout_logprob_diff"] for line in fresh) < 1e-5
     assert steps[-1]["policy/grad_norm"] > 0
+
+
+# log-probs change by less than bfloat16 rounds
+SMALL = {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-4}}
 
 
 def never_loaded(monkeypatch: pytest.MonkeyPatch, engine: VLLMEngine) -> None:
@@ -124,9 +133,11 @@ def peek(weights: Any) -> int:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.parametrize("over", [{}, SMALL], ids=["large", "small"])
 def test_a_stale_adapter_stops_the_run_at_its_first_batch(
     fault: Callable[..., None],
     cause: str,
+    over: dict[str, Any],
     adapted: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -139,8 +150,10 @@ def test_a_stale_adapter_stops_the_run_at_its_first_batch(
         return load(self, weights, version)
 
     monkeypatch.setattr(VLLMEngine, "load_weights", loads)
+    if over:
+        vllm_model(tmp_path / "model", spread=0.02)
     with pytest.raises(ModelError, match=cause):
-        run_rl(build(RLConfig, adapted))
+        run_rl(build(RLConfig, deep_merge(adapted, over)))
     assert len(lines(tmp_path)) <= 1
 
 

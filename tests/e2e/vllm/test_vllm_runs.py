@@ -45,17 +45,41 @@ def test_a_killed_and_resumed_run_samples_from_the_weights_of_its_checkpoint(
     assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
 
 
+# At the usual learning rate, log-probs change by less than bfloat16 rounds.
+SMALL = {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-6}}
+
+
+@pytest.mark.parametrize("over", [{}, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_weight_update_that_goes_wrong_stops_the_run_at_its_first_batch(
     fault: Fault,
+    over: dict[str, Any],
     tree: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if over:
+        vllm_model(tmp_path / "model", spread=0.02)
     break_updates(fault, monkeypatch)
     with pytest.raises(ModelError, match="Cause: "):
-        run_rl(build(RLConfig, tree))
+        run_rl(build(RLConfig, deep_merge(tree, over)))
     assert len(lines(tmp_path)) <= 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_mixture_of_experts_trains_and_says_what_log_probs_alone_compare(
+    kind: str, tree: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_model(tmp_path / "model", kind=kind)
+    run_rl(build(RLConfig, tree))
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+    assert steps[-1]["policy/grad_norm"] > 0
+    assert sum("cannot be compared after an update" in one for one in caplog.messages) == 1
+    blind = {"engine": {"check_logprobs": False}, "run": {"name": "blind"}}
+    with pytest.raises(ConfigError, match=r"experts.*set engine\.check_logprobs=true"):
+        run_rl(build(RLConfig, deep_merge(tree, blind)))
 
 
 @pytest.mark.parametrize(

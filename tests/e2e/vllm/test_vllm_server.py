@@ -181,8 +181,26 @@ def test_adapters_are_merged_without_a_folder_and_give_the_numbers_of_vllm_in_th
     check_equal(train(served, tmp_path / "two", "launch.processes=2"), expected)
 
 
+@pytest.mark.parametrize("kind", ["tied", "qwen3_moe"])
+def test_layers_that_keep_copies_for_their_kernels_follow_each_update(
+    kind: str, tree: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An output layer that is the embeddings, and experts: log-probs stay as near as in the first step."""
+    folder = tmp_path / "model"
+    vllm_model(folder, tied=kind == "tied", kind="qwen2" if kind == "tied" else kind)
+    with vllm_server(folder, *TRAINS) as own:
+        found = numbers(on(tree, own, tmp_path))
+    assert max(row["policy/rollout_logprob_diff"] for row in found) < 1e-5
+    assert found[-1]["policy/grad_norm"] > 0
+    said = sum("tensors under other names" in one for one in caplog.messages)
+    assert said == (kind != "tied")
+
+
 def skipped(update: Any, group: VLLMGroup, weights: Any, name: str) -> Any:
-    # the server reports what it would have received
+    return update(group, [], name)
+
+
+def skipped_and_reported(update: Any, group: VLLMGroup, weights: Any, name: str) -> Any:
     return [checksums(weights)]
 
 
@@ -207,7 +225,8 @@ def with_swapped_rows(update: Any, group: VLLMGroup, weights: Any, name: str) ->
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
-        (skipped, "Cause: the engine computes"),
+        (skipped, "were not transferred"),
+        (skipped_and_reported, "Cause: the engine computes"),
         (half_done, "were not transferred"),
         (of_the_wrong_layer, "were not transferred"),
         (with_swapped_rows, "were not transferred"),

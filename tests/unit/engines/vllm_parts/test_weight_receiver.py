@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.fingerprint import checksums
@@ -25,10 +25,11 @@ from lightrft.utils.http_client.server_client import Unanswered
 URL = "http://127.0.0.1:1"
 
 
-class Model:
+class Model(nn.Module):
     """Layers as vLLM has them: a fused one is filled by its last part, and parts of it are lost."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.weights: dict[str, Tensor] = {}
         self.calls = 0
 
@@ -43,7 +44,7 @@ class Process(WeightReceiver):
     def __init__(self, rank: int, size: int) -> None:
         self.model, self.device = Model(), torch.device("cpu")
         config = SimpleNamespace(model_type="qwen2")
-        self.model_config = SimpleNamespace(dtype=torch.float32, hf_config=config)
+        self.model_config = SimpleNamespace(dtype=torch.float32, hf_config=config, is_moe=False)
         self.parallel_config = SimpleNamespace(
             rank=rank, world_size=size, data_parallel_index=0, pipeline_parallel_size=1
         )

@@ -1,0 +1,225 @@
+"""Compare the tensors that a process of vLLM computes with to those that it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.engines.fingerprint import checksum
+from lightrft.engines.vllm_parts.kernel_copies import has_copy, read_copy
+from lightrft.utils.errors import ModelError
+
+FUSED: Mapping[str, Sequence[str]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Layers that vLLM fuses in most models, for classes that do not list theirs."""
+TRANSPOSED: Mapping[str, Sequence[str]] = {
+    "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+}
+"""Endings of the names of matrices that vLLM transposes, by model type."""
+PART = 1 << 24
+"""Elements that are prepared for a checksum at once."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process holds a tensor, or its shard of it.
+
+    Attributes:
+        layer: The layer, which may hold several tensors in one parameter.
+        leaf: Name of the parameter.
+        rows: Rows of the parameter. ``None`` for all.
+        sent: Ranges of rows of the whole tensor that this process holds. Empty for all.
+        columns: Columns of the whole tensor that this process holds. ``None`` for all.
+    """
+
+    layer: nn.Module
+    leaf: str
+    rows: Range | None = None
+    sent: tuple[Range, ...] = ()
+    columns: Range | None = None
+
+    def shard(self, tensor: Tensor) -> Tensor:
+        """Return the part of the whole ``tensor`` that this process holds."""
+        if self.sent:
+            tensor = torch.cat([tensor[start:end] for start, end in self.sent])
+        return tensor if self.columns is None else tensor[:, slice(*self.columns)]
+
+    def held(self, columns: int) -> Iterator[Tensor]:
+        """Yield the tensor as each of its users reads it.
+
+        Args:
+            columns: Number of its columns, if it is a matrix.
+        """
+        parameter: Any = self.layer._parameters[self.leaf]
+        rows = slice(None) if self.rows is None else slice(*self.rows)
+        if parameter.numel():
+            yield parameter.detach()[rows]
+        if self.leaf == "weight" and has_copy(self.layer):
+            yield read_copy(self.layer, columns)[rows]
+
+
+class HeldWeights:
+    """Records the weights that a process of vLLM is sent, and finds those that it does not hold.
+
+    Args:
+        model: vLLM's model in this process.
+        about: vLLM's ``ModelConfig``.
+    """
+
+    def __init__(self, model: nn.Module, about: Any) -> None:
+        self._model = model
+        self._dtype: torch.dtype = about.dtype
+        self._transposed = tuple(TRANSPOSED.get(about.hf_config.model_type, ()))
+        # number of columns and checksum by name; None where no place is known
+        self._sent: dict[str, tuple[int, str] | None] = {}
+        self._places: Mapping[str, Sequence[Place]] = {}
+
+    def begin(self) -> None:
+        """Forget what was sent. Called before an update, while layers have their weights."""
+        self._sent.clear()
+        self._places = places(self._model)
+
+    def recorded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Return ``weights``, by the names that vLLM loads, and record each as it is read."""
+        self.begin()
+        return self._recorded(weights)
+
+    def _recorded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.record(name, tensor)
+            yield name, tensor
+
+    def record(self, name: str, tensor: Tensor) -> None:
+        """Record that the whole ``tensor`` was sent as ``name``."""
+        found = self._places.get(renamed(self._model, name))
+        if found is None:
+            self._sent[name] = None
+            return
+        plain = tensor.detach()
+        # every place of a tensor holds the same part of it
+        shard = found[0].shard(plain.T if name.endswith(self._transposed) else plain)
+        self._sent[name] = shard.shape[-1], _total(shard, self._dtype)
+
+    def check(self) -> set[str]:
+        """Return the names of tensors that cannot be compared.
+
+        Raises ``ModelError`` if vLLM does not hold one of the others.
+        """
+        lost = self.lost()
+        if lost:
+            raise ModelError(
+                f"after a weight update, vLLM does not hold {len(lost)} of {len(self._sent)} "
+                f"tensors that it was sent, e.g. {lost[0]}. Cause: a lost update"
+            )
+        return set(self.unknown())
+
+    def lost(self) -> list[str]:
+        """Return the names of tensors that were sent and are not held."""
+        # an update may replace parameters
+        now = places(self._model)
+        return [
+            name
+            for name, one in self._sent.items()
+            if one is not None and not self._holds(now[renamed(self._model, name)], *one)
+        ]
+
+    def unknown(self) -> list[str]:
+        """Return the names of tensors that were sent and cannot be found in vLLM's model."""
+        return [name for name, one in self._sent.items() if one is None]
+
+    def _holds(self, found: Sequence[Place], columns: int, total: str) -> bool:
+        return all(
+            _total(tensor, self._dtype) == total
+            for place in found
+            for tensor in place.held(columns)
+        )
+
+
+def places(model: nn.Module) -> dict[str, list[Place]]:
+    """Return where ``model`` holds each tensor, by its name before layers were fused.
+
+    Args:
+        model: A model of vLLM, or the shard of it in this process.
+    """
+    found: dict[str, list[Place]] = {}
+    names: dict[int, list[str]] = {}
+    for path, layer in model.named_modules():
+        for leaf, parameter in layer._parameters.items():
+            if parameter is None:
+                continue
+            made = dict(_places_in(model, path, layer, leaf))
+            # tied layers hold one tensor, which is sent under the name of the first
+            shared = names.setdefault(id(parameter), list(made))
+            for name, place in zip(shared, made.values()):
+                found.setdefault(name, []).append(place)
+    return found
+
+
+def _places_in(model: nn.Module, path: str, layer: Any, leaf: str) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors in the parameter ``leaf`` of ``layer``, with their places."""
+    whole = f"{path.replace('.base_layer', '')}.{leaf}"
+    vocabulary = getattr(layer, "shard_indices", None)
+    if vocabulary is not None:
+        rows = vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index
+        # the rows of a vocabulary may be padded
+        yield whole, Place(layer, leaf, (0, rows[1] - rows[0]), (rows,))
+        return
+    rank, shards = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+    inputs = getattr(layer, "input_size", 0)
+    columns = getattr(layer, "input_size_per_partition", inputs)
+    by_columns = columns < inputs
+    parts, sizes = unfused(model, path), list(getattr(layer, "output_partition_sizes", ()))
+    if by_columns or len(parts) != len(sizes):
+        mine = (rank * columns, (rank + 1) * columns) if by_columns and leaf == "weight" else None
+        yield whole, Place(layer, leaf, columns=mine)
+        return
+    # several processes may hold the same keys and values
+    copies = [1, *[getattr(layer, "num_kv_head_replicas", 1)] * (len(sizes) - 1)]
+    first = [rank // n * size for n, size in zip(copies, sizes)]
+    for part, rows, start in zip(parts, pairwise(accumulate(sizes, initial=0)), first):
+        size = rows[1] - rows[0]
+        sent = ((start, start + size),) if shards > 1 else ()
+        yield f"{part}.{leaf}", Place(layer, leaf, rows, sent)
+    if len(parts) > 1:
+        # a checkpoint may have them in one tensor too
+        ends = accumulate([size * shards // n for n, size in zip(copies, sizes)], initial=0)
+        sent = tuple((at + s, at + s + n) for at, s, n in zip(ends, first, sizes))
+        yield whole, Place(layer, leaf, sent=sent)
+
+
+def unfused(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of the layers that vLLM has fused into ``path``, in order."""
+    # adapters wrap a layer
+    plain = path.replace(".base_layer", "")
+    parent, dot, leaf = plain.rpartition(".")
+    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or FUSED
+    return [f"{parent}{dot}{part}" for part in fused.get(leaf, [leaf])]
+
+
+def renamed(model: nn.Module, name: str) -> str:
+    """Return ``name`` as the class of ``model`` renames it, before layers are fused."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return name
+    # vLLM 0.26 has no names of fused layers in it
+    plain = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    return plain._map_name(name) or name
+
+
+def _total(tensor: Tensor, dtype: torch.dtype) -> str:
+    """Return a checksum of ``tensor`` in ``dtype`` that ``read_copy`` keeps."""
+    tiny = torch.finfo(dtype).tiny
+    found = []
+    for part in tensor.detach().reshape(-1).split(PART):
+        plain = part.to(dtype)
+        found.append(checksum(torch.where(plain.abs() < tiny, torch.zeros_like(plain), plain)))
+    return "/".join(found)
