@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.config.serving import HTTPConfig
 from lightrft.serving.bearer_tokens import BearerTokens
+from lightrft.serving.field_table import RequestFields
 from lightrft.serving.problems import HTTPCall, HTTPProblem, bad, openai_error
 from lightrft.serving.remembered_answers import RememberedAnswers
 from lightrft.serving.server_metrics import ServerMetrics
@@ -58,6 +59,7 @@ class Endpoint:
         is_open: It needs no token, and is answered also by a full server.
         error: Returns the body of a refusal.
         tokens: Who may ask. ``None`` for everybody who may ask the other addresses.
+        fields: The fields of a request, and their types. ``None`` if they are not checked.
     """
 
     paths: tuple[str, ...]
@@ -66,6 +68,7 @@ class Endpoint:
     is_open: bool = False
     error: Callable[[HTTPProblem], dict[str, object]] = openai_error
     tokens: BearerTokens | None = None
+    fields: RequestFields | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +291,9 @@ class HTTPServer:
         try:
             is_post = endpoint.method == "POST"
             call = await self._read(request) if is_post else self._in_path(request)
+            if endpoint.fields is not None:
+                # in a thread, so that long lists delay no other request
+                await asyncio.to_thread(endpoint.fields.check, call.body)
             answer, is_repeated = await self._computed(call, endpoint)
             is_stream = isinstance(answer, EventStream)
         finally:

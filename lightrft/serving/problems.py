@@ -94,21 +94,20 @@ class HTTPCall:
         raise bad(f"the request has no {' or '.join(map(repr, names))}; it has: {have}")
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
-        """Return the field ``name`` as a whole number.
+        """Return the field ``name``, a whole number.
 
         Args:
-            name: Name of the field.
+            name: Name of the field. Its type is that of the fields of the address.
             default: Number for a missing field.
             low: Smallest number.
             high: Largest number.
 
         Raises:
-            HTTPProblem: It is no whole number in these bounds.
+            HTTPProblem: It is not in these bounds.
         """
         value = self.body.get(name)
         if value is None:
             return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or value % 1:
+        if not low <= value <= high:
             raise bad(f"{name} = {reprlib.repr(value)} is no whole number from {low} to {high}")
         return int(value)

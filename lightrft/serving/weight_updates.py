@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksums
@@ -18,6 +18,7 @@ from lightrft.engines.served.weight_buckets import read_bucket
 from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.serving.bearer_tokens import BearerTokens
 from lightrft.serving.chat.generation_loop import GenerationLoop
+from lightrft.serving.field_table import INTEGER, TEXT, RequestFields, Types
 from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
 from lightrft.utils.errors import DataError
@@ -66,10 +67,17 @@ class WeightUpdates:
         """Return the addresses."""
         return [
             Endpoint((PATH,), self._in_thread(self.held), "GET", tokens=self.tokens),
-            Endpoint((f"{PATH}/begin",), self._in_thread(self.begin), tokens=self.tokens),
-            Endpoint((f"{PATH}/bucket",), self._in_thread(self.bucket), tokens=self.tokens),
-            Endpoint((f"{PATH}/end",), self._in_thread(self.end), tokens=self.tokens),
+            self._changes("begin", self.begin, {"version": (INTEGER,)}),
+            self._changes("bucket", self.bucket, {"update": (TEXT,), "number": (TEXT,)}),
+            self._changes("end", self.end, {"update": (TEXT,)}),
         ]
+
+    def _changes(
+        self, name: str, answer: Callable[[HTTPCall], object], read: Mapping[str, Types]
+    ) -> Endpoint:
+        """Return the address of a part of an update, whose requests have the fields ``read``."""
+        path, answered, fields = f"{PATH}/{name}", self._in_thread(answer), RequestFields(read)
+        return Endpoint((path,), answered, tokens=self.tokens, fields=fields)
 
     def held(self, call: HTTPCall) -> dict[str, object]:
         """Return version, digest and checksums of the weights.

@@ -57,12 +57,11 @@ class ChatCompletions:
 
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses."""
-        return [Endpoint(("/v1/chat/completions",), self.complete)]
+        return [Endpoint(("/v1/chat/completions",), self.complete, fields=CHAT)]
 
     async def complete(self, call: HTTPCall) -> object:
         """Answer ``/v1/chat/completions``, at once or as a stream."""
         body = call.body
-        CHAT.check(body)
         wanted = await asyncio.to_thread(self.generator.wanted, call, self._likely(call))
         asked = await asyncio.to_thread(self.read, body)
         future, stream = self.generator.begin([asked.prompt], wanted, call.deadline)
@@ -78,14 +77,14 @@ class ChatCompletions:
             HTTPProblem: The messages or the tools are malformed.
         """
         messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
+        if not messages:
             raise bad("messages must be a list of messages with role and content")
         tools = read_tools(body)
         messages = with_parsed_arguments(messages)
         begun = ""
         if body.get("continue_final_message"):
             messages, last = messages[:-1], messages[-1]
-            begun = last.get("content") if isinstance(last, Mapping) else None
+            begun = last.get("content")
             if not messages or not isinstance(begun, str) or last.get("role") != "assistant":
                 raise bad("continue_final_message needs a text of the assistant as last message")
         elif body.get("add_generation_prompt") is False:
@@ -108,8 +107,7 @@ class ChatCompletions:
             asked: The conversation.
             body: The request.
         """
-        options = body.get("stream_options")
-        wants_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
+        wants_usage = streams_usage(body)
 
         async def events() -> AsyncIterator[object]:
             shared = self._heading("chat.completion.chunk")
@@ -199,6 +197,11 @@ async def pieces(
                 piece = {**piece, "finish_reason": "tool_calls"}
             yield {"index": index, "delta": delta, "finish_reason": None}
         yield piece
+
+
+def streams_usage(body: Mapping[str, Any]) -> bool:
+    """Return True if a request asks for the numbers of tokens at the end of its stream."""
+    return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
 def opened(

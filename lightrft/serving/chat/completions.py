@@ -10,7 +10,7 @@ from typing import Any
 
 from lightrft.engines.served.media_wire import media_from_base64
 from lightrft.models.processors.base import check_placeholders
-from lightrft.serving.chat.chat_completions import ChatCompletions, opened
+from lightrft.serving.chat.chat_completions import ChatCompletions, opened, streams_usage
 from lightrft.serving.chat.request_fields import COMPLETIONS, DETOKENIZE, TOKENIZE
 from lightrft.serving.chat.text_generator import (
     MOST_LIKELY,
@@ -46,9 +46,9 @@ class Completions:
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses."""
         return [
-            Endpoint(("/v1/completions",), self.complete),
-            Endpoint(("/tokenize",), self.tokenize),
-            Endpoint(("/detokenize",), self.detokenize),
+            Endpoint(("/v1/completions",), self.complete, fields=COMPLETIONS),
+            Endpoint(("/tokenize",), self.tokenize, fields=TOKENIZE),
+            Endpoint(("/detokenize",), self.detokenize, fields=DETOKENIZE),
         ]
 
     async def complete(self, call: HTTPCall) -> object:
@@ -59,7 +59,6 @@ class Completions:
         of that prompt are the beginning of a response, in which placeholders stand for no media.
         """
         body = call.body
-        COMPLETIONS.check(body)
         echo = bool(body.get("echo"))
         likely = None
         if body.get("logprobs") is not None:
@@ -147,8 +146,7 @@ class Completions:
                     text = text or ids
                 if text or reason is not None:
                     yield {**heading, "choices": [choice]}
-            options = body.get("stream_options")
-            if isinstance(options, Mapping) and options.get("include_usage"):
+            if streams_usage(body):
                 found = usage(prompts, stream.rollouts())
                 yield {**heading, "choices": [], "usage": found}
 
@@ -216,10 +214,9 @@ class Completions:
     async def tokenize(self, call: HTTPCall) -> object:
         """Answer ``/tokenize`` for a text or for messages."""
         body = call.body
-        TOKENIZE.check(body)
         if body.get("messages") is not None:
             ids = (await asyncio.to_thread(self.chat.read, body)).prompt.token_ids
-        elif isinstance(text := body.get("prompt"), str):
+        elif (text := body.get("prompt")) is not None:
             special = bool(body.get("add_special_tokens", True))
             ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         else:
@@ -229,7 +226,5 @@ class Completions:
 
     async def detokenize(self, call: HTTPCall) -> object:
         """Answer ``/detokenize``."""
-        DETOKENIZE.check(call.body)
-        given = call.body.get("tokens")
-        ids = self._ids(None if isinstance(given, str) else given, "tokens")
+        ids = self._ids(call.body.get("tokens"), "tokens")
         return {"prompt": str(self.tokenizer.decode(ids))}

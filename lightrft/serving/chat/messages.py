@@ -33,19 +33,19 @@ class Messages:
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses."""
         return [
-            Endpoint(("/v1/messages",), self.create, error=anthropic_error),
-            Endpoint(("/v1/messages/count_tokens",), self.count, error=anthropic_error),
+            Endpoint(("/v1/messages",), self.create, error=anthropic_error, fields=MESSAGES),
+            Endpoint(
+                ("/v1/messages/count_tokens",), self.count, error=anthropic_error, fields=MESSAGES
+            ),
         ]
 
     async def count(self, call: HTTPCall) -> object:
         """Answer ``/v1/messages/count_tokens``."""
-        MESSAGES.check(call.body)
         asked = await asyncio.to_thread(self.chat.read, as_chat(call.body))
         return {"input_tokens": len(asked.prompt.token_ids)}
 
     async def create(self, call: HTTPCall) -> object:
         """Answer ``/v1/messages``, at once or as a stream."""
-        MESSAGES.check(call.body)
         if call.body.get("max_tokens") is None:
             raise bad("max_tokens is missing")
         body = as_chat(call.body)
@@ -128,41 +128,33 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         HTTPProblem: A message or a tool is malformed.
     """
-    if not isinstance(body.get("messages"), list) or not body["messages"]:
+    if not body.get("messages"):
         raise bad("messages must be a list of messages with role and content")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _parts(body["system"])})
     for message in body["messages"]:
-        if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
+        if message.get("role") not in ("user", "assistant"):
             raise bad("a message needs the role user or assistant; put the other text in system")
         messages += _turns(message["role"], message.get("content"))
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise bad("tools must be a list of {name, description, input_schema}")
-    kept = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
-    choice = body.get("tool_choice") or {"type": "auto"}
+    kept = {name: body[name] for name in PASSED_ON if name in body}
     return {
         **kept,
         "messages": messages,
-        "tools": [_function(tool) for tool in tools],
-        "tool_choice": choice.get("type") if isinstance(choice, Mapping) else choice,
+        "tools": [_function(tool) for tool in body.get("tools", ())],
+        "tool_choice": body.get("tool_choice", {"type": "auto"}).get("type"),
         OF_MESSAGES: _format(body),
     }
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the form of the response, as chat completions have it."""
-    config = body.get("output_config") or {}
-    if not isinstance(config, Mapping):
-        raise bad("output_config must be {format: {type: json_schema, schema}}")
-    for name in config:
-        if name != "format" and config[name] is not None:
-            raise bad(f"output_config.{name} is not supported; leave it out")
-    given = config.get("format") or body.get("output_format")
+    given = body.get("output_config", {}).get("format")
+    if given is None:
+        given = body.get("output_format")
     if given is None:
         return None
-    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+    if given.get("type") != "json_schema":
         raise bad("the format of the output must be {type: json_schema, schema}")
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 

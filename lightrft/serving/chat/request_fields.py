@@ -1,69 +1,50 @@
-"""The fields of the requests of each API: read, unread, or refused."""
+"""The fields of the requests of each API that generates: read, unread, or refused."""
 
 from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from lightrft.serving.chat.response_format import GUIDED
-from lightrft.serving.problems import bad, reason
-from lightrft.utils.errors import did_you_mean
+from lightrft.serving.chat.response_format import GUIDED, OUTPUTS
+from lightrft.serving.field_table import (
+    BOOLEAN,
+    INTEGER,
+    LIST,
+    NULL,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    RequestFields,
+    Types,
+    list_of,
+    object_of,
+)
+from lightrft.serving.problems import reason
 
-SETTINGS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+SAMPLING: Mapping[str, Types] = {
+    "temperature": (NUMBER, NULL),
+    "top_p": (NUMBER, NULL),
+    "top_k": (INTEGER, NULL),
+    "min_p": (NUMBER, NULL),
+    "repetition_penalty": (NUMBER, NULL),
+    "max_tokens": (INTEGER, NULL),
+    "max_completion_tokens": (INTEGER, NULL),
+    "min_tokens": (INTEGER,),
+    "stop": (TEXT, list_of(TEXT), NULL),
+    "stop_token_ids": (list_of(INTEGER), NULL),
+}
+"""Fields of the API of OpenAI and of vLLM that are settings ``sampling``."""
+_RENAMED = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
-    "stop": "stop",
     "stop_sequences": "stop",
-    "stop_token_ids": "stop_token_ids",
 }
+SETTINGS = {name: _RENAMED.get(name, name) for name in (*SAMPLING, "stop_sequences")}
 """Field of a request to the setting ``sampling`` of this name."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFields:
-    """The fields that the requests of an API may have.
-
-    Attributes:
-        read: Fields that this server reads.
-        unread: Fields that change no answer, whatever their value is.
-        neutral: Fields that this server does not follow, to the value that asks for nothing. So
-            does ``null``, and every empty value where this one is empty.
-    """
-
-    read: Collection[str]
-    unread: Collection[str]
-    neutral: Mapping[str, object]
-
-    def check(self, body: Mapping[str, Any]) -> None:
-        """Check the names of the fields of ``body``, and the values that would be ignored.
-
-        Raises:
-            HTTPProblem: A field is unknown, or asks for something that this server does not do.
-        """
-        for name, value in body.items():
-            if name in self.read or name in self.unread:
-                continue
-            if name not in self.neutral:
-                near = did_you_mean(name, [*self.read, *self.unread, *self.neutral])
-                raise bad(f"unknown field {reprlib.repr(name)}{near or '; leave it out'}")
-            if not _is_neutral(value, self.neutral[name]):
-                given = f"{name} = {reprlib.repr(value)}"
-                raise bad(f"{given} is not supported, and would change the answer; leave it out")
-
-
-def _is_neutral(value: object, neutral: object) -> bool:
-    return value is None or value == neutral or (not neutral and not value)
 
 
 def sampling_problem(error: ValidationError, fields: Mapping[str, str]) -> str:
@@ -84,12 +65,24 @@ def sampling_problem(error: ValidationError, fields: Mapping[str, str]) -> str:
     return f"{where} = {reprlib.repr(first['input'])}: {reason(first)}"
 
 
-_SAMPLED = (*(n for n in SETTINGS if n != "stop_sequences"), "seed", "stream", "return_token_ids")
-_OPENAI = (
-    *_SAMPLED,
-    *GUIDED,
-    *("n", "seeds", "stream_options", "response_format", "structured_outputs"),
+_STREAM_OPTIONS = RequestFields(
+    read={"include_usage": (BOOLEAN, NULL)},
+    # it pads events
+    unread=("include_obfuscation",),
+    neutral={"continuous_usage_stats": False},
 )
+_OPENAI: Mapping[str, Types] = {
+    **SAMPLING,
+    "n": (INTEGER, NULL),
+    "seed": (INTEGER, NULL),
+    "seeds": (list_of(INTEGER), NULL),
+    "stream": (BOOLEAN, NULL),
+    "stream_options": (object_of(_STREAM_OPTIONS), NULL),
+    "return_token_ids": (BOOLEAN, NULL),
+    "response_format": (OBJECT, NULL),
+    "structured_outputs": (object_of(OUTPUTS), NULL),
+    **GUIDED,
+}
 # ``parallel_tool_calls``: calls are found in the text, which the model writes without this field.
 _UNREAD = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
@@ -133,12 +126,21 @@ _TEMPLATE: dict[str, object] = {
     "mm_processor_kwargs": {},
     "media_io_kwargs": {},
 }
-_CONVERSATION = (
-    *("messages", "tools", "tool_choice"),
-    *("continue_final_message", "add_generation_prompt"),
-)
+CONVERSATION: Mapping[str, Types] = {
+    "messages": (list_of(OBJECT),),
+    "tools": (list_of(OBJECT), NULL),
+    "tool_choice": (TEXT, OBJECT, NULL),
+    "continue_final_message": (BOOLEAN,),
+    "add_generation_prompt": (BOOLEAN,),
+}
+"""Fields that make the prompt of a chat."""
 CHAT = RequestFields(
-    read=(*_OPENAI, *_CONVERSATION, "logprobs", "top_logprobs"),
+    read={
+        **_OPENAI,
+        **CONVERSATION,
+        "logprobs": (BOOLEAN, NULL),
+        "top_logprobs": (INTEGER, NULL),
+    },
     unread=_UNREAD,
     neutral={
         **_NEUTRAL,
@@ -159,7 +161,14 @@ CHAT = RequestFields(
 )
 """Chat completions of OpenAI, with the fields of vLLM."""
 COMPLETIONS = RequestFields(
-    read=(*_OPENAI, "prompt", "echo", "logprobs", "media", "response_tokens"),
+    read={
+        **_OPENAI,
+        "prompt": (TEXT, LIST),
+        "echo": (BOOLEAN, NULL),
+        "logprobs": (INTEGER, NULL),
+        "media": (TEXT, NULL),
+        "response_tokens": (INTEGER, NULL),
+    },
     unread=_UNREAD,
     neutral={
         **_NEUTRAL,
@@ -171,21 +180,40 @@ COMPLETIONS = RequestFields(
 )
 """Completions of OpenAI, with the fields of vLLM and of ``engine.kind: http``."""
 TOKENIZE = RequestFields(
-    read=("prompt", *_CONVERSATION, "add_special_tokens"),
+    read={"prompt": (TEXT,), **CONVERSATION, "add_special_tokens": (BOOLEAN,)},
     unread=("model",),
     neutral={**_TEMPLATE, "return_token_strs": False},
 )
 """``/tokenize`` of vLLM."""
-DETOKENIZE = RequestFields(read=("tokens",), unread=("model",), neutral={})
+DETOKENIZE = RequestFields(read={"tokens": (LIST,)}, unread=("model",))
 """``/detokenize`` of vLLM."""
-PASSED_ON = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stream", "stop_sequences")
+PASSED_ON: Mapping[str, Types] = {
+    "max_tokens": (INTEGER,),
+    "temperature": (NUMBER,),
+    "top_p": (NUMBER,),
+    "top_k": (INTEGER,),
+    "seed": (INTEGER,),
+    "stream": (BOOLEAN,),
+    "stop_sequences": (list_of(TEXT),),
+}
 """Fields of messages that a chat completion reads too."""
+_TOOL_CHOICE = RequestFields(
+    read={"type": (TEXT,)},
+    # a forced call, which alone has a name, is refused by its type
+    unread=("name", "disable_parallel_tool_use"),
+)
+_OUTPUT_CONFIG = RequestFields(read={"format": (OBJECT, NULL)}, neutral={"effort": None})
 MESSAGES = RequestFields(
-    read=(
-        *PASSED_ON,
-        *("messages", "system", "tools", "tool_choice", "output_config", "output_format"),
-        "return_token_ids",
-    ),
+    read={
+        **PASSED_ON,
+        "messages": (list_of(OBJECT),),
+        "system": (TEXT, list_of(OBJECT)),
+        "tools": (list_of(OBJECT),),
+        "tool_choice": (object_of(_TOOL_CHOICE),),
+        "output_config": (object_of(_OUTPUT_CONFIG),),
+        "output_format": (OBJECT, NULL),
+        "return_token_ids": (BOOLEAN, NULL),
+    },
     unread=(
         *("model", "metadata", "service_tier", "cache_control", "inference_geo", "speed"),
         *("diagnostics", "user_profile_id", "workspace_id"),

@@ -9,12 +9,30 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lightrft.config.decoding import ConstraintConfig
+from lightrft.serving.field_table import BOOLEAN, NULL, OBJECT, TEXT, RequestFields, list_of
 from lightrft.serving.problems import bad, reason
 
-OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choices"}
-"""Field of ``structured_outputs``, or of ``guided_*``, to the setting ``sampling.constraint``."""
-GUIDED = ("guided_json_object", *(f"guided_{name}" for name in OUTPUTS))
+OUTPUTS = RequestFields(
+    read={
+        "json": (OBJECT, TEXT, NULL),
+        "regex": (TEXT, NULL),
+        "choice": (list_of(TEXT), NULL),
+        "json_object": (BOOLEAN, NULL),
+    },
+    neutral={
+        "grammar": None,
+        "structural_tag": None,
+        "whitespace_pattern": None,
+        "disable_fallback": False,
+        "disable_any_whitespace": False,
+        "disable_additional_properties": False,
+    },
+)
+"""Fields of ``structured_outputs`` of vLLM."""
+GUIDED = {f"guided_{name}": types for name, types in OUTPUTS.read.items()}
 """Fields of earlier versions of vLLM, one for each field of ``structured_outputs``."""
+_SETTINGS = {"json": "json_schema", "regex": "regex", "choice": "choices"}
+"""Field of ``structured_outputs``, or of ``guided_*``, to the setting ``sampling.constraint``."""
 OF_MESSAGES = "output_config.format"
 """Field of a chat completion that was made of messages, in place of ``response_format``."""
 ANY_OBJECT = {"type": "object"}
@@ -36,7 +54,7 @@ def read_constraint(body: Mapping[str, Any]) -> AskedForm | None:
     """Return the constraint of a request, as in the API of OpenAI or of vLLM. ``None`` without one.
 
     Raises:
-        HTTPProblem: A field is malformed or not supported, or two fields ask for a form.
+        HTTPProblem: A field is malformed, or two fields ask for a form.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     for field in ("response_format", OF_MESSAGES):
@@ -61,8 +79,8 @@ def read_constraint(body: Mapping[str, Any]) -> AskedForm | None:
         raise bad(f"{field} = {reprlib.repr(value)}: {reason(error.errors()[0])}") from error
 
 
-def _response_format(given: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
-    kind = given.get("type") if isinstance(given, Mapping) else None
+def _response_format(given: Mapping[str, Any], field: str) -> list[tuple[str, dict[str, Any]]]:
+    kind = given.get("type")
     if kind == "text":
         return []
     if kind == "json_object":
@@ -77,19 +95,13 @@ def _response_format(given: Any, field: str) -> list[tuple[str, dict[str, Any]]]
     raise bad(f"{field}.type = {reprlib.repr(kind)}; use text, json_object or json_schema")
 
 
-def _outputs(given: Any, prefix: str) -> list[tuple[str, dict[str, Any]]]:
+def _outputs(given: Mapping[str, Any], prefix: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the form that each field of ``given`` asks for, by its name after ``prefix``."""
-    if not isinstance(given, Mapping):
-        raise bad("structured_outputs must be one of {json}, {regex}, {choice} and {json_object}")
     found: list[tuple[str, dict[str, Any]]] = []
     for name, value in given.items():
-        field = f"{prefix}{name}"
-        if value is None or value is False:
+        # the other fields ask for nothing, or are refused
+        if value is None or value is False or name not in OUTPUTS.read:
             continue
-        if name == "json_object":
-            found.append((field, {"json_schema": ANY_OBJECT}))
-        elif name in OUTPUTS:
-            found.append((field, {OUTPUTS[name]: value}))
-        else:
-            raise bad(f"{field} is not supported; use json, regex or choice")
+        form = {_SETTINGS[name]: value} if name in _SETTINGS else {"json_schema": ANY_OBJECT}
+        found.append((f"{prefix}{name}", form))
     return found

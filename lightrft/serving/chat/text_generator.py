@@ -156,9 +156,6 @@ class TextGenerator:
         for name, setting in SETTINGS.items():
             if (value := body.get(name)) is None:
                 continue
-            # pydantic reads them as the numbers 0 and 1
-            if isinstance(value, bool):
-                raise bad(f"{name} = {value} is no number; send one, or leave {name} out")
             is_one = setting == "stop" and isinstance(value, str)
             given[setting], fields[setting] = (value,) if is_one else value, name
         try:
@@ -216,12 +213,11 @@ def seeds_of(call: HTTPCall) -> list[int]:
     if given is None:
         seed = call.number("seed", 0, 0, 2**63 - 1)
         return [derive_seed(seed, "choice", k) for k in range(count)]
-    is_list = isinstance(given, list) and 1 <= len(given) <= MOST_CHOICES
-    if not is_list or not all(type(one) is int and 0 <= one < 2**63 for one in given):
+    if not 1 <= len(given) <= MOST_CHOICES or not all(0 <= one < 2**63 for one in given):
         raise bad(f"seeds must be 1 to {MOST_CHOICES} whole numbers from 0, below 2**63")
     if call.body.get("n") is not None and count != len(given):
         raise bad(f"n = {count}, and seeds has {len(given)} numbers; leave out n")
-    return given
+    return [int(one) for one in given]
 
 
 def echoed(rollout: Rollout) -> Rollout:

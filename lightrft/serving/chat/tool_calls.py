@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,29 +44,29 @@ def read_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         HTTPProblem: ``tools`` is malformed, or ``tool_choice`` forces a call.
     """
     tools = body.get("tools") or []
-    choice = body.get("tool_choice") or "auto"
-    named = isinstance(tools, list) and all(
-        isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools
-    )
-    if not named:
+    choice = body.get("tool_choice")
+    if not all(isinstance(tool.get("function"), Mapping) for tool in tools):
         raise bad("tools must be a list of {type: function, function: {name, parameters}}")
-    if choice not in ("auto", "none"):
+    if choice not in (None, "auto", "none"):
         raise bad(f"tool_choice = {choice!r} is not supported; use auto or none")
     return [] if choice == "none" else tools
 
 
-def with_parsed_arguments(messages: Sequence[Any]) -> list[Any]:
+def with_parsed_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return ``messages`` with the arguments of earlier calls as objects, as templates read them.
 
     Raises:
-        HTTPProblem: The arguments of a call are not JSON.
+        HTTPProblem: The calls of a message are no list, or the arguments of one are not JSON.
     """
-    return [
-        {**message, "tool_calls": [_parsed(call) for call in message["tool_calls"]]}
-        if isinstance(message, Mapping) and message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    found = []
+    for k, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                given = f"messages.{k}.tool_calls = {reprlib.repr(calls)}"
+                raise bad(f"{given}: it should be a list")
+            message = {**message, "tool_calls": [_parsed(call) for call in calls]}
+        found.append(message)
+    return found
 
 
 def _parsed(call: Any) -> Any:
