@@ -15,6 +15,7 @@ expects around an item, it is written here (``unsupported_media``).
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -199,8 +200,12 @@ class ChatEncoder:
                 "template with tools"
             )
         record = read_conversation(messages, where, self.reads)
-        shielded = [self._shield_all(tool, False) for tool in tools]
-        shown = self.render(self.shielded(record.messages), where, generate=True, tools=shielded)
+        shown = self.render(
+            self.shielded(record.messages),
+            where,
+            generate=True,
+            tools=self._shield_given(list(tools), "tools", where),
+        )
         (texts,) = self.expanded([(record, [shown])])
         if isinstance(texts, MalformedRow):
             raise texts
@@ -286,9 +291,7 @@ class ChatEncoder:
                 _log.warning("%s: %s this and other rows; %s", record.where, problem, way_out)
                 self._warned = True
             return []
-        if self.media is not None and MEDIA_OPEN in str(tools):
-            raise MalformedRow(f"{record.where}: the tools hold U+FDD2, which is reserved")
-        return [self._shield_all(tool, False) for tool in tools]
+        return self._shield_given(tools, "tools", record.where)
 
     def conversation(self, record: ParsedRow) -> list[Message]:
         """Return the shielded messages of the whole record, with the system message first."""
@@ -573,6 +576,23 @@ class ChatEncoder:
         if isinstance(value, list | tuple):
             return [self._shield_all(v, answer) for v in value]
         return value
+
+    def _shield_given(self, value: Any, name: str, where: str) -> Any:
+        """Return ``value``, which the chat template gets besides messages, with shielded texts.
+
+        Args:
+            value: the data, as JSON has it.
+            name: name of the data, for messages.
+            where: location of the row, for messages.
+
+        Raises:
+            MalformedRow: a text has a mark of media.
+        """
+        if self.media is not None and MEDIA_OPEN in json.dumps(
+            value, ensure_ascii=False, default=str
+        ):
+            raise MalformedRow(f"{where}: the {name} hold U+FDD2, which is reserved; take it out")
+        return self._shield_all(value, False)
 
     def _spelled(self, place: int) -> list[int]:
         """Return a special token's spelling as plain text tokens.

@@ -824,6 +824,21 @@ def test_marks_in_a_column_that_the_template_names_are_refused_whether_or_not_th
     assert plain[0].text == "\ufdd2image:0\ufdd3 x"
 
 
+def test_marks_in_tools_are_refused_by_a_model_that_reads_media(eye: Rig, folder: Path) -> None:
+    tool = {"type": "function", "function": {"name": "a", "description": "\ufdd2image:0\ufdd3"}}
+    before = eye.tokenizer.chat_template
+    eye.tokenizer.chat_template = "{{ tools | tojson if tools }}" + str(before)
+    try:
+        row = {"prompt": "x", "image": "a.png", "tools": [tool]}
+        with pytest.raises(MalformedRow, match=r"line 1: the tools hold U\+FDD2"):
+            prompts(eye, folder, row)
+        encoder = ChatEncoder(DataConfig(), eye.tokenizer, eye.processor)
+        with pytest.raises(MalformedRow, match=r"the request: the tools hold U\+FDD2"):
+            encoder.ask([{"role": "user", "content": "x"}], "the request", [tool])
+    finally:
+        eye.tokenizer.chat_template = before
+
+
 def test_a_template_for_text_alone_leaves_out_nothing_that_belongs_around_an_item(
     ear: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
