@@ -179,7 +179,13 @@ class ChatEncoder:
                 return full[:k]
         return []
 
-    def ask(self, messages: Sequence[Message], where: str, tools: Sequence[object] = ()) -> Prompt:
+    def ask(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        tools: Sequence[object] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> Prompt:
         """Return a prompt, without id, for chat messages.
 
         The content of a message is text or a list of parts. A part is a dictionary such as
@@ -189,6 +195,7 @@ class ChatEncoder:
             messages: the messages.
             where: location of the conversation, for messages.
             tools: JSON schemas of the tools that the chat template describes.
+            options: keyword arguments of the chat template, in place of those of the settings.
 
         Raises:
             MalformedRow: a message or its media cannot be read, or the chat template writes no
@@ -205,6 +212,7 @@ class ChatEncoder:
             where,
             generate=True,
             tools=self._shield_given(list(tools), "tools", where),
+            options=self._shield_given(options or {}, "options of the template", where),
         )
         (texts,) = self.expanded([(record, [shown])])
         if isinstance(texts, MalformedRow):
@@ -331,6 +339,7 @@ class ChatEncoder:
         *,
         generate: bool = False,
         tools: Sequence[object] = (),
+        options: Mapping[str, object] | None = None,
     ) -> str:
         """Render shielded ``messages`` with the chat template.
 
@@ -339,13 +348,15 @@ class ChatEncoder:
             where: location of the row, for messages.
             generate: if True, the text ends with the start of the assistant's turn.
             tools: the shielded JSON schemas of tools.
+            options: shielded keyword arguments of the chat template, in place of those of the
+                settings.
 
         Raises:
             MalformedRow: the chat template raises an error, or writes a wrong number of media.
         """
         try:
             shown = messages if self.media is None else [self._with_parts(m) for m in messages]
-            text = self._apply(shown, generate, tools)
+            text = self._apply(shown, generate, tools, options)
         except Exception as error:  # jinja's errors and whatever a template raises
             roles = ", ".join(m["role"] for m in messages)
             problem = f"the chat template refuses messages with the roles {roles}"
@@ -426,14 +437,18 @@ class ChatEncoder:
         return made["input_ids"], [bool(m) for m in made["assistant_masks"]]
 
     def _apply(
-        self, messages: Sequence[Message], generate: bool, tools: Sequence[object] = ()
+        self,
+        messages: Sequence[Message],
+        generate: bool,
+        tools: Sequence[object] = (),
+        options: Mapping[str, object] | None = None,
     ) -> str:
         # As text, not tokens: markers and marks must be found in it first.
         return self.tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=generate,
-            **self._options(tools),
+            **{**self._options(tools), **(options or {})},
         )
 
     def _options(self, tools: Sequence[object]) -> dict[str, object]:

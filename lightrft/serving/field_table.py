@@ -99,7 +99,8 @@ class RequestFields:
                     )
             elif name not in self.unread:
                 near = did_you_mean(name, [*self.read, *self.unread, *self.neutral])
-                raise bad(f"unknown field {reprlib.repr(path)}{near or '; leave it out'}")
+                inside = f" of {where[:-1]}" if where else ""
+                raise bad(f"unknown field {reprlib.repr(name)}{inside}{near or '; leave it out'}")
 
 
 def _check_type(value: Any, types: Types, path: str) -> None:

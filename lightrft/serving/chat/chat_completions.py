@@ -13,6 +13,7 @@ from lightrft.config.data import DataConfig, MediaConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.models.processors import Processor
 from lightrft.serving.chat.request_fields import CHAT
+from lightrft.serving.chat.template_kwargs import read_template_kwargs
 from lightrft.serving.chat.text_generator import (
     MOST_LIKELY,
     TextGenerator,
@@ -74,12 +75,13 @@ class ChatCompletions:
         """Return the conversation of a request.
 
         Raises:
-            HTTPProblem: The messages or the tools are malformed.
+            HTTPProblem: The messages, the tools or the arguments of the template are malformed.
         """
         messages = body.get("messages")
         if not messages:
             raise bad("messages must be a list of messages with role and content")
         tools = read_tools(body)
+        options = read_template_kwargs(body, self.tokenizer, tools)
         messages = with_parsed_arguments(messages)
         begun = ""
         if body.get("continue_final_message"):
@@ -90,7 +92,7 @@ class ChatCompletions:
         elif body.get("add_generation_prompt") is False:
             raise bad("add_generation_prompt = false needs continue_final_message = true")
         with self._lock:
-            prompt = self.encoder.ask(messages, "messages", tools)
+            prompt = self.encoder.ask(messages, "messages", tools, options)
             if begun:
                 shown = self.encoder.escape_special_tokens(begun, answer=True)
                 prompt.token_ids = [*prompt.token_ids, *self.encoder.encode([shown])[0]]

@@ -11,7 +11,7 @@ from typing import Any
 from lightrft.engines.served.media_wire import media_from_base64
 from lightrft.models.processors.base import check_placeholders
 from lightrft.serving.chat.chat_completions import ChatCompletions, opened, streams_usage
-from lightrft.serving.chat.request_fields import COMPLETIONS, DETOKENIZE, TOKENIZE
+from lightrft.serving.chat.request_fields import COMPLETIONS, CONVERSATION, DETOKENIZE, TOKENIZE
 from lightrft.serving.chat.text_generator import (
     MOST_LIKELY,
     TextGenerator,
@@ -214,11 +214,15 @@ class Completions:
     async def tokenize(self, call: HTTPCall) -> object:
         """Answer ``/tokenize`` for a text or for messages."""
         body = call.body
-        if body.get("messages") is not None:
+        if "prompt" in body:
+            if of_chat := [name for name in CONVERSATION if name in body]:
+                raise bad(f"the request has a prompt and {of_chat[0]}; give a prompt or messages")
+            special = body.get("add_special_tokens", True)
+            ids = self.tokenizer(body["prompt"], add_special_tokens=special)["input_ids"]
+        elif "messages" in body:
+            if body.get("add_special_tokens"):
+                raise bad("add_special_tokens = True needs a prompt; leave it out")
             ids = (await asyncio.to_thread(self.chat.read, body)).prompt.token_ids
-        elif (text := body.get("prompt")) is not None:
-            special = bool(body.get("add_special_tokens", True))
-            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         else:
             raise bad("give a text as prompt, or messages")
         limit = self.generator.context

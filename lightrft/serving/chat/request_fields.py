@@ -121,7 +121,6 @@ _NEUTRAL: dict[str, object] = {
 }
 _TEMPLATE: dict[str, object] = {
     "chat_template": None,
-    "chat_template_kwargs": {},
     "documents": [],
     "mm_processor_kwargs": {},
     "media_io_kwargs": {},
@@ -132,6 +131,7 @@ CONVERSATION: Mapping[str, Types] = {
     "tool_choice": (TEXT, OBJECT, NULL),
     "continue_final_message": (BOOLEAN,),
     "add_generation_prompt": (BOOLEAN,),
+    "chat_template_kwargs": (OBJECT, NULL),
 }
 """Fields that make the prompt of a chat."""
 CHAT = RequestFields(
@@ -195,6 +195,7 @@ PASSED_ON: Mapping[str, Types] = {
     "seed": (INTEGER,),
     "stream": (BOOLEAN,),
     "stop_sequences": (list_of(TEXT),),
+    "chat_template_kwargs": (OBJECT, NULL),
 }
 """Fields of messages that a chat completion reads too."""
 _TOOL_CHOICE = RequestFields(
