@@ -79,19 +79,21 @@ class HTTPCall:
     data: bytes = b""
 
     def listed(self, *names: str) -> list[Any]:
-        """Return the first given field of ``names`` as a list. One value is a list of one.
+        """Return the field of ``names`` that is given as a list. One value is a list of one.
 
-        Raises ``HTTPProblem`` if no field is given, or an empty one.
+        Raises ``HTTPProblem`` if no field or several are given, or an empty one.
         """
-        for name in names:
-            value = self.body.get(name)
-            if value is not None:
-                found = value if isinstance(value, list) else [value]
-                if not found:
-                    raise bad(f"{name!r} is empty; give at least one item")
-                return found
-        have = ", ".join(self.body) or "nothing"
-        raise bad(f"the request has no {' or '.join(map(repr, names))}; it has: {have}")
+        given = [name for name in names if name in self.body]
+        if not given:
+            have = ", ".join(self.body) or "nothing"
+            raise bad(f"the request has no {' or '.join(map(repr, names))}; it has: {have}")
+        if len(given) > 1:
+            raise bad(f"the request has {' and '.join(map(repr, given))}; send one of them")
+        value = self.body[given[0]]
+        found = value if isinstance(value, list) else [value]
+        if not found:
+            raise bad(f"{given[0]!r} is empty; give at least one item")
+        return found
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
         """Return the field ``name``, a whole number.

@@ -29,6 +29,15 @@ from lightrft.models.reward.reward_model import MIXTURE, RewardModel
 from lightrft.serving.batcher import Batcher, Work
 from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
+from lightrft.serving.reward_fields import (
+    CLASSIFY,
+    GET_REWARD,
+    POOLING,
+    PROMPTS,
+    RESPONSES,
+    REWARDS,
+    SCORE,
+)
 from lightrft.serving.sample_encoder import SampleEncoder
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.types import Batch, Segments
@@ -160,11 +169,11 @@ class RewardService:
     def endpoints(self) -> list[Endpoint]:
         """Return the addresses of this model."""
         return [
-            Endpoint(("/get_reward",), self.get_reward),
-            Endpoint(("/score", "/v1/score"), self.score),
-            Endpoint(("/classify", "/v1/classify"), self.classify),
-            Endpoint(("/pooling", "/v1/pooling"), self.pooling),
-            Endpoint((PATH,), self.rewards),
+            Endpoint(("/get_reward",), self.get_reward, fields=GET_REWARD),
+            Endpoint(("/score", "/v1/score"), self.score, fields=SCORE),
+            Endpoint(("/classify", "/v1/classify"), self.classify, fields=CLASSIFY),
+            Endpoint(("/pooling", "/v1/pooling"), self.pooling, fields=POOLING),
+            Endpoint((PATH,), self.rewards, fields=REWARDS),
         ]
 
     def close(self) -> None:
@@ -218,8 +227,8 @@ class RewardService:
 
     async def score(self, call: HTTPCall) -> dict[str, object]:
         """Answer as ``/score`` of vLLM: the score of each answer to a question."""
-        asked = call.listed("text_1", "queries")
-        answers = call.listed("text_2", "documents")
+        asked = call.listed(*PROMPTS)
+        answers = call.listed(*RESPONSES)
         if len(asked) not in (1, len(answers)):
             raise bad(
                 f"text_1 has {len(asked)} items and text_2 {len(answers)}; send one text_1, or as "
@@ -321,10 +330,9 @@ class RewardService:
 
     async def _items(self, call: HTTPCall) -> tuple[Outputs, int]:
         """Return the outputs of ``input`` or ``messages``, and the number of tokens."""
-        messages = call.body.get("messages")
-        items: list[Any] = [messages] if messages is not None else call.listed("input")
-        if messages is None and all(type(one) is int for one in items):
-            items = [items]  # token ids of one item
+        items = call.listed("input", "messages")
+        if "messages" in call.body or all(type(one) is int for one in items):
+            items = [items]  # messages or token ids of one item
 
         def encode(k: int) -> Sample:
             return self.encoder.item(items[k], f"item {k}")

@@ -26,7 +26,7 @@ from typing_extensions import is_typeddict
 
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.serving.chat.request_fields import CHAT, COMPLETIONS, MESSAGES
-from tests.serving_helpers import model_server
+from tests.serving_helpers import judge_server, model_server, save_judge
 
 ASK = [{"role": "user", "content": "1+1"}]
 CHATS, TEXTS, OF_ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -280,6 +280,21 @@ def test_every_type_that_the_official_clients_may_send_is_accepted(fields, base)
                 fields.check({name: example})
                 checked += 1
     assert checked > len(fields.read) // 2
+
+
+def test_every_address_that_takes_a_request_checks_its_fields(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokens").write_text("trainer\n")
+    with (
+        model_server(tmp_path, weights_token_file=str(tmp_path / "tokens")) as (_, generating),
+        judge_server(save_judge(tmp_path / "judge")) as (_, scoring),
+    ):
+        endpoints = [*generating.service.endpoints(), *scoring.service.endpoints()]
+    taking = [endpoint for endpoint in endpoints if endpoint.method == "POST"]
+    assert len(taking) == 14
+    assert [endpoint.paths for endpoint in taking if endpoint.fields is None] == []
 
 
 def test_as_many_seeds_as_answers_are_accepted(url):

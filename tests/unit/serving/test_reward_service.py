@@ -23,6 +23,8 @@ from lightrft.serving.reward_service import RewardService, batch_of_samples
 from tests.serving_helpers import judge_server, local_scores, save_judge
 from tests.unit.datasets.media_files import picture
 
+ASK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -105,6 +107,12 @@ def test_score_classify_and_pooling_answer_in_the_form_of_vllm(folder, url):
         ("/classify", {"input": [3, "a"]}, "token ids"),
         ("/pooling", {"input": "abc", "encoding_format": "hex"}, "float or base64"),
         ("/pooling", {"input": [[5] * 5000]}, "context"),
+        ("/pooling", {"input": "a", "messages": [{}]}, "has 'input' and 'messages'; send one of"),
+        (
+            "/score",
+            {"text_1": "a", "queries": ["b"], "text_2": "c"},
+            "'text_1' and 'queries'; send",
+        ),
         ("/pooling", {"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
         ("/get_reward", {"query": ["a"], "prompts": ["b"]}, "does not begin"),
         ("/get_reward", {"query": ["a"], "head": "truth"}, "good, short"),
@@ -123,6 +131,51 @@ def test_score_classify_and_pooling_answer_in_the_form_of_vllm(folder, url):
 )
 def test_a_wrong_request_is_refused_with_the_reason(url, path, body, said):
     assert said in refused(url, path, **body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/get_reward", {"query": ["a"], "prompt": ["a"]}, "unknown field 'prompt'; did you mean"),
+        ("/get_reward", {"query": 5}, "query = 5: it should be a text or a list"),
+        ("/get_reward", {"query": "ab", "prompts": "a"}, "prompts = 'a': it should be a list or"),
+        ("/score", {"text_1": "a", "text_3": "b"}, "unknown field 'text_3'; did you mean 'text_"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "hed": "short"}, "did you mean 'head'?"),
+        ("/score", {"text_1": "a", "text_2": "b", "head": 1}, "head = 1: it should be a text or"),
+        ("/score", {"text_1": "a", "text_2": "b", "use_activation": True}, "use_activation = True"),
+        ("/score", {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 4}, "is not supported"),
+        ("/classify", {"input": "abc", "use_activaton": False}, "did you mean 'use_activation'?"),
+        ("/classify", {"input": "abc", "use_activation": 0}, "use_activation = 0: it should be"),
+        ("/v1/classify", {"input": "abc", "add_special_tokens": False}, "add_special_tokens = Fal"),
+        ("/classify", {"messages": "abc"}, "messages = 'abc': it should be a list"),
+        ("/pooling", {"input": "abc", "dimensions": 1}, "dimensions = 1 is not supported"),
+        ("/pooling", {"input": "abc", "encoding": "float"}, "did you mean 'encoding_format'?"),
+        ("/pooling", {"messages": [], "chat_template_kwargs": {"a": 1}}, "is not supported"),
+        ("/v1/rewards", {"conversation": []}, "did you mean 'conversations'?"),
+        ("/v1/rewards", {"prompts": {"input_id": [[5]]}}, "unknown field 'input_id' of prompts"),
+    ],
+)
+def test_a_field_that_would_be_ignored_is_refused_by_each_address(url, path, body, said):
+    assert said in refused(url, path, **body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/get_reward", {"query": ["1+1=2"]}),
+        ("/get_reward", {"query": ["1+1=2"], "prompts": ["1+1="], "labels": [None]}),
+        ("/score", {"model": "x", "text_1": "1+1=", "text_2": "2", "user": "me", "priority": 0}),
+        ("/score", {"queries": "1+1=", "documents": ["2"], "truncate_prompt_tokens": None}),
+        ("/score", {"queries": "1+1=", "items": ["2"], "use_activation": None}),
+        ("/score", {"data_1": "1+1=", "data_2": {"content": "2"}, "mm_processor_kwargs": None}),
+        ("/classify", {"model": "x", "input": ["1+1=2"], "add_special_tokens": True}),
+        ("/classify", {"messages": ASK, "add_generation_prompt": False, "activation": True}),
+        ("/pooling", {"model": "x", "input": "1+1=2", "task": "classify", "dimensions": None}),
+        ("/pooling", {"messages": ASK, "encoding_format": "float", "embed_dtype": "float32"}),
+    ],
+)
+def test_the_fields_that_clients_of_openrlhf_and_vllm_send_are_accepted(url, path, body):
+    assert post(url, path, **body)
 
 
 def test_scores_that_are_not_finite_are_null_and_counted(folder):
