@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from lightrft.config.serving import BatchingConfig
 from lightrft.serving.problems import HTTPProblem
 from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.serving.work_queue import Work, WorkQueue
 
 P = TypeVar("P")
 
 
-@dataclass(slots=True)
-class Work(Generic[P]):
-    """The computation of one request.
-
-    Attributes:
-        payload: The data to compute.
-        tokens: Number of tokens.
-        deadline: Time of ``time.monotonic`` after which the answer is of no use.
-        key: Only works of equal keys share a batch.
-        future: Gets the result.
-    """
-
-    payload: P
-    tokens: int
-    deadline: float
-    key: Hashable = None
-    future: Future = field(default_factory=Future)
-
-
-class Batcher(Generic[P]):
+class Batcher(WorkQueue[P]):
     """A thread that computes waiting works in batches, the oldest first.
 
     If a batch fails, each of its works is computed alone, so that a request fails only by itself.
@@ -53,43 +32,14 @@ class Batcher(Generic[P]):
         config: BatchingConfig,
         metrics: ServerMetrics,
     ) -> None:
+        super().__init__("batches", "computes scores", metrics)
         self.compute = compute
         self.config = config
-        self.metrics = metrics
-        self._waiting: deque[Work[P]] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        metrics.gauges["queued_requests"] = lambda: float(len(self._waiting))
-        self._thread = threading.Thread(target=self._loop, name="batches", daemon=True)
         self._thread.start()
-
-    @property
-    def problem(self) -> str:
-        """The reason why nothing is computed; empty while the thread runs."""
-        is_over = not self._closed and not self._thread.is_alive()
-        return "the thread that computes scores has ended; restart the server" if is_over else ""
-
-    def submit(self, work: Work[P]) -> Future:
-        """Queue ``work`` and return its future."""
-        with self._changed:
-            if self._closed:
-                raise HTTPProblem(503, "the server is stopping; repeat the request later")
-            if self.problem:
-                raise HTTPProblem(503, self.problem)
-            self._waiting.append(work)
-            self._changed.notify()
-        return work.future
-
-    def close(self) -> None:
-        """Compute the works that wait, then stop the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
 
     def _loop(self) -> None:
         while batch := self._next():
-            live = [work for work in batch if self._is_wanted(work)]
+            live = [work for work in batch if self._is_live(work)]
             if live:
                 self._run(live)
 
@@ -127,15 +77,14 @@ class Batcher(Generic[P]):
         self._waiting = kept
         return batch
 
-    def _is_wanted(self, work: Work[P]) -> bool:
-        if not work.future.set_running_or_notify_cancel():
-            return False
-        if work.deadline > time.monotonic():
+    def _is_live(self, work: Work[P]) -> bool:
+        """Return True if somebody waits for ``work``. Else end it."""
+        if work.is_wanted:
             return True
-        self.metrics.count("expired_requests")
-        work.future.set_exception(
-            HTTPProblem(504, "the request waited longer than http.timeout; send it later")
-        )
+        if not work.future.cancelled():
+            self.metrics.count("expired_requests")
+            late = "the request waited longer than http.timeout; send it later"
+            work.settle(error=HTTPProblem(504, late))
         return False
 
     def _run(self, works: list[Work[P]]) -> None:
@@ -148,7 +97,7 @@ class Batcher(Generic[P]):
                 for work in works:
                     self._run([work])
             else:
-                works[0].future.set_exception(error)
+                works[0].settle(error=error)
             return
         for work, result in zip(works, results, strict=True):
-            work.future.set_result(result)
+            work.settle(result)

@@ -26,7 +26,7 @@ from lightrft.models.families import context_length
 from lightrft.models.processors import Processor
 from lightrft.models.reward.heads import HeadOutputs
 from lightrft.models.reward.reward_model import MIXTURE, RewardModel
-from lightrft.serving.batcher import Batcher, Work
+from lightrft.serving.batcher import Batcher
 from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
 from lightrft.serving.reward_fields import (
@@ -40,6 +40,7 @@ from lightrft.serving.reward_fields import (
 )
 from lightrft.serving.sample_encoder import SampleEncoder
 from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.serving.work_queue import Work
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import DataError
 from lightrft.workers.scoring.reward_wire import (

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import GenerationBatch, NativeEngine
 from lightrft.engines.requests import check_requests
-from lightrft.serving.batcher import Work
 from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.problems import HTTPProblem
 from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.serving.work_queue import Work, WorkQueue
 from lightrft.types import Request, Rollout
-from lightrft.utils.errors import first_line
 
-_log = logging.getLogger(__name__)
 MOST_BATCHES = 4
 """Most sampling settings that generate in turns. Each has a cache. Requests with further ones
 wait."""
@@ -72,7 +67,7 @@ class _Batch:
     open: dict[int, _Open] = field(default_factory=dict)
 
 
-class GenerationLoop:
+class GenerationLoop(WorkQueue[Asked]):
     """A thread that generates.
 
     If a token cannot be computed, each request of its batch is computed alone, so that a request
@@ -82,9 +77,6 @@ class GenerationLoop:
         engine: Generates the responses.
         finish: Returns the result of a request from its responses, in the order of its requests.
         metrics: Counts requests and tokens.
-
-    Attributes:
-        problem: The reason why the thread has ended; empty while it runs.
     """
 
     def __init__(
@@ -93,22 +85,15 @@ class GenerationLoop:
         finish: Callable[[Asked, Sequence[Rollout]], object],
         metrics: ServerMetrics,
     ) -> None:
+        super().__init__("generation", "generates", metrics)
         self.engine = engine
         self.finish = finish
-        self.metrics = metrics
-        self.problem = ""
-        self._accepted: set[Future] = set()
-        self._waiting: deque[Work[Asked]] = deque()
         self._batches: list[_Batch] = []
-        self._changed = threading.Condition()
-        self._closed = False
         self._held = ""
         self._busy = False
-        metrics.gauges["queued_requests"] = lambda: float(len(self._waiting))
         metrics.gauges["generating_requests"] = lambda: float(
             sum(len(batch.open) for batch in self._batches)
         )
-        self._thread = threading.Thread(target=self._loop, name="generation", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work[Asked]) -> Any:
@@ -119,18 +104,11 @@ class GenerationLoop:
             ResourceError: A request is longer than the engine's limit.
         """
         check_requests(work.payload.requests, work.payload.sampling, self.engine.config)
-        with self._changed:
-            if self._closed:
-                raise HTTPProblem(503, "the server is stopping; repeat the request later")
-            if self.problem:
-                raise HTTPProblem(503, self.problem)
-            if self._held:
-                raise HTTPProblem(503, self._held, {"Retry-After": "1"})
-            self._accepted.add(work.future)
-            work.future.add_done_callback(self._accepted.discard)
-            self._waiting.append(work)
-            self._changed.notify_all()
-        return work.future
+        return super().submit(work)
+
+    def _check_open(self) -> None:
+        if self._held:
+            raise HTTPProblem(503, self._held, {"Retry-After": "1"})
 
     def hold(self, reason: str, deadline: float) -> bool:
         """Refuse requests from now on, and wait until all accepted ones are finished.
@@ -154,36 +132,19 @@ class GenerationLoop:
     def _is_idle(self) -> bool:
         return not self._waiting and not self._batches and not self._busy
 
-    def close(self) -> None:
-        """Finish all requests, then stop the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-
     def _loop(self) -> None:
-        try:
-            while self._begin_waiting():
-                for batch in list(self._batches):
-                    try:
-                        self._advance(batch)
-                    except Exception as error:  # an error of one request must not end the server
-                        self._batches.remove(batch)
-                        self._retry_alone(batch, error)
-        except BaseException as error:
-            _log.exception("the thread that generates has ended")
-            self._fail(f"the server generates no more ({first_line(error)}); restart it")
+        while self._begin_waiting():
+            for batch in list(self._batches):
+                try:
+                    self._advance(batch)
+                except Exception as error:  # an error of one request must not end the server
+                    self._batches.remove(batch)
+                    self._retry_alone(batch, error)
 
-    def _fail(self, problem: str) -> None:
-        """Refuse all requests from now on, and end the accepted ones."""
-        with self._changed:
-            self.problem = problem
-            self._waiting.clear()
-            self._batches.clear()
-            self._busy = False
-            self._changed.notify_all()
-        for future in list(self._accepted):
-            _settle(future, error=HTTPProblem(503, problem))
+    def _forget(self) -> None:
+        super()._forget()
+        self._batches.clear()
+        self._busy = False
 
     def _begin_waiting(self) -> bool:
         """Begin the requests that can join. Return False once the loop is closed and empty."""
@@ -205,7 +166,7 @@ class GenerationLoop:
         """Begin ``work``, or end it by its error. Return False if it must wait for another
         sampling setting to end."""
         asked = work.payload
-        if not _is_wanted(work):
+        if not work.is_wanted:
             self._end(_Open(work))
             return True
         batch = next((b for b in self._batches if b.sampling == asked.sampling), None)
@@ -214,7 +175,7 @@ class GenerationLoop:
         try:
             self._join(work, batch)
         except Exception as error:  # an error of one request must not end the server
-            _settle(work.future, error=error)
+            work.settle(error=error)
         return True
 
     def _join(self, work: Work[Asked], batch: _Batch | None) -> None:
@@ -266,7 +227,7 @@ class GenerationLoop:
         works = list({id(opened): opened.work for opened in batch.open.values()}.values())
         for work in works:
             if len(works) == 1:
-                _settle(work.future, error=error)
+                work.settle(error=error)
                 continue
             opened = _Open(work)
             try:
@@ -276,30 +237,26 @@ class GenerationLoop:
                     for rollout in growing.advance():
                         self._take(opened, rollout)
             except Exception as own:
-                _settle(work.future, error=own)
+                work.settle(error=own)
             else:
                 self._end(opened)
 
     def _end(self, opened: _Open) -> None:
         """Give the result of a request to those who wait for it."""
         work = opened.work
-        if not _is_wanted(work):
+        if not work.is_wanted:
             self.metrics.count("expired_requests")
             late = "the answer took longer than http.timeout; ask for less at once"
-            _settle(work.future, error=HTTPProblem(504, late))
+            work.settle(error=HTTPProblem(504, late))
             return
         try:
             result = self.finish(
                 work.payload, [rollout for _, rollout in sorted(opened.found.items())]
             )
         except Exception as error:
-            _settle(work.future, error=error)
+            work.settle(error=error)
         else:
-            _settle(work.future, result)
-
-
-def _is_wanted(work: Work[Asked]) -> bool:
-    return not work.future.cancelled() and time.monotonic() < work.deadline
+            work.settle(result)
 
 
 def _add(work: Work[Asked], growing: GenerationBatch) -> None:
@@ -308,19 +265,9 @@ def _add(work: Work[Asked], growing: GenerationBatch) -> None:
 
     def watch(k: int, token_ids: list[int]) -> bool:
         if stream is None:
-            return _is_wanted(work)
-        return _is_wanted(work) and stream.grown(k, token_ids, growing.watched_logprobs())
+            return work.is_wanted
+        return work.is_wanted and stream.grown(k, token_ids, growing.watched_logprobs())
 
     for request in work.payload.requests:
         request.watch = functools.partial(watch, request.sample)
     growing.add(work.payload.requests)
-
-
-def _settle(future: Future, result: object = None, error: Exception | None = None) -> None:
-    # False for a future that was cancelled meanwhile
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

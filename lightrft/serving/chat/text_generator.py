@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from lightrft.config.decoding import ConstraintConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
-from lightrft.serving.batcher import Work
 from lightrft.serving.chat.generation_loop import Asked, GenerationLoop
 from lightrft.serving.chat.request_fields import SETTINGS, sampling_problem
 from lightrft.serving.chat.response_format import read_constraint
@@ -22,6 +21,7 @@ from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.problems import HTTPCall, bad
 from lightrft.serving.reward_service import ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.serving.work_queue import Work
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.seeding import derive_seed

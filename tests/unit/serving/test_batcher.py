@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lightrft.config.serving import BatchingConfig
-from lightrft.serving.batcher import Batcher, Work
+from lightrft.serving.batcher import Batcher
 from lightrft.serving.problems import HTTPProblem
 from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.serving.work_queue import Work
 
 
 class Computer:
@@ -106,17 +107,36 @@ def test_closing_computes_what_waits_and_refuses_what_comes_later():
         made.submit(work(4))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_batcher_whose_thread_has_ended_says_so_and_takes_no_work():
+def test_works_that_wait_end_at_once_when_the_thread_ends():
+    gate = threading.Event()
+
     def end(works: Sequence[Work[int]]) -> list[int]:
+        gate.wait(10)
         raise SystemExit("the device is lost")
 
-    made = Batcher(end, BatchingConfig(wait_ms=0), ServerMetrics())
+    made = Batcher(end, BatchingConfig(max_tokens=1, wait_ms=0), ServerMetrics())
     assert made.problem == ""
-    made.submit(work(1))
-    until = time.monotonic() + 10
-    while not made.problem:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    with pytest.raises(HTTPProblem, match="restart the server"):
-        made.submit(work(2))
+    futures = [made.submit(work(k)) for k in range(3)]
+    cancelled = made.submit(work(3))
+    cancelled.cancel()
+    gate.set()
+    for future in futures:
+        with pytest.raises(HTTPProblem, match=r"\(the device is lost\); restart it") as caught:
+            future.result(5)
+        assert caught.value.status == 503
+    assert cancelled.cancelled() and "the device is lost" in made.problem
+    with pytest.raises(HTTPProblem, match="restart it"):
+        made.submit(work(4))
+    made.close()
+
+
+def test_a_work_that_is_given_up_while_it_is_computed_ends_no_other():
+    computer = Computer()
+    made = batcher(computer, wait_ms=0)
+    first = made.submit(work(1))
+    time.sleep(0.1)
+    assert first.cancel()
+    computer.gate.set()
+    assert made.submit(work(2)).result(10) == 4
+    assert computer.batches == [[1], [2]] and made.problem == ""
+    made.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lightrft.models.processors import load_processor
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media
 from lightrft.serving.reward_service import RewardService, batch_of_samples
-from tests.serving_helpers import judge_server, local_scores, save_judge
+from tests.serving_helpers import judge_server, local_scores, save_judge, wait_for_gauge
 from tests.unit.datasets.media_files import picture
 
 ASK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -187,6 +189,31 @@ def test_scores_that_are_not_finite_are_null_and_counted(folder):
         answer = post(url, "/get_reward", query=["abc"])
         assert answer["rewards"] == [None] and answer["extra_logs"]["short"][0] is not None
         assert "nonfinite_scores_total 1" in httpx.get(f"{url}/metrics").text
+
+
+def test_requests_that_wait_for_scores_end_at_once_when_the_thread_ends_and_health_says_so(folder):
+    gate = threading.Event()
+
+    def end(works: Any) -> Any:
+        gate.wait(30)
+        raise SystemExit("the device is lost")
+
+    with judge_server(folder, batching={"wait_ms": 0}) as (url, server):
+        service = server.service
+        assert isinstance(service, RewardService)
+        service.batcher.compute = end
+
+        def ask(_: int) -> httpx.Response:
+            return httpx.post(f"{url}/get_reward", json={"query": ["abc"]}, timeout=60)
+
+        with ThreadPoolExecutor(3) as threads:
+            asked = threads.map(ask, range(3))
+            # one is computed
+            wait_for_gauge(url, "queued_requests", 2)
+            gate.set()
+            answers = list(asked)
+        for answer in (*answers, ask(3), httpx.get(f"{url}/health")):
+            assert answer.status_code == 503 and "the device is lost" in answer.text
 
 
 def test_a_gate_needs_the_prompt(tmp_path):
