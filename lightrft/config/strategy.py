@@ -329,10 +329,7 @@ class EngineConfig(Settings):
     @model_validator(mode="after")
     def _compiles(self) -> EngineConfig:
         if self.compile and self.kind in SERVED_KINDS and not self.starts_server:
-            raise ValueError(
-                "engine.compile = true is for the engines native and vllm, and engine.kind is "
-                f"{self.kind}, whose server decides; leave out engine.compile"
-            )
+            raise ValueError(server_compiles(self))
         if self.compile and self.speculative is not None:
             raise ValueError(
                 "engine.compile = true needs steps of one token per row, and engine.speculative "
@@ -348,6 +345,17 @@ class EngineConfig(Settings):
                 "set engine.kind=native, or leave out engine.speculative"
             )
         return self
+
+
+def server_compiles(engine: EngineConfig) -> str:
+    """Return the message that refuses ``engine.compile`` for a server that the user started.
+
+    False acts there with ``rollout.staleness`` alone, on the policy that generates for eval sets.
+    """
+    return (
+        f"engine.compile = {str(engine.compile).lower()} is for the engines native and vllm, and "
+        f"engine.kind is {engine.kind}, whose server decides; leave out engine.compile"
+    )
 
 
 def in_worker(strategy: StrategyConfig) -> StrategyConfig:

@@ -133,6 +133,17 @@ class LogprobComparison:
             gaps = gaps[~removed]
         return self._summed_up(gaps)
 
+    def after_first(self) -> LogprobComparison | None:
+        """Return the tokens after the first of their responses, or ``None`` if all are first."""
+        if self.first is None or bool(self.first.all()):
+            return None
+        later = ~self.first
+        picked: dict[str, Tensor | None] = {}
+        for name in ("logits", "tokens", "reported", "greedy", "seen", "banned", "before"):
+            values = getattr(self, name)
+            picked[name] = None if values is None else values[later]
+        return replace(self, first=None, **picked)
+
     def is_of_older_weights(self, bound: float) -> bool:
         """Return whether the reported log-probs match older weights within ``bound``."""
         if self.before is None:
@@ -379,6 +390,13 @@ def _cause(
     for words, variant in _variants(sampling):
         if found.gap(variant) <= bound:
             return f"Cause: the engine sampled {words}, and the settings say {_said(sampling)}."
+    later = found.after_first()
+    if later is not None and later.gap(sampling) <= bound:
+        return (
+            "Cause: only the first token of a response differs, so the engine samples it in "
+            "another way, as a server does that has a sampling.first_token_temperature of its own; "
+            "leave it out there."
+        )
     kind = actor.base.config.model_type
     same = "temperature and filters are the same. Cause: the engine"
     decodes = f"decodes model type {kind!r} in another way than it is trained."

@@ -15,7 +15,13 @@ from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
-from lightrft.config.strategy import SERVED_KINDS, SHARDING, EngineConfig, StrategyConfig
+from lightrft.config.strategy import (
+    SERVED_KINDS,
+    SHARDING,
+    EngineConfig,
+    StrategyConfig,
+    server_compiles,
+)
 from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
@@ -115,12 +121,15 @@ def local_policy(
         media: kinds of media of the prompts, see ``kinds_to_check``.
 
     Raises:
-        ConfigError: the engine cannot generate for such media.
+        ConfigError: the engine cannot generate for such media, or its server does not read a
+            setting.
     """
     check_media(model, engine, media)
     placed = strategy_of(strategy, ranks)
-    # A server that nothing is compared with needs no weights here.
     is_served = engine.kind in SERVED_KINDS and not engine.starts_server
+    if is_served and engine.compile is not None:
+        raise ConfigError(server_compiles(engine))
+    # A server that nothing is compared with needs no weights here.
     is_hollow = is_served and not trains and not engine.check_logprobs
     with placed.loading() as device:
         actor = Actor.load(model, device="meta" if is_hollow else device)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lightrft.config.base import Settings
 from lightrft.config.data import AllowConfig, MediaConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
+
+
+def _refuse_check(engine: EngineConfig) -> None:
+    """Raise ``ValueError`` for ``engine.check_logprobs``, which no server reads."""
+    if not engine.check_logprobs:
+        raise ValueError(
+            "engine.check_logprobs = false changes nothing for a server, which compares no "
+            "log-probs; leave it out"
+        )
 
 
 class HTTPConfig(Settings):
@@ -80,6 +89,11 @@ class ServeConfig(Settings):
     threads: int = Field(0, ge=0)
     """Number of CPU threads; 0 leaves it to torch."""
 
+    @model_validator(mode="after")
+    def _compares_no_logprobs(self) -> ServeConfig:
+        _refuse_check(self.engine)
+        return self
+
 
 class ServeRMConfig(Settings):
     """The settings of ``lightrft serve-rm``: a reward model behind HTTP."""
@@ -105,3 +119,8 @@ class ServeRMConfig(Settings):
     is one."""
     threads: int = Field(0, ge=0)
     """Number of CPU threads; 0 leaves it to torch."""
+
+    @model_validator(mode="after")
+    def _compares_no_logprobs(self) -> ServeRMConfig:
+        _refuse_check(self.engine)
+        return self

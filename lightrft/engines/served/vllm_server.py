@@ -50,9 +50,7 @@ _SERVE = (
     "python -m vllm.entrypoints.openai.api_server --model MODEL "
     "--logprobs-mode processed_logprobs --enable-scale-out"
 )
-COMMAND = (
-    f"VLLM_SERVER_DEV_MODE=1 {_SERVE} --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
-)
+COMMAND = f'VLLM_SERVER_DEV_MODE=1 {_SERVE} --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 ADAPTER_COMMAND = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {_SERVE} --enable-lora --max-lora-rank"
 
 

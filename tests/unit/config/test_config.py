@@ -13,6 +13,7 @@ from lightrft.config.algorithm import AlgorithmConfig, KLConfig
 from lightrft.config.base import ComponentConfig, Settings, build, load_settings, tree_to_yaml
 from lightrft.config.presets import PRESETS
 from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.config.serving import ServeConfig, ServeRMConfig
 from lightrft.config.setting_paths import made_absolute
 from lightrft.config.strategy import SamplingConfig
 from lightrft.config.train import CriticConfig
@@ -305,3 +306,11 @@ def test_what_is_given_wins_over_the_defaults_of_its_place() -> None:
     assert (
         build(RLConfig, {"eval": {"sampling": SamplingConfig()}}).eval.sampling == SamplingConfig()
     )
+
+
+@pytest.mark.parametrize("cls", [ServeConfig, ServeRMConfig], ids=lambda c: c.__name__)
+def test_a_server_refuses_the_comparison_of_log_probs_that_it_does_not_make(
+    cls: type[Settings],
+) -> None:
+    text = said(cls, "engine.check_logprobs=false")
+    assert "engine.check_logprobs = false changes nothing for a server" in text

@@ -144,6 +144,24 @@ def test_an_engine_that_ignores_the_first_temperature_is_named(model: PreTrained
         compared(actor, cold, **HOT)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_engine_with_a_first_temperature_of_its_own_is_named(
+    model: PreTrainedModel, temperature: float
+) -> None:
+    actor = Actor(model, ModelConfig(layout="padded"))
+    requests = [Request(PROMPT, seed) for seed in range(4)]
+    own = {"first_token_temperature": 50.0, "max_new_tokens": 8}
+    hot = run(model, requests, temperature=temperature, **own)
+    with pytest.raises(ModelError, match=r"only the first token .*first_token_temperature of its"):
+        compared(actor, hot, temperature=temperature, max_new_tokens=8)
+    if temperature == 0:
+        return
+    for rollout in hot:
+        rollout.logprobs[3] -= 0.5
+    with pytest.raises(ModelError, match="in another way than it is trained"):
+        compared(actor, hot, temperature=temperature, max_new_tokens=8)
+
+
 def test_a_probe_of_new_weights_compares_the_first_token_at_its_temperature(
     model: PreTrainedModel,
 ) -> None:
