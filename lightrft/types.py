@@ -181,7 +181,7 @@ class Rollout:
         baseline: Reward of the greedy response to the same prompt. ``None`` if there is none.
         terms: Reward terms by name.
         weights: Weight of each term that is part of ``reward``; other terms are only reported.
-        failed: Reason why scoring failed; empty otherwise.
+        failed: Reason why generation or scoring failed; empty otherwise.
         step_rewards: Index of a token and the reward at it, for rewards of steps.
         experts: Experts of each token. ``None`` if the engine did not record them.
         drafted: Number of tokens that speculative decoding drafted.

@@ -259,7 +259,11 @@ class _GroupScorer:
             self.cut = True
             self._place(rollout)
             return
-        self.scorer.submit(rollout)
+        if rollout.failed:
+            # nothing was generated that could be scored
+            self._place(rollout)
+        else:
+            self.scorer.submit(rollout)
         group = self._group_of[rollout.seed]
         self._ungenerated[group] -= 1
         if not self._ungenerated[group]:

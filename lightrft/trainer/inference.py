@@ -222,7 +222,8 @@ class Chat:
         response.
 
         Raises:
-            DataError: the context has no room for a response. The conversation is unchanged.
+            DataError: the context has no room for a response, or the engine gave none. The
+                conversation is unchanged.
         """
         content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
         messages: list[dict[str, object]] = [*self.messages, {"role": "user", "content": content}]
@@ -240,6 +241,8 @@ class Chat:
             prompt, derive_seed(self.config.run.seed, "chat", self.turn), max_new_tokens=room
         )
         (answer,) = self.engine.generate([request], self.config.sampling)
+        if answer.failed:
+            raise DataError(answer.failed)
         # Only now: an error above leaves the conversation and its attachments as they were.
         messages.append({"role": "assistant", "content": answer.text})
         self.messages = messages

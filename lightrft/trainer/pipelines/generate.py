@@ -291,7 +291,7 @@ def respond(
         if not requests:
             continue
         for rollout in engine.generate(requests, config.sampling):
-            scorer.submit(rollout)
+            collector.submit(rollout)
             collector.collect(wait=False)
         collector.collect(wait=True)
 
@@ -351,17 +351,27 @@ class Collector:
         expected = Expected(index, prompt, len(requests))
         self._expected |= dict.fromkeys((request.seed for request in requests), expected)
 
+    def submit(self, rollout: Rollout) -> None:
+        """Submit a response for scoring. One whose generation failed gets no score."""
+        if rollout.failed:
+            self._add(rollout)
+        else:
+            self.scorer.submit(rollout)
+
     def collect(self, wait: bool) -> None:
         """Take the scored responses; with ``wait``, all of them."""
         for rollout in self.scorer.results(wait=wait):
-            expected = self._expected.pop(rollout.seed)
-            group = self._found[expected.index]
-            group.append(rollout)
-            if len(group) == expected.count:
-                # Responses come as they are finished, and scores in any order.
-                ordered = sorted(self._found.pop(expected.index), key=lambda r: r.sample)
-                lines = [self.line(one) for one in ordered]
-                self.journal.add(expected.index, expected.prompt, lines)
+            self._add(rollout)
+
+    def _add(self, rollout: Rollout) -> None:
+        expected = self._expected.pop(rollout.seed)
+        group = self._found[expected.index]
+        group.append(rollout)
+        if len(group) == expected.count:
+            # Responses come as they are finished, and scores in any order.
+            ordered = sorted(self._found.pop(expected.index), key=lambda r: r.sample)
+            lines = [self.line(one) for one in ordered]
+            self.journal.add(expected.index, expected.prompt, lines)
 
 
 def line_of(rollout: Rollout) -> dict[str, object]:

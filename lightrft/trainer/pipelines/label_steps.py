@@ -475,9 +475,9 @@ class Measured:
                     starts |= dict.fromkeys((request.seed for request in own), started)
                     requests += own
         for rollout in whole:
-            collector.scorer.submit(rollout)
+            collector.submit(rollout)
         for rollout in engine.generate(requests, self.config.sampling) if requests else ():
-            collector.scorer.submit(starts[rollout.seed].continued(rollout))
+            collector.submit(starts[rollout.seed].continued(rollout))
             collector.collect(wait=False)
         collector.collect(wait=True)
         return bool(requests or whole)

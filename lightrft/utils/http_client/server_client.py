@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -161,6 +162,7 @@ class ServerClient:
         *,
         once: bool = False,
         is_text: bool = False,
+        silence: float = math.inf,
     ) -> Mapping[str, Any]:
         """Return the server's answer, after repetitions.
 
@@ -172,6 +174,7 @@ class ServerClient:
             data: Bytes to send in place of a body.
             once: Repeat nothing.
             is_text: The answer is a text, which is left out.
+            silence: Seconds without any data after which the request is repeated.
 
         Raises:
             Unanswered: The server refuses the request, or does not answer before ``deadline``.
@@ -179,8 +182,9 @@ class ServerClient:
 
         def trial(left: float) -> Mapping[str, Any]:
             sent = {**(headers or {}), **self.authorization()}
+            waits = _timeout(min(silence, left), left)
             answer = self._client.request(
-                method, path, json=body, content=data, headers=sent, timeout=_timeout(left, left)
+                method, path, json=body, content=data, headers=sent, timeout=waits
             )
             self._check(answer)
             return {} if is_text else answer.json()
@@ -242,7 +246,13 @@ class ServerClient:
                 raise
 
     def _events(self, answer: httpx.Response, handle: OpenStream) -> Iterator[Mapping[str, Any]]:
-        """Yield the JSON data of each event. Raise ``Passing`` if the last one does not come."""
+        """Yield the JSON data of each event. Raise ``Passing`` if the last one does not come.
+
+        An answer that is not a stream is its only event.
+        """
+        if answer.headers.get("content-type", "").startswith("application/json"):
+            yield self._event(answer.read())
+            return
         try:
             for line in answer.iter_lines():
                 if handle.is_closed:
@@ -252,18 +262,34 @@ class ServerClient:
                 text = line.removeprefix("data:").strip()
                 if text == "[DONE]":
                     return
-                event = json.loads(text)
-                if isinstance(event.get("error"), Mapping):
-                    error = event["error"]
-                    # SGLang gives no code to a request that it refuses
-                    self._check_status(int(error.get("code") or 400), str(error.get("message")), 0)
-                yield event
+                yield self._event(text)
         except httpx.TransportError:
             if handle.is_closed:
                 return
             raise
         if not handle.is_closed:
             raise httpx.RemoteProtocolError("the stream ended before its last event")
+
+    def _event(self, text: str | bytes) -> Mapping[str, Any]:
+        """Return the JSON object ``text``.
+
+        Raises:
+            Passing: It is an error that a repetition may end.
+            Unanswered: It is another error.
+            ValueError: It is no JSON object.
+        """
+        event = json.loads(text)
+        if not isinstance(event, dict):
+            raise ValueError(f"an event is no JSON object: {event!r:.100}")
+        error = event.get("error")
+        if isinstance(error, Mapping):
+            code = str(error.get("code"))
+            # SGLang gives no code to a request that it refuses, and others a word
+            status = int(code) if code.isdecimal() else httpx.codes.BAD_REQUEST
+            self._check_status(status, str(error.get("message")), 0)
+        elif error:
+            self._check_status(httpx.codes.BAD_REQUEST, str(error), 0)
+        return event
 
     def _repeated(
         self,

@@ -158,7 +158,7 @@ def without(*names: str) -> Any:
     def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
         for choice in event["choices"]:
             for name in names:
-                choice.pop(name)
+                choice.pop(name, None)
         return event
 
     return edit
