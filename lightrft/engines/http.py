@@ -21,6 +21,7 @@ from lightrft.engines.fingerprint import dtype_of
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import response_room
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
+from lightrft.engines.sending.vllm_weights import FIRST_NAME
 from lightrft.engines.served.media_wire import media_to_base64
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure
 from lightrft.engines.served.start_checks import (
@@ -53,6 +54,8 @@ PROBE_TOKENS = 8
 """Tokens of the prompt and of the response that check log-probs."""
 ROUNDING = 1e-3
 """A log-prob of a point mass may differ from 0 by so much."""
+UPDATED = "update:"
+"""Start of the digest of weights that a run sent to ``lightrft serve``."""
 WAY_OUT = (
     "use lightrft serve, or a vLLM server started with --logprobs-mode processed_logprobs, or set "
     "engine.kind=native"
@@ -77,7 +80,9 @@ class HTTPEngine(ServedEngine):
 
     Attributes:
         is_own: The server is ``lightrft serve``.
+        is_vllm: The server is vLLM.
         digest: Digest of the weights that the server must have. Empty for other servers.
+        layout: Digest of names, types and shapes of its weights. Empty for other servers.
         is_paused: The server answers nobody. A run updates its weights, or ended while it did.
             ``lightrft serve`` shows it to those alone who may update the weights.
     """
@@ -90,8 +95,8 @@ class HTTPEngine(ServedEngine):
         ends: Sequence[int],
     ) -> None:
         super().__init__(client, tokenizer, config, ends)
-        self.is_own = self.is_paused = False
-        self.digest = ""
+        self.is_own = self.is_vllm = self.is_paused = False
+        self.digest = self.layout = ""
         self._first_digest = ""
         self._updates = False
         # what the server holds after a restart (empty if unknown), what it must hold now, and
@@ -343,6 +348,8 @@ class HTTPEngine(ServedEngine):
         entry = served_model(self.client, self.config)
         self.model = str(entry["id"])
         self.is_own = entry.get("owned_by") == "lightrft"
+        self.is_vllm = entry.get("owned_by") == "vllm"
+        self.layout = str(entry.get("weights_layout") or "")
         self.digest = self._first_digest = str(entry.get("digest") or "")
         check_digest(self.config.digest, self.digest, self.model, "engine")
         limit = entry.get("max_model_len")
@@ -350,20 +357,37 @@ class HTTPEngine(ServedEngine):
         check_tokenizer(self.client, self.config, self.tokenizer, self.model)
         if self.is_own:
             self.is_paused = self._is_updated()
-        elif entry.get("owned_by") == "vllm":
+        elif self.is_vllm:
             self.is_paused = is_paused(self.client)
         if not self.is_paused:
             self.check_generated()
 
     def _is_updated(self) -> bool:
         """Return whether an update of the weights of ``lightrft serve`` is open."""
+        # it is shown to those alone who may update the weights
+        return not self._shown("/v1/weights").get("is_whole", True)
+
+    def update_name(self) -> str:
+        """Return the name of the weights that a run sent to the server; empty if it knows none."""
+        if self.is_own:
+            return self.digest if self.digest.startswith(UPDATED) else ""
+        if not self.is_vllm:
+            return ""
+        held = self._shown("/weight_info").get("weight_version")
+        return "" if held in (None, FIRST_NAME) else str(held)
+
+    def shown_fingerprint(self) -> Fingerprint:
+        """Return the checksums of the server's weights; empty if it does not show them."""
+        return dict(self._shown("/v1/weights").get("fingerprint") or {})
+
+    def _shown(self, path: str) -> Mapping[str, Any]:
+        """Return the server's answer, which is empty if it refuses the request."""
         try:
-            return not self._held()["is_whole"]
+            return self.client.ask("GET", path)
         except Unanswered as error:
             if not error.refused:
-                raise
-            # the server shows it to those alone who may update the weights
-            return False
+                raise failure(error, self.where) from error
+            return {}
 
     def check_generated(self) -> None:
         """Raise ``ConfigError`` unless log-probs are of the distribution that is sampled from.

@@ -28,7 +28,7 @@ from lightrft.serving.weight_updates import WeightUpdates
 from lightrft.trainer.saved_policy import resolved
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import local_policy, local_tokenizer
-from lightrft.workers.scoring.reward_wire import vocabulary_digest, weights_digest
+from lightrft.workers.scoring.reward_wire import vocabulary_digest, weights_digest, weights_layout
 
 
 class Service(Protocol):
@@ -212,7 +212,11 @@ def generation_service(
         tokenizer,
         config.sampling,
         ServedModel(
-            name, weights_digest(actor), vocabulary_digest(tokenizer), max_model_len=context
+            name,
+            weights_digest(actor),
+            vocabulary_digest(tokenizer),
+            max_model_len=context,
+            weights_layout=weights_layout(actor),
         ),
         context,
         metrics,

@@ -73,6 +73,7 @@ class ServedModel:
         max_model_len: Most tokens of a prompt with its response. ``None`` for no limit.
         template: Digest of its chat template; empty if it has none.
         template_problem: The reason why the template cannot render responses; empty if it can.
+        weights_layout: Digest of names, types and shapes of its weights. Empty for a reward model.
     """
 
     name: str
@@ -84,6 +85,7 @@ class ServedModel:
     template: str = ""
     template_problem: str = ""
     max_model_len: int | None = None
+    weights_layout: str = ""
 
     def entry(self) -> dict[str, object]:
         """Return what ``/v1/models`` tells of the model."""
@@ -99,6 +101,7 @@ class ServedModel:
             "max_model_len": self.max_model_len,
             "template": self.template,
             "template_problem": self.template_problem,
+            "weights_layout": self.weights_layout,
         }
 
     def retrieved(self, call: HTTPCall) -> dict[str, object]:

@@ -26,6 +26,7 @@ from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
 from lightrft.engines.base import Engine
+from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
 from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.learner.reference_update import MovingReference
@@ -42,7 +43,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.local_draft import draft_decoder
-from lightrft.workers.local_served import async_served, local_served
+from lightrft.workers.local_served import async_served, check_served_weights, local_served
 from lightrft.workers.local_vllm import async_vllm, local_vllm
 from lightrft.workers.media_checks import check_media
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
@@ -122,7 +123,7 @@ def local_policy(
 
     Raises:
         ConfigError: the engine cannot generate for such media, or its server does not read a
-            setting.
+            setting, or has other weights.
     """
     check_media(model, engine, media)
     placed = strategy_of(strategy, ranks)
@@ -157,6 +158,12 @@ def local_policy(
             trains=trains,
             media=media,
         )
+        if isinstance(served, HTTPEngine) and not trains:
+            try:
+                check_served_weights(served, actor, compares=not is_hollow)
+            except BaseException:
+                served.close()
+                raise
         return placed, actor, served
     draft = draft_decoder(engine, model, tokenizer, actor.device)
     native = NativeEngine(decoder, tokenizer, engine, draft=draft, whole=whole, together=together)

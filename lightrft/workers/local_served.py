@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
@@ -28,16 +29,23 @@ from lightrft.models.families import context_length
 from lightrft.models.loading.from_pretrained import model_settings, where_of
 from lightrft.models.loading.meta_device import dtype_of
 from lightrft.roles import TrainableModel, engine_weights
-from lightrft.rollout.logprob_check import refuse_weights
+from lightrft.rollout.logprob_check import refuse_weights, unequal_weight
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import factor_of
 from lightrft.workers.local_vllm import check_replica, end_tokens, media_kinds, refuse_merging
 from lightrft.workers.media_checks import check_server_media
 from lightrft.workers.rank_zero_engine import RankZeroEngine
+from lightrft.workers.scoring.reward_wire import weights_digest, weights_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+WAY_OUT = (
+    "serve the model of model.path, or set engine.check_logprobs=false to evaluate what is served"
+)
 
 
 def local_served(
@@ -278,3 +286,47 @@ def _trainable(built: HTTPEngine, model: ModelConfig, *, trains: bool) -> Served
     return VLLMServerEngine.over(
         built, ServedMedia(model_settings(model), kinds) if kinds else None
     )
+
+
+def check_served_weights(engine: HTTPEngine, actor: Actor, *, compares: bool) -> None:
+    """Raise ``ConfigError`` if the server has other weights than ``actor``.
+
+    A digest tells it for ``lightrft serve``, if both hold their weights by the same names and
+    types. For other servers, and other types, the log-probs of the first responses must do.
+
+    Args:
+        engine: The engine over the server.
+        actor: The policy.
+        compares: The weights of ``actor`` are loaded. Else there is nothing to compare.
+    """
+    update = engine.update_name()
+    if not compares:
+        if update:
+            log.warning(
+                "%s holds the weights %s of a run that updated it, and they are evaluated",
+                engine.where,
+                update,
+            )
+        return
+    is_alike = bool(engine.layout) and engine.layout == weights_layout(actor)
+    if update:
+        held = engine.shown_fingerprint() if is_alike else {}
+        if not held or unequal_weight(held, KVDecoder(actor.model).parameters()):
+            raise ConfigError(
+                f"{engine.where} holds the weights {update} of a run that updated it, and nothing "
+                f"shows that they are those of model.path = {actor.config.path!r}; restart it to "
+                f"{WAY_OUT}"
+            )
+    elif engine.digest and not is_alike:
+        log.warning(
+            "%s holds its weights in other types or by other names than model.path = %r has here, "
+            "so their digests cannot be compared: the log-probs of the first responses alone are; "
+            "set model.dtype to the type of the server",
+            engine.where,
+            actor.config.path,
+        )
+    elif engine.digest and (ours := weights_digest(actor)) != engine.digest:
+        raise ConfigError(
+            f"{engine.where} serves other weights than model.path = {actor.config.path!r}: their "
+            f"digest is {engine.digest}, and that of model.path is {ours}; {WAY_OUT}"
+        )

@@ -134,6 +134,12 @@ def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(template).encode()).hexdigest()}"
 
 
+def weights_layout(model: nn.Module) -> str:
+    """Return a digest of names, types and shapes of all tensors of ``model``."""
+    lines = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in model.state_dict().items()]
+    return f"sha256:{hashlib.sha256(json.dumps(sorted(lines)).encode()).hexdigest()}"
+
+
 def weights_digest(model: nn.Module) -> str:
     """Return a digest of names, types, shapes and values of all tensors of ``model``."""
     found = hashlib.sha256()
