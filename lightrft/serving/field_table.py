@@ -119,4 +119,6 @@ def _check_type(value: Any, types: Types, path: str) -> None:
 def _is_neutral(value: object, neutral: object) -> bool:
     # Python takes True for 1
     is_equal = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-    return value is None or is_equal or (not neutral and not value)
+    # where none is neutral, 0 and false are values
+    is_empty = neutral is not None and not neutral and not value
+    return value is None or is_equal or is_empty

@@ -90,6 +90,13 @@ def test_the_client_of_anthropic_reads_every_kind_of_answer(url):
     assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == tokens
     # all but the last token of the prompt were computed for the first request
     assert (last.usage.input_tokens, last.usage.cache_read_input_tokens) == (1, tokens - 1)
+    word = whole.content[0].text[1:3]
+    cut: Any = {**given, "system": "short", "stop_sequences": ["none", word]}
+    ended = client.messages.create(**cut)
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", word)
+    assert word not in ended.content[0].text
+    with client.messages.stream(**cut) as stream:
+        assert stream.get_final_message().stop_sequence == word
     tools: Any = [{"name": "add", "input_schema": {"type": "object"}}]
     with client.messages.stream(**given, tools=tools) as stream:
         assert stream.get_final_message().stop_reason is not None

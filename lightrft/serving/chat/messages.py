@@ -53,7 +53,8 @@ class Messages:
         asked = await asyncio.to_thread(self.chat.read, body)
         future, stream = self.generator.begin([asked.prompt], wanted, call.deadline)
         if stream is not None:
-            return opened(stream, future, self._events(stream, asked), has_names=True)
+            events = self._events(stream, asked, wanted.sampling.stop)
+            return opened(stream, future, events, has_names=True)
         (answer,) = await asyncio.wrap_future(future)
         rollout = answer.rollout
         text, calls = self._said(rollout, asked)
@@ -63,7 +64,7 @@ class Messages:
                 *([{"type": "text", "text": text}] if text or not calls else []),
                 *map(_tool_use, calls),
             ],
-            "stop_reason": _reason(rollout, calls, wanted.sampling.stop),
+            **self._end(rollout, calls, wanted.sampling.stop),
             "usage": _usage(asked, rollout),
             **token_fields(call.body, rollout),
         }
@@ -83,7 +84,24 @@ class Messages:
             "usage": _usage(asked),
         }
 
-    async def _events(self, stream: TokenStream, asked: Conversation) -> AsyncIterator[object]:
+    def _end(
+        self, rollout: Rollout, calls: Sequence[ToolCall], stop: Sequence[str]
+    ) -> dict[str, object]:
+        """Return why a response ended, and the stop sequence that it ended with."""
+        if calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if rollout.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        tokens = rollout.token_ids
+        whole = str(self.generator.tokenizer.decode(tokens, skip_special_tokens=True))
+        # the text of a response ends before its stop sequence
+        rest = whole[len(rollout.text) :]
+        found = next((one for one in stop if rest.startswith(one)), None)
+        return {"stop_reason": "stop_sequence" if found else "end_turn", "stop_sequence": found}
+
+    async def _events(
+        self, stream: TokenStream, asked: Conversation, stop: Sequence[str]
+    ) -> AsyncIterator[object]:
         yield {"type": "message_start", "message": self._heading(asked)}
         if not asked.tools:
             yield _start(0, {"type": "text", "text": ""})
@@ -100,7 +118,7 @@ class Messages:
         if asked.tools:
             for event in _whole(text, calls):
                 yield event
-        reason = {"stop_reason": _reason(rollout, calls, ()), "stop_sequence": None}
+        reason = self._end(rollout, calls, stop)
         # the counts of this event replace those of the first one
         yield {"type": "message_delta", "delta": reason, "usage": _usage(asked, rollout)}
         yield {"type": "message_stop"}
@@ -215,12 +233,6 @@ def _part(block: Any) -> dict[str, Any]:
 
 def _tool_use(call: ToolCall) -> dict[str, object]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
-
-
-def _reason(rollout: Rollout, calls: Sequence[ToolCall], stop: Sequence[str]) -> str:
-    if calls:
-        return "tool_use"
-    return "max_tokens" if rollout.finish_reason == "length" else "end_turn"
 
 
 def _start(index: int, block: Mapping[str, object]) -> dict[str, object]:

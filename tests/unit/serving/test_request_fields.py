@@ -87,6 +87,8 @@ def test_every_field_of_the_official_clients_is_known(fields, base):
         (CHATS, {"skip_special_tokens": False}),
         (CHATS, {"modalities": ["audio"]}),
         (CHATS, {"guided_grammar": "x"}),
+        (TEXTS, {"prompt_logprobs": 0}),
+        (CHATS, {"thinking_token_budget": 0}),
         (TEXTS, {"best_of": 3}),
         (TEXTS, {"suffix": "="}),
         (TEXTS, {"logit_bias": {"5": 100}}),
