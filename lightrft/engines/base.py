@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -71,3 +71,21 @@ class Engine(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class HasLimits(Protocol):
+    """An engine that knows once it has started what it cannot generate, such as a server."""
+
+    def check_limits(self, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
+        """Raise ``ConfigError`` if the engine cannot respond to the prompts of a run.
+
+        With an engine that all ranks share, every rank must call it.
+
+        Args:
+            longest: Length of the longest prompt, in tokens.
+            sampling: Settings of the responses.
+            key: Name of the setting that holds ``sampling``, for the message.
+            data: Name of the setting that holds the prompts, for the message.
+        """
+        ...

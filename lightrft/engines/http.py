@@ -111,10 +111,10 @@ class HTTPEngine(ServedEngine):
     def path(self) -> str:
         return "/v1/completions"
 
-    def check_sampling(self, sampling: SamplingConfig) -> None:
+    def check_sampling(self, sampling: SamplingConfig, key: str = "sampling") -> None:
         """See ``ServedEngine.check_sampling``."""
         if not self.is_own:
-            check_sampling(sampling)
+            check_sampling(sampling, key)
 
     def refuse_media(self, what: str, kinds: Collection[str]) -> None:
         """See ``ServedEngine.refuse_media``. ``lightrft serve`` gets media as tensors."""

@@ -53,6 +53,41 @@ def check_requests(
             )
 
 
+def check_longest(
+    longest: int, sampling: SamplingConfig, most: int, where: str, key: str, data: str
+) -> None:
+    """Raise ``ConfigError`` if the longest prompt and its response exceed ``most`` tokens.
+
+    Args:
+        longest: Length of the longest prompt, in tokens.
+        sampling: Settings with the maximum length of a response.
+        most: Most tokens of a prompt with its response.
+        where: What holds no more, for the message.
+        key: Name of the setting that holds ``sampling``.
+        data: Name of the setting that holds the prompts.
+    """
+    limit = sampling.max_new_tokens
+    if longest + limit > most:
+        raise ConfigError(
+            f"{key}.max_new_tokens = {limit}: after the longest prompt, {longest} tokens, a "
+            f"response could reach token {longest + limit}, and {where} holds {most}; "
+            f"{way_to_shorten(most - longest, key, data)}"
+        )
+
+
+def way_to_shorten(room: int, key: str, data: str) -> str:
+    """Return the advice to shorten the rows of a run.
+
+    Args:
+        room: Tokens that the longest prompt leaves for a response.
+        key: Name of the setting that holds the sampling settings.
+        data: Name of the setting that holds the prompts.
+    """
+    if room > 0:
+        return f"lower {key}.max_new_tokens to {room} or less"
+    return f"lower {data}.max_prompt_tokens"
+
+
 def unsupported_settings(sampling: SamplingConfig) -> list[str]:
     """Return the settings in use that only the native engine applies."""
     return [name for name in NATIVE_SETTINGS if getattr(sampling, name) is not None]

@@ -126,9 +126,9 @@ class SGLangEngine(ServedEngine):
     def path(self) -> str:
         return "/generate"
 
-    def check_sampling(self, sampling: SamplingConfig) -> None:
+    def check_sampling(self, sampling: SamplingConfig, key: str = "sampling") -> None:
         """See ``ServedEngine.check_sampling``."""
-        refuse_filters(sampling)
+        refuse_filters(sampling, key)
 
     def shared_calls(self, responses: Sequence[GrowingResponse]) -> list[list[GrowingResponse]]:
         """See ``ServedEngine.shared_calls``. SGLang finds a known prompt in its cache."""

@@ -26,6 +26,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import (
+    check_longest,
     check_requests,
     refuse_native_settings,
     response_limit,
@@ -175,6 +176,18 @@ class VLLMEngine:
         check_requests(wanted, sampling, self.config)
         self._check_context(wanted, sampling)
         return self._answers(wanted, sampling, stopped)
+
+    def check_limits(self, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
+        """See ``HasLimits.check_limits``.
+
+        Args:
+            longest: Length of the longest prompt, in tokens.
+            sampling: Settings of the responses.
+            key: Name of the setting that holds ``sampling``, for the message.
+            data: Name of the setting that holds the prompts, for the message.
+        """
+        check_sampling(sampling, key)
+        check_longest(longest, sampling, self.context, "vLLM", key, data)
 
     def _check_context(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         for request in requests:

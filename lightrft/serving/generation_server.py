@@ -206,6 +206,7 @@ def generation_service(
     # the next turn of a conversation begins with the tokens of the last
     engine.keep_prefixes()
     name, context = config.name or config.model.path, context_length(actor.base.config)
+    most = min(context or config.engine.max_cache_tokens, config.engine.max_cache_tokens)
     generator = TextGenerator(
         engine,
         functools.partial(likely_tokens, actor, budget),
@@ -215,7 +216,7 @@ def generation_service(
             name,
             weights_digest(actor),
             vocabulary_digest(tokenizer),
-            max_model_len=context,
+            max_model_len=most,
             weights_layout=weights_layout(actor),
         ),
         context,

@@ -90,7 +90,13 @@ def run_eval(config: EvaluateConfig) -> EvalSummary:
                 media=kinds_to_check(config.engine, prompts),
             )
             check_lengths(
-                actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data"
+                actor,
+                engine,
+                config.engine,
+                longest(prompts),
+                config.eval.sampling,
+                "eval.sampling",
+                "eval.data",
             )
             scorer = with_reward_models(functions, config.reward, model, tokenizer, strategy.device)
             with closing(CheckedEngine(engine, actor, config.engine)) as checked:

@@ -75,6 +75,8 @@ class PolicyRun(TrainingRun):
         self.roles.scorer.check_sources(prompt.data_source for prompt in self.eval_prompts)
         check_lengths(
             self.roles.actor,
+            self.roles.engine,
+            self.engine_config,
             longest(self.eval_prompts),
             self.eval.sampling,
             "eval.sampling",

@@ -196,7 +196,13 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             if not config.reward.terms:
                 run.roles.scorer.check_sources(run.stream.dataset.data_sources)
             check_lengths(
-                run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data"
+                run.roles.actor,
+                run.roles.async_engine or run.roles.engine,
+                config.engine,
+                run.stream.dataset.longest,
+                config.sampling,
+                "sampling",
+                "data",
             )
             if isinstance(run.roles.ptx, PretrainingLoss):
                 check_examples(

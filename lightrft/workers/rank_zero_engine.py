@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.config.strategy import SamplingConfig
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
-from lightrft.engines.base import Engine, Fingerprint, never_stop
+from lightrft.engines.base import Engine, Fingerprint, HasLimits, never_stop
 from lightrft.roles import HasEventCounts
 from lightrft.types import Request, Rollout
 
@@ -48,6 +48,22 @@ class RankZeroEngine:
         """
         assert self.engine is not None, "other ranks than 0 have no engine"
         return self.engine.generate(requests, sampling, stopped)
+
+    def check_limits(self, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
+        """See ``HasLimits.check_limits``. Every rank must call it.
+
+        Args:
+            longest: Length of the longest prompt, in tokens.
+            sampling: Settings of the responses.
+            key: Name of the setting that holds ``sampling``, for the message.
+            data: Name of the setting that holds the prompts, for the message.
+        """
+
+        def check() -> None:
+            if isinstance(self.engine, HasLimits):
+                self.engine.check_limits(longest, sampling, key, data)
+
+        run_on_all_ranks(self._ranks, check)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
         """See ``Engine.load_weights``. Every rank must call it."""

@@ -19,7 +19,12 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.growing_response import GrowingResponse
-from lightrft.engines.requests import check_requests, refuse_native_settings, response_limit
+from lightrft.engines.requests import (
+    check_longest,
+    check_requests,
+    refuse_native_settings,
+    response_limit,
+)
 from lightrft.engines.sending.merged_adapters import merged
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.served.start_checks import open_client
@@ -181,9 +186,25 @@ class ServedEngine(ABC):
         """Raise ``ConfigError`` if the server cannot generate for ``prompt``, which has media."""
         self.refuse_media(f"prompt {prompt.id!r}, which has media", ())
 
+    def check_limits(self, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
+        """See ``HasLimits.check_limits``.
+
+        Args:
+            longest: Length of the longest prompt, in tokens.
+            sampling: Settings of the responses.
+            key: Name of the setting that holds ``sampling``, for the message.
+            data: Name of the setting that holds the prompts, for the message.
+        """
+        self.check_sampling(sampling, key)
+        if self.context is not None:
+            check_longest(longest, sampling, self.context, self.where, key, data)
+
     @abstractmethod
-    def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ``ConfigError`` for settings that the server would apply in another way."""
+    def check_sampling(self, sampling: SamplingConfig, key: str = "sampling") -> None:
+        """Raise ``ConfigError`` for settings that the server would apply in another way.
+
+        ``key`` is the name of the setting that holds ``sampling``, for the message.
+        """
 
     @abstractmethod
     def shared_calls(self, responses: Sequence[GrowingResponse]) -> list[list[GrowingResponse]]:

@@ -105,9 +105,9 @@ class VLLMServerEngine(ServedEngine):
     def path(self) -> str:
         return "/inference/v1/generate"
 
-    def check_sampling(self, sampling: SamplingConfig) -> None:
+    def check_sampling(self, sampling: SamplingConfig, key: str = "sampling") -> None:
         """See ``ServedEngine.check_sampling``."""
-        check_sampling(sampling)
+        check_sampling(sampling, key)
 
     def refuse_media(self, what: str, kinds: Collection[str]) -> None:
         """See ``ServedEngine.refuse_media``. The layout of media depends on vLLM's version."""

@@ -1,4 +1,4 @@
-"""Check that prompts and responses fit into the context length of the model."""
+"""Check that prompts and responses fit into the model and its engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
-from lightrft.config.strategy import SamplingConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.base import Engine, HasLimits
+from lightrft.engines.requests import way_to_shorten
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.decoding.kinds import length_bound
 from lightrft.models.families import context_length
@@ -15,12 +17,22 @@ from lightrft.utils.errors import ConfigError
 
 
 def check_lengths(
-    actor: Actor, longest: int, sampling: SamplingConfig, key: str, data: str
+    actor: Actor,
+    engine: Engine,
+    settings: EngineConfig,
+    longest: int,
+    sampling: SamplingConfig,
+    key: str,
+    data: str,
 ) -> None:
-    """Raise ``ConfigError`` if a response could exceed the context length of the model.
+    """Raise ``ConfigError`` if a response could exceed what the model or its engine holds.
+
+    Every rank must call it, once the engine has started.
 
     Args:
         actor: the model.
+        engine: generates the responses.
+        settings: settings of the engine.
         longest: length of the longest prompt, in tokens.
         sampling: settings with the maximum length of a response.
         key: name of the setting that holds ``sampling``, for the message.
@@ -30,19 +42,38 @@ def check_lengths(
     context = context_length(actor.base.config)
     # The largest of several calls, e.g. for training prompts and for the eval set.
     actor.longest_row = max(actor.longest_row or 0, longest + sampling.max_new_tokens)
-    if context is None or longest + sampling.max_new_tokens <= context:
-        return
-    room = context - longest
-    way = (
-        f"lower {key}.max_new_tokens to {room} or less"
-        if room > 0
-        else f"lower {data}.max_prompt_tokens"
-    )
-    raise ConfigError(
-        f"{key}.max_new_tokens = {sampling.max_new_tokens}: after the longest prompt, {longest} "
-        f"tokens, a response could reach token {longest + sampling.max_new_tokens}, beyond the "
-        f"model's max_position_embeddings = {context}; {way}"
-    )
+    if context is not None and longest + sampling.max_new_tokens > context:
+        raise ConfigError(
+            f"{key}.max_new_tokens = {sampling.max_new_tokens}: after the longest prompt, "
+            f"{longest} tokens, a response could reach token "
+            f"{longest + sampling.max_new_tokens}, beyond the model's max_position_embeddings = "
+            f"{context}; {way_to_shorten(context - longest, key, data)}"
+        )
+    check_cache(settings, longest, sampling, key, data)
+    if isinstance(engine, HasLimits):
+        engine.check_limits(longest, sampling, key, data)
+
+
+def check_cache(
+    settings: EngineConfig, longest: int, sampling: SamplingConfig, key: str, data: str
+) -> None:
+    """Raise ``ConfigError`` if ``engine.max_cache_tokens`` cannot hold a prompt and its response.
+
+    Args:
+        settings: settings of the engine.
+        longest: length of the longest prompt, in tokens.
+        sampling: settings with the maximum length of a response.
+        key: name of the setting that holds ``sampling``, for the message.
+        data: name of the setting that holds the prompts, for the message.
+    """
+    most, end = settings.max_cache_tokens, longest + sampling.max_new_tokens
+    if end > most:
+        raise ConfigError(
+            f"engine.max_cache_tokens = {most}: the longest prompt has {longest} tokens, and with "
+            f"{key}.max_new_tokens = {sampling.max_new_tokens} a row could have {end}; raise "
+            f"engine.max_cache_tokens to at least {end}, or "
+            f"{way_to_shorten(most - longest, key, data)}"
+        )
 
 
 def check_bound(
@@ -62,17 +93,12 @@ def check_bound(
     bound, end = length_bound(config), longest + sampling.max_new_tokens
     if bound is None or end <= bound.tokens:
         return
-    room = bound.tokens - longest
-    way = (
-        f"lower {key}.max_new_tokens to {room} or less"
-        if room > 0
-        else f"lower {data}.max_prompt_tokens"
-    )
     raise ConfigError(
         f"{key}.max_new_tokens = {sampling.max_new_tokens}: a row could have {end} tokens. "
         f"Beyond {bound.tokens} the log-probs of model type {config.model_type!r} depend on "
         f"other rows or on chance ({bound.reason}), so what is sampled would not be what is "
-        f"trained; {way}"
+        f"trained; "
+        f"{way_to_shorten(bound.tokens - longest, key, data)}"
     )
 
 

@@ -70,7 +70,7 @@ BARE = ("loss", "seconds", "tokens_per_second")
 GENERATING = (RLConfig, DPOConfig, DistillVerbConfig)
 """Settings with ``sampling``."""
 CHECKS = {"vllm": check_sampling, "sglang": refuse_filters}
-"""Checks of ``sampling`` by engine, before one is started."""
+"""Checks of ``sampling`` by engine, before one is started. A server is checked once it answers."""
 VALIDATED = (SFTConfig, DistillVerbConfig, DPOConfig)
 """Settings with ``validation``."""
 

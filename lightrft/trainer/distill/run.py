@@ -255,7 +255,8 @@ def run_distill(config: DistillVerbConfig, observer: Observer | None = None) -> 
 
 def check_context(run: DistillRun) -> None:
     """Raise ``ConfigError`` if a row or a sampled response exceeds the model's context length."""
-    config, dataset, actor = run.config, run.dataset, run.roles.actor
+    config, dataset, roles = run.config, run.dataset, run.roles
+    actor = roles.actor
     if run.validation is not None:
         check_examples(actor, run.validation.longest, config.max_tokens)
     longest = dataset.longest
@@ -263,7 +264,9 @@ def check_context(run: DistillRun) -> None:
         check_examples(actor, dataset.longest, config.max_tokens)
         longest = dataset.longest_prompt
     if config.distill.on_policy:
-        check_lengths(actor, longest, config.sampling, "sampling", "data")
+        check_lengths(
+            actor, roles.engine, config.engine, longest, config.sampling, "sampling", "data"
+        )
 
 
 def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:

@@ -253,7 +253,8 @@ def loaded_engine(
             trains=False,
             media=kinds_to_check(config.engine, prompts),
         )
-        check_lengths(actor, longest(prompts) + more, config.sampling, "sampling", "data")
+        tokens = longest(prompts) + more
+        check_lengths(actor, engine, config.engine, tokens, config.sampling, "sampling", "data")
         scorer = with_reward_models(
             functions, config.reward, model, inputs.tokenizer, strategy.device
         )

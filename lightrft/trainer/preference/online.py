@@ -66,7 +66,15 @@ class OnlinePreferenceRun(PreferenceRun):
         # A row of a source without reward could otherwise be sampled after hours of training.
         if not config.reward.terms:
             self.roles.scorer.check_sources(dataset.data_sources)
-        check_lengths(self.roles.actor, dataset.longest, config.sampling, "sampling", "data")
+        check_lengths(
+            self.roles.actor,
+            self.roles.engine,
+            config.engine,
+            dataset.longest,
+            config.sampling,
+            "sampling",
+            "data",
+        )
         self.check_validation()
 
     def train_step(self) -> Metrics:

@@ -1,0 +1,186 @@
+"""What an engine cannot hold or apply is refused before the first step, and later errors lose no step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import (
+    DistillVerbConfig,
+    DPOConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    SFTConfig,
+)
+from lightrft.engines.http import HTTPEngine
+from lightrft.observability.trackers import read_rows
+from lightrft.trainer.distill.run import run_distill
+from lightrft.trainer.inference import run_eval
+from lightrft.trainer.pipelines.generate import run_generate
+from lightrft.trainer.preference.run import run_preference
+from lightrft.trainer.rl import run_rl
+from lightrft.trainer.sft import run_sft
+from lightrft.utils.errors import ConfigError
+from tests.serving_helpers import model_server
+
+KEY = "TEST_KEY_OF_SERVERS"
+VERBS: dict[str, Any] = {
+    "rl": (RLConfig, run_rl),
+    "dpo": (DPOConfig, run_preference),
+    "distill": (DistillVerbConfig, run_distill),
+    "sft": (SFTConfig, run_sft),
+    "eval": (EvaluateConfig, run_eval),
+    "generate": (GenerateConfig, run_generate),
+}
+SHARED = ("model", "data", "optimizer", "train", "log", "run", "engine")
+
+
+@pytest.fixture
+def long_prompts(tmp_path: Path) -> list[dict[str, str]]:
+    """Nine prompts of 4 or 5 tokens, and one of 24 tokens that the first steps do not sample."""
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(2, 11)]
+    rows.append({"prompt": "1+" * 11 + "1=", "label": "12"})
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [{"path": str(tmp_path / "long.jsonl")}]
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(KEY, "secret")
+    (tmp_path / "keys").write_text("secret\n")
+    return tmp_path / "keys"
+
+
+def in_verb(verb: str, tree: dict[str, Any], sources: Any, limit: int = 6) -> dict[str, Any]:
+    """Return a small run of ``verb`` that samples ``limit`` tokens to the prompts of ``sources``."""
+    shared = {name: tree[name] for name in SHARED if name in tree}
+    # responses that differ in their reward, so that a step of ``dpo`` takes one round
+    rewards = {"reward": {"terms": [tree["reward"]["terms"][0].replace(":ones", ":varied")]}}
+    data = {"data": {"sources": sources, "apply_chat_template": False}}
+    sampling = {"sampling": {"max_new_tokens": limit}}
+    held = {"eval": {**data, **sampling}}
+    more: dict[str, dict[str, Any]] = {
+        "rl": {**rewards, "rollout": tree["rollout"], **data, **sampling},
+        "dpo": {**rewards, "online": {"group_size": 3}, "batch_size": 2, **data, **sampling},
+        "distill": {"distill": {"on_policy": 1.0}, "batch_size": 2, **data, **sampling},
+        "sft": {**rewards, **held, "batch_size": 2},
+        "eval": {**rewards, **held},
+        "generate": {**data, **sampling, "output": f"{tree['run']['dir']}/answers.jsonl"},
+    }
+    if verb == "distill":
+        more[verb]["teacher"] = {"path": tree["model"]["path"]}
+    if verb in ("eval", "generate"):
+        left = ("model", "run") if verb == "eval" else ("model",)
+        shared = {name: shared[name] for name in (*left, "engine") if name in shared}
+    return {**shared, **more[verb]}
+
+
+def run(verb: str, tree: dict[str, Any]) -> None:
+    config, start = VERBS[verb]
+    start(build(config, tree))
+
+
+def steps_of(tree: dict[str, Any]) -> list[dict[str, float]]:
+    file = Path(tree["run"]["dir"]) / tree["run"]["name"] / "metrics.jsonl"
+    return read_rows(file) if file.is_file() else []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_prompt_that_the_cache_cannot_hold_is_refused_before_the_first_step(
+    verb: str, rl_tree: dict[str, Any], long_prompts: Any
+) -> None:
+    tree = in_verb(verb, deep_merge(rl_tree, {"engine": {"max_cache_tokens": 29}}), long_prompts)
+    key = "eval.sampling" if verb in ("sft", "eval") else "sampling"
+    with pytest.raises(
+        ConfigError,
+        match=rf"engine\.max_cache_tokens = 29: .* 24 tokens, and with {key}\.max_new_tokens = 6 "
+        rf".*at least 30, or lower {key}\.max_new_tokens to 5",
+    ):
+        run(verb, tree)
+    assert steps_of({"run": rl_tree["run"]}) == []
+
+
+def test_an_eval_prompt_that_the_cache_cannot_hold_is_refused_before_the_first_step(
+    rl_tree: dict[str, Any], long_prompts: Any
+) -> None:
+    over = {
+        "eval": {
+            "data": {"sources": long_prompts, "apply_chat_template": False},
+            "at_start": False,
+            "sampling": {"max_new_tokens": 10},
+        },
+        "data": {"apply_chat_template": False},
+        "engine": {"max_cache_tokens": 20},
+    }
+    with pytest.raises(ConfigError, match=r"eval\.sampling.*lower eval\.data\.max_prompt_tokens"):
+        run_rl(build(RLConfig, deep_merge(rl_tree, over)))
+    assert steps_of(rl_tree) == []
+
+
+@pytest.fixture
+def small_server(model_folder: Path, keys: Path) -> Iterator[str]:
+    tree = {"weights_token_file": str(keys), "engine": {"max_cache_tokens": 29}}
+    with model_server(model_folder, **tree) as (url, _):
+        yield url
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_prompt_that_the_server_cannot_hold_is_refused_before_the_first_step(
+    verb: str, rl_tree: dict[str, Any], long_prompts: Any, small_server: str
+) -> None:
+    engine = {"kind": "http", "url": small_server, "api_key_env": KEY, "deadline": 60.0}
+    tree = in_verb(verb, {**rl_tree, "engine": engine}, long_prompts)
+    key = "eval.sampling" if verb in ("sft", "eval") else "sampling"
+    with pytest.raises(
+        ConfigError, match=rf"{key}\.max_new_tokens = 6: .*{small_server}. holds 29; lower {key}"
+    ):
+        run(verb, tree)
+    assert steps_of({"run": rl_tree["run"]}) == []
+
+
+def test_a_batch_that_is_generated_ahead_has_the_limits_of_its_server(
+    rl_tree: dict[str, Any], long_prompts: Any, small_server: str
+) -> None:
+    engine = {"kind": "http", "url": small_server, "api_key_env": KEY, "deadline": 60.0}
+    ahead = {
+        "rollout": {"staleness": 1},
+        "algorithm": {"importance_sampling": ["tis"]},
+        "data": {"sources": long_prompts},
+    }
+    with pytest.raises(ConfigError, match=rf"{small_server}. holds 29"):
+        run_rl(build(RLConfig, deep_merge({**rl_tree, "engine": engine}, ahead)))
+
+
+@pytest.mark.parametrize(
+    ("verb", "key"),
+    [("eval", "eval.sampling"), ("generate", "sampling"), ("rl", "sampling")],
+)
+def test_a_temperature_that_a_server_would_change_is_refused_by_the_name_of_its_setting(
+    verb: str,
+    key: str,
+    rl_tree: dict[str, Any],
+    model_folder: Path,
+    keys: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = HTTPEngine.check_limits
+
+    def of_another_server(engine: HTTPEngine, *given: Any) -> None:
+        engine.is_own = False
+        check(engine, *given)
+
+    monkeypatch.setattr(HTTPEngine, "check_limits", of_another_server)
+    with model_server(model_folder, weights_token_file=str(keys)) as (url, _):
+        engine = {"kind": "http", "url": url, "api_key_env": KEY, "deadline": 60.0}
+        tree = in_verb(verb, {**rl_tree, "engine": engine}, rl_tree["data"]["sources"])
+        cold: dict[str, Any] = {"sampling": {"temperature": 0.005}}
+        tree = deep_merge(tree, {"eval": cold} if verb == "eval" else cold)
+        with pytest.raises(ConfigError, match=rf"^{key}\.temperature = 0\.005"):
+            run(verb, tree)
+    assert steps_of({"run": rl_tree["run"]}) == []
