@@ -41,6 +41,7 @@ from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.rl_step import StepResult, collect_settings, learn, rl_step
 from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import resume_from_checkpoint, run_steps
+from lightrft.utils.errors import before_update
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.local import local_roles, local_tokenizer
 from lightrft.workers.media_checks import check_media, check_server_media, kinds_to_check
@@ -124,7 +125,8 @@ class RLRun(PolicyRun):
     def learn_generated(self, generator: AsyncGenerator) -> StepResult:
         """Train on a batch that was generated asynchronously during earlier steps."""
         timers = self.session.timers
-        drawn = generator.take(self.step, timers)
+        with before_update():
+            drawn = generator.take(self.step, timers)
         result = learn(
             self.roles,
             self.config,

@@ -43,6 +43,7 @@ from lightrft.rollout.collect import CollectSettings, PromptSource, collect_roll
 from lightrft.rollout.logprob_check import check_batch, replay_metrics
 from lightrft.rollout.weight_probe import WeightProbe
 from lightrft.types import Batch, rows_of
+from lightrft.utils.errors import before_update
 
 ROUNDING = 1e-8
 """Advantages up to this size come from rounding of the mean, when all rewards are equal."""
@@ -79,7 +80,7 @@ def rl_step(
         timers: measures the phases.
         stopped: returns True once the run is asked to stop.
     """
-    with roles.generation_mode():
+    with before_update(), roles.generation_mode():
         collected = collect_rollouts(
             roles, collect_settings(config, requirements), step, source, timers, stopped
         )

@@ -21,10 +21,20 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.manifest import load_manifest
 from lightrft.trainer.checks.preflight import check_best
 from lightrft.trainer.run_session import RunSession, close_session
-from lightrft.utils.errors import GenerationInterrupted, RewardError
+from lightrft.utils.errors import (
+    RESUMES,
+    ConfigError,
+    GenerationInterrupted,
+    ResourceError,
+    RewardError,
+    UserError,
+)
 from lightrft.utils.state_io import State
 
 log = logging.getLogger(__name__)
+
+STEP_ERRORS = (RewardError, ConfigError, ResourceError)
+"""Errors of rewards, engine and disk, which end a run and leave its weights as they are."""
 
 
 class EvaluationTimes(Protocol):
@@ -176,8 +186,10 @@ def run_steps(run: TrainingRun) -> Summary:
             # The half step is thrown away. The state is that of the last whole step.
             session.save_if_due(run.step, False, run.strategy, run.trained, run.state, values)
             break
-        except RewardError as error:
-            raise RewardError(f"{error}{save_before_exit(run, values)}") from None
+        except STEP_ERRORS as error:
+            if isinstance(error, RewardError) or (error.is_before_update and is_alone(run)):
+                save_before_exit(run, values, error)
+            raise
         run.step += 1
         # The names of metrics are known only now. An error after hours would be worse.
         if run.step == first:
@@ -228,11 +240,12 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> ReadRow:
         try:
             with session.timers("eval"):
                 metrics.merge(run.evaluate())
-        except RewardError as error:
+        except STEP_ERRORS as error:
             # The step itself is complete. Only its evaluation failed.
-            kept = save_before_exit(run, metrics.compute())
-            session.record(run.step, metrics)
-            raise RewardError(f"{error}{kept}") from None
+            if isinstance(error, RewardError) or is_alone(run):
+                save_before_exit(run, metrics.compute(), error)
+                session.record(run.step, metrics)
+            raise
     # Once a step, since a streak counts steps.
     for name, count in run.health.count(metrics.compute()).items():
         metrics.add(name, Last(count))
@@ -251,9 +264,28 @@ def warn(run: TrainingRun, values: Mapping[str, float]) -> None:
         log.warning("step %d: %s", run.step, message)
 
 
-def save_before_exit(run: TrainingRun, values: Mapping[str, float]) -> str:
-    """Save a checkpoint before an unplanned end. Return a hint for the error message, or ""."""
+def is_alone(run: TrainingRun) -> bool:
+    """Return True if the run has one process, whose errors are those of all ranks."""
+    return run.session.ranks.size == 1
+
+
+def save_before_exit(run: TrainingRun, values: Mapping[str, float], error: UserError) -> None:
+    """Save a checkpoint of the last whole step before ``error`` ends the run, and say so in it.
+
+    All ranks must raise ``error``, since all of them save. Nothing is saved before the first step.
+
+    Args:
+        run: The run.
+        values: Metrics of the last whole step.
+        error: The error. Its message gets the step that the run resumes from.
+    """
     if not run.step:
-        return ""
+        return
     run.session.save_if_due(run.step, True, run.strategy, run.trained, run.state, values)
-    return f"; the same command then resumes from step {run.step}, which is saved"
+    resumes = f"resumes from step {run.step}, which is saved"
+    text = str(error)
+    if RESUMES in text:
+        text = text.replace(RESUMES, f"The same command {resumes}")
+    else:
+        text += f"; the same command then {resumes}"
+    error.args = (text,)

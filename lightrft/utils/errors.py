@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 
 RESUMES = "The same command resumes from the last checkpoint, or starts over if there is none"
 """What to do about an error that ends a run in the middle."""
@@ -13,7 +14,12 @@ class UserError(Exception):
     """An error with a cause outside the program.
 
     The message names the cause, its value and a remedy.
+
+    Attributes:
+        is_before_update: It ended a step that had changed no weight yet, see ``before_update``.
     """
+
+    is_before_update = False
 
 
 class ConfigError(UserError):
@@ -60,6 +66,19 @@ class NothingTrained(UserError):
 
 class ResourceError(UserError):
     """Memory or disk space ran out. The message says what to lower or free."""
+
+
+@contextmanager
+def before_update() -> Generator[None]:
+    """Mark user errors of the body, in which a step has changed no weight yet.
+
+    The state of the run is then that of the last whole step, and can be saved.
+    """
+    try:
+        yield
+    except UserError as error:
+        error.is_before_update = True
+        raise
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

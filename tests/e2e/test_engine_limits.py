@@ -1,7 +1,8 @@
-"""What an engine cannot hold or apply is refused before the first step, and later errors lose no step."""
+"""Limits of engines are refused before the first step, and later errors lose no step."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightrft.config.verbs import (
     SFTConfig,
 )
 from lightrft.engines.http import HTTPEngine
+from lightrft.engines.native import NativeEngine
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.distill.run import run_distill
 from lightrft.trainer.inference import run_eval
@@ -26,7 +28,7 @@ from lightrft.trainer.pipelines.generate import run_generate
 from lightrft.trainer.preference.run import run_preference
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import RESUMES, ConfigError, ResourceError
 from tests.serving_helpers import model_server
 
 KEY = "TEST_KEY_OF_SERVERS"
@@ -58,7 +60,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_verb(verb: str, tree: dict[str, Any], sources: Any, limit: int = 6) -> dict[str, Any]:
-    """Return a small run of ``verb`` that samples ``limit`` tokens to the prompts of ``sources``."""
+    """Return a small run of ``verb`` that responds to ``sources`` by ``limit`` tokens."""
     shared = {name: tree[name] for name in SHARED if name in tree}
     # responses that differ in their reward, so that a step of ``dpo`` takes one round
     rewards = {"reward": {"terms": [tree["reward"]["terms"][0].replace(":ones", ":varied")]}}
@@ -184,3 +186,81 @@ def test_a_temperature_that_a_server_would_change_is_refused_by_the_name_of_its_
         with pytest.raises(ConfigError, match=rf"^{key}\.temperature = 0\.005"):
             run(verb, tree)
     assert steps_of({"run": rl_tree["run"]}) == []
+
+
+def failing_from(
+    monkeypatch: pytest.MonkeyPatch, call: int, error: Exception, name: str = "generate"
+) -> None:
+    """Make the method ``name`` of the native engine raise ``error`` from its n-th call on."""
+    calls = itertools.count(1)
+    method = getattr(NativeEngine, name)
+
+    def failing(engine: NativeEngine, *given: Any) -> Any:
+        if next(calls) >= call:
+            raise error
+        return method(engine, *given)
+
+    monkeypatch.setattr(NativeEngine, name, failing)
+
+
+@pytest.mark.parametrize("verb", ["rl", "dpo", "distill"])
+def test_an_engine_that_fails_in_a_later_step_leaves_a_checkpoint_that_the_run_resumes_from(
+    verb: str, rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = in_verb(verb, rl_tree, rl_tree["data"]["sources"])
+    tree["run"] = {**tree["run"], "name": "whole"}
+    run(verb, tree)
+    expected = steps_of(tree)
+    tree["run"] = {**tree["run"], "name": "run"}
+    with monkeypatch.context() as patch:
+        error = ResourceError(f"engine.url = 'x': no answer. {RESUMES}")
+        failing_from(patch, 3, error)
+        with pytest.raises(
+            ResourceError,
+            match=r"^engine\.url = 'x': no answer\. .* resumes from step 2, .* saved$",
+        ):
+            run(verb, tree)
+    assert len(steps_of(tree)) == 2
+    run(verb, tree)
+    found = steps_of(tree)
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        assert row["policy/grad_norm"] == other["policy/grad_norm"]
+        assert row["response/length"] == other["response/length"]
+
+
+def test_an_engine_that_fails_while_it_generates_ahead_leaves_a_checkpoint(
+    rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = {"rollout": {"staleness": 1}, "algorithm": {"importance_sampling": ["tis"]}}
+    tree = deep_merge(rl_tree, {**ahead, "engine": {"check_logprobs": False}})
+    with monkeypatch.context() as patch:
+        failing_from(patch, 3, ConfigError("the server refuses"))
+        with pytest.raises(
+            ConfigError, match=r"the server refuses; .* from step 2, which is saved"
+        ):
+            run("rl", tree)
+    run("rl", tree)
+    assert [row["step"] for row in steps_of(tree)] == [1, 2, 3, 4]
+
+
+def test_an_evaluation_that_fails_loses_no_step(
+    rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = in_verb("sft", rl_tree, rl_tree["data"]["sources"])
+    tree["eval"] |= {"at_start": False}
+    failing_from(monkeypatch, 1, ConfigError("the server refuses"))
+    with pytest.raises(ConfigError, match=r"the server refuses; .* from step 4, which is saved"):
+        run("sft", tree)
+    assert (Path(tree["run"]["dir"]) / "run" / "checkpoints").is_dir()
+
+
+def test_weights_that_do_not_reach_the_engine_after_an_update_are_no_step_that_is_saved(
+    rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the first call is before the first step
+    failing_from(monkeypatch, 3, ResourceError("no answer"), "load_weights")
+    with pytest.raises(ResourceError, match=r"^no answer$"):
+        run("rl", rl_tree)
+    assert len(steps_of(rl_tree)) == 1
+    assert not list((Path(rl_tree["run"]["dir"]) / "run" / "checkpoints").glob("*"))

@@ -46,7 +46,7 @@ from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.sft import load_validation
 from lightrft.trainer.supervised import loaded_eval_prompts, run_supervised, supervised_policy
 from lightrft.types import Batch, Prompt, Rollout
-from lightrft.utils.errors import GenerationInterrupted
+from lightrft.utils.errors import before_update
 from lightrft.utils.seeding import derive_seed, torch_generator
 from lightrft.utils.state_io import State
 from lightrft.workers.local import (
@@ -116,10 +116,10 @@ class DistillRun(PolicyRun):
         before = self.sampler.state_dict()
         try:
             lesson, metrics = self.lesson(self.draw())
-        except GenerationInterrupted:
+        except BaseException:
             self.sampler.load_state_dict(before)
             raise
-        # Not before the responses: the state of an interrupted step must not have moved.
+        # Not before the responses: the state of a step that ends there must not have moved.
         update_reference(self.roles, config.distill, self.step)
         with timers("update"):
             budget = config.train.max_tokens_per_micro_batch
@@ -163,7 +163,7 @@ class DistillRun(PolicyRun):
         """
         config, session, roles = self.config, self.session, self.roles
         requests = requests_for(prompts, 1, config.run.seed, "distill", self.step)
-        with roles.generation_mode():
+        with before_update(), roles.generation_mode():
             groups = generate_on_ranks(
                 session.ranks,
                 roles.engine,

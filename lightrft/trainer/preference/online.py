@@ -36,7 +36,7 @@ from lightrft.trainer.preference.checks import online_source
 from lightrft.trainer.preference.groups import PreferenceJudge, example_of
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import loaded_eval_prompts, try_rewards
-from lightrft.utils.errors import RewardError
+from lightrft.utils.errors import RewardError, before_update
 from lightrft.utils.state_io import State
 from lightrft.workers.local import local_tokenizer
 
@@ -100,7 +100,7 @@ class OnlinePreferenceRun(PreferenceRun):
         Raises ``GenerationInterrupted`` if the run is asked to stop meanwhile.
         """
         stopped = lambda: bool(self.session.stop)  # noqa: E731
-        with self.roles.generation_mode():
+        with before_update(), self.roles.generation_mode():
             collected = collect_rollouts(
                 self.roles, self.collect, self.step, self.stream, self.session.timers, stopped
             )
