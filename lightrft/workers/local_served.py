@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
@@ -95,20 +95,15 @@ def local_served(
     def make() -> Engine | None:
         if ranks.rank and not own:
             return None
-        lora = model.lora if trains or own else None
+        ends = end_tokens(tokenizer, decoder)
         if own:
-            built: Engine = _started(model, engine, tokenizer, decoder, device)
+            started = _started(model, engine, tokenizer, ends, device)
+            built = _checked(started, model, trains=True, media=media)
         else:
-            built = _connected(engine, tokenizer, decoder, trains=trains)
-        try:
-            if isinstance(built, HTTPEngine):
-                built = _trainable(built, model, trains=trains)
-            check_server_media(built, media)
-            if (trains or own) and isinstance(built, ServedEngine):
-                _begin_updates(built, decoder, lora, sends=ranks.size == 1)
-        except BaseException:
-            built.close()
-            raise
+            built = connect_server(model, engine, tokenizer, ends, trains=trains, media=media)
+        # shards are sent later
+        if ranks.size == 1 and (trains or own) and isinstance(built, ServedEngine):
+            _send_first(built, decoder)
         return built
 
     if ranks.size == 1:
@@ -202,15 +197,58 @@ def _send_whole(engine: RankZeroEngine, weights: Iterator[tuple[str, Tensor]]) -
         engine.engine.frozen = bases
 
 
+def connect_server(
+    model: ModelConfig,
+    engine: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    *,
+    trains: bool,
+    media: Collection[str] = (),
+) -> Engine:
+    """Return an engine over the server ``engine.url``, after all checks of the start of a run.
+
+    Nothing changes the server: no weights are sent, and it joins no process group.
+
+    Args:
+        model: The model.
+        engine: Settings of the engine.
+        tokenizer: Tokenizer of the model.
+        ends: Token ids that end a response.
+        trains: The weights will change.
+        media: Kinds of media of the prompts.
+
+    Raises:
+        ConfigError: See ``local_served``.
+        ResourceError: The server does not answer.
+    """
+    built = _connected(engine, tokenizer, ends, trains=trains)
+    return _checked(built, model, trains=trains, media=media)
+
+
+def _checked(built: Engine, model: ModelConfig, *, trains: bool, media: Collection[str]) -> Engine:
+    """Return the engine that the run uses over a server, or close it if it fails a check."""
+    try:
+        if isinstance(built, HTTPEngine):
+            built = _trainable(built, model, trains=trains)
+        check_server_media(built, media)
+        if trains and isinstance(built, ServedEngine):
+            built.lora = model.lora
+            built.require_updates()
+    except BaseException:
+        built.close()
+        raise
+    return built
+
+
 def _connected(
     engine: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
-    decoder: DecoderProtocol,
+    ends: Sequence[int],
     *,
     trains: bool,
 ) -> Engine:
     """Connect to the server. Accept one that returns text alone if nothing is compared with it."""
-    ends = end_tokens(tokenizer, decoder)
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
         return kind.connect(engine, tokenizer, ends)
@@ -224,12 +262,12 @@ def _started(
     model: ModelConfig,
     engine: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
-    decoder: DecoderProtocol,
+    ends: Sequence[int],
     device: torch.device,
 ) -> SGLangEngine:
     """Start an SGLang server on the device of this rank."""
     options = own_server_options(model, engine, device)
-    return SGLangEngine.start(engine, tokenizer, end_tokens(tokenizer, decoder), options)
+    return SGLangEngine.start(engine, tokenizer, ends, options)
 
 
 def own_server_options(model: ModelConfig, engine: EngineConfig, device: torch.device) -> list[str]:
@@ -245,22 +283,14 @@ def own_server_options(model: ModelConfig, engine: EngineConfig, device: torch.d
     return server_options(model, where_of(model), engine, dtype, device, context)
 
 
-def _begin_updates(
-    engine: ServedEngine, decoder: DecoderProtocol, lora: LoRAConfig | None, *, sends: bool
-) -> None:
-    """Raise an error unless the server takes new weights, and send those of the policy.
-
-    Args:
-        engine: The engine.
-        decoder: Holds the weights of the policy.
-        lora: Settings of the policy's adapters.
-        sends: Send the weights now. Shards are sent later.
-    """
-    engine.lora = lora
-    engine.require_updates()
-    if sends:
-        weights = dict(decoder.parameters())
+def _send_first(engine: ServedEngine, decoder: DecoderProtocol) -> None:
+    """Send the weights of the policy. Close ``engine`` and raise an error if they differ there."""
+    weights = dict(decoder.parameters())
+    try:
         refuse_weights(engine.load_weights(weights.items(), 0), weights, 0)
+    except BaseException:
+        engine.close()
+        raise
 
 
 def _trainable(built: HTTPEngine, model: ModelConfig, *, trains: bool) -> ServedEngine:
