@@ -39,6 +39,7 @@ from lightrft.diagnostics.memory.phases import (
     passes,
     reading,
 )
+from lightrft.diagnostics.memory.sent_weights import ServerKind, asks_server, sent_weights
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.loading.meta_device import meta_model
@@ -57,6 +58,8 @@ from lightrft.workers.scoring.model_scorer import model_settings as scoring_sett
 from lightrft.workers.weight_sync import WeightSyncConfig
 
 MIB = 2**20
+SENT, BUCKETS = "weights for the server", "buckets of weights"
+"""Names of what a rank holds to send weights to a server, in CPU memory and on its device."""
 ROLES = {"engines": "engine", "references": "reference", "teachers": "teacher"}
 """Roles with a model, by the setting that gives them workers."""
 
@@ -87,7 +90,9 @@ class MemoryEstimate:
         return peak(self.models, self.phases)[1]
 
 
-def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
+def estimate_memory(
+    config: TrainingConfig, lengths: Lengths, device: Device, server: ServerKind | None = None
+) -> MemoryEstimate:
     """Return the memory of each of the ``device.processes`` ranks of ``config``.
 
     Raises ``ModelError`` for a model whose config cannot be used.
@@ -96,6 +101,7 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
         config: settings of the run.
         lengths: lengths and number of responses of a step.
         device: device of each process.
+        server: kind of the server of ``engine.url``. None if it is unknown.
     """
     config = on_device(config, device)
     place = ProcessProfile(config, lengths, device, config.strategy, device.processes)
@@ -104,7 +110,8 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
     kept = {model.name: place.held(model) for model in models}
     loaded = dict(kept)  # what is added to ``kept`` below does not exist while models are loaded
     # The policy itself then generates no training batch.
-    elsewhere = [*apart, "engine"] if _in_copy(config, apart) else apart
+    is_elsewhere = _in_copy(config, apart) or asks_server(config)
+    elsewhere = [*apart, "engine"] if is_elsewhere else apart
     draft = _draft(config)
     phases = _drawing(place, models, elsewhere, draft)
     if draft is not None and "engine" not in elsewhere:
@@ -141,7 +148,18 @@ def estimate_memory(config: TrainingConfig, lengths: Lengths, device: Device) ->
         kept |= _reward_models(config)
     kept |= _compiled(models, device)
     on_host = _on_host(place, models, phases)
+    sent = sent_weights(config, models[0], device, server)
+    if device.kind == "cpu":
+        kept |= _named(SENT, sent.copies + sent.bucket + sent.device_bucket)
+    else:
+        kept |= _named(BUCKETS, sent.device_bucket)
+        on_host |= {SENT: sent.copies + sent.bucket} if sent.copies + sent.bucket else {}
     return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
+
+
+def _named(name: str, size: float) -> dict[str, ModelMemory]:
+    """Return ``size`` bytes by ``name``, or nothing for 0."""
+    return {name: ModelMemory(size)} if size else {}
 
 
 def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:

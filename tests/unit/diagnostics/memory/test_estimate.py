@@ -391,3 +391,47 @@ def test_a_cpu_that_compiles_products_in_half_precision_keeps_as_many_as_the_pro
     assert half.models["compiled products"].total == 10 * BYTES
     assert "compiled products" not in found(tmp_path, kind="cpu").models
     assert "compiled products" not in found(tmp_path, model={"dtype": "bfloat16"}).models
+
+
+URL = {"url": "http://127.0.0.1:1"}
+
+
+def test_a_server_generates_in_its_own_memory(tmp_path: Path) -> None:
+    for kind in ("http", "sglang"):
+        served = found(tmp_path, kind="cpu", engine={"kind": kind, **URL})
+        assert "packed weights" not in served.models
+        assert "generation" not in [phase.name for phase in served.phases]
+
+
+@pytest.mark.parametrize(
+    ("engine", "server", "host", "device"),
+    [
+        ({"kind": "http"}, "lightrft", 2.0, 0.0),
+        ({"kind": "http"}, "vllm", 1.0, 1.0),
+        ({"kind": "http"}, None, 1.0, 1.0),
+        ({"kind": "http", "weights_dir": "/shared"}, "vllm", 0.0, 0.0),
+        ({"kind": "sglang"}, "sglang", 1.0, 1.0),
+        ({"kind": "sglang", "weights_dir": "/shared"}, "sglang", 1.0, 0.0),
+    ],
+)
+def test_a_run_keeps_copies_of_what_it_sends_to_a_server(
+    tmp_path: Path, engine: dict[str, Any], server: Any, host: float, device: float
+) -> None:
+    """Weights that are smaller than a bucket fill no more of it than they are large."""
+    config = built(tmp_path, engine={**engine, **URL})
+    needed = estimate_memory(config, LENGTHS, Device("cuda", 0), server)
+    weights = needed.models["policy"].weights
+    assert needed.host.get("weights for the server", 0.0) == host * weights
+    buckets = needed.models.get("buckets of weights", ModelMemory(0.0))
+    assert buckets.weights == device * weights
+    on_cpu = estimate_memory(config, LENGTHS, Device("cpu", 0), server).models
+    together = on_cpu.get("weights for the server", ModelMemory(0.0))
+    assert together.weights == (host + device) * weights
+
+
+def test_lightrft_serve_gets_the_layers_with_adapters_alone(tmp_path: Path) -> None:
+    config = built(tmp_path, engine={"kind": "http", **URL}, model={"lora": {"rank": 2}})
+    needed = estimate_memory(config, LENGTHS, Device("cuda", 0), "lightrft")
+    whole = estimate_memory(config, LENGTHS, Device("cuda", 0), "vllm")
+    kept, all_of_them = (x.host["weights for the server"] for x in (needed, whole))
+    assert 0 < kept < 2 * all_of_them
