@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from lightrft.config.verbs import (
     DistillVerbConfig,
     DoctorConfig,
     DPOConfig,
+    PolicyConfig,
     PRMVerbConfig,
     RLConfig,
     RMConfig,
@@ -37,13 +39,15 @@ from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.diagnostics import speed_probe
 from lightrft.diagnostics.doctor_parts.distill import teacher_findings
 from lightrft.diagnostics.doctor_parts.engine import engine_findings, media_findings
+from lightrft.diagnostics.doctor_parts.lengths import eval_set_findings, length_findings
 from lightrft.diagnostics.doctor_parts.reward_models import reward_model_findings
+from lightrft.diagnostics.doctor_parts.server import ServerReport, examine_server
 from lightrft.diagnostics.examined_device import device_of
 from lightrft.diagnostics.findings import Finding, Verdict
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.diagnostics.memory.report import memory_findings, worker_findings
-from lightrft.models.families import context_length
+from lightrft.engines.base import Engine
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.models.loading.meta_device import dtype_of
 from lightrft.models.processors import Processor, load_processor
@@ -51,7 +55,6 @@ from lightrft.rewards.scorer import Scorer
 from lightrft.rewards.startup_check import answer_of, answered
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.checks.check_config import check
-from lightrft.trainer.checks.context_limits import check_bound
 from lightrft.trainer.distill.checks import check_distill
 from lightrft.trainer.preference.checks import check as check_preference_run
 from lightrft.trainer.process_model.run import check as check_process_run
@@ -88,16 +91,30 @@ class Report:
 
 def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
     """Run all checks. A failed check becomes a finding and does not stop the others."""
+    with closing(examine_server(config)) as server:
+        return _examined(config, options, server)
+
+
+def _examined(config: TrainingConfig, options: DoctorConfig, server: ServerReport) -> Report:
+    """Run the other checks.
+
+    Args:
+        config: Settings of the run.
+        options: Settings of the checks.
+        server: The result of the checks of its server.
+    """
     found: list[Finding] = []
     device = device_of(config, options)
     found += _settings(config, device)
     found += _devices(config, options, device)
+    found += server.findings
     found += engine_findings(config, device.kind)
-    data = _attempt(found, "data", "rows", lambda: _data(config, found))
+    data = _attempt(found, "data", "rows", lambda: _data(config, found, server.engine))
     # Memory is estimated without data too, from the lengths that the settings allow.
     lengths = _bounds(config) if data is None else data.lengths
     found += _batch(config, lengths)
-    memory = _attempt(found, "memory", "models", lambda: estimate_memory(config, lengths, device))
+    estimate = partial(estimate_memory, config, lengths, device, server.kind)
+    memory = _attempt(found, "memory", "models", estimate)
     if memory is not None:
         found += memory_findings(memory, device, config)
     apart = _attempt(found, "memory", "workers", lambda: workers(config, lengths, device)) or {}
@@ -113,7 +130,11 @@ def run_doctor(config: TrainingConfig, options: DoctorConfig) -> Report:
         _attempt(found, "reward", "terms", lambda: found.extend(score()))
     if options.probe:
         measure = partial(_measured, config, data, device, memory)
-        _attempt(found, "time", "probe", lambda: found.extend(measure()))
+        if server.is_paused:
+            says = "not run: the server answers nobody until a run sends it all weights"
+            found.append(Finding("time", "warn", "probe", says))
+        else:
+            _attempt(found, "time", "probe", lambda: found.extend(measure()))
     return Report(tuple(found), memory, apart)
 
 
@@ -248,8 +269,14 @@ class _Data:
     prompts: PromptDataset | None
 
 
-def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
-    """Check tokenizer, template and rows, and return them. Raises their errors."""
+def _data(config: TrainingConfig, found: list[Finding], server: Engine | None) -> _Data:
+    """Check tokenizer, template and rows, and return them. Raises their errors.
+
+    Args:
+        config: Settings of the run.
+        found: Gets the findings.
+        server: The engine over a server. None without one.
+    """
     tokenizer = local_tokenizer(config.model)
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
     # Added one by one, so that an error later keeps the findings before it.
@@ -259,13 +286,16 @@ def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
     found.append(_template(config, tokenizer))
     found += _tokens(config, tokenizer)
     processor = load_processor(config.model, tokenizer)
+    if isinstance(config, PolicyConfig):
+        held = eval_set_findings(config, tokenizer, processor, server)
+        _attempt(found, "data", "eval.data", lambda: found.extend(held))
     if isinstance(config, DistillVerbConfig) and config.distill.on_policy == 1:
-        sampled = _prompts(config, tokenizer, processor, found)
+        sampled = _prompts(config, tokenizer, processor, found, server)
         _teachers(config, sampled, tokenizer, processor, found)
         # Its rewards score the eval set alone.
         return _Data(tokenizer, replace(_bounds(config), prompt=sampled.longest), None)
     if isinstance(config, RLConfig) or samples_preferences(config):
-        prompts = _prompts(config, tokenizer, processor, found)
+        prompts = _prompts(config, tokenizer, processor, found, server)
         return _Data(tokenizer, replace(_bounds(config), prompt=prompts.longest), prompts)
     examples = _examples(config, tokenizer, processor)
     found.append(_overlong(examples.counts, "examples", "max_tokens"))
@@ -275,7 +305,7 @@ def _data(config: TrainingConfig, found: list[Finding]) -> _Data:
         _teachers(config, examples, tokenizer, processor, found)
     if isinstance(config, DistillVerbConfig) and config.distill.on_policy:
         assert isinstance(examples, SFTDataset)
-        found.append(_context(config, examples.longest_prompt))
+        found += length_findings(config, config.sampling, examples.longest_prompt, server)
         longest = max(longest, examples.longest_prompt + config.sampling.max_new_tokens)
     lengths = replace(_bounds(config), answer=max(1, longest - 1))
     if isinstance(examples, PreferenceDataset):
@@ -310,6 +340,7 @@ def _prompts(
     tokenizer: PreTrainedTokenizerBase,
     processor: Processor | None,
     found: list[Finding],
+    server: Engine | None,
 ) -> PromptDataset:
     """Encode the prompts to which the run samples responses.
 
@@ -318,14 +349,15 @@ def _prompts(
         tokenizer: Encodes the prompts.
         processor: Prepares media, or None for a text-only model.
         found: Gets the findings.
+        server: The engine over a server. None without one.
     """
     prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
     found.append(_overlong(prompts.counts, "prompts", "data.max_prompt_tokens"))
     found += _unwritten(prompts.encoder)
     found += _unknown(prompts)
-    found.append(_context(config, prompts.longest))
+    found += length_findings(config, config.sampling, prompts.longest, server)
     kinds = kinds_to_check(config.engine, prompts)
-    found += media_findings(config.model, config.engine, kinds)
+    found += media_findings(config.model, config.engine, kinds, server)
     return prompts
 
 
@@ -472,26 +504,6 @@ def _overlong(counts: Counter[str], what: str, setting: str) -> Finding:
     return Finding("data", "ok", "rows", says)
 
 
-def _context(config: SamplingVerb, longest: int) -> Finding:
-    """Check the context length like ``context_limits.check_lengths``, which would end a run."""
-    settings = model_settings(config.model)
-    try:
-        check_bound(settings, longest, config.sampling, "sampling", "data")
-    except ConfigError as error:
-        return Finding("data", "bad", "lengths", str(error))
-    context = context_length(settings)
-    limit = config.sampling.max_new_tokens
-    end = longest + limit
-    if context is not None and end > context:
-        says = (
-            f"a response may reach token {end}, and the model was made for {context}; lower "
-            "sampling.max_new_tokens"
-        )
-        return Finding("data", "bad", "lengths", says)
-    says = f"longest prompt {longest}, longest response {limit} tokens"
-    return Finding("data", "ok", "lengths", says)
-
-
 def _batch(config: TrainingConfig, lengths: Lengths) -> Iterator[Finding]:
     budget = config.train.max_tokens_per_micro_batch
     if budget < lengths.longest:
@@ -500,13 +512,6 @@ def _batch(config: TrainingConfig, lengths: Lengths) -> Iterator[Finding]:
             "alone, and takes more than said; raise it, or bound the lengths"
         )
         yield Finding("settings", "warn", "train.max_tokens_per_micro_batch", says)
-    samples = isinstance(config, RLConfig) or samples_preferences(config)
-    if samples and config.engine.max_cache_tokens < lengths.longest:
-        says = (
-            f"= {config.engine.max_cache_tokens} cannot hold one prompt and response of {lengths.longest} tokens, "
-            "which ends the run; raise it"
-        )
-        yield Finding("settings", "bad", "engine.max_cache_tokens", says)
     answers = lengths.groups * lengths.samples
     if config.launch.processes > answers:
         says = (
@@ -629,6 +634,12 @@ def _agrees(config: RLConfig, said: speed_probe.StepTimeEstimate) -> Iterator[Fi
         yield Finding("engine", "warn", "log-probs", says)
     elif not said.agreement.cause:
         yield Finding("engine", "ok", "log-probs", str(said.agreement))
+    elif config.engine.url is not None:
+        says = (
+            f"with the weights that the server has now: {said.agreement} The run sends it those of "
+            "model.path first, and compares the log-probs of its first batch"
+        )
+        yield Finding("engine", "warn", "log-probs", says)
     elif config.engine.check_logprobs:
         says = f"{said.agreement} With this, a run would stop"
         yield Finding("engine", "bad", "log-probs", says)

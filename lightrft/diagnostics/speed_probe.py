@@ -108,9 +108,11 @@ def expected(
         lengths: lengths and number of responses of a step.
     """
     alone = StrategyConfig(device=config.strategy.device)
-    strategy, actor, engine = local_policy(
-        config.model, alone, config.engine, tokenizer, trains=False
-    )
+    asked = config.engine
+    if asked.url is not None:
+        # without updates, nothing is read from a folder; and passes need the weights of the policy
+        asked = asked.model_copy(update={"weights_dir": None, "check_logprobs": True})
+    strategy, actor, engine = local_policy(config.model, alone, asked, tokenizer, trains=False)
     state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)  # lr 0 keeps the weights
     some = _requests(prompts, min(lengths.samples, ANSWERS))
     narrow = _drawn(engine, some[:FEW], config, strategy.device)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from safetensors.torch import load_file
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.strategy import EngineConfig
 from lightrft.diagnostics.doctor_parts import engine as doctor_engine
 from lightrft.diagnostics.doctor_parts import reward_models as doctor_reward_models
+from lightrft.diagnostics.doctor_parts import server as doctor_server
+from lightrft.engines.http import HTTPEngine
 from lightrft.models.decoding.kv_decoder import PlanDecodeSession
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.reward.reward_model import RewardModel
@@ -20,6 +26,7 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.e2e.command import ROOT, Outcome, assert_refused, command
 from tests.serving_helpers import model_server
 
+KEY = "TEST_KEY_OF_SERVERS"
 REWARD = (
     "def same(rollout):\n    return float(rollout.text == rollout.prompt.label)\n\ndef "
     "broken(rollout):\n    return 1 / 0\n"
@@ -441,12 +448,120 @@ def test_rewards_that_models_give_are_not_compared_by_functions_without_weight(
 def test_the_server_of_an_engine_is_asked_for_its_model(
     capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_engine, "PATIENCE", 0.5)
-    with model_server(folder / "model") as (url, _):
-        words = ["engine.kind=http", f"engine.url={url}"]
+    monkeypatch.setattr(doctor_server, "PATIENCE", 0.5)
+    monkeypatch.setenv(KEY, "secret")
+    (folder / "keys").write_text("secret\n", encoding="utf-8")
+    with model_server(folder / "model", weights_token_file=str(folder / "keys")) as (url, _):
+        words = ["engine.kind=http", f"engine.url={url}", f"engine.api_key_env={KEY}"]
         found = line(doctor(capsys, folder, *words), "engine.url")
         assert "ok" in found and f"serves {folder / 'model'}" in found
         problem = line(doctor(capsys, folder, *words, "engine.served_model=q"), "engine.url")
         assert "bad" in problem and "does not serve it" in problem
     problem = line(doctor(capsys, folder, *words), "engine.url")
     assert "bad" in problem and "did not answer" in problem
+
+
+@pytest.fixture
+def updatable(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server of the model whose weights may be replaced."""
+    monkeypatch.setenv(KEY, "secret")
+    (tmp_path / "keys").write_text("secret\n", encoding="utf-8")
+    tree = {"weights_token_file": str(tmp_path / "keys"), "engine": {"max_cache_tokens": 60}}
+    with model_server(folder / "model", **tree) as (url, _):
+        yield url
+
+
+def over(url: str, *words: str) -> list[str]:
+    return ["engine.kind=http", f"engine.url={url}", f"engine.api_key_env={KEY}", *words]
+
+
+def state(url: str) -> object:
+    return httpx.get(f"{url}/v1/weights", headers={"Authorization": "Bearer secret"}).json()
+
+
+def test_a_server_that_the_run_would_refuse_is_bad(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    updatable: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = state(updatable)
+    found = doctor(capsys, folder, *over(updatable))
+    assert found.status == 0 and "passes the checks" in line(found, "engine.url"), found
+    # nothing has changed it
+    assert state(updatable) == before
+    found = doctor(capsys, folder, *over(updatable, "engine.digest=0123456789ab"))
+    assert found.status == 2 and "engine.digest" in line(found, "engine.url")
+    monkeypatch.setenv(KEY, "another")
+    found = doctor(capsys, folder, *over(updatable))
+    assert found.status == 2 and "does not let this key" in line(found, "engine.url")
+    with model_server(folder / "model") as (url, _):
+        found = doctor(capsys, folder, *over(url))
+    assert found.status == 2 and "weights_token_file" in line(found, "engine.url")
+
+
+def test_the_server_of_an_evaluation_is_examined_too(
+    capsys: pytest.CaptureFixture[str], folder: Path, updatable: str
+) -> None:
+    words = [
+        "doctor.verb=sft",
+        f"model={folder / 'model'}",
+        f"data.sources={folder / 'talks.jsonl'}",
+        f"eval.data.sources={folder / 'rows.jsonl'}",
+        f"reward.terms=[{folder / 'reward.py'}:same]",
+    ]
+    found = command(capsys, "doctor", *words, *over(updatable, "eval.sampling.max_new_tokens=8"))
+    assert found.status == 0 and "passes the checks" in line(found, "engine.url"), found
+    digest = over(updatable, "engine.digest=0123456789ab")
+    assert command(capsys, "doctor", *words, *digest).status == 2
+
+
+def test_prompts_that_are_too_long_for_the_engine_or_its_server_are_bad(
+    capsys: pytest.CaptureFixture[str], folder: Path, updatable: str
+) -> None:
+    found = doctor(capsys, folder, *over(updatable, "sampling.max_new_tokens=50"))
+    assert found.status == 2, found
+    says = [x for x in found.out.splitlines() if "engine.url" in x]
+    assert any("sampling.max_new_tokens = 50" in x and "holds 60" in x for x in says)
+    held = [f"eval.data.sources={folder / 'rows.jsonl'}", "eval.sampling.max_new_tokens=50"]
+    for words in (over(updatable), ["engine.max_cache_tokens=60"]):
+        found = doctor(capsys, folder, *words, *held)
+        assert found.status == 2 and "eval.sampling.max_new_tokens = 50" in found.out
+
+
+def test_a_probe_of_a_server_that_an_earlier_run_has_updated_is_no_failure(
+    capsys: pytest.CaptureFixture[str], folder: Path, updatable: str
+) -> None:
+    words = ["doctor.probe=true", "sampling.max_new_tokens=16", "model.dtype=float32"]
+    found = doctor(capsys, folder, *over(updatable), *words)
+    assert found.status == 0 and line(found, "log-probs").startswith("  ok"), found
+    weights = dict(load_file(folder / "model" / "model.safetensors"))
+    config = EngineConfig(kind="http", url=updatable, api_key_env=KEY)
+    engine = HTTPEngine.connect(config, tiny_tokenizer(), [tiny_tokenizer().eos_token_id])
+    engine.require_updates()
+    engine.load_weights([(name, tensor + 0.3) for name, tensor in weights.items()], 7)
+    engine.close()
+    found = doctor(capsys, folder, *over(updatable), *words)
+    assert found.status == 0, found
+    assert line(found, "log-probs").startswith("  warn")
+    assert "with the weights that the server has now" in line(found, "log-probs")
+
+
+def test_memory_of_a_server_is_not_that_of_the_run_and_copies_of_sent_weights_are(
+    capsys: pytest.CaptureFixture[str], folder: Path, updatable: str
+) -> None:
+    found = doctor(capsys, folder, *over(updatable))
+    names = [x[8:].split("  ")[0] for x in found.out.partition("\nmemory\n")[2].splitlines()]
+    assert "weights for the server" in names
+    assert "generation" not in names and "packed weights" not in names
+
+
+def test_an_eval_set_or_a_tokenizer_that_is_missing_is_told_and_the_rest_goes_on(
+    capsys: pytest.CaptureFixture[str], folder: Path, updatable: str
+) -> None:
+    found = doctor(capsys, folder, f"eval.data.sources={folder / 'nothing.jsonl'}")
+    assert found.status == 2 and line(found, "eval.data").split()[0] == "bad"
+    assert "12 prompts of 12 rows" in line(found, "rows")
+    found = doctor(capsys, folder, *over(updatable, f"model={folder / 'nothing'}"))
+    assert found.status == 2
+    assert line(found, "engine.url").split()[0] == "warn" and "serves" in line(found, "engine.url")

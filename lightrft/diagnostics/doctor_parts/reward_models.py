@@ -9,7 +9,7 @@ import torch
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig, ScoringModelConfig
-from lightrft.diagnostics.doctor_parts.engine import PATIENCE
+from lightrft.diagnostics.doctor_parts.server import PATIENCE
 from lightrft.diagnostics.findings import Finding
 from lightrft.utils.errors import UserError
 from lightrft.workers.scoring.model_scorer import scoring_model

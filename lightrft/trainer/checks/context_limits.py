@@ -38,20 +38,35 @@ def check_lengths(
         key: name of the setting that holds ``sampling``, for the message.
         data: name of the setting that holds the prompts, for the message.
     """
-    check_bound(actor.base.config, longest, sampling, key, data)
-    context = context_length(actor.base.config)
     # The largest of several calls, e.g. for training prompts and for the eval set.
     actor.longest_row = max(actor.longest_row or 0, longest + sampling.max_new_tokens)
-    if context is not None and longest + sampling.max_new_tokens > context:
-        raise ConfigError(
-            f"{key}.max_new_tokens = {sampling.max_new_tokens}: after the longest prompt, "
-            f"{longest} tokens, a response could reach token "
-            f"{longest + sampling.max_new_tokens}, beyond the model's max_position_embeddings = "
-            f"{context}; {way_to_shorten(context - longest, key, data)}"
-        )
+    check_context(actor.base.config, longest, sampling, key, data)
     check_cache(settings, longest, sampling, key, data)
     if isinstance(engine, HasLimits):
         engine.check_limits(longest, sampling, key, data)
+
+
+def check_context(
+    config: PreTrainedConfig, longest: int, sampling: SamplingConfig, key: str, data: str
+) -> None:
+    """Raise ``ConfigError`` if a response could exceed ``length_bound`` or the context length.
+
+    Args:
+        config: settings of the model.
+        longest: length of the longest prompt, in tokens.
+        sampling: settings with the maximum length of a response.
+        key: name of the setting that holds ``sampling``, for the message.
+        data: name of the setting that holds the prompts, for the message.
+    """
+    check_bound(config, longest, sampling, key, data)
+    context, end = context_length(config), longest + sampling.max_new_tokens
+    if context is not None and end > context:
+        raise ConfigError(
+            f"{key}.max_new_tokens = {sampling.max_new_tokens}: after the longest prompt, "
+            f"{longest} tokens, a response could reach token {end}, beyond the model's "
+            f"max_position_embeddings = {context}; "
+            f"{way_to_shorten(context - longest, key, data)}"
+        )
 
 
 def check_cache(
