@@ -162,24 +162,54 @@ def test_greedy_tokens_are_the_likeliest_of_a_plain_forward_pass(subject: Subjec
         assert_logprobs_close(rollout.logprobs, expected, logits)
 
 
+def kept(row: torch.Tensor, sampling: dict[str, Any], seen: list[int]) -> torch.Tensor:
+    """The logits of one token after penalty, temperature and filters."""
+    row = row.clone()
+    for token in set(seen):
+        factor = sampling.get("repetition_penalty", 1.0)
+        row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+    row = row / sampling.get("temperature", 1.0)
+    shares = row.softmax(-1)
+    order = shares.argsort(descending=True)
+    total, keep = 0.0, []
+    for place, token in enumerate(order.tolist()):
+        if place >= sampling.get("top_k", len(row)) or total >= sampling.get("top_p", 2.0):
+            break
+        if float(shares[token]) < sampling.get("min_p", 0.0) * float(shares.max()):
+            break
+        keep.append(token)
+        total += float(shares[token])
+    dropped = torch.ones_like(row, dtype=torch.bool)
+    dropped[keep] = False
+    return row.masked_fill(dropped, -torch.inf)
+
+
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 5}],
-    ids=["plain", "temperature", "top_k"],
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.3, "min_p": 0.2},
+        {"repetition_penalty": 1.4},
+    ],
+    ids=["plain", "temperature", "top_k", "top_p", "min_p", "penalty"],
 )
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(
     subject: Subject, sampling: dict[str, Any]
 ) -> None:
-    if isinstance(subject.engine, SGLangEngine) and "top_k" in sampling:
-        with pytest.raises(ConfigError, match="top_k = 5: the log-probs of SGLang"):
+    filters = [name for name in sampling if name != "temperature"]
+    if isinstance(subject.engine, SGLangEngine) and filters:
+        with pytest.raises(ConfigError, match=rf"{filters[0]} = .*: the log-probs of SGLang"):
             subject.run(requests_of(prompts(subject)), max_new_tokens=12, **sampling)
         return
     for rollout in subject.run(requests_of(prompts(subject)), max_new_tokens=12, **sampling):
-        logits = subject.logits(rollout) / sampling.get("temperature", 1)
-        if top_k := sampling.get("top_k"):
-            kth = logits.topk(top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < kth, -torch.inf)
-        chosen = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        tokens = rollout.token_ids
+        rows = subject.logits(rollout)
+        before = [[*rollout.prompt.token_ids, *tokens[:k]] for k in range(len(tokens))]
+        logits = torch.stack([kept(row, sampling, seen) for row, seen in zip(rows, before)])
+        chosen = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
         assert_logprobs_close(rollout.logprobs, chosen, logits)
 
 
@@ -318,12 +348,16 @@ def test_a_request_longer_than_the_limit_is_refused_at_once(subject: Subject) ->
         subject.engine.generate([Request(prompt, 1)], SamplingConfig(max_new_tokens=10**6))
 
 
-def test_new_weights_change_responses_versions_and_fingerprint(subject: Subject) -> None:
+def test_new_weights_change_responses_versions_and_fingerprint_and_continue_paused_ones(
+    subject: Subject,
+) -> None:
     [prompt] = prompts(subject, 1)
     old = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
     new = {name: tensor * 1.2 for name, tensor in old.items()}
     asked = [Request(prompt, 3, greedy=True)]
     [before] = subject.run(asked, max_new_tokens=10)
+    paused = Request(prompt, 3, greedy=True, pause_after_tokens=4)
+    [part] = subject.run([paused], max_new_tokens=10)
     if isinstance(subject.engine, HTTPEngine) and not subject.engine.is_own:
         with pytest.raises(ConfigError, match="takes no new weights"):
             subject.engine.load_weights(new.items(), 7)
@@ -337,6 +371,13 @@ def test_new_weights_change_responses_versions_and_fingerprint(subject: Subject)
         assert after.token_ids == logits.argmax(-1).tolist()
         expected = logits.log_softmax(-1).amax(-1)
         assert_logprobs_close(after.logprobs, expected, logits)
+        # a response that is continued keeps the versions and log-probs of its tokens
+        [mixed] = subject.run([Request(prompt, 3, greedy=True, partial=part)], max_new_tokens=10)
+        assert mixed.versions == part.versions + [7] * 6
+        assert (mixed.token_ids[:4], mixed.logprobs[:4]) == (part.token_ids, part.logprobs)
+        logits = subject.logits(mixed)[4:]
+        assert mixed.token_ids[4:] == logits.argmax(-1).tolist()
+        assert_logprobs_close(mixed.logprobs[4:], logits.log_softmax(-1).amax(-1), logits)
     finally:
         subject.engine.load_weights(old.items(), 8)
         subject.model.load_state_dict(old)
