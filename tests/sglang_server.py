@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import io
 import multiprocessing
 import os
 import pickle
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import contextmanager
@@ -61,6 +63,7 @@ class SGLangServer:
         received: Names of the tensors of each broadcast.
         edited: Answers in the place of its own, by path.
         end: Called for a group that it does not know, and for memory that it has not released. SGLang ends then.
+        shows_checksums: It answers ``/weights_checker``. Older versions do not.
         sessions: Updates need a session. Versions before 0.5.23 have none.
         in_session: A session is open.
     """
@@ -82,6 +85,7 @@ class SGLangServer:
         self.edited: dict[str, Any] = {}
         self.end: Callable[[], object] = lambda: None
         self.sessions, self.in_session = True, False
+        self.shows_checksums = True
 
     def endpoints(self) -> list[Endpoint]:
         routes = {
@@ -104,6 +108,7 @@ class SGLangServer:
             "/server_info": self.server,
         }
         return [
+            Endpoint(("/weights_checker",), self.checksums),
             *(Endpoint((path,), self.noted(path, answer)) for path, answer in routes.items()),
             *(
                 Endpoint((path,), answer, "GET", is_open=path == "/health")
@@ -135,6 +140,20 @@ class SGLangServer:
             **self.about_server,
             "enable_deterministic_inference": self.deterministic,
         }
+
+    async def checksums(self, call: HTTPCall) -> object:
+        """Of each parameter, under the names of SGLang's fused layers."""
+        if not self.shows_checksums:
+            raise HTTPProblem(404, "Not Found")
+        assert call.body == {"action": "checksum"}
+        held: dict[str, Any] = {}
+        for name, tensor in self.generator.engine.decoder.parameters():
+            fused = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
+            fused = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", fused)
+            found = held.setdefault(fused, hashlib.sha256())
+            found.update(tensor.detach().contiguous().numpy().tobytes())
+        sums = {name: found.hexdigest()[:16] for name, found in held.items()}
+        return {"success": True, "message": "Success", "ranks": [{"checksums": sums}]}
 
     async def tokenize(self, call: HTTPCall) -> object:
         text, special = call.body["prompt"], call.body["add_special_tokens"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config.base import build
+from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.sending import sglang_weights
 from lightrft.engines.sending.server_calls import address_towards
@@ -211,12 +211,57 @@ def test_a_server_that_does_not_join_is_named_with_the_way_out_at_once(served: S
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("over", [{}, {"optimizer": {"lr": 1e-6}}], ids=["large", "small"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_broadcast_that_goes_wrong_stops_the_run_at_its_first_batch(
-    fault: Callable[[Weights], Weights], rl_tree: dict[str, Any], served: Served, tmp_path: Path
+    fault: Callable[[Weights], Weights],
+    over: dict[str, Any],
+    rl_tree: dict[str, Any],
+    served: Served,
+    tmp_path: Path,
 ) -> None:
     url, server = served
-    assert_fault_stops(fault, server, by_broadcast(rl_tree, url, tmp_path), tmp_path / "run")
+    tree = by_broadcast(deep_merge(rl_tree, over), url, tmp_path)
+    assert_fault_stops(fault, server, tree, tmp_path / "run")
+
+
+def test_a_changed_matrix_that_the_server_holds_as_before_is_named(served: Served) -> None:
+    url, server = served
+    engine = opened(url)
+    weights = weights_of(server)
+    engine.load_weights(weights.items(), 1)
+    weights["model.layers.0.self_attn.k_proj.weight"] *= 1.0001
+    engine.load_weights(weights.items(), 2)
+    server.broken = lambda sent: {}
+    weights["model.layers.0.self_attn.k_proj.weight"] *= 1.0001
+    with pytest.raises(ModelError, match=r"1 of 1 changed tensors as before.*k_proj.*lost update"):
+        engine.load_weights(weights.items(), 3)
+
+
+def test_a_server_that_shows_no_checksums_is_updated_with_a_warning(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, server = served
+    server.shows_checksums = False
+    engine = opened(url)
+    weights = weights_of(server)
+    for version in (1, 2, 3):
+        engine.load_weights(changed(weights, by=1 + version / 8).items(), version)
+    assert sum("does not show checksums" in one for one in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("about", [{"dtype": "auto"}, {"quantization": "fp8"}], ids=str)
+def test_checksums_of_a_type_that_may_not_follow_are_not_asked_for(
+    about: dict[str, Any], model_folder: Path
+) -> None:
+    with sglang_server(model_folder, **about) as (url, server):
+        server.shows_checksums = False
+        engine = opened(url)
+        weights = weights_of(server)
+        engine.load_weights(weights.items(), 1)
+        server.broken = lambda sent: {}
+        engine.load_weights(changed(weights, by=1 + 1e-6).items(), 2)
+        assert server.version.endswith("-2")
 
 
 def test_a_server_in_another_process_receives_them_also_after_it_was_killed(

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.sending.server_group import ServerGroup
-from lightrft.engines.sending.sglang_session import UpdateSession
+from lightrft.engines.sending.sglang_updates import HeldChecksums, UpdateSession, server_dtype
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ConfigError, ModelError
@@ -32,8 +32,6 @@ BUCKET = 2**29
 """Bytes of tensors that the server receives before it loads them. A larger tensor comes alone."""
 UPDATE_TRIALS = 5
 """Trials of an update that breaks, e.g. since the server was restarted."""
-DTYPES = {"half": "float16", "float": "float32"}
-"""Names of dtypes that SGLang has besides those of torch."""
 
 
 class SGLangWeights(Protocol):
@@ -144,11 +142,11 @@ class BucketWeights(ABC):
         self.client = client
         self.cost = cost
         self._where = where
-        name = str(server.get("dtype"))
-        dtype = getattr(torch, DTYPES.get(name, name), None)
-        self._dtypes = HeldDtypes(of_matrices=dtype if isinstance(dtype, torch.dtype) else None)
+        self._dtypes = HeldDtypes(of_matrices=server_dtype(server))
         self._held = held
         self._session = UpdateSession(client)
+        self._checksums = HeldChecksums(client, where, server)
+        self._matrices: list[str] = []
         self._device = torch.device("cpu")
         self._copies: dict[str, Tensor] = {}
         self._sums: Fingerprint = {}
@@ -168,7 +166,13 @@ class BucketWeights(ABC):
         self.forget()
 
     def load(self, weights: Weights, version: str) -> None:
-        """See ``SGLangWeights.load``."""
+        """See ``SGLangWeights.load``.
+
+        Raises:
+            ModelError: The server did not take the weights, or holds changed ones as before.
+        """
+        is_whole = self._lacks_all
+        self._matrices.clear()
         problem = self._failure(self._session.open)
         for bucket in shards(self._changed(weights), BUCKET):
             # on after a failure too, since the copies must be of one version
@@ -180,6 +184,10 @@ class BucketWeights(ABC):
         if problem is not None:
             log.warning("weights did not reach %s (%s); all are sent again", self._where, problem)
             self.resend()
+        elif is_whole:
+            self._checksums.note()
+        else:
+            self._checksums.check(self._matrices)
 
     def resend(self) -> None:
         """See ``SGLangWeights.resend``."""
@@ -190,6 +198,7 @@ class BucketWeights(ABC):
             self._held()
             problem = self._failure(self._send_all)
             if problem is None:
+                self._checksums.note()
                 return
         raise ModelError(
             f"{self._where} did not take the weights {self._version!r}: {problem}; set "
@@ -210,6 +219,9 @@ class BucketWeights(ABC):
         for name, tensor in found:
             self._device = tensor.device
             self._copies[name] = tensor.to("cpu", copy=True)
+            # the server may hold others in a coarser type, in which they have not changed
+            if tensor.ndim > 1:
+                self._matrices.append(name)
             yield name, tensor.contiguous()
 
     def _failure(self, step: Callable[..., None], *args: object) -> Exception | None:
