@@ -112,7 +112,10 @@ def expected(
     if asked.url is not None:
         # without updates, nothing is read from a folder; and passes need the weights of the policy
         asked = asked.model_copy(update={"weights_dir": None, "check_logprobs": True})
-    strategy, actor, engine = local_policy(config.model, alone, asked, tokenizer, trains=False)
+    # a run that trains sends its own weights first
+    strategy, actor, engine = local_policy(
+        config.model, alone, asked, tokenizer, trains=False, compares=False
+    )
     state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)  # lr 0 keeps the weights
     some = _requests(prompts, min(lengths.samples, ANSWERS))
     narrow = _drawn(engine, some[:FEW], config, strategy.device)
