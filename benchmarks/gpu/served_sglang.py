@@ -32,6 +32,7 @@ from lightrft.engines.served.sglang_process import CHILD
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.types import Request, Rollout
+from lightrft.utils.errors import ModelError
 from lightrft.workers.local_served import own_server_options
 
 NOT_RUN = 3
@@ -55,7 +56,12 @@ def checked(engine: SGLangEngine, model: Any, tokens: int, count: int, own: bool
     found.compare("at the start", model, first[:8])
     engine_checks.change(model)
     began = time.perf_counter()
-    engine.load_weights(model.named_parameters(), 1)
+    try:
+        engine.load_weights(model.named_parameters(), 1)
+    except ModelError as error:
+        # nothing after it would tell more
+        found.fail("update", str(error))
+        return {"wrong": found.wrong, **found.numbers}
     found.add("update seconds", time.perf_counter() - began)
     new = draw(asked[:8])
     found.compare("after an update", model, new)
