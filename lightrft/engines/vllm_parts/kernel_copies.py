@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,10 +71,20 @@ def read_copy(layer: Any, columns: int) -> Tensor:
     0.0, and kernels may drop denormal values.
     """
     weight: Tensor = layer.weight
-    found = []
+    found = [layer.cpu_linear(rows, weight, None).T for rows in identity_rows(columns, weight)]
+    return torch.cat(found, dim=1)
+
+
+def identity_rows(columns: int, like: Tensor, value: float = 1.0) -> Iterator[Tensor]:
+    """Yield the rows of ``value`` times the identity matrix, in parts ``[n, columns]``.
+
+    Args:
+        columns: Number of its columns.
+        like: Gives the type and the device.
+        value: The value on the diagonal.
+    """
     for start in range(0, columns, COLUMNS):
         count = min(COLUMNS, columns - start)
-        rows = torch.zeros(count, columns, dtype=weight.dtype, device=weight.device)
-        rows[torch.arange(count), torch.arange(start, start + count)] = 1
-        found.append(layer.cpu_linear(rows, weight, None).T)
-    return torch.cat(found, dim=1)
+        rows = torch.zeros(count, columns, dtype=like.dtype, device=like.device)
+        rows[torch.arange(count), torch.arange(start, start + count)] = value
+        yield rows

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.vllm_parts.held_weights import unfused
+from lightrft.engines.vllm_parts.kernel_copies import identity_rows
 from lightrft.engines.vllm_parts.row_formats import RowFormat
 from lightrft.utils.errors import ConfigError, ModelError
 
-COLUMNS = 512
-"""Columns of a layer that are read back at once."""
 OF_LAYER = ("weight", "weight_scale")
 """Tensors of a quantized layer that are compared as 8-bit values and their scales."""
 
@@ -106,11 +105,8 @@ def read_back(
     """
     found = []
     method: Any = layer.quant_method
-    for start in range(0, columns, COLUMNS):
-        count = min(COLUMNS, columns - start)
-        # The scale of a row of inputs is exactly 1 at this value, so the product rounds once.
-        rows = torch.zeros(count, columns, dtype=dtype, device=scales.device)
-        rows[torch.arange(count), torch.arange(start, start + count)] = form.largest
+    # The scale of a row of inputs is exactly 1 at this value, so the product rounds once.
+    for rows in identity_rows(columns, scales.to(dtype), form.largest):
         product = method.apply(layer, rows, None)[:, : len(scales)].float() / form.largest
         # The product is rounded by 0.4 % at most. FP8 values are 6 % apart, and INT8 values 0.8 %.
         found.append(form.round(product / scales).T)
