@@ -36,7 +36,6 @@ from lightrft.engines.stop_strings import StopStrings
 from lightrft.engines.vllm_parts.media import MediaKind, VLLMMedia
 from lightrft.engines.vllm_parts.options import llm_options
 from lightrft.engines.vllm_parts.parameter_names import reading_repeated_names
-from lightrft.engines.vllm_parts.quantized_weights import QuantizedWeights
 from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
 from lightrft.types import Request, Rollout
@@ -104,8 +103,7 @@ class VLLMEngine:
         self._ends = sorted(set(ends))
         self._llm = self._load(model, dtype, reads_media=bool(media))
         form = ROW_FORMATS.get(config.quantization)
-        quantized = None if form is None else QuantizedWeights(self._llm, form, dtype)
-        self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes, quantized)
+        self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes, form)
         self._core = self._llm.llm_engine
         self._media = VLLMMedia(self._vllm, self._llm, media) if media else None
         self.context = int(self._llm.model_config.max_model_len)

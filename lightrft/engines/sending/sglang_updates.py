@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightrft.engines.fused_layers import FUSED
 from lightrft.utils.errors import ModelError
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered
 
@@ -17,15 +18,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"half": "float16", "float": "float32"}
 """Names of dtypes that SGLang has besides those of torch."""
 PATH = "/weights_checker"
-FUSED: Mapping[str, str] = {
-    ".q_proj.": ".qkv_proj.",
-    ".k_proj.": ".qkv_proj.",
-    ".v_proj.": ".qkv_proj.",
-    ".gate_proj.": ".gate_up_proj.",
-    ".up_proj.": ".gate_up_proj.",
-}
-"""Layers that SGLang fuses, whose names its checksums have."""
-
 Sums = tuple[Mapping[str, str], ...]
 """Checksums by name, of each process."""
 
@@ -139,8 +131,9 @@ def server_dtype(server: Mapping[str, Any]) -> torch.dtype | None:
 
 def _held_name(name: str) -> str:
     """Return SGLang's name of the parameter that holds the tensor ``name``."""
-    for part, fused in FUSED.items():
-        name = name.replace(part, fused)
+    for fused, parts in FUSED.items():
+        for part in parts:
+            name = name.replace(f".{part}.", f".{fused}.")
     return name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrft.engines.vllm_parts.held_weights import renamed, unfused
+from lightrft.engines.vllm_parts.held_weights import renames, unfused
 from lightrft.utils.module_tensors import Factor, factor_of
 
 SLOT = 0
@@ -28,11 +28,11 @@ def lost_adapter(
         scaling: Factor of the adapter, which vLLM multiplies into ``lora_B``.
         dtype: Type of vLLM's tensors.
     """
-    places = _places(model)
+    places, renamed = _places(model), renames(model)
     lost, unknown = [], []
     for name, tensor in adapter.items():
         layer, factor = factor_of(name) or (name, "base")
-        held = places.get((renamed(model, f"{layer}.weight"), factor))
+        held = places.get((renamed(f"{layer}.weight"), factor))
         if held is None:
             unknown.append(name)
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,14 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.fingerprint import checksum
+from lightrft.engines.fused_layers import FUSED
 from lightrft.engines.vllm_parts.kernel_copies import has_copy, read_copy
 from lightrft.utils.errors import ModelError
 
-FUSED: Mapping[str, Sequence[str]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Layers that vLLM fuses in most models, for classes that do not list theirs."""
 TRANSPOSED: Mapping[str, Sequence[str]] = {
     "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 }
@@ -78,6 +74,7 @@ class HeldWeights:
     def __init__(self, model: nn.Module, about: Any) -> None:
         self._model = model
         self._dtype: torch.dtype = about.dtype
+        self._renamed = renames(model)
         self._transposed = tuple(TRANSPOSED.get(about.hf_config.model_type, ()))
         # number of columns and checksum by name; None where no place is known
         self._sent: dict[str, tuple[int, str] | None] = {}
@@ -100,7 +97,7 @@ class HeldWeights:
 
     def record(self, name: str, tensor: Tensor) -> None:
         """Record that the whole ``tensor`` was sent as ``name``."""
-        found = self._places.get(renamed(self._model, name))
+        found = self._places.get(self._renamed(name))
         if found is None:
             self._sent[name] = None
             return
@@ -129,7 +126,7 @@ class HeldWeights:
         return [
             name
             for name, one in self._sent.items()
-            if one is not None and not self._holds(now[renamed(self._model, name)], *one)
+            if one is not None and not self._holds(now[self._renamed(name)], *one)
         ]
 
     def unknown(self) -> list[str]:
@@ -205,14 +202,17 @@ def unfused(model: nn.Module, path: str) -> list[str]:
     return [f"{parent}{dot}{part}" for part in fused.get(leaf, [leaf])]
 
 
-def renamed(model: nn.Module, name: str) -> str:
-    """Return ``name`` as the class of ``model`` renames it, before layers are fused."""
+def renames(model: nn.Module) -> Callable[[str], str]:
+    """Return the function that renames tensors as the class of ``model`` does.
+
+    Layers that are fused keep the names of their parts.
+    """
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
-        return name
+        return lambda name: name
     # vLLM 0.26 has no names of fused layers in it
     plain = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
-    return plain._map_name(name) or name
+    return lambda name: plain._map_name(name) or name
 
 
 def _total(tensor: Tensor, dtype: torch.dtype) -> str:

@@ -26,6 +26,7 @@ from lightrft.engines.vllm_parts.held_weights import HeldWeights
 from lightrft.engines.vllm_parts.kernel_copies import pack_experts, repack_tied_layers
 from lightrft.engines.vllm_parts.parameter_names import VLLMNames
 from lightrft.engines.vllm_parts.quantized_weights import QuantizedWeights
+from lightrft.engines.vllm_parts.row_formats import RowFormat
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import plain_name
 
@@ -48,8 +49,10 @@ class VLLMWeights:
         llm: Its ``LLM``, made with ``llm_options``.
         lora: Settings of the policy's adapters. ``None`` without adapters.
         shapes: Shapes of the adapters' tensors, by name.
-        quantized: Compares the weights that vLLM holds. ``None`` for an engine that quantizes
-            nothing.
+        form: Format of quantized weights. ``None`` for an engine that quantizes nothing.
+
+    Raises:
+        ConfigError: vLLM cannot quantize this model.
 
     Attributes:
         adapter: The ``LoRARequest`` that every request must carry. ``None`` if none is served.
@@ -64,16 +67,20 @@ class VLLMWeights:
         llm: Any,
         lora: LoRAConfig | None,
         shapes: Shapes,
-        quantized: QuantizedWeights | None = None,
+        form: RowFormat | None = None,
     ) -> None:
         self.adapter: Any = None
         self.cost = UpdateCost()
         self.frozen: Mapping[str, Tensor] = {}
-        self._llm, self._lora, self._quantized = llm, lora, quantized
-        self._names = VLLMNames(llm.model_config)
+        self._llm, self._lora, about = llm, lora, llm.model_config
+        self._names = VLLMNames(about)
         # vLLM computes in this process
         [self._model] = llm.apply_model(lambda model: model)
-        self._compared = HeldWeights(self._model, llm.model_config)
+        self._compared: HeldWeights | QuantizedWeights
+        if form is None:
+            self._compared = HeldWeights(self._model, about)
+        else:
+            self._compared = QuantizedWeights(self._model, about, form)
         self.uncompared: set[str] = set()
         self._request = package.lora.request.LoRARequest
         self._numbers = itertools.count(1)
@@ -116,10 +123,7 @@ class VLLMWeights:
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         weights = (one for name, tensor in weights for one in self._names.named(name, tensor))
-        if self._quantized is not None:
-            weights = self._quantized.recorded(weights)
-        else:
-            weights = self._compared.recorded(weights)
+        weights = self._compared.recorded(weights)
         self._llm.collective_rpc(reload, args=(self.cost.counted(weights),))
         # reading may be a collective call, so it must go to the end on all ranks
         left = [name for name, _ in weights]
@@ -128,10 +132,7 @@ class VLLMWeights:
                 f"vLLM stopped reading before {len(left)} tensors of a weight update, e.g. "
                 f"{left[0]}. Cause: a lost update"
             )
-        if self._quantized is not None:
-            self._quantized.check()
-        else:
-            self.uncompared |= self._compared.check()
+        self.uncompared |= self._compared.check()
 
     def _load_adapter(self, weights: Weights, version: int, found: Fingerprint) -> None:
         adapter: dict[str, Tensor] = {}
