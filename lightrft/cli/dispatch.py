@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightrft.cli.arguments import quick_imports, set_threads
-from lightrft.cli.progress import status_in
+from lightrft.cli.progress import status_in, summary_text
 from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.torchrun import run_processes
 from lightrft.utils.errors import ConfigError
@@ -35,10 +35,11 @@ def started(verb: str, arguments: Sequence[str], config: TrainingConfig) -> int 
     processes = config.launch.processes
     if uses_ray or under_torchrun or processes == 1:
         return None
+    before = summary_text(config.run)
     words = ["-m", "lightrft", verb, *arguments]
     status = run_processes(f"lightrft {verb}", words, processes, config.strategy.timeout_minutes)
     # The ranks return 0 after a signal (see ``exit_status``). Their summary names it.
-    return status or status_in(config.run)
+    return status or status_in(config.run, before)
 
 
 def program(path: str, config: TrainingConfig) -> Callable[..., dict[str, Any]]:

@@ -95,12 +95,29 @@ def exit_status(summary: Mapping[str, Any]) -> int:
     return 128 + signal.Signals[stopped]
 
 
-def status_in(run: RunConfig) -> int:
-    """Return the exit status of a run from ``summary.json``, once all ranks have ended with 0."""
+def summary_text(run: RunConfig) -> str:
+    """Return the text of ``summary.json`` of a run, which is empty if there is none."""
     file = Path(run.dir).expanduser() / run.name / "summary.json"
     try:
-        return exit_status(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # ranks that fail to write it report that and do not end with 0
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+def status_in(run: RunConfig, before: str) -> int:
+    """Return the exit status of a run from ``summary.json``, once all ranks have ended with 0.
+
+    Args:
+        run: Settings of the run.
+        before: ``summary_text`` before the run.
+    """
+    text = summary_text(run)
+    if run.overwrite and before and text == before:
+        # it was stopped before its first step, and the run that it was to replace is back
+        return 128 + signal.SIGTERM
+    try:
+        return exit_status(json.loads(text))
+    except ValueError:  # ranks that fail to write it report that and do not end with 0
         return 0
 
 

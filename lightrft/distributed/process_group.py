@@ -22,7 +22,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightrft.distributed.local_store import is_loopback, keep_gloo_local, loopback_store
-from lightrft.utils.errors import RESUMES, ConfigError, LostRankError, RankError, first_line
+from lightrft.utils.errors import (
+    RESUMES,
+    ConfigError,
+    LostRankError,
+    RankError,
+    UserError,
+    first_line,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -394,11 +401,24 @@ def peer_failed() -> bool:
     return TorchProcessGroup.heartbeat is not None and TorchProcessGroup.heartbeat.failing
 
 
+def _classes(failure: BaseException) -> tuple[type[BaseException], ...]:
+    """Return ``UserError.of_ranks`` of a failure, or its own class."""
+    return getattr(failure, "of_ranks", ()) or (type(failure),)
+
+
+def _error_of(rank: int, kind: type[BaseException], text: str) -> BaseException:
+    """Return the error that other ranks raise for the failure of ``rank``."""
+    if getattr(kind, "shared_by_ranks", False):
+        return kind(text)
+    return RankError(f"rank {rank}: {kind.__name__}: {text}")
+
+
 def run_on_all_ranks(ranks: ProcessGroup, work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and gather the results on all of them.
 
     When it raises on one rank, every rank raises. That rank raises its original error. The others
-    raise ``RankError``, or the same error if it is a stop shared by all ranks.
+    raise ``RankError``, or the same error if it is a stop shared by all ranks. A ``UserError`` gets
+    ``of_ranks``.
     """
     if ranks.size == 1:
         return [work()]
@@ -409,17 +429,14 @@ def run_on_all_ranks(ranks: ProcessGroup, work: Callable[[], T]) -> list[T]:
     except Exception as error:  # gathered first: all ranks must reach the collective call
         failure = error
     # The class and the text, since an exception itself may not be picklable.
-    report = None if failure is None else (type(failure), str(failure))
+    report = None if failure is None else (type(failure), str(failure), _classes(failure))
     told = ranks.gather((value, report))
-    if failure is not None:
-        raise failure
-    for rank, (_, found) in enumerate(told):
-        if found is None:
-            continue
-        kind, text = found
-        if getattr(kind, "shared_by_ranks", False):
-            raise kind(text)
-        raise RankError(f"rank {rank}: {kind.__name__}: {text}")
+    failures = [(rank, *found) for rank, (_, found) in enumerate(told) if found is not None]
+    if failures:
+        error = failure or _error_of(*failures[0][:3])
+        if isinstance(error, UserError):
+            error.of_ranks = tuple(kind for *_, classes in failures for kind in classes)
+        raise error
     return [value for value, _ in told]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -88,7 +89,7 @@ class RunDirectory:
         self._lock = lock
         # The settings that differ from their defaults, by dotted name.
         self._changed: dict[str, object] = {}
-        self._tensorboard = self._failed = False
+        self._tensorboard = False
         self._trackers: list[Tracker] = []
         self._names: set[str] = set()
         (path / "rollouts").mkdir(exist_ok=True)
@@ -119,7 +120,7 @@ class RunDirectory:
             resume: ``never`` refuses a folder that contains a run. ``auto`` resumes it. A path
                 resumes from that checkpoint.
             overwrite: if True, replace an earlier run. It is removed once this one has results, and
-                restored if this one fails before.
+                restored if this one ends before.
             tensorboard: if True, write TensorBoard event files.
             wandb: name of the wandb project. None disables wandb.
             ignore: dotted keys, or branches of the settings, in which a resumed run may differ.
@@ -151,7 +152,6 @@ class RunDirectory:
             if wandb:
                 folder._trackers.append(Wandb(wandb, path, path.name, redacted(config)))
         except BaseException:
-            folder._failed = True
             folder.close()
             raise
         log.info("%s %s", "started" if fresh else "opened", path)
@@ -266,7 +266,7 @@ class RunDirectory:
             for tracker in [*self._trackers, self.metrics]:
                 tracker.close()
             stop_logging(self._log)
-            recover(self.path, not self._failed or _has_begun(self.path), _clear)
+            recover(self.path, _has_begun(self.path), _clear)
             release_lock(self._lock)
             self._lock = None
 
@@ -283,7 +283,6 @@ class RunDirectory:
             with disk_errors(self.path, LATER):
                 self.close()
             return
-        self._failed = True
         log.error("ended by %s: %s", type(error).__name__, error, extra=FILE_ONLY)
         try:
             self.close()
@@ -382,16 +381,28 @@ def saved_yaml(config: Settings) -> str:
 def _has_begun(path: Path) -> bool:
     """Return True if the folder contains results that must not be overwritten.
 
-    A run that failed at its start leaves only its config and a log.
+    A run that failed at its start leaves only its config and a log. One that was stopped there may
+    leave a summary too.
     """
     kept = (
         *path.glob(ROUNDS),
         *path.glob("checkpoints/step_*"),
         *path.glob("rollouts/*.jsonl"),
-        path / "summary.json",
         path / "metrics.jsonl",
     )
-    return any(entry.exists() and (entry.is_dir() or entry.stat().st_size > 0) for entry in kept)
+    is_any = any(entry.exists() and (entry.is_dir() or entry.stat().st_size > 0) for entry in kept)
+    return is_any or _has_results(path / "summary.json")
+
+
+def _has_results(summary: Path) -> bool:
+    """Return False if there is no summary, or that of a run that was stopped at its start."""
+    if not summary.exists():
+        return False
+    try:
+        values = json.loads(summary.read_text(encoding="utf-8"))
+    except ValueError:
+        return True
+    return not isinstance(values, dict) or values.get("steps") != 0 or values.get("finished", True)
 
 
 def check_same_settings(

@@ -25,6 +25,7 @@ from lightrft.utils.errors import (
     RESUMES,
     ConfigError,
     GenerationInterrupted,
+    RankError,
     ResourceError,
     RewardError,
     UserError,
@@ -174,7 +175,8 @@ def run_steps(run: TrainingRun) -> Summary:
     session.observer.begin(session.phase, run.steps, run.step)
     values = run.values
     # A checkpoint of step 0 has values: its evaluation is not repeated.
-    if run.step == 0 and run.times.at_start and run.evaluates and not values:
+    is_new = run.step == 0 and not values
+    if is_new and run.times.at_start and run.evaluates and not session.stopping():
         values = session.record(0, run.evaluate())
         warn(run, values)
     run.start()
@@ -186,8 +188,8 @@ def run_steps(run: TrainingRun) -> Summary:
             # The half step is thrown away. The state is that of the last whole step.
             session.save_if_due(run.step, False, run.strategy, run.trained, run.state, values)
             break
-        except STEP_ERRORS as error:
-            if isinstance(error, RewardError) or (error.is_before_update and is_alone(run)):
+        except (*STEP_ERRORS, RankError) as error:
+            if isinstance(error, RewardError) or (error.is_before_update and is_shared(run, error)):
                 save_before_exit(run, values, error)
             raise
         run.step += 1
@@ -240,9 +242,9 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> ReadRow:
         try:
             with session.timers("eval"):
                 metrics.merge(run.evaluate())
-        except STEP_ERRORS as error:
+        except (*STEP_ERRORS, RankError) as error:
             # The step itself is complete. Only its evaluation failed.
-            if isinstance(error, RewardError) or is_alone(run):
+            if isinstance(error, RewardError) or is_shared(run, error):
                 save_before_exit(run, metrics.compute(), error)
                 session.record(run.step, metrics)
             raise
@@ -264,9 +266,10 @@ def warn(run: TrainingRun, values: Mapping[str, float]) -> None:
         log.warning("step %d: %s", run.step, message)
 
 
-def is_alone(run: TrainingRun) -> bool:
-    """Return True if the run has one process, whose errors are those of all ranks."""
-    return run.session.ranks.size == 1
+def is_shared(run: TrainingRun, error: UserError) -> bool:
+    """Return True if all ranks left the same work because of ``STEP_ERRORS``, so all can save."""
+    classes = (type(error),) if run.session.ranks.size == 1 else error.of_ranks
+    return bool(classes) and all(issubclass(one, STEP_ERRORS) for one in classes)
 
 
 def save_before_exit(run: TrainingRun, values: Mapping[str, float], error: UserError) -> None:

@@ -17,9 +17,12 @@ class UserError(Exception):
 
     Attributes:
         is_before_update: It ended a step that had changed no weight yet, see ``before_update``.
+        of_ranks: Classes of the errors by which some ranks failed, if every rank left the same work
+            because of them, see ``run_on_all_ranks``.
     """
 
     is_before_update = False
+    of_ranks: tuple[type[BaseException], ...] = ()
 
 
 class ConfigError(UserError):

@@ -26,7 +26,7 @@ from lightrft.config.base import load_settings
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import init_process_group
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.errors import RewardError
+from lightrft.utils.errors import ResourceError, RewardError
 from lightrft.workers import local
 
 
@@ -47,9 +47,8 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
             # On a busy machine all would be drawn before the main thread came to look.
             assert heard.wait(60)
         if at == entry.get("fail", [])[:2]:
-            raise {"RewardError": RewardError, "ZeroDivisionError": ZeroDivisionError}[
-                entry["fail"][2]
-            ]("broken")
+            known = (RewardError, ResourceError, ZeroDivisionError)
+            raise {kind.__name__: kind for kind in known}[entry["fail"][2]]("broken")
         if at == entry.get("slow"):
             deadline = time.monotonic() + 60
             while not (marks / f"began-{at[1] + 1}-{1 - rank}").exists():

@@ -2,8 +2,8 @@
 
 It happens at the NTH call of WHERE, on one rank. VERB may have two words, such as ``grm rl``.
 
-HOW is ``kill`` (SIGKILL), ``stop`` (SIGSTOP, for ever), ``stop:SECONDS``, ``terminate`` (SIGTERM) or ``full`` (the disk). When it
-happened is written to ``happened`` beside the config.
+HOW is ``kill`` (SIGKILL), ``stop`` (SIGSTOP, for ever), ``stop:SECONDS``, ``terminate`` (SIGTERM), ``full`` (the disk) or ``unanswered``
+(the error of an engine whose server is gone). When it happened is written to ``happened`` beside the config.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ def happen(how: str, file: Path) -> None:
     kind, _, seconds = how.partition(":")
     if kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if kind == "unanswered":
+        from lightrft.utils.errors import RESUMES, ResourceError
+
+        raise ResourceError(f"engine.url = 'x': no answer. {RESUMES}")
     if seconds:
         subprocess.Popen(
             ["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True

@@ -207,6 +207,23 @@ def test_a_disk_that_is_full_at_the_end_ends_the_run_with_one_message_and_the_sa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("nth", "rank", "saved"), [(12, 1, 1), (20, 0, 2), (2, 1, 0)])
+def test_an_engine_that_fails_on_one_rank_costs_no_whole_step_on_any(
+    tree, whole, tmp_path, nth, rank, saved
+):
+    file = config_file(deep_merge(tree, {"checkpoint": {"every": 0}}), tmp_path, "run")
+    ended = run_until(file, "an answer", nth, rank, "unanswered")
+    assert ended.status == 2 and ended.seconds < END, ended
+    assert "engine.url = 'x': no answer. The same command resumes from" in ended.last_line
+    assert (f"resumes from step {saved}, which is saved" in ended.said) == (saved > 0), ended.said
+    steps = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    assert steps == [f"step_{saved:06d}"] * (saved > 0)
+    again = run_until(file, "never", 0, 0, "")
+    assert again.status == 0, again.said
+    check_whole(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
 def test_sigterm_to_one_rank_alone_stops_all_cleanly_and_the_same_command_goes_on(
     tree, whole, tmp_path
 ):
@@ -251,6 +268,29 @@ def test_sigterm_to_the_launcher_reaches_all_ranks_which_save_and_leave(tree, tm
         assert not any(rank.is_running() for rank in ranks)
     steps = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
     assert 2 <= steps < 200 and (tmp_path / "run" / "checkpoints" / f"step_{steps:06d}").exists()
+
+
+@pytest.mark.slow
+def test_ranks_that_are_stopped_before_the_first_step_leave_the_run_that_they_replace(
+    tree, tmp_path
+):
+    earlier = train(tree, tmp_path, "run", 1)
+    rows = read_rows(earlier / "metrics.jsonl")
+    (tmp_path / "stops.py").write_text(
+        "import os, signal\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "def right(rollout):\n"
+        "    return 1.0\n"
+    )
+    reward = {"reward": {"terms": [f"{tmp_path}/stops.py:right"]}}
+    file = config_file(deep_merge(tree, {**reward, "run": {"overwrite": True}}), tmp_path, "run")
+    words = ["-m", "lightrft", "rl", file, "launch.processes=2"]
+    done = warm.run(words, env=ENVIRONMENT, seats=2)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "the earlier one is back" in done.stderr
+    assert read_rows(earlier / "metrics.jsonl") == rows
+    assert list((earlier / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.slow

@@ -116,14 +116,17 @@ def test_one_rank_that_is_asked_to_stop_or_fails_while_it_draws_stops_all_and_th
     trees, whole, tmp_path, way
 ):
     tree = trees[way]
-    stopped, failed, unscored = (
-        {"config": config_file(tree, tmp_path, name)} for name in ("stopped", "failed", "unscored")
+    names = ("stopped", "failed", "unscored", "unanswered")
+    stopped, failed, unscored, unanswered = (
+        {"config": config_file(tree, tmp_path, name)} for name in names
     )
     failing = [
         failed | {"fail": [1, 3, "ZeroDivisionError"]},
         failed,
         unscored | {"fail": [1, 3, "RewardError"]},
         unscored,
+        unanswered | {"fail": [1, 3, "ResourceError"]},
+        unanswered,
     ]
     in_group([stopped | {"stop": [1, 3]}, *failing], tmp_path)
     summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
@@ -142,7 +145,14 @@ def test_one_rank_that_is_asked_to_stop_or_fails_while_it_draws_stops_all_and_th
         said[0] == said[1]
         and "RewardError: broken; the same command then resumes from step 3" in said[0]
     )
-    for name in ("failed", "unscored"):
+    said = [(tmp_path / f"unanswered.{rank}.error").read_text() for rank in range(2)]
+    assert [
+        line.partition(": broken; the same command then resumes from step ")[0] for line in said
+    ] == [
+        "RankError: rank 1: ResourceError",
+        "ResourceError",
+    ]
+    for name in names[1:]:
         check_equal(tmp_path / name, whole(way))
 
 

@@ -121,7 +121,8 @@ def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
         assert folder.fresh
         assert not (folder.path / "checkpoints").exists()
         assert (folder.path / "my notes.txt").read_text() == "keep me"
-    assert rows(tmp_path / "a") == []
+        folder.log({"step": 1, "loss": 0.25})
+    assert rows(tmp_path / "a") == [{"step": 1, "loss": 0.25}]
 
 
 class Starting(Config):
@@ -142,6 +143,15 @@ def test_a_run_that_fails_before_its_first_step_gives_the_replaced_run_back(tmp_
     assert "the earlier one is back" in caplog.text
     with enter(tmp_path / "a") as folder:
         assert not folder.fresh
+
+
+def test_a_run_that_is_stopped_before_its_first_step_gives_the_replaced_run_back(tmp_path):
+    leave_a_row(tmp_path / "a")
+    for finished in (False, True):
+        with enter(tmp_path / "a", Config(steps=99), overwrite=True) as new:
+            new.write_summary({"steps": 0, "finished": finished})
+        assert rows(tmp_path / "a") == ([] if finished else [{"step": 1, "loss": 0.5}])
+        assert (tmp_path / "a/summary.json").exists() == finished
 
 
 def test_a_replaced_run_is_gone_once_the_new_one_has_a_step(tmp_path):
