@@ -195,7 +195,7 @@ class DataConfig(Settings):
     """Write prompts by the chat template of the tokenizer. ``auto`` does so if there is one and no
     ``template``."""
     chat_template_options: dict[str, object] = Field(default_factory=dict)
-    """Keyword arguments of the chat template."""
+    """Arguments of the chat template. One that the template does not read is refused."""
     template: str | None = None
     """Text of a text prompt, with ``{prompt}`` or ``{any_column}``; ``{{`` is a brace. It is the
     whole text without a chat template, the user's message with one."""

@@ -29,7 +29,7 @@ from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
 from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation, read_tools
 from lightrft.datasets.row_tables import MalformedRow, look_up
 from lightrft.types import Extent, Prompt
-from lightrft.utils.chat_template import rendered
+from lightrft.utils.chat_template import check_options, rendered
 from lightrft.utils.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class ChatEncoder:
     Raises:
         ModelError: ``apply_chat_template`` is true and the tokenizer has no chat template.
         ConfigError: a system prompt, ``chat_template_options`` or ``columns.tools`` without a chat
-            template, or a ``template`` without a field.
+            template, an option that the chat template does not read, or a ``template`` without a
+            field.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ChatEncoder:
         if not self.chat:
             _refuse_chat_settings(config)
         else:
+            check_options("data.chat_template_options", self.options, tokenizer)
             for kind, text in self.unsupported_media.items():
                 way_out = "each is written into the text of its message"
                 _log.warning("the chat template takes no %s: %s as %r", kind, way_out, text)

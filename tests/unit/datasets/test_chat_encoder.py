@@ -99,6 +99,63 @@ def test_chat_options_reach_the_chat_template():
     )
 
 
+READING = (
+    "{% set n = namespace(k=mood) %}{{ n.k }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% if thinking is defined and not thinking %}(none){% endif %}{{ bos_token }}"
+    "{% if tools %}{{ tools | length }}{% endif %}{% if add_generation_prompt %}:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"moods": "calm"},
+            "template_options: the chat template does not read 'moods'; it reads .*mood.*; did you mean 'mood'",
+        ),
+        (
+            {"mood": "calm", "zzz": None},
+            "template_options: .*'zzz'; it reads bos_token, mood, thinking, tools; leave it out$",
+        ),
+        (
+            {"add_generation_prompt": False},
+            r"template_options\.add_generation_prompt is set by lightrft",
+        ),
+        ({"messages": []}, r"template_options\.messages is set by lightrft itself; leave it out"),
+        ({"tokenize": True}, r"template_options\.tokenize is set by lightrft"),
+        ({"strftime_now": "x"}, r"template_options\.strftime_now is set by lightrft"),
+    ],
+)
+def test_a_chat_option_that_would_be_ignored_is_refused_at_start(options, said):
+    with pytest.raises(ConfigError, match=rf"^data\.chat_{said}"):
+        ChatEncoder(DataConfig(chat_template_options=options), chat_tokenizer(READING))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mood": "calm"}, {"thinking": False}, {"bos_token": "<s>"}, {"tools": [{"name": "add"}]}],
+)
+def test_every_chat_option_that_is_accepted_changes_the_prompt(options):
+    tokenizer = chat_tokenizer(READING)
+    plain = encoded({"prompt": "a"}, tokenizer)[0]
+    assert encoded({"prompt": "a"}, tokenizer, chat_template_options=options)[0] != plain
+
+
+def test_a_chat_option_may_be_of_the_template_for_tools_alone():
+    tokenizer = chat_tokenizer()
+    own = tokenizer.chat_template
+    tokenizer.chat_template = {"default": own, "tool_use": "{{ mood }}{{ tools | length }}"}
+    row = {"prompt": "a", "tools": [{"name": "add"}]}
+    assert encoded(row, tokenizer, chat_template_options={"mood": "calm"})[0] == "calm1"
+
+
+def test_chat_options_for_a_template_that_cannot_be_parsed_are_refused_at_start():
+    with pytest.raises(
+        ModelError, match=r"the chat template is malformed in line 1: .*unknown tag"
+    ):
+        encoded({"prompt": "a"}, chat_tokenizer("{% iff a %}"), chat_template_options={"a": 1})
+
+
 def test_a_tokenizer_without_chat_template_is_an_error_that_names_the_ways_out():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None

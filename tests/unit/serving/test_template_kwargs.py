@@ -73,21 +73,21 @@ def test_a_special_token_that_an_argument_spells_is_text(url, tokenizer):
     [
         (
             {"enable_thinkin": False},
-            "does not read 'enable_thinkin'; did you mean 'enable_thinking'?",
+            "'enable_thinkin'; it reads enable_thinking, mood; did you mean 'enable_thinking'?",
         ),
         (
             {"zzz": 1},
             "chat_template_kwargs: the chat template does not read 'zzz'; it reads enable_thinking, mood",
         ),
         ({"zzz": None}, "chat_template_kwargs: the chat template does not read 'zzz'"),
-        ({"messages": []}, "chat_template_kwargs.messages is set by the server"),
-        ({"tools": []}, "chat_template_kwargs.tools is set by the server"),
-        ({"tokenize": False}, "chat_template_kwargs.tokenize is set by the server"),
-        ({"return_tensors": "pt"}, "chat_template_kwargs.return_tensors is set by the server"),
+        ({"messages": []}, "chat_template_kwargs.messages is set by lightrft"),
+        ({"tools": []}, "chat_template_kwargs.tools is set by lightrft"),
+        ({"tokenize": False}, "chat_template_kwargs.tokenize is set by lightrft"),
+        ({"return_tensors": "pt"}, "chat_template_kwargs.return_tensors is set by lightrft"),
         ({"add_generation_prompt": False}, "chat_template_kwargs.add_generation_prompt is set"),
-        ({"chat_template": "x"}, "chat_template_kwargs.chat_template is set by the server"),
-        ({"bos_token": "x"}, "chat_template_kwargs.bos_token is set by the server"),
-        ({"strftime_now": "x"}, "chat_template_kwargs.strftime_now is set by the server"),
+        ({"chat_template": "x"}, "chat_template_kwargs.chat_template is set by lightrft"),
+        ({"bos_token": "x"}, "chat_template_kwargs.bos_token is set by lightrft"),
+        ({"strftime_now": "x"}, "chat_template_kwargs.strftime_now is set by lightrft"),
     ],
 )
 def test_an_argument_that_would_be_ignored_or_that_the_server_sets_is_refused(given, said, url):
