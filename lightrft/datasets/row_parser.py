@@ -337,7 +337,8 @@ def read_message(value: object, where: str, finder: MediaFinder) -> Message:
 def message_fields(value: object, where: str) -> Message:
     """Return one message as ``{"role", "content", ...}``, with its content as in the row.
 
-    Null fields are left out. Raises ``MalformedRow`` if ``value`` is not a message.
+    Null fields are left out. Raises ``MalformedRow`` if ``value`` is not a message, or if its role
+    or a text of its content is no text.
     """
     if not isinstance(value, Mapping):
         kind = type(value).__name__
@@ -350,7 +351,7 @@ def message_fields(value: object, where: str) -> Message:
     elif "from" in fields:
         speaker = fields.pop("from")
         content = fields.pop("value", "")
-        if speaker not in SHAREGPT_ROLES:
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
             raise MalformedRow(
                 f"{where}: 'from' is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}"
             )
@@ -358,15 +359,30 @@ def message_fields(value: object, where: str) -> Message:
     else:
         have = ", ".join(value) or "nothing"
         raise MalformedRow(f"{where}: neither 'role' nor 'from'; it has: {have}")
-    return {"role": str(role), "content": content, **fields}
+    if not isinstance(role, str):
+        raise MalformedRow(f"{where}: role is {role!r}, not a text such as 'user'")
+    _check_content(content, where)
+    return {"role": role, "content": content, **fields}
 
 
-def _content(content: object, where: str, finder: MediaFinder) -> str:
+def _check_content(content: object, where: str) -> None:
+    """Raise ``MalformedRow`` unless ``content`` is text or parts, and the text of a part is one."""
     if isinstance(content, str):
-        return finder.text(content, where)
+        return
     if not isinstance(content, list | tuple):
         kind = type(content).__name__
         raise MalformedRow(f"{where}: content must be text or a list of parts, not {kind}")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type", "text") != "text":
+            continue
+        if not isinstance(part.get("text"), str):
+            text = part.get("text")
+            raise MalformedRow(f"{where}: text of a content part is {text!r}, not a text")
+
+
+def _content(content: str | Sequence[Any], where: str, finder: MediaFinder) -> str:
+    if isinstance(content, str):
+        return finder.text(content, where)
     return "".join(_content_part(part, where, finder) for part in content)
 
 
@@ -376,7 +392,7 @@ def _content_part(part: Any, where: str, finder: MediaFinder) -> str:
         kind = type(part).__name__
     else:
         kind = part.get("type", "text")
-        if kind == "text" and isinstance(part.get("text"), str):
+        if kind == "text":
             return finder.plain(part["text"], where)
         place = finder.part(part, where)
         if place is not None:

@@ -96,6 +96,8 @@ def test_a_rubric_comes_from_the_row_or_from_the_settings():
         ({"prompt": "q", "responses": ["x"], "label": None}, {"form": "best"}, "2 to 26"),
         ({**PAIR, "prompt": OPEN}, {}, "marks media"),
         ({**PAIR, "shown": [0, 0]}, {}, "shown"),
+        ({**PAIR, "prompt": [{"role": "user", "content": 5}]}, {}, "content must be text or a li"),
+        ({**PAIR, "chosen": [{"role": 5, "content": "2"}]}, {}, "chosen, message 1: role is 5"),
     ],
 )
 def test_a_row_that_gives_no_question_is_malformed_and_named(row, settings, said):

@@ -107,6 +107,14 @@ def test_json_that_is_no_conversation_stays_text():
             r"message 2: a content part of type 'chart'",
         ),
         ({"role": "user", "content": 3}, r"message 2: content must be text"),
+        ({"role": "user", "content": {"text": "x"}}, r"message 2: content must be text"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": 5}]},
+            r"message 2: text of a content part is 5, not a text",
+        ),
+        ({"role": 5, "content": "x"}, r"message 2: role is 5, not a text such as 'user'"),
+        ({"role": ["user"], "content": "x"}, r"message 2: role is \['user'\], not a text"),
+        ({"from": ["human"], "value": "x"}, r"message 2: 'from' is \['human'\]; known: human"),
     ],
 )
 def test_a_malformed_message_names_row_and_message(message, what):

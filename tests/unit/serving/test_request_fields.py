@@ -196,6 +196,17 @@ def test_a_wrong_value_is_refused_in_a_line_that_names_the_field(path, fields, e
         (CHATS, {"messages": "1+1"}, "messages = '1+1': it should be a list"),
         (CHATS, {"messages": [*ASK, "1+1"]}, "messages.1 = '1+1': it should be an object"),
         (CHATS, {"messages": [{**ASK[0], "tool_calls": 5}]}, "messages.0.tool_calls = 5: it"),
+        (CHATS, {"messages": [{"role": 5, "content": "1"}]}, "messages, message 1: role is 5, not"),
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages, message 1: content must",
+        ),
+        (
+            "/tokenize",
+            {"messages": [*ASK, {"role": True, "content": "1"}]},
+            "messages, message 2: role is True, not a text",
+        ),
         (CHATS, {"tools": {"type": "function"}}, "tools = {'type': 'function'}: it should be a"),
         (CHATS, {"add_generation_prompt": "no"}, "add_generation_prompt = 'no': it should be true"),
         (CHATS, {"continue_final_message": 1}, "continue_final_message = 1: it should be true or"),

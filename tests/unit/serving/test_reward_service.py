@@ -116,6 +116,7 @@ def test_score_classify_and_pooling_answer_in_the_form_of_vllm(folder, url):
             "'text_1' and 'queries'; send",
         ),
         ("/pooling", {"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
+        ("/pooling", {"messages": [{**ASK[0], "role": 5}, ASK[1]]}, "message 1: role is 5, not a"),
         ("/get_reward", {"query": ["a"], "prompts": ["b"]}, "does not begin"),
         ("/get_reward", {"query": ["a"], "head": "truth"}, "good, short"),
         ("/get_reward", {"query": [7]}, "must be a text"),
