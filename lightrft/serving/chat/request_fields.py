@@ -83,10 +83,9 @@ _OPENAI: Mapping[str, Types] = {
     "structured_outputs": (object_of(OUTPUTS), NULL),
     **GUIDED,
 }
-# ``parallel_tool_calls``: calls are found in the text, which the model writes without this field.
 _UNREAD = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-    *("parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     *("request_id", "priority", "cache_salt", "data_parallel_rank", "kv_transfer_params"),
     *("guided_decoding_backend",),
 )
@@ -154,6 +153,8 @@ CHAT = RequestFields(
         "functions": [],
         "function_call": None,
         "include_reasoning": True,
+        # calls are found in the text, and nothing stops the model after the first
+        "parallel_tool_calls": True,
         "reasoning_effort": None,
         "verbosity": "medium",
         "web_search_options": None,
@@ -201,7 +202,9 @@ PASSED_ON: Mapping[str, Types] = {
 _TOOL_CHOICE = RequestFields(
     read={"type": (TEXT,)},
     # a forced call, which alone has a name, is refused by its type
-    unread=("name", "disable_parallel_tool_use"),
+    unread=("name",),
+    # as ``parallel_tool_calls``
+    neutral={"disable_parallel_tool_use": False},
 )
 _OUTPUT_CONFIG = RequestFields(read={"format": (OBJECT, NULL)}, neutral={"effort": None})
 MESSAGES = RequestFields(
