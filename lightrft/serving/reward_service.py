@@ -291,6 +291,7 @@ class RewardService:
         conversation that cannot be read has no score, and its reason is in ``problems``.
         """
         about = {"model": self.served.name, "digest": self.served.digest}
+        _check_form(call)
         if "conversations" in call.body:
             return {**about, **await self._answers(call)}
         batch = await asyncio.to_thread(batch_from_json, call.body, self.vocabulary)
@@ -372,6 +373,16 @@ class RewardService:
         if self.context is None or tokens <= self.context:
             return ""
         return f"{tokens} tokens of one item exceed the model's context of {self.context}"
+
+
+def _check_form(call: HTTPCall) -> None:
+    """Raise ``HTTPProblem`` unless a request has the fields of one form of ``reward_wire``."""
+    call.listed("conversations", "prompts")
+    form, own, other = "prompts", "responses", "answers"
+    if "conversations" in call.body:
+        form, own, other = "conversations", other, own
+    if other in call.body:
+        raise bad(f"the request has {form!r} and {other!r}; send {own!r} with {form!r}")
 
 
 def _lengths(batch: Batch) -> Tensor:

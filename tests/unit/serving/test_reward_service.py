@@ -26,6 +26,16 @@ from tests.serving_helpers import judge_server, local_scores, save_judge, wait_f
 from tests.unit.datasets.media_files import picture
 
 ASK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+CONVERSATIONS: dict[str, Any] = {
+    "conversations": [ASK[:1]],
+    "answers": [{"text": "2", "cut": False}],
+    "prompt_of": [0],
+}
+TOKENS: dict[str, Any] = {
+    "prompts": {"input_ids": [[5]]},
+    "responses": {"input_ids": [[6]]},
+    "prompt_of": [0],
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +133,23 @@ def test_score_classify_and_pooling_answer_in_the_form_of_vllm(folder, url):
         ("/v1/rewards", {"prompts": {"input_ids": [[5]]}}, "responses"),
         (
             "/v1/rewards",
-            {
-                "prompts": {"input_ids": [[5]]},
-                "responses": {"input_ids": [[6]]},
-                "prompt_of": [1],
-            },
+            {**CONVERSATIONS, "prompts": {"input_ids": [[5]]}},
+            "the request has 'conversations' and 'prompts'; send one of them",
+        ),
+        (
+            "/v1/rewards",
+            {**TOKENS, "answers": CONVERSATIONS["answers"]},
+            "the request has 'prompts' and 'answers'; send 'responses' with 'prompts'",
+        ),
+        (
+            "/v1/rewards",
+            {**CONVERSATIONS, "responses": TOKENS["responses"]},
+            "the request has 'conversations' and 'responses'; send 'answers' with 'conversations'",
+        ),
+        ("/v1/rewards", {"prompt_of": [0]}, "the request has no 'conversations' or 'prompts'"),
+        (
+            "/v1/rewards",
+            {**TOKENS, "prompt_of": [1]},
             "prompt_of",
         ),
     ],

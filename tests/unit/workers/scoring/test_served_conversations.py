@@ -175,7 +175,8 @@ def test_the_server_says_which_tokenizer_and_template_it_has(folder, url):
     [
         ({"conversations": [["a"]], "answers": []}, "lists of messages"),
         ({"conversations": [[{"role": "user"}]]}, "a role and a content"),
-        ({"conversations": [], "answers": []}, "one or more objects"),
+        ({"conversations": []}, "'conversations' is empty"),
+        ({"conversations": [ASKED], "answers": []}, "one or more objects"),
         ({"conversations": [ASKED], "answers": [{"text": "a", "cut": 0}]}, "cut: true or false"),
         (
             {"conversations": [ASKED], "answers": [{"text": "a", "cut": True}], "prompt_of": [1]},
