@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from lightrft.serving.chat.response_format import GUIDED, OUTPUTS
+from lightrft.serving.chat.response_format import FORMAT, GUIDED, OUTPUTS
 from lightrft.serving.field_table import (
     BOOLEAN,
     INTEGER,
@@ -79,7 +79,7 @@ _OPENAI: Mapping[str, Types] = {
     "stream": (BOOLEAN, NULL),
     "stream_options": (object_of(_STREAM_OPTIONS), NULL),
     "return_token_ids": (BOOLEAN, NULL),
-    "response_format": (OBJECT, NULL),
+    "response_format": (object_of(FORMAT), NULL),
     "structured_outputs": (object_of(OUTPUTS), NULL),
     **GUIDED,
 }

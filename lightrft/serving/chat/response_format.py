@@ -12,6 +12,8 @@ from lightrft.config.decoding import ConstraintConfig
 from lightrft.serving.field_table import BOOLEAN, NULL, OBJECT, TEXT, RequestFields, list_of
 from lightrft.serving.problems import bad, reason
 
+FORMAT = RequestFields(read={"type": (TEXT,), "json_schema": (OBJECT, NULL)})
+"""Fields of ``response_format`` of OpenAI."""
 OUTPUTS = RequestFields(
     read={
         "json": (OBJECT, TEXT, NULL),
@@ -81,6 +83,8 @@ def read_constraint(body: Mapping[str, Any]) -> AskedForm | None:
 
 def _response_format(given: Mapping[str, Any], field: str) -> list[tuple[str, dict[str, Any]]]:
     kind = given.get("type")
+    if kind in ("text", "json_object") and given.get("json_schema") is not None:
+        raise bad(f"{field}.json_schema needs type = json_schema, and it is {kind}")
     if kind == "text":
         return []
     if kind == "json_object":

@@ -156,6 +156,9 @@ class TextGenerator:
         for name, setting in SETTINGS.items():
             if (value := body.get(name)) is None:
                 continue
+            if given.get(setting, value) != value:
+                both = f"{fields[setting]} = {given[setting]} and {name} = {value}"
+                raise bad(f"{both} are one setting; send one of them")
             is_one = setting == "stop" and isinstance(value, str)
             given[setting], fields[setting] = (value,) if is_one else value, name
         try:
@@ -206,13 +209,16 @@ def seeds_of(call: HTTPCall) -> list[int]:
     ``seeds`` gives them. Else they derive from ``seed``, for ``n`` responses.
 
     Raises:
-        HTTPProblem: A field is malformed, or ``n`` is not the number of ``seeds``.
+        HTTPProblem: A field is malformed, ``seed`` is given too, or ``n`` is not the number of
+            ``seeds``.
     """
     given = call.body.get("seeds")
     count = call.number("n", 1, 1, MOST_CHOICES)
     if given is None:
         seed = call.number("seed", 0, 0, 2**63 - 1)
         return [derive_seed(seed, "choice", k) for k in range(count)]
+    if (seed := call.body.get("seed")) is not None:
+        raise bad(f"seed = {seed} has no effect next to seeds; send one of them")
     if not 1 <= len(given) <= MOST_CHOICES or not all(0 <= one < 2**63 for one in given):
         raise bad(f"seeds must be 1 to {MOST_CHOICES} whole numbers from 0, below 2**63")
     if call.body.get("n") is not None and count != len(given):

@@ -156,6 +156,16 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(path, name, near, url
         (OF_ANTHROPIC, {"stop_sequences": [""]}, "stop_sequences.0 is an empty text"),
         (TEXTS, {"stop_token_ids": [10**6]}, "stop_token_ids has 1000000, and the largest"),
         (TEXTS, {"seeds": [1, 2], "n": 3}, "n = 3, and seeds has 2 numbers; leave out n"),
+        (
+            TEXTS,
+            {"seeds": [1], "seed": 3},
+            "seed = 3 has no effect next to seeds; send one of them",
+        ),
+        (
+            CHATS,
+            {"max_completion_tokens": 3},
+            "max_tokens = 2 and max_completion_tokens = 3 are one setting; send one of them",
+        ),
         (TEXTS, {"seed": 2**63}, "seed = 9223372036854775808 is no whole number from 0 to 92"),
         (TEXTS, {"response_tokens": 99}, "response_tokens = 99 is above the 4 tokens"),
         (CHATS, {"add_generation_prompt": False}, "add_generation_prompt = false needs"),
@@ -219,6 +229,11 @@ def test_a_wrong_value_is_refused_in_a_line_that_names_the_field(path, fields, e
         (CHATS, {"continue_final_message": 1}, "continue_final_message = 1: it should be true or"),
         (CHATS, {"return_token_ids": "no"}, "return_token_ids = 'no': it should be true or false"),
         (CHATS, {"response_format": "json"}, "response_format = 'json': it should be an object or"),
+        (
+            CHATS,
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "unknown field 'schema' of response_format; did you mean 'json_schema'?",
+        ),
         (CHATS, {"structured_outputs": "json"}, "structured_outputs = 'json': it should be an"),
         (CHATS, {"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object = 1:"),
         (
@@ -315,6 +330,10 @@ def test_every_address_that_takes_a_request_checks_its_fields(tmp_path):
     taking = [endpoint for endpoint in endpoints if endpoint.method == "POST"]
     assert len(taking) == 14
     assert [endpoint.paths for endpoint in taking if endpoint.fields is None] == []
+
+
+def test_two_names_of_one_setting_may_have_one_value(url):
+    assert ask(url, CHATS, {"max_completion_tokens": 2, "seed": None}).status_code == 200
 
 
 def test_as_many_seeds_as_answers_are_accepted(url):

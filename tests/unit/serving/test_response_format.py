@@ -66,6 +66,7 @@ def test_every_field_gives_its_constraint(body: Any, expected: Any) -> None:
     [
         ({"response_format": {"type": "yaml"}}, "use text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "with a schema"),
+        ({"response_format": {**FORMAT, "type": "json_object"}}, "json_schema needs type = json_s"),
         ({"guided_regex": "a", "response_format": FORMAT}, "two fields"),
         ({"guided_choice": []}, "allows no response"),
         ({"guided_json": "{"}, "guided_json = '{': json_schema is not JSON"),
