@@ -217,11 +217,11 @@ class RewardService:
         prompts = call.body.get("prompts") or [None] * len(texts)
         if len(prompts) != len(texts):
             raise bad(f"query has {len(texts)} items and prompts {len(prompts)}; send as many")
-        if self.model.gate is not None and prompts[0] is None:
+        if self.model.gate is not None and not all(prompts):
             raise bad("this model weights its heads by the prompt; send prompts too")
 
         def encode(k: int) -> Sample:
-            return self.encoder.query(texts[k], prompts[k], f"query.{k}")
+            return self.encoder.query(texts[k], prompts[k], k)
 
         head = self._head(call)
         outputs, _ = await self._outputs(call, encode, len(texts))

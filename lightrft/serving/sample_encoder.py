@@ -53,23 +53,26 @@ class SampleEncoder(ConversationEncoder):
             return self.sample(value, where)
         return self._cut(checked_ids(value, self.vocabulary, where), where)
 
-    def query(self, text: object, prompt: object, where: str) -> Sample:
+    def query(self, text: object, prompt: object, number: int) -> Sample:
         """Return the sample of a rendered conversation, as OpenRLHF sends it.
 
         Args:
             text: Prompt and response. An end token is added where no special token ends it.
-            prompt: The beginning of ``text`` that is the prompt; ``None`` if unknown.
-            where: Name of the item, for messages of errors.
+            prompt: The beginning of ``text`` that is the prompt; ``None`` or empty if unknown.
+            number: Number of the item, for messages of errors.
 
         Raises:
-            DataError: ``text`` is no text, or does not begin with ``prompt``.
+            DataError: One of them is no text, or ``text`` does not begin with ``prompt``.
         """
+        where = f"query.{number}"
+        if prompt is not None and not isinstance(prompt, str):
+            raise DataError(f"prompts.{number} is {prompt!r}, not a text")
         if not isinstance(text, str) or not text:
             raise DataError(f"{where} must be a text of prompt and response")
         ids = self._ids(text)
         if ids[-1] not in self._ends:
             ids = [*ids, self.encoder.eos]
-        if not isinstance(prompt, str) or not prompt:
+        if not prompt:
             return self._cut(ids, where)
         asked = self._ids(prompt)
         if ids[: len(asked)] != asked or len(asked) == len(ids):
@@ -87,6 +90,10 @@ class SampleEncoder(ConversationEncoder):
         Raises:
             DataError: One of them cannot be read.
         """
+        for value in (asked, answer):
+            if isinstance(value, Mapping) and value.get("content") is None:
+                have = ", ".join(map(str, value)) or "nothing"
+                raise DataError(f"{where}: an object without content; it has: {have}")
         content = [v.get("content") if isinstance(v, Mapping) else v for v in (asked, answer)]
         roles = ("user", "assistant")
         messages = [{"role": r, "content": c} for r, c in zip(roles, content, strict=True)]

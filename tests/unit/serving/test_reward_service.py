@@ -128,6 +128,12 @@ def test_score_classify_and_pooling_answer_in_the_form_of_vllm(folder, url):
         ("/pooling", {"messages": [{"role": "user", "content": "a"}]}, "end with the assistant's"),
         ("/pooling", {"messages": [{**ASK[0], "role": 5}, ASK[1]]}, "message 1: role is 5, not a"),
         ("/get_reward", {"query": ["a"], "prompts": ["b"]}, "does not begin"),
+        ("/get_reward", {"query": ["ab"], "prompts": [5]}, "prompts.0 is 5, not a text"),
+        (
+            "/score",
+            {"text_1": {"text": "a"}, "text_2": "b"},
+            "pair 0: an object without content; i",
+        ),
         ("/get_reward", {"query": ["a"], "head": "truth"}, "good, short"),
         ("/get_reward", {"query": [7]}, "must be a text"),
         ("/v1/rewards", {"prompts": {"input_ids": [[5]]}}, "responses"),
@@ -241,7 +247,10 @@ def test_requests_that_wait_for_scores_end_at_once_when_the_thread_ends_and_heal
 
 def test_a_gate_needs_the_prompt(tmp_path):
     with judge_server(save_judge(tmp_path, gate=True)) as (url, _):
-        assert "send prompts too" in refused(url, "/get_reward", query=["abc"])
+        for given in ({}, {"prompts": [None]}, {"prompts": [""]}):
+            assert "send prompts too" in refused(url, "/get_reward", query=["abc"], **given)
+        some = {"query": ["abc", "abd"], "prompts": ["a", None]}
+        assert "send prompts too" in refused(url, "/get_reward", **some)
         answer = post(url, "/get_reward", query=["abc"], prompts=["a"])
         assert set(answer["extra_logs"]) == {"good", "short", "mixture"}
         assert answer["rewards"] == answer["extra_logs"]["mixture"]
