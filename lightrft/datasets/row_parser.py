@@ -193,7 +193,7 @@ def read_record(
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         response = None  # the messages already end with the response
     else:
-        response = _response(found["response"][1], where, finder)
+        response = _response(found["response"][1], columns.response, where, finder)
     prompt, response = _placed(prompt, response, finder, row)
     turn_weights = _pop_turn_weights(prompt, response, where)
     # the column of the response stays, since rewards may compare with it
@@ -588,8 +588,15 @@ def _is_message(value: object) -> bool:
     return {"role", "content"} <= names or {"from", "value"} <= names
 
 
-def _response(value: object, where: str, finder: MediaFinder) -> str | list[Message] | None:
-    if value is None:
+def _response(
+    value: object, named: str, where: str, finder: MediaFinder
+) -> str | list[Message] | None:
+    if isinstance(value, Mapping) and named:
+        kind = type(value).__name__
+        problem = f"{where}: response must be text or a list of messages, not {kind}"
+        raise MalformedRow(f"{problem}; name another column in data.columns.response")
+    # a table in a usual column, such as ``answer``, is for rewards
+    if value is None or isinstance(value, Mapping):
         return None
     if not isinstance(value, list | tuple):
         return finder.plain(str(value), f"{where}, response")

@@ -69,8 +69,8 @@ def read_steps(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
         where: location of the row, for messages.
 
     Raises:
-        MalformedRow: no layout fits, a step is empty, the numbers of steps and labels differ, a
-            label is not in [0, 1], or no step has a label.
+        MalformedRow: no layout fits, a step is empty or no text, the numbers of steps and labels
+            differ, a label is not in [0, 1], or no step has a label.
     """
     fitting = [known for known in FORMATS if known.matches(row)]
     if not fitting:
@@ -82,6 +82,9 @@ def read_steps(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
         problem = f"{len(raw.labels)} labels for {len(raw.steps)} steps"
         raise MalformedRow(f"{where}: {problem}")
     for k, (step, label) in enumerate(zip(raw.steps, raw.labels), start=1):
+        # a layout takes what its column holds
+        if not isinstance(step, str):
+            raise MalformedRow(f"{where}: step {k} is {step!r}, not a text")
         if not step.strip():
             raise MalformedRow(f"{where}: step {k} is empty")
         if not math.isnan(label) and not 0 <= label <= 1:
@@ -179,7 +182,7 @@ def _read_prm800k(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
         completions = mappings(step.get("completions") or [], "completions", place)
         chosen, written = step.get("chosen_completion"), step.get("human_completion")
         if chosen is None and isinstance(written, Mapping):
-            steps.append(str(written.get("text", "")))
+            steps.append(written.get("text", ""))
             labels.append(1.0)
             continue
         # a quality-control row may end with a step without completions
@@ -192,7 +195,7 @@ def _read_prm800k(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
         rating = completions[at].get("rating")
         if rating is not None and rating not in PRM800K:
             raise MalformedRow(f"{place}: rating is {rating!r}, not -1, 0 or 1")
-        steps.append(str(completions[at].get("text", "")))
+        steps.append(completions[at].get("text", ""))
         labels.append(math.nan if rating is None else PRM800K[rating])
     problem_text = row["question"].get("problem")
     return RawSteps(raw_prompt(problem_text, "question.problem", where), steps, labels)
@@ -205,7 +208,7 @@ def _is_visualprm_raw(row: Row) -> bool:
 def _read_visualprm_raw(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
     """Read VisualPRM400K-Raw: ``{image, question, steps_with_score: [{step, score}]}``."""
     records = mappings(row["steps_with_score"], "steps_with_score", where)
-    steps = [str(record.get("step", "")) for record in records]
+    steps = [record.get("step", "") for record in records]
     labels = [_label(record.get("score"), where) for record in records]
     return RawSteps(_prompt(row, config, where), steps, labels)
 
@@ -222,9 +225,9 @@ def _is_visualprm(row: Row) -> bool:
 
 def _read_visualprm(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
     """Read VisualPRM400K: a turn for each step, which is answered by + or -."""
-    asked = [str(turn["value"]) for turn in row["conversations"] if turn.get("from") == "human"]
+    asked = [turn.get("value") for turn in row["conversations"] if turn.get("from") == "human"]
     labels = [WORDS[turn["value"]] for turn in row["conversations"] if turn.get("from") == "gpt"]
-    question, mark, first = (asked or [""])[0].partition(SOLUTION)
+    question, mark, first = str((asked or [""])[0]).partition(SOLUTION)
     if not mark:
         raise MalformedRow(f"{where}: the first message has no {SOLUTION.strip()!r}")
     return RawSteps(question.replace(QUESTION, "").strip(), [first, *asked[1:]], labels)

@@ -170,6 +170,25 @@ def test_every_published_layout_is_read_without_settings(
         ),
         ({"input": "a", "label": ["+"]}, f"input has no '{KI}'; set data.placeholder"),
         ({"input": f"a{KI}", "label": ["+"]}, "input has neither 'Step 1:' nor a line break"),
+        (
+            {"question": "q", "steps_with_score": [{"step": None, "score": 1.0}]},
+            "step 1 is None, not a text",
+        ),
+        (
+            {**PRM800K, "label": {"steps": [{"completions": [{"text": 5, "rating": 1}]}]}},
+            "step 1 is 5, not a text",
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "### Question:\nq\n### Solution Process:\na"},
+                    {"from": "gpt", "value": "+"},
+                    {"from": "human", "value": None},
+                    {"from": "gpt", "value": "-"},
+                ]
+            },
+            "step 2 is None, not a text",
+        ),
         ({**BENCH, "label": 4}, "label is 4, and there are 4 steps"),
     ],
 )

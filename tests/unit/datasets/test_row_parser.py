@@ -127,6 +127,16 @@ def test_a_prompt_of_another_type_is_refused():
         record({"prompt": 3})
 
 
+def test_a_response_that_is_a_table_is_refused_if_it_is_named_and_is_else_no_response():
+    row = {"prompt": "q", "answer": {"value": "a"}}
+    found = record(row)
+    assert found.response is None and found.label == {"value": "a"}
+    problem = r"line 7: response must be text or a list of messages, not dict; .*columns\.response"
+    with pytest.raises(MalformedRow, match=problem):
+        record(row, response="answer")
+    assert record({"prompt": "q", "response": 5}).response == "5"
+
+
 def test_two_column_instructions_ask_for_their_reader():
     with pytest.raises(MalformedRow, match=r"reader: alpaca"):
         record({"instruction": "Add.", "input": "1 1", "output": "2"})
