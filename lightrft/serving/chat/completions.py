@@ -225,7 +225,7 @@ class Completions:
             ids = (await asyncio.to_thread(self.chat.read, body)).prompt.token_ids
         else:
             raise bad("give a text as prompt, or messages")
-        limit = self.generator.context
+        limit = self.generator.served.max_model_len
         return {"tokens": list(ids), "count": len(ids), "max_model_len": limit}
 
     async def detokenize(self, call: HTTPCall) -> object:

@@ -166,6 +166,12 @@ def test_tokenize_and_detokenize_are_inverse(url):
     assert chat["count"] > len("12+3")
 
 
+def test_tokenize_and_models_report_the_same_limit(folder):
+    with model_server(folder, engine={"max_cache_tokens": 64}) as (url, _):
+        model = httpx.get(url + "/v1/models").json()["data"][0]
+        assert ask(url, "/tokenize", prompt="1")["max_model_len"] == model["max_model_len"] == 64
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [

@@ -221,9 +221,10 @@ def test_scores_that_are_not_finite_are_null_and_counted(folder):
 
 
 def test_requests_that_wait_for_scores_end_at_once_when_the_thread_ends_and_health_says_so(folder):
-    gate = threading.Event()
+    gate, computing = threading.Event(), threading.Event()
 
     def end(works: Any) -> Any:
+        computing.set()
         gate.wait(30)
         raise SystemExit("the device is lost")
 
@@ -236,11 +237,13 @@ def test_requests_that_wait_for_scores_end_at_once_when_the_thread_ends_and_heal
             return httpx.post(f"{url}/get_reward", json={"query": ["abc"]}, timeout=60)
 
         with ThreadPoolExecutor(3) as threads:
-            asked = threads.map(ask, range(3))
-            # one is computed
+            asked = [threads.submit(ask, 0)]
+            # the others must not share its batch
+            assert computing.wait(30)
+            asked += [threads.submit(ask, k) for k in (1, 2)]
             wait_for_gauge(url, "queued_requests", 2)
             gate.set()
-            answers = list(asked)
+            answers = [one.result() for one in asked]
         for answer in (*answers, ask(3), httpx.get(f"{url}/health")):
             assert answer.status_code == 503 and "the device is lost" in answer.text
 
