@@ -87,8 +87,9 @@ class ChatCompletions:
         if body.get("continue_final_message"):
             messages, last = messages[:-1], messages[-1]
             begun = last.get("content")
-            if not messages or not isinstance(begun, str) or last.get("role") != "assistant":
-                raise bad("continue_final_message needs a text of the assistant as last message")
+            is_text = isinstance(begun, str) and not last.get("tool_calls")
+            if not messages or not is_text or last.get("role") != "assistant":
+                raise bad("the last message cannot be continued; end with a text of the assistant")
         elif body.get("add_generation_prompt") is False:
             raise bad("add_generation_prompt = false needs continue_final_message = true")
         with self._lock:

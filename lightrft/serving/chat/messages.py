@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from lightrft.serving.chat.chat_completions import ChatCompletions, Conversation, opened
-from lightrft.serving.chat.request_fields import MESSAGES, PASSED_ON
+from lightrft.serving.chat.request_fields import MESSAGES, PASSED_ON, TOOL
 from lightrft.serving.chat.response_format import OF_MESSAGES
 from lightrft.serving.chat.text_generator import TextGenerator, token_fields
 from lightrft.serving.chat.token_stream import TokenStream
@@ -159,7 +159,9 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **kept,
         "messages": messages,
-        "tools": [_function(tool) for tool in body.get("tools", ())],
+        # the model continues a message of the assistant
+        "continue_final_message": body["messages"][-1]["role"] == "assistant",
+        "tools": [_function(tool, f"tools.{k}") for k, tool in enumerate(body.get("tools", ()))],
         "tool_choice": body.get("tool_choice", {"type": "auto"}).get("type"),
         OF_MESSAGES: _format(body),
     }
@@ -177,7 +179,10 @@ def _format(body: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if (kind := tool.get("type")) not in (None, "custom"):
+        raise bad(f"{where}.type = {kind!r} is not supported; use tools of type custom")
+    TOOL.check(tool, f"{where}.")
     about = {"name": tool.get("name"), "description": tool.get("description", "")}
     return {"type": "function", "function": {**about, "parameters": tool.get("input_schema", {})}}
 

@@ -206,6 +206,17 @@ _TOOL_CHOICE = RequestFields(
     # as ``parallel_tool_calls``
     neutral={"disable_parallel_tool_use": False},
 )
+TOOL = RequestFields(
+    read={
+        "type": (TEXT, NULL),
+        "name": (TEXT,),
+        "description": (TEXT,),
+        "input_schema": (OBJECT,),
+    },
+    unread=("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers"),
+    neutral={"strict": False, "input_examples": []},
+)
+"""Tools of ``MESSAGES`` that the client runs."""
 _OUTPUT_CONFIG = RequestFields(read={"format": (OBJECT, NULL)}, neutral={"effort": None})
 MESSAGES = RequestFields(
     read={

@@ -47,6 +47,10 @@ def read_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     choice = body.get("tool_choice")
     if not all(isinstance(tool.get("function"), Mapping) for tool in tools):
         raise bad("tools must be a list of {type: function, function: {name, parameters}}")
+    for k, tool in enumerate(tools):
+        if tool["function"].get("strict"):
+            why = "is not supported, since nothing holds the model to the schema; leave it out"
+            raise bad(f"tools.{k}.function.strict = True {why}")
     if choice not in (None, "auto", "none"):
         raise bad(f"tool_choice = {choice!r} is not supported; use auto or none")
     return [] if choice == "none" else tools

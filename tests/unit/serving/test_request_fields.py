@@ -332,6 +332,51 @@ def test_every_address_that_takes_a_request_checks_its_fields(tmp_path):
     assert [endpoint.paths for endpoint in taking if endpoint.fields is None] == []
 
 
+TOOL = {"name": "add", "input_schema": {"type": "object"}}
+TOOL_OF = {OF_ANTHROPIC: TOOL, CHATS: {"function": {"name": "sub", "strict": False}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "expected"),
+    [
+        (
+            OF_ANTHROPIC,
+            {"type": "web_search_20250305", "name": "web_search"},
+            "tools.1.type = 'web",
+        ),
+        (OF_ANTHROPIC, {**TOOL, "strict": True}, "tools.1.strict = True is not supported"),
+        (OF_ANTHROPIC, {**TOOL, "input_schema": "{}"}, "tools.1.input_schema = '{}': it should be"),
+        (
+            CHATS,
+            {"type": "function", "function": {"name": "add", "strict": True}},
+            "tools.1.function.strict = True is not supported",
+        ),
+    ],
+)
+def test_a_tool_that_asks_for_more_than_calls_in_the_text_is_refused(path, tool, expected, url):
+    assert said(ask(url, path, {"tools": [TOOL_OF[path], tool]})).startswith(expected)
+
+
+def test_messages_that_end_with_the_assistant_are_continued_as_anthropic_does_it(url):
+    begun = [*ASK, {"role": "assistant", "content": "It is"}]
+    body = {"messages": begun, "return_token_ids": True, "temperature": 0.0}
+    found = ask(url, OF_ANTHROPIC, body).json()
+    continued = ask(url, CHATS, {**body, "continue_final_message": True}).json()
+    assert found["token_ids"] == continued["choices"][0]["token_ids"]
+    counted = ask(url, "/v1/messages/count_tokens", {"messages": begun}).json()["input_tokens"]
+    asked_again = ask(url, CHATS, body).json()["usage"]["prompt_tokens"]
+    assert counted == continued["usage"]["prompt_tokens"] < asked_again
+
+
+def test_a_call_of_a_tool_cannot_be_continued(url):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    begun = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    refused = said(ask(url, CHATS, {"messages": begun, "continue_final_message": True}))
+    assert "cannot be continued" in refused
+    of_anthropic = [*ASK, {"role": "assistant", "content": [{"type": "tool_use", "name": "add"}]}]
+    assert "cannot be continued" in said(ask(url, OF_ANTHROPIC, {"messages": of_anthropic}))
+
+
 def test_two_names_of_one_setting_may_have_one_value(url):
     assert ask(url, CHATS, {"max_completion_tokens": 2, "seed": None}).status_code == 200
 
