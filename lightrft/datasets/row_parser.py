@@ -192,6 +192,11 @@ def read_record(
     prompt = read_prompt(asked, where, finder, blank=has_media)
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         response = None  # the messages already end with the response
+        if columns.response and found["response"][1] is not None:
+            raise MalformedRow(
+                f"{where}: the messages end with a response already, and {columns.response!r} "
+                "(data.columns.response) holds another; leave one of them out"
+            )
     else:
         response = _response(found["response"][1], columns.response, where, finder)
     prompt, response = _placed(prompt, response, finder, row)

@@ -146,3 +146,12 @@ def test_a_response_of_messages_continues_the_conversation():
     found = record({"prompt": CHAT, "completion": [{"role": "assistant", "content": "2"}]})
     assert found.messages == [*CHAT, {"role": "assistant", "content": "2"}]
     assert found.answer == "2"
+
+
+def test_a_named_response_is_refused_where_the_messages_hold_another_one():
+    row = {"messages": [*CHAT, {"role": "assistant", "content": "2"}], "better": "two"}
+    assert record(row, prompt="messages").response is None
+    with pytest.raises(MalformedRow, match=r"'better' \(data\.columns\.response\) holds another"):
+        record(row, prompt="messages", response="better")
+    row["better"] = None
+    assert record(row, prompt="messages", response="better").response is None
