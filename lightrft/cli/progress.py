@@ -15,7 +15,7 @@ from typing import Any
 from lightrft.config.run import RunConfig
 from lightrft.distributed.process_group import first_rank
 from lightrft.observability.progress_bar import Progress
-from lightrft.utils.errors import NothingTrained, UserError, first_line
+from lightrft.utils.errors import NothingTrained, UserError, first_line, without_overwrite
 from lightrft.viewer.report import write_report
 
 ACCURACIES = {"heldout_before": " before training", "heldout_after": " after training"}
@@ -62,7 +62,10 @@ def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:
     Raises ``NothingTrained``.
     """
     if first_rank():
-        sys.stdout.write("\n".join(with_report(run, closing_lines(run, summary))) + "\n")
+        lines = closing_lines(run, summary)
+        if not stopped_at_start(summary):
+            lines = with_report(run, lines)
+        sys.stdout.write("\n".join(lines) + "\n")
     check_trained(summary)
     return exit_status(summary)
 
@@ -130,8 +133,16 @@ def check_trained(summary: Mapping[str, Any]) -> None:
         )
 
 
+def stopped_at_start(summary: Mapping[str, Any]) -> bool:
+    """Return True if the run has nothing to resume from."""
+    is_begun = summary.get("finished") or summary["steps"] or "saved_step" not in summary
+    return not is_begun and summary["saved_step"] is None
+
+
 def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
     """Return the headline metrics, the location of the results, and the next commands."""
+    if stopped_at_start(summary):
+        return ["stopped before the first step; the same command starts over"]
     lines = []
     measured = {when: summary[name] for name, when in ACCURACIES.items() if name in summary}
     if measured:
@@ -140,7 +151,10 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
         values = " -> ".join(f"{value:.1%}" for value in measured.values())
         kind = {"rm": "pair ", "prm": "step "}.get(summary.get("verb", ""), "")
         lines.append(f"eval {kind}accuracy{when} {values}")
-    state = "finished" if summary.get("finished") else "stopped; the same command resumes"
+    resumes = "stopped; the same command resumes"
+    if run.overwrite:
+        resumes = without_overwrite(resumes)
+    state = "finished" if summary.get("finished") else resumes
     lines.append(
         f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in "
         f"{run.dir}/{run.name}"

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 AT_START = "free some space, or choose another run.dir"
 LATER = f"free some space, or restore the folder and the right to write there. {RESUMES}"
-# This phase has no rollouts and runs before the phases that have, so a rewind into it removes all.
+# This phase samples for evaluations alone, and runs before the phases that train on rollouts.
 SUPERVISED = "sft"
 OURS = (
     *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "wandb_id"),
@@ -167,12 +167,12 @@ class RunDirectory:
         """
         written = self.metrics.last_steps().get(phase, 0)
         self.metrics.rewind(step, phase)
-        last = 0 if phase == SUPERVISED else step
         rollouts = (self.path / "rollouts").glob("*.jsonl")
         batches = (self.path / "batches").glob("step_*.*")
         for file in [*rollouts, *batches]:
-            match = re.fullmatch(r"[a-z]+_(\d+)\.(jsonl|pt)", file.name)
-            if match and int(match[1]) > last:
+            match = re.fullmatch(r"([a-z]+)_(\d+)\.(jsonl|pt)", file.name)
+            of_later_phase = phase == SUPERVISED and match and match[1] != "eval"
+            if match and int(match[2]) > (0 if of_later_phase else step):
                 file.unlink()
         return max(0, written - max(step, 0))
 

@@ -195,6 +195,11 @@ class Health:
     _streaks: dict[str, int] = field(default_factory=dict)
     _warned: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def streaks(self) -> dict[str, int]:
+        """Numbers of newest steps in a row above 0, by the metric that counts them."""
+        return {name: count for name, count in self._streaks.items() if count}
+
     def resume(self, row: Values) -> None:
         """Continue the streaks of a run whose newest metrics are ``row``."""
         self._streaks = {name: int(row.get(name, 0)) for name in STREAKS}

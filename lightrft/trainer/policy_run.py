@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
+from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.engines.base import Engine
 from lightrft.engines.constrained.grammars import check_column
 from lightrft.models.actor import Actor
@@ -86,6 +87,20 @@ class PolicyRun(TrainingRun):
     def publish(self) -> None:
         """Send the weights to the engine."""
         self.roles.publish(self.step)
+
+    @property
+    def samples(self) -> bool:
+        """The engine samples responses to train on."""
+        return False
+
+    def publish_update(self) -> Metrics:
+        """See ``TrainingRun.publish_update``."""
+        if not self.samples:
+            return Metrics()
+        if self.roles.published != self.step:
+            with self.session.timers("weights"):
+                self.publish()
+        return all_reduce_metrics(self.roles.counts(), self.session.ranks)
 
     def wait_until_idle(self) -> None:
         """Wait until engine and scorer are idle."""

@@ -17,7 +17,6 @@ from lightrft.distributed.process_group import (
     run_on_all_ranks,
 )
 from lightrft.distributed.ray_workers import current_allocator
-from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.learner.reference_update import load_reference_state, reference_state
@@ -41,7 +40,7 @@ from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.rl_step import StepResult, collect_settings, learn, rl_step
 from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import resume_from_checkpoint, run_steps
-from lightrft.utils.errors import before_update
+from lightrft.utils.errors import UserError, before_update
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.local import local_roles, local_tokenizer
 from lightrft.workers.media_checks import check_media, check_server_media, kinds_to_check
@@ -68,6 +67,11 @@ class RLRun(PolicyRun):
         """See ``PolicyRun.engine_config``."""
         return self.config.engine
 
+    @property
+    def samples(self) -> bool:
+        """See ``PolicyRun.samples``."""
+        return True
+
     def start(self) -> None:
         """Start asynchronous generation, with the batches that the checkpoint contains."""
         if self.async_generator is not None:
@@ -87,7 +91,6 @@ class RLRun(PolicyRun):
         else:
             result = self.learn_generated(self.async_generator)
         done = self.step + 1
-        result.metrics.merge(all_reduce_metrics(self.roles.counts(), session.ranks))
         self.health.blame("rollout/frac_reward_failed", result.collected.failures)
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d responses were not scored: %s", done, count, reason)
@@ -127,16 +130,21 @@ class RLRun(PolicyRun):
         timers = self.session.timers
         with before_update():
             drawn = generator.take(self.step, timers)
-        result = learn(
-            self.roles,
-            self.config,
-            self.requirements,
-            self.step,
-            self.controllers,
-            drawn.collected,
-            timers,
-            drawn.probe,
-        )
+        try:
+            result = learn(
+                self.roles,
+                self.config,
+                self.requirements,
+                self.step,
+                self.controllers,
+                drawn.collected,
+                timers,
+                drawn.probe,
+            )
+        except UserError as error:
+            # the batch is used up, so the state is no longer that of the last whole step
+            error.is_before_update = False
+            raise
         result.metrics.merge(staleness_metrics(result.batch, self.step))
         result.metrics.merge(drawn.metrics)
         return result

@@ -143,19 +143,21 @@ def learn(
         probe: fingerprint of the weights that generated the batch, for a check. None skips the
             check.
     """
-    # Before anything reads it, and in steps that learn nothing too: the schedule counts steps.
-    update_reference(roles, config.algorithm.kl, step)
     if not collected.groups:
         if probe is not None and roles.policy.layout_verified:
             probe.expect(roles)
-        return _nothing_learned(roles, step, collected, timers)
+        # The schedule counts steps that learn nothing too.
+        update_reference(roles, config.algorithm.kl, step)
+        return StepResult(collected, None, rollout_metrics(collected))
     costs = [cost.name for cost in config.algorithm.lagrangian.costs]
     batch = collate(collected.groups, costs=costs)
-    with timers("layout"):
+    with before_update(), timers("layout"):
         verify_layouts(roles, batch)
         check_batch(roles, batch, config.sampling, config.engine, step)
         if probe is not None:
             probe.expect(roles)
+    # Before anything reads it.
+    update_reference(roles, config.algorithm.kl, step)
     # All passes of the step read the same media.
     with roles.keeping_features(batch) as batch:
         return _learn_from(batch, roles, config, requirements, step, controls, collected, timers)
@@ -194,7 +196,7 @@ def _learn_from(
         batch, kept = with_shaped_rewards(batch, config, controls, requirements)
         collected.keep(kept.tolist())
         if not collected.groups:
-            return _nothing_learned(roles, step, collected, timers)
+            return StepResult(collected, None, rollout_metrics(collected))
         batch = advantages_from(batch, config, controls)
     metrics.merge(rollout_metrics(collected))
     metrics.merge(compile_metrics(roles.engine))
@@ -204,19 +206,7 @@ def _learn_from(
     # After the update, which must see the coefficients that the rewards were shaped with.
     frozen = actor_frozen(roles, config.critic.warmup_steps, step)
     metrics.merge(controls.update_from_batch(batch, frozen=frozen))
-    publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
-
-
-def _nothing_learned(
-    roles: Roles, step: int, collected: CollectedRollouts, timers: Timers
-) -> StepResult:
-    """Finish a step without a response to train on.
-
-    The unchanged weights are published under the next version, because a version counts steps.
-    """
-    publish(roles, step + 1, timers)
-    return StepResult(collected, None, rollout_metrics(collected))
 
 
 def rows_with_advantage(batch: Batch) -> int:
@@ -226,18 +216,6 @@ def rows_with_advantage(batch: Batch) -> int:
     beyond_rounding = (batch.advantages.abs() > ROUNDING).long()
     tokens_of_row = TokenRows.of(batch).sum(beyond_rounding)
     return int((tokens_of_row > 0).sum())
-
-
-def publish(roles: Roles, version: int, timers: Timers) -> None:
-    """Send the policy's weights to the engine.
-
-    Args:
-        roles: the policy and the engine.
-        version: number of completed steps.
-        timers: measures the transfer.
-    """
-    with timers("weights"):
-        roles.publish(version)
 
 
 def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requirements) -> Batch:

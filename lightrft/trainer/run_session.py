@@ -40,13 +40,15 @@ from lightrft.strategy.checkpoint import (
 )
 from lightrft.trainer.run_summary import headline, samples
 from lightrft.utils.atomic_files import write_atomic
-from lightrft.utils.errors import LostRankError, RankError
+from lightrft.utils.errors import LostRankError, RankError, UserError, without_overwrite
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
 from lightrft.utils.state_io import State
 from lightrft.utils.stop_signal import StopFlag
 
 log = logging.getLogger(__name__)
 
+UNEVALUATED = "is_unevaluated"
+"""Key of the state of a step whose weights were not sent, or whose evaluation failed."""
 MAY_DIFFER = (
     "run",
     "checkpoint",
@@ -152,10 +154,13 @@ class RunSession:
         if self.ranks.rank == 0:  # later steps are repeated, so their checkpoints are stale
             self.store.discard_after(step)
         again = self.folder.rewind(step, self.phase)
-        if row:
+        # the metrics of one that is not evaluated are written with those of its evaluation
+        if row and not state.get(UNEVALUATED):
             place = {"step": step, "phase": self.phase, "seconds": self.seconds_before_resume}
             self.folder.recall({**row, **place})
         self.saved_step = self._first_step = step
+        if state.get(UNEVALUATED):
+            self.saved_step = None
         log.info("resumed from %s", path)
         if again:
             log.warning(
@@ -456,7 +461,7 @@ def open_session(
     folder = made[0] if made else ReadOnlyRunDirectory(path, fresh=fresh, checkpoint=named)
     store = CheckpointStore(path / "checkpoints", checkpoint.keep, checkpoint.best)
     with folder, StopFlag() as stop:
-        yield RunSession(
+        session = RunSession(
             folder,
             store,
             checkpoint,
@@ -465,3 +470,9 @@ def open_session(
             stop,
             ranks=ranks,
         )
+        try:
+            yield session
+        except UserError as error:
+            if run.overwrite and session.saved_step is not None:
+                error.args = (without_overwrite(str(error)),)
+            raise

@@ -20,11 +20,12 @@ from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.manifest import load_manifest
 from lightrft.trainer.checks.preflight import check_best
-from lightrft.trainer.run_session import RunSession, close_session
+from lightrft.trainer.run_session import UNEVALUATED, RunSession, close_session
 from lightrft.utils.errors import (
     RESUMES,
     ConfigError,
     GenerationInterrupted,
+    ModelError,
     RankError,
     ResourceError,
     RewardError,
@@ -34,7 +35,7 @@ from lightrft.utils.state_io import State
 
 log = logging.getLogger(__name__)
 
-STEP_ERRORS = (RewardError, ConfigError, ResourceError)
+STEP_ERRORS = (RewardError, ConfigError, ModelError, ResourceError)
 """Errors of rewards, engine and disk, which end a run and leave its weights as they are."""
 
 
@@ -57,6 +58,10 @@ class TrainingRun(ABC):
     """A run and its progress: ``step`` of ``steps``, and the metrics of the step it resumed from.
 
     A subclass defines the models, a step and the state that the next step reads.
+
+    Attributes:
+        is_unevaluated: The run has resumed from a step whose weights the engine did not get, or
+            whose evaluation failed.
     """
 
     session: RunSession
@@ -65,6 +70,7 @@ class TrainingRun(ABC):
     step: int = 0
     values: ReadRow = field(default_factory=dict)
     health: Health = field(default_factory=Health)
+    is_unevaluated: bool = False
 
     @property
     @abstractmethod
@@ -117,6 +123,10 @@ class TrainingRun(ABC):
         """Send the weights to whatever reads them besides training."""
         return
 
+    def publish_update(self) -> Metrics:
+        """Send the weights of a step to an engine that samples the next one."""
+        return Metrics()
+
     def start(self) -> None:
         """Start background work. Called once, when weights and state are loaded."""
         return
@@ -163,6 +173,7 @@ def resume_from_checkpoint(run: TrainingRun) -> None:
     run.check_evaluation()
     run.step, state, run.values = run.session.resume(run.strategy, run.trained)
     run.health.resume(run.values)
+    run.is_unevaluated = bool(state.pop(UNEVALUATED, False))
     if state:
         run.load_state(state)
     # After a resume too: an engine has loaded the start model.
@@ -180,6 +191,8 @@ def run_steps(run: TrainingRun) -> Summary:
         values = session.record(0, run.evaluate())
         warn(run, values)
     run.start()
+    if run.is_unevaluated and not session.stopping():
+        values = finish_step(run, Metrics({name: Last(value) for name, value in values.items()}))
     first = run.step + 1
     while run.step < run.steps and not session.stopping() and not run.reached(values):
         try:
@@ -198,7 +211,7 @@ def run_steps(run: TrainingRun) -> Summary:
             check_best(session.checkpoint.best, metrics.compute())
         values = finish_step(run, metrics)
     # A run that was asked to stop resumes later, and writes no ``model/`` now.
-    finished = run.step >= run.steps or run.reached(values)
+    finished = not run.is_unevaluated and (run.step >= run.steps or run.reached(values))
     written = {"model_step": run.export()} if finished else {}
     about = {**run.summary_fields(), "finished": finished, **written}
 
@@ -234,26 +247,29 @@ def best_checkpoint(run: TrainingRun, sign: Callable[[], None]) -> tuple[Path | 
 
 
 def finish_step(run: TrainingRun, metrics: Metrics) -> ReadRow:
-    """Evaluate and save if due, and log the metrics of the step."""
+    """Send the weights, evaluate and save if due, and log the metrics of the step."""
     session = run.session
     last = run.step >= run.steps
     eval_is_due = last or (run.times.every and run.step % run.times.every == 0)
-    if run.evaluates and eval_is_due:
-        try:
+    values = metrics.compute()
+    try:
+        metrics.merge(run.publish_update())
+        if run.evaluates and eval_is_due:
             with session.timers("eval"):
                 metrics.merge(run.evaluate())
-        except (*STEP_ERRORS, RankError) as error:
-            # The step itself is complete. Only its evaluation failed.
-            if isinstance(error, RewardError) or is_shared(run, error):
-                save_before_exit(run, metrics.compute(), error)
-                session.record(run.step, metrics)
-            raise
+    except (*STEP_ERRORS, RankError) as error:
+        # The step itself is complete. The resumed run does the rest of it.
+        if isinstance(error, RewardError) or is_shared(run, error):
+            save_before_exit(run, {**values, **run.health.streaks}, error, is_unevaluated=True)
+        raise
     # Once a step, since a streak counts steps.
     for name, count in run.health.count(metrics.compute()).items():
         metrics.add(name, Last(count))
     values = metrics.compute()
     warn(run, values)
-    last = last or run.reached(values)
+    # One that is not due would be evaluated again after the next resume.
+    last = last or run.reached(values) or run.is_unevaluated
+    run.is_unevaluated = False
     # Before the row is written: a step in ``metrics.jsonl`` without a checkpoint is repeated, but
     # a checkpoint whose row is missing carries the row itself (``RunDirectory.recall``).
     metrics.merge(session.save_if_due(run.step, last, run.strategy, run.trained, run.state, values))
@@ -272,7 +288,13 @@ def is_shared(run: TrainingRun, error: UserError) -> bool:
     return bool(classes) and all(issubclass(one, STEP_ERRORS) for one in classes)
 
 
-def save_before_exit(run: TrainingRun, values: Mapping[str, float], error: UserError) -> None:
+def save_before_exit(
+    run: TrainingRun,
+    values: Mapping[str, float],
+    error: UserError,
+    *,
+    is_unevaluated: bool = False,
+) -> None:
     """Save a checkpoint of the last whole step before ``error`` ends the run, and say so in it.
 
     All ranks must raise ``error``, since all of them save. Nothing is saved before the first step.
@@ -281,10 +303,20 @@ def save_before_exit(run: TrainingRun, values: Mapping[str, float], error: UserE
         run: The run.
         values: Metrics of the last whole step.
         error: The error. Its message gets the step that the run resumes from.
+        is_unevaluated: The resumed run sends the weights of that step, and evaluates it.
     """
     if not run.step:
         return
-    run.session.save_if_due(run.step, True, run.strategy, run.trained, run.state, values)
+
+    def state() -> State:
+        more = {UNEVALUATED: True} if is_unevaluated else {}
+        return {**run.state(), **more}
+
+    try:
+        run.session.save_if_due(run.step, True, run.strategy, run.trained, state, values)
+    except UserError as second:
+        error.args = (f"{error}; and then: {second}",)
+        return
     resumes = f"resumes from step {run.step}, which is saved"
     text = str(error)
     if RESUMES in text:

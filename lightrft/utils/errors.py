@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 RESUMES = "The same command resumes from the last checkpoint, or starts over if there is none"
 """What to do about an error that ends a run in the middle."""
+
+
+def without_overwrite(text: str) -> str:
+    """Return advice to repeat a command as it holds for one that has ``run.overwrite=true``."""
+    return re.sub(r"\b([Tt]he same command)\b", r"\1 without run.overwrite=true", text)
 
 
 class UserError(Exception):

@@ -22,13 +22,23 @@ from lightrft.config.verbs import (
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
 from lightrft.observability.trackers import read_rows
+from lightrft.strategy.checkpoint import DiskFullError
+from lightrft.trainer import policy_run, rl_step
 from lightrft.trainer.distill.run import run_distill
 from lightrft.trainer.inference import run_eval
 from lightrft.trainer.pipelines.generate import run_generate
 from lightrft.trainer.preference.run import run_preference
 from lightrft.trainer.rl import run_rl
+from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.sft import run_sft
-from lightrft.utils.errors import RESUMES, ConfigError, ResourceError
+from lightrft.utils.errors import (
+    RESUMES,
+    ConfigError,
+    ModelError,
+    ResourceError,
+    RewardError,
+    UserError,
+)
 from tests.serving_helpers import model_server
 
 KEY = "TEST_KEY_OF_SERVERS"
@@ -83,9 +93,9 @@ def in_verb(verb: str, tree: dict[str, Any], sources: Any, limit: int = 6) -> di
     return {**shared, **more[verb]}
 
 
-def run(verb: str, tree: dict[str, Any]) -> None:
+def run(verb: str, tree: dict[str, Any]) -> dict[str, Any]:
     config, start = VERBS[verb]
-    start(build(config, tree))
+    return start(build(config, tree))
 
 
 def steps_of(tree: dict[str, Any]) -> list[dict[str, float]]:
@@ -244,23 +254,119 @@ def test_an_engine_that_fails_while_it_generates_ahead_leaves_a_checkpoint(
     assert [row["step"] for row in steps_of(tree)] == [1, 2, 3, 4]
 
 
-def test_an_evaluation_that_fails_loses_no_step(
-    rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = in_verb("sft", rl_tree, rl_tree["data"]["sources"])
-    tree["eval"] |= {"at_start": False}
-    failing_from(monkeypatch, 1, ConfigError("the server refuses"))
-    with pytest.raises(ConfigError, match=r"the server refuses; .* from step 4, which is saved"):
-        run("sft", tree)
-    assert (Path(tree["run"]["dir"]) / "run" / "checkpoints").is_dir()
+def same_rows(tree: dict[str, Any], name: str, other: str) -> bool:
+    """Two runs have the same rows but for times."""
+    found, expected = (steps_of({"run": {**tree["run"], "name": one}}) for one in (name, other))
+    for row in (*found, *expected):
+        for key in [key for key in row if key.startswith("time/") or "second" in key]:
+            del row[key]
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    return found == expected
 
 
-def test_weights_that_do_not_reach_the_engine_after_an_update_are_no_step_that_is_saved(
+@pytest.mark.parametrize(("call", "step"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize("error", [ConfigError, RewardError])
+@pytest.mark.parametrize("verb", ["sft", "rl"])
+def test_an_evaluation_that_fails_is_repeated_when_the_run_resumes(
+    verb: str,
+    error: type[UserError],
+    call: int,
+    step: int,
+    rl_tree: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = in_verb(verb, rl_tree, rl_tree["data"]["sources"])
+    tree |= {"checkpoint": {"best": "eval/reward"}}
+    held = in_verb("sft", rl_tree, rl_tree["data"]["sources"])["eval"]
+    tree["eval"] = {**held, "at_start": False, "every": 2}
+    evaluate, calls = policy_run.evaluate, itertools.count(1)
+
+    def failing(*given: Any, **more: Any) -> Any:
+        if next(calls) == call:
+            raise error("the server refuses")
+        return evaluate(*given, **more)
+
+    tree["run"] = {**tree["run"], "name": "run"}
+    with monkeypatch.context() as patch:
+        patch.setattr(policy_run, "evaluate", failing)
+        with pytest.raises(error, match=rf"the server refuses; .* from step {step}, which is"):
+            run(verb, tree)
+    again = run(verb, tree)
+    tree["run"] = {**tree["run"], "name": "whole"}
+    whole = run(verb, tree)
+    assert same_rows(tree, "run", "whole")
+    assert "eval/reward" in steps_of(tree)[-1]
+    assert again["model_step"] == whole["model_step"]
+    folders = [Path(tree["run"]["dir"]) / name / "rollouts" for name in ("run", "whole")]
+    kept = [sorted(path.name for path in folder.glob("eval_*")) for folder in folders]
+    assert kept[0] == kept[1] != []
+
+
+def test_weights_that_do_not_reach_the_engine_after_an_update_cost_no_step(
     rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the first call is before the first step
-    failing_from(monkeypatch, 3, ResourceError("no answer"), "load_weights")
-    with pytest.raises(ResourceError, match=r"^no answer$"):
-        run("rl", rl_tree)
-    assert len(steps_of(rl_tree)) == 1
-    assert not list((Path(rl_tree["run"]["dir"]) / "run" / "checkpoints").glob("*"))
+    whole = {**rl_tree, "run": {**rl_tree["run"], "name": "whole"}}
+    run("rl", whole)
+    tree = {**rl_tree, "run": {**rl_tree["run"], "name": "run"}}
+    with monkeypatch.context() as patch:
+        # the first call is before the first step
+        failing_from(patch, 3, ResourceError("no answer"), "load_weights")
+        with pytest.raises(ResourceError, match=r"^no answer; .* from step 2, which is saved$"):
+            run("rl", tree)
+    assert len(steps_of(tree)) == 1
+    run("rl", tree)
+    assert same_rows(tree, "run", "whole")
+
+
+def test_wrong_weights_of_a_server_cost_no_earlier_step(
+    rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        failing_from(patch, 3, ModelError("another run has replaced the weights"))
+        with pytest.raises(ModelError, match=r"replaced the weights; .* from step 2, which is"):
+            run("rl", rl_tree)
+    run("rl", rl_tree)
+    assert [row["step"] for row in steps_of(rl_tree)] == [1, 2, 3, 4]
+
+
+def test_log_probs_that_differ_in_a_later_step_cost_no_earlier_one(
+    rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {**rl_tree, "run": {**rl_tree["run"], "name": "whole"}}
+    run("rl", whole)
+    tree = {**rl_tree, "run": {**rl_tree["run"], "name": "run"}}
+    check, calls = rl_step.check_batch, itertools.count(1)
+
+    def failing(*given: Any) -> None:
+        if next(calls) == 3:
+            raise ModelError("log-probs differ")
+        check(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl_step, "check_batch", failing)
+        with pytest.raises(ModelError, match=r"log-probs differ; .* from step 2, which is saved"):
+            run("rl", tree)
+    run("rl", tree)
+    assert same_rows(tree, "run", "whole")
+
+
+def test_a_run_that_overwrites_says_by_which_command_it_resumes(
+    rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = deep_merge(rl_tree, {"run": {"overwrite": True}})
+    failing_from(monkeypatch, 3, ResourceError(f"no answer. {RESUMES}"))
+    said = r"The same command without run\.overwrite=true resumes from step 2, which is saved$"
+    with pytest.raises(ResourceError, match=said):
+        run("rl", tree)
+
+
+def test_a_disk_that_is_full_when_the_engine_fails_hides_no_cause(
+    rl_tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any) -> None:
+        raise DiskFullError("checkpoints/step_000002 was not saved")
+
+    monkeypatch.setattr(RunSession, "save", full)
+    failing_from(monkeypatch, 3, ResourceError("no answer"))
+    with pytest.raises(ResourceError, match=r"^no answer; and then: checkpoints/step_000002 was"):
+        run("rl", {**rl_tree, "checkpoint": {"every_minutes": 0}})

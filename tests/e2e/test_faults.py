@@ -224,6 +224,22 @@ def test_an_engine_that_fails_on_one_rank_costs_no_whole_step_on_any(
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_fails_on_one_rank_is_repeated_when_the_run_resumes(tree, tmp_path):
+    held = {"data": tree["data"], "every": 2, "at_start": False, "sampling": tree["sampling"]}
+    tree = deep_merge(tree, {"checkpoint": {"every": 0}, "eval": held})
+    file = config_file(tree, tmp_path, "run")
+    # rank 1 has sampled 12 responses of two steps
+    ended = run_until(file, "an answer", 13, 1, "unanswered")
+    assert ended.status == 2 and "resumes from step 2, which is saved" in ended.said, ended
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1]
+    again = run_until(file, "never", 0, 0, "")
+    assert again.status == 0, again.said
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/reward" in row] == [2, 4]
+    check_equal(tmp_path / "run", train(tree, tmp_path, "undisturbed", 2))
+
+
+@pytest.mark.slow
 def test_sigterm_to_one_rank_alone_stops_all_cleanly_and_the_same_command_goes_on(
     tree, whole, tmp_path
 ):
@@ -289,6 +305,7 @@ def test_ranks_that_are_stopped_before_the_first_step_leave_the_run_that_they_re
     done = warm.run(words, env=ENVIRONMENT, seats=2)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert "the earlier one is back" in done.stderr
+    assert done.stdout == "stopped before the first step; the same command starts over\n"
     assert read_rows(earlier / "metrics.jsonl") == rows
     assert list((earlier / "checkpoints").glob("step_*"))
 

@@ -110,12 +110,18 @@ class DistillRun(PolicyRun):
         """Raise ``ConfigError`` if a row or a sampled response exceeds the context length."""
         check_context(self)
 
+    @property
+    def samples(self) -> bool:
+        """See ``PolicyRun.samples``."""
+        return bool(self.config.distill.on_policy)
+
     def train_step(self) -> Metrics:
         """Take one step on given responses, or on sampled ones."""
         config, timers = self.config, self.session.timers
         before = self.sampler.state_dict()
         try:
-            lesson, metrics = self.lesson(self.draw())
+            with before_update():
+                lesson, metrics = self.lesson(self.draw())
         except BaseException:
             self.sampler.load_state_dict(before)
             raise
@@ -124,9 +130,6 @@ class DistillRun(PolicyRun):
         with timers("update"):
             budget = config.train.max_tokens_per_micro_batch
             metrics.merge(distill_step(self.roles, lesson, config.distill, budget))
-        if config.distill.on_policy:
-            with timers("weights"):
-                self.roles.publish(self.step + 1)
         return metrics
 
     def draw(self) -> Rows:
@@ -163,7 +166,7 @@ class DistillRun(PolicyRun):
         """
         config, session, roles = self.config, self.session, self.roles
         requests = requests_for(prompts, 1, config.run.seed, "distill", self.step)
-        with before_update(), roles.generation_mode():
+        with roles.generation_mode():
             groups = generate_on_ranks(
                 session.ranks,
                 roles.engine,

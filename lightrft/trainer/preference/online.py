@@ -10,7 +10,6 @@ from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.config.rollout import RolloutConfig
 from lightrft.config.verbs import DPOConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceExample
-from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.learner.preference_step import preference_step
 from lightrft.learner.reference_update import update_reference
@@ -77,6 +76,11 @@ class OnlinePreferenceRun(PreferenceRun):
         )
         self.check_validation()
 
+    @property
+    def samples(self) -> bool:
+        """See ``PolicyRun.samples``."""
+        return True
+
     def train_step(self) -> Metrics:
         """Sample and score groups, and take one step on the examples that they give."""
         with self.stream.restore_on_error():
@@ -88,9 +92,6 @@ class OnlinePreferenceRun(PreferenceRun):
         examples = self.examples(collected)
         metrics = rollout_metrics(collected)
         metrics.merge(self.learn(collected, examples))
-        metrics.merge(all_reduce_metrics(self.roles.counts(), self.session.ranks))
-        with self.session.timers("weights"):
-            self.roles.publish(self.step + 1)
         self.write(collected, examples)
         return metrics
 

@@ -46,6 +46,18 @@ def test_a_run_that_was_stopped_says_how_it_goes_on() -> None:
     assert lines[1].startswith("stopped; the same command resumes at step 1")
 
 
+def test_a_run_that_would_overwrite_itself_says_which_command_resumes_it() -> None:
+    stopped = {"finished": False, "steps": 2, "seconds": 1.0, "saved_step": 2}
+    [line] = closing_lines(RunConfig(overwrite=True), stopped)
+    assert line.startswith("stopped; the same command without run.overwrite=true resumes at step 2")
+
+
+def test_a_run_that_was_stopped_before_its_first_step_promises_nothing() -> None:
+    stopped = {"finished": False, "steps": 0, "seconds": 1.0, "saved_step": None}
+    [line] = closing_lines(RunConfig(), stopped)
+    assert line == "stopped before the first step; the same command starts over"
+
+
 @pytest.mark.parametrize(("signal", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("", 0)])
 def test_a_run_that_a_signal_stopped_ends_with_the_status_of_that_signal(
     monkeypatch, signal, status

@@ -283,6 +283,17 @@ def test_rewinding_a_phase_cuts_that_phase_and_later_ones(tmp_path, step, phase,
     assert len(list((tmp_path / "a/rollouts").iterdir())) == len(rl)
 
 
+def test_rewinding_sft_keeps_the_responses_of_earlier_evaluations(tmp_path):
+    with enter(tmp_path / "a") as folder:
+        for step in (0, 2, 4):
+            folder.log({"step": step, "phase": "sft"})
+            folder.write_rollouts(step, [], name="eval")
+    with enter(tmp_path / "a") as folder:
+        folder.rewind(2, "sft")
+    left = sorted(path.name for path in (tmp_path / "a/rollouts").iterdir())
+    assert left == ["eval_000000.jsonl", "eval_000002.jsonl"]
+
+
 def test_a_row_torn_by_a_kill_is_cut_and_a_torn_rollout_file_is_gone(tmp_path):
     with enter(tmp_path / "a") as folder:
         folder.log({"step": 1})
