@@ -89,6 +89,7 @@ class SGLangEngine(ServedEngine):
         tokenizer: PreTrainedTokenizerBase,
         ends: Sequence[int],
         options: Sequence[str],
+        vocabulary: int | None = None,
     ) -> Self:
         """Start an SGLang server, and return an engine over it, after checks. ``close`` ends it.
 
@@ -97,6 +98,7 @@ class SGLangEngine(ServedEngine):
             tokenizer: Tokenizer of the model.
             ends: Token ids that end a response.
             options: Options of the server.
+            vocabulary: Number of token ids that the policy knows. ``None`` if that is unknown.
 
         Raises:
             ConfigError: SGLang is not installed, or the server fails a check, see ``connect``.
@@ -113,7 +115,7 @@ class SGLangEngine(ServedEngine):
         except BaseException:
             process.end()
             raise
-        engine._process = process
+        engine._process, engine.vocabulary = process, vocabulary
         return engine.checked()
 
     @property
@@ -171,7 +173,7 @@ class SGLangEngine(ServedEngine):
             self._process.progressed()
         if kind == "abort":
             raise Passing(f"SGLang aborted the request: {reason}")
-        ids, logprobs = [int(row[1]) for row in new], [float(row[0]) for row in new]
+        ids, logprobs = [row[1] for row in new], [float(row[0]) for row in new]
         return [Piece(0, ids, logprobs, self.version, kind)]
 
     def _check_weights(self, about: Mapping[str, Any]) -> None:

@@ -222,7 +222,7 @@ def connect_server(
         ConfigError: See ``local_served``.
         ResourceError: The server does not answer.
     """
-    built = _connected(engine, tokenizer, ends, trains=trains)
+    built = _connected(engine, tokenizer, ends, vocabulary_of(model), trains=trains)
     return _checked(built, model, trains=trains, media=media)
 
 
@@ -245,13 +245,14 @@ def _connected(
     engine: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
+    vocabulary: int,
     *,
     trains: bool,
 ) -> Engine:
     """Connect to the server. Accept one that returns text alone if nothing is compared with it."""
     kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
     try:
-        return kind.connect(engine, tokenizer, ends)
+        return kind.connect(engine, tokenizer, ends, vocabulary)
     except TextAlone as error:
         if trains or engine.check_logprobs:
             raise
@@ -267,7 +268,16 @@ def _started(
 ) -> SGLangEngine:
     """Start an SGLang server on the device of this rank."""
     options = own_server_options(model, engine, device)
-    return SGLangEngine.start(engine, tokenizer, ends, options)
+    return SGLangEngine.start(engine, tokenizer, ends, options, vocabulary_of(model))
+
+
+def vocabulary_of(model: ModelConfig) -> int:
+    """Return the number of token ids that ``model`` knows, padded ones that no text has included.
+
+    Args:
+        model: The model.
+    """
+    return int(model_settings(model).get_text_config(decoder=True).vocab_size)
 
 
 def own_server_options(model: ModelConfig, engine: EngineConfig, device: torch.device) -> list[str]:

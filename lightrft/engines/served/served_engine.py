@@ -74,6 +74,7 @@ class ServedEngine(ABC):
         context: Most tokens of a prompt with its response. ``None`` for no limit.
         version: Version of the weights.
         model: Name of the served model.
+        vocabulary: Number of token ids that the policy knows. ``None`` if that is unknown.
         counts: Number of events, by name.
         cost: Bytes and seconds of weight updates.
         lora: Settings of the policy's adapters, which are merged before weights are sent. ``None``
@@ -99,6 +100,7 @@ class ServedEngine(ABC):
         self.version = 0
         self.context: int | None = None
         self.model = ""
+        self.vocabulary: int | None = None
         self.counts: Counter[str] = Counter()
         self.cost = UpdateCost()
         self.lora: LoRAConfig | None = None
@@ -110,7 +112,11 @@ class ServedEngine(ABC):
 
     @classmethod
     def connect(
-        cls, config: EngineConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+        cls,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        vocabulary: int | None = None,
     ) -> Self:
         """Return an engine over the server ``engine.url``, after checks.
 
@@ -118,13 +124,17 @@ class ServedEngine(ABC):
             config: Settings of the engine.
             tokenizer: Tokenizer of the model.
             ends: Token ids that end a response.
+            vocabulary: Number of token ids that the policy knows. ``None`` if that is unknown.
 
         Raises:
             ConfigError: The server has another model or tokenizer, or returns no token ids, or
                 log-probs of another distribution.
+            ModelError: It returns token ids that the policy does not know.
             ResourceError: It does not answer before ``engine.deadline``.
         """
-        return cls(open_client(config), tokenizer, config, ends).checked()
+        made = cls(open_client(config), tokenizer, config, ends)
+        made.vocabulary = vocabulary
+        return made.checked()
 
     def checked(self) -> Self:
         """Return this engine after checks of its server, see ``connect``."""
@@ -486,6 +496,7 @@ class _Call:
         for piece in self.engine.pieces(event, self._known):
             if not 0 <= piece.index < len(self._asked):
                 raise ModelError(f"{self.engine.where}: no response {piece.index} was asked for")
+            _check_tokens(piece, self.engine)
             _check_logprobs(piece, self.engine.where)
             response = self._asked[piece.index]
             k = self.responses.index(response)
@@ -496,6 +507,21 @@ class _Call:
                 self._ended.add(k)
             self.news.put(_News(self, response, piece))
         return is_new
+
+
+def _check_tokens(piece: Piece, engine: ServedEngine) -> None:
+    """Raise ``ModelError`` unless all tokens are ids that the policy knows."""
+    size, ids = engine.vocabulary, piece.token_ids
+    if not isinstance(ids, list | tuple):
+        raise ModelError(f"{engine.where} returned {ids!r:.100} in place of a list of token ids")
+    for token in ids:
+        # the exact type: ``True`` is an int
+        if type(token) is not int or token < 0 or (size is not None and token >= size):
+            known = "" if size is None else f" to {size - 1}, its vocabulary of {size}"
+            raise ModelError(
+                f"{engine.where} returned token id {token!r:.100}, and model.path knows whole "
+                f"numbers from 0{known}; serve the model of model.path"
+            )
 
 
 def _check_logprobs(piece: Piece, where: str) -> None:

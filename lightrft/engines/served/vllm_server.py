@@ -98,6 +98,7 @@ class VLLMServerEngine(ServedEngine):
         ends = sorted(engine.ends(SamplingConfig()))
         made = cls(engine.client, engine.tokenizer, engine.config, ends)
         made.model, made.context = engine.model, engine.context
+        made.vocabulary = engine.vocabulary
         made.is_paused = engine.is_paused
         made.media = media
         return made

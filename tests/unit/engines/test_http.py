@@ -37,6 +37,7 @@ from tests.model_helpers import byte_pairs
 from tests.serving_helpers import altered, free_port, model_server
 
 KEY = "TEST_KEY_OF_SERVERS"
+VOCABULARY = len(tiny_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +87,12 @@ def requests(count: int = 4, **more: Any) -> list[Request]:
     return [Request(prompt, 10 + k, k, **more) for k in range(count)]
 
 
-def opened(url: str, tokenizer: Any = None, **settings: Any) -> Opened:
+def opened(
+    url: str, tokenizer: Any = None, vocabulary: int | None = None, **settings: Any
+) -> Opened:
     tokenizer = tokenizer or tiny_tokenizer()
     config = EngineConfig(kind="http", url=url, **{"deadline": 20.0, **settings})
-    return Opened(HTTPEngine.connect(config, tokenizer, [tokenizer.eos_token_id]))
+    return Opened(HTTPEngine.connect(config, tokenizer, [tokenizer.eos_token_id], vocabulary))
 
 
 def native(folder: Path, **sampling: Any) -> dict[int, Rollout]:
@@ -184,6 +187,44 @@ def test_answers_that_no_training_can_use_are_refused_at_the_start(
     edit: Any, error: type[Exception], named: str, url: str
 ) -> None:
     with altered(url, edit) as other, pytest.raises(error, match=named):
+        opened(other)
+
+
+@pytest.mark.parametrize("odd", [VOCABULARY, 10**20, -1, 5.0, True, None, "5"])
+def test_a_token_id_that_the_policy_does_not_know_is_refused(odd: object, url: str) -> None:
+    is_odd: list[bool] = []
+
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
+        for choice in event["choices"] if is_odd else ():
+            choice["token_ids"] = [odd for _ in choice["token_ids"]]
+        return event
+
+    with altered(url, edit) as other:
+        found = opened(other, vocabulary=VOCABULARY)
+        is_odd.append(True)
+        named = (
+            rf"engine\.url = 'http.*' returned token id {odd!r}, .*its vocabulary of {VOCABULARY};"
+        )
+        with pytest.raises(ModelError, match=named) as caught:
+            found.run(max_new_tokens=9)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_id_that_only_a_larger_model_knows_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ModelError, match=r"returned token id \d+, .*its vocabulary of 1;"):
+        opened(url, vocabulary=1)
+
+
+def test_token_ids_that_are_no_list_are_refused(url: str) -> None:
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
+        for choice in event["choices"]:
+            choice["token_ids"] = 5
+        return event
+
+    with (
+        altered(url, edit) as other,
+        pytest.raises(ModelError, match=r"returned 5 in place of a list of token ids"),
+    ):
         opened(other)
 
 
