@@ -432,12 +432,25 @@ def _explain(cls: type[Settings], error: ErrorDetails, sources: Mapping[str, str
         return f"unknown setting {name}{where}; {_advice(cls, path, error['input'])}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
-        message += f"; to give it as text, put quotes inside the quotes: {name}='\"...\"'"
+        message += f"; to give it as text, put quotes inside the quotes: {_as_text(error['loc'])}"
     given = f" = {error['input']!r}"
     # A message of our own names the value. An environment may hold secrets.
     if error["type"] in {"missing", "value_error"} or "environment" in path:
         given = ""
     return f"{name or 'config'}{given}{where}: {message}"
+
+
+def _as_text(place: Sequence[int | str]) -> str:
+    """Return an argument that gives the value at ``place`` as text.
+
+    Args:
+        place: Keys and indices. An item has no key of its own, so its whole list is given.
+    """
+    at = next((k for k, part in enumerate(place) if isinstance(part, int)), len(place))
+    value = '"...", "..."' if isinstance(place[-1], int) else '"..."'
+    for part in reversed(place[at:]):
+        value = f"[{value}]" if isinstance(part, int) else f"{{{part}: {value}}}"
+    return f"{'.'.join(map(str, place[:at]))}='{value}'"
 
 
 def _origin(name: str, sources: Mapping[str, str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +23,7 @@ from lightrft.config.base import (
     parse_yaml,
     to_yaml,
 )
-from lightrft.config.verbs import RMConfig
+from lightrft.config.verbs import RLConfig, RMConfig
 from lightrft.utils.errors import ConfigError
 
 
@@ -237,6 +239,44 @@ def test_text_that_was_read_as_a_number_comes_with_the_way_out() -> None:
         "name = 12000.0 (from command line): Input should be a valid string; to give it as text"
     )
     assert """name='"..."'""" in message("name=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "advised", "found"),
+    [
+        ("name=yes", """name='"..."'""", lambda root: root.name),
+        (
+            "branch.tags=[a,yes]",
+            """branch.tags='["...", "..."]'""",
+            lambda root: root.branch.tags[1],
+        ),
+        (
+            "branch.leaves=[{name: yes}]",
+            """branch.leaves='[{name: "..."}]'""",
+            lambda root: root.branch.leaves[0].name,
+        ),
+        (
+            "branch.by_name={a: [{name: yes}]}",
+            """branch.by_name.a='[{name: "..."}]'""",
+            lambda root: root.branch.by_name["a"][0].name,
+        ),
+    ],
+)
+def test_the_said_way_to_give_a_word_as_text_works(
+    override: str, advised: str, found: Callable[[Root], str]
+) -> None:
+    assert message(override).endswith(f"put quotes inside the quotes: {advised}")
+    # as a shell reads it
+    [argument] = shlex.split(advised.replace("...", "yes"))
+    assert found(loaded(argument)) == "yes"
+
+
+def test_the_said_way_to_give_choices_as_text_works() -> None:
+    key = "eval.sampling.constraint.choices"
+    with pytest.raises(ConfigError, match=rf"""{key}='\["...", "..."\]'"""):
+        load_settings(RLConfig, [], [f"{key}=[yes,no]"])
+    found = load_settings(RLConfig, [], [f'{key}=["yes", "no"]']).settings
+    assert found.eval.sampling.constraint.choices == ("yes", "no")
 
 
 def test_settings_are_frozen() -> None:
