@@ -31,7 +31,7 @@ from lightrft.engines.weight_transport import (
     device_name,
     open_meeting,
 )
-from lightrft.utils.errors import ModelError
+from lightrft.utils.errors import ModelError, first_line
 from lightrft.workers.worker_group import FaultPolicy, WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -350,7 +350,7 @@ class WeightSync:
         except (WorkerLost, TimeoutError, RuntimeError) as error:
             log.warning(
                 "weights did not reach all workers (%s); they are sent again, one worker at a time",
-                error,
+                first_line(error),
             )
             self._close_carrier()
 

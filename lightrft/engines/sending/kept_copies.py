@@ -28,6 +28,7 @@ from lightrft.engines.weight_transport import (
     SenderPlace,
     open_meeting,
 )
+from lightrft.utils.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,9 @@ class CopyRequests:
                 place.store.set(TAKEN, "")
                 worker.call("weights", "leave").result(self._seconds)
             except RuntimeError as error:
-                raise WorkerLost(f"sender {sender} did not send its weights: {error}") from error
+                raise WorkerLost(
+                    f"sender {sender} did not send its weights: {first_line(error)}"
+                ) from error
 
     def _ask(self, sender: int, meeting: Meeting, update: int) -> None:
         # several workers may be restarted at once
@@ -163,7 +166,7 @@ class CopyServer:
             send_copies(self._updated(body["update"]), place, self._seconds, self._bucket)
         except (RuntimeError, TimeoutError) as error:
             # The first sender restarts the worker, or ends the run.
-            log.warning("copies of weights did not reach a worker (%s)", error)
+            log.warning("copies of weights did not reach a worker (%s)", first_line(error))
 
     def _updated(self, update: int) -> Mapping[str, Tensor] | None:
         """Return the copies of ``update``, or None if there are others."""

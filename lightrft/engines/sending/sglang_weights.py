@@ -19,7 +19,7 @@ from lightrft.engines.sending.server_group import ServerGroup
 from lightrft.engines.sending.sglang_updates import HeldChecksums, UpdateSession, server_dtype
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.utils.atomic_files import whole_folder
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, ModelError, first_line
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,11 @@ class BucketWeights(ABC):
         if problem is None:
             problem = self._failure(self._close)
         if problem is not None:
-            log.warning("weights did not reach %s (%s); all are sent again", self._where, problem)
+            log.warning(
+                "weights did not reach %s (%s); all are sent again",
+                self._where,
+                first_line(problem),
+            )
             self.resend()
         elif is_whole:
             self._checksums.note()
@@ -200,8 +204,9 @@ class BucketWeights(ABC):
             if problem is None:
                 self._checksums.note()
                 return
+        assert problem is not None
         raise ModelError(
-            f"{self._where} did not take the weights {self._version!r}: {problem}; set "
+            f"{self._where} did not take the weights {self._version!r}: {first_line(problem)}; set "
             "engine.weights_dir to a folder that both read if this comes again"
         ) from problem
 

@@ -22,7 +22,7 @@ from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.sending.vllm_group import VLLMGroup
 from lightrft.engines.vllm_parts.weights import read_adapter, stored_name, write_adapter
 from lightrft.utils.atomic_files import whole_folder
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, ModelError, first_line
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered
 from lightrft.utils.module_tensors import plain_name
 
@@ -166,11 +166,16 @@ class BroadcastToVLLM:
                 self._update(self._lacking())
                 return
             except (Unanswered, RuntimeError, TimeoutError) as error:
-                log.warning("weights did not reach %s (%s); all are sent again", self._url, error)
+                log.warning(
+                    "weights did not reach %s (%s); all are sent again",
+                    self._url,
+                    first_line(error),
+                )
                 self._leave()
                 problem, before = error, ""
+        assert problem is not None
         raise ModelError(
-            f"{self._url} did not take the weights {self._version!r}: {problem}"
+            f"{self._url} did not take the weights {self._version!r}: {first_line(problem)}"
         ) from problem
 
     def _update(self, weights: Mapping[str, Tensor]) -> None:
@@ -216,7 +221,7 @@ class BroadcastToVLLM:
         try:
             self._dtypes = HeldDtypes(of_matrices=self._joined().dtype)
         except (Unanswered, RuntimeError, TimeoutError) as error:
-            raise self._refusal(error) from error
+            raise self._refusal(first_line(error)) from error
         self._has_joined = True
 
     def _joined(self) -> VLLMGroup:

@@ -146,6 +146,23 @@ def test_engines_that_share_a_gpu_get_no_broadcast_which_nccl_would_refuse(
     assert f"set launch.ray.weights={expected}" in caplog.text or expected == "broadcast"
 
 
+def test_a_transport_that_times_out_is_named_by_the_class_of_its_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(*_: object) -> Any:
+        # as ``Future.result`` raises it
+        raise TimeoutError
+
+    monkeypatch.setattr(weight_sync, "build_transport", build)
+    workers = [ProcessWorker("engine 0", partial(OnGPU, "0"))]
+    sync = WeightSync(workers, FaultPolicy(), WeightSyncConfig("broadcast", sender_ranks.BUCKET))
+    try:
+        assert sync.sync(weights_of(1).items(), 1) == sums_of(weights_of(1))
+    finally:
+        sync.close()
+    assert "weights did not reach all workers (TimeoutError); they are sent again" in caplog.text
+
+
 def test_senders_are_spread_over_the_machines_and_only_a_broadcast_has_several() -> None:
     assert WeightSyncConfig("broadcast").ranks_that_send(64) == list(range(0, 64, 8))
     assert WeightSyncConfig("broadcast").ranks_that_send(3) == [0, 1, 2]

@@ -252,6 +252,38 @@ def test_an_update_that_breaks_is_repeated_with_all_weights(reloads: list[str]) 
     sending.close()
 
 
+def test_an_error_without_a_message_is_named_by_its_class(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = Server()
+    sending = sender(server)
+    sending.load(model_weights().items(), "run-1")
+
+    def before(path: str) -> None:
+        if path == "/update_weights":
+            server.processes[0].is_active = False
+            # as ``Future.result`` raises it
+            raise TimeoutError
+
+    server.before = before
+    with pytest.raises(ModelError, match=r"did not take the weights 'run-2': TimeoutError$"):
+        sending.load([("lm_head.weight", torch.ones(9, 6))], "run-2")
+    assert f"weights did not reach engine.url = {URL!r} (TimeoutError); all are" in caplog.text
+    sending.close()
+
+
+def test_a_server_that_does_not_join_in_time_is_refused_with_the_class_of_the_error() -> None:
+    server = Server()
+
+    def before(path: str) -> None:
+        if path == "/init_weight_transfer_engine":
+            raise TimeoutError
+
+    server.before = before
+    with pytest.raises(ConfigError, match=r"refused: TimeoutError$"):
+        sender(server, timeout=60.0).load(model_weights().items(), "run-1")
+
+
 def test_an_update_that_a_killed_run_left_open_is_ended_first() -> None:
     server, weights = Server(), model_weights()
     server.processes[0].start_weight_update()
