@@ -110,6 +110,27 @@ def test_the_tokens_of_a_seed_are_those_of_the_native_engine(url: str, folder: P
     }
 
 
+def test_only_the_native_engine_continues_a_response_as_if_it_had_not_paused(
+    url: str, folder: Path
+) -> None:
+    """As docs/engines.md says: other engines sample the rest with another seed."""
+    limits = SamplingConfig(max_new_tokens=12)
+    native_engine = NativeEngine(
+        KVDecoder(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()),
+        AutoTokenizer.from_pretrained(folder),
+        EngineConfig(),
+    )
+    served = opened(url).engine
+    whole = {r.seed: r.token_ids for r in native_engine.generate(requests(), limits)}
+    paused = list(served.generate(requests(pause_after_tokens=4), limits))
+    assert all(r.token_ids == whole[r.seed][:4] for r in paused)
+    rest = [Request(r.prompt, r.seed, r.sample, partial=r) for r in paused]
+    assert {r.seed: r.token_ids for r in native_engine.generate(rest, limits)} == whole
+    for rollout in served.generate(rest, limits):
+        assert rollout.token_ids[:4] == whole[rollout.seed][:4]
+        assert rollout.token_ids[4:] != whole[rollout.seed][4:]
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
