@@ -115,7 +115,8 @@ class ServerGroup:
         # The server must leave first: that ends a broadcast which it has not taken part in, and a
         # group cannot be freed before. A server that was restarted does not know the group.
         with contextlib.suppress(Unanswered, TimeoutError):
-            self._answer(self._ask("/destroy_weights_update_group", {"group_name": self.name}))
+            left = self._ask("/destroy_weights_update_group", {"group_name": self.name})
+            left.result(min(self._seconds, self.client.patience))
         self._group = None
 
     def _keys(self, device: torch.device) -> dist.Store:

@@ -130,7 +130,7 @@ class VLLMGroup(WeightTransport):
         # a group with a broadcast that the server has not taken part in cannot be freed before
         answer = ask_in_thread(self.client, "/shutdown_weight_transfer_engine", {})
         with contextlib.suppress(Unanswered, TimeoutError):
-            answer.result(self.seconds)
+            answer.result(min(self.seconds, self.client.patience))
         self._group = self._work = None
 
 

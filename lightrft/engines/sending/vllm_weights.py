@@ -324,7 +324,8 @@ class AdapterToVLLM:
         for version in versions:
             with contextlib.suppress(Unanswered):
                 path, body = "/v1/unload_lora_adapter", {"lora_name": version}
-                self.client.ask("POST", path, body, once=True, is_text=True)
+                patience = self.client.patience
+                self.client.ask("POST", path, body, once=True, is_text=True, silence=patience)
             shutil.rmtree(self._root / version, ignore_errors=True)
             self._versions.remove(version)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -345,6 +346,7 @@ class ServedEngine(ABC):
                     one = news.get(timeout=LOOK_SECONDS)
                 except Empty:
                     is_new = True
+                    self._refuse_silence(mine)
                     continue
                 is_new = one.piece is not None
                 for response in one.call.taken(one):
@@ -358,6 +360,13 @@ class ServedEngine(ABC):
                 call.handle.close()
             self._open -= mine
 
+    def _refuse_silence(self, calls: Iterable[_Call]) -> None:
+        """Raise ``ResourceError`` if nothing new came for ``engine.deadline`` seconds."""
+        try:
+            self.client.refuse_silence(max(call.begun for call in calls))
+        except Unanswered as error:
+            raise failure(error, self.where) from error
+
     def _begin(self, waiting: deque[_Call], mine: set[_Call]) -> None:
         """Begin calls while fewer responses than ``engine.max_num_seqs`` grow."""
         growing = sum(len(call.responses) for call in mine)
@@ -366,6 +375,7 @@ class ServedEngine(ABC):
         ):
             call = waiting.popleft()
             growing += len(call.responses)
+            call.begun = time.monotonic()
             mine.add(call)
             self._open.add(call)
             threading.Thread(target=call.run, daemon=True, name="served engine").start()
@@ -425,6 +435,8 @@ class _Call:
         self.responses = list(responses)
         self.news = news
         self.handle = OpenStream()
+        # when its thread started
+        self.begun = 0.0
         # of the thread: responses of this trial, tokens of each in it, and most tokens in any
         self._asked: list[GrowingResponse] = []
         self._known: Counter[int] = Counter()

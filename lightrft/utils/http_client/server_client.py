@@ -31,6 +31,8 @@ ALIVE = (401, 408, 425, 429, 503)
 """HTTP statuses of a server that works, and may answer later. 401: tokens may be replaced."""
 QUIET_SECONDS, SAY_SECONDS = 5.0, 30.0
 """Seconds that a request waits before a warning, and seconds between two warnings."""
+PARTING_SECONDS = 1.0
+"""Limit of a last request to a server that did not answer before its deadline."""
 SHORTEST_PREFIX = len("sha256:") + 12
 """Fewest characters of a digest that names a model."""
 
@@ -140,9 +142,33 @@ class ServerClient:
         self.passing = passing
         self.breaker = CircuitBreaker()
         self.counts: Counter[str] = Counter()
-        self._news = self._says_again = 0.0
+        self._news = self._heard = self._says_again = 0.0
+        self._gave_up = False
         limits = httpx.Limits(max_connections=most)
         self._client = httpx.Client(base_url=url.rstrip("/"), limits=limits, trust_env=not direct)
+
+    @property
+    def patience(self) -> float:
+        """Longest wait in seconds for an answer that nothing depends on, as at the end of a run."""
+        return PARTING_SECONDS if self._gave_up else math.inf
+
+    def refuse_silence(self, start: float) -> None:
+        """Raise ``Unanswered`` if nothing new came for ``deadline`` seconds.
+
+        A trial of a stream may wait longer than that, since other streams may bring something.
+
+        Args:
+            start: When the last stream began, by ``time.monotonic``.
+        """
+        if time.monotonic() - max(start, self._news, self._heard) >= self.deadline:
+            raise self._silent(self.breaker.problem or "nothing new came")
+
+    def _silent(self, problem: str) -> Unanswered:
+        """Return the error that ends a request after its deadline."""
+        self._gave_up = True
+        return Unanswered(
+            f"{self.url} did not answer within deadline = {self.deadline:g} s: {problem}"
+        )
 
     def together(self, send: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return ``send`` of each item. At most ``most`` are computed at once."""
@@ -190,7 +216,9 @@ class ServerClient:
             self._check(answer)
             return {} if is_text else answer.json()
 
-        return self._repeated(trial, _Trials(), once=once)
+        found = self._repeated(trial, _Trials(), once=once)
+        self._heard, self._gave_up = time.monotonic(), False
+        return found
 
     def stream(
         self,
@@ -240,7 +268,7 @@ class ServerClient:
                         self.breaker.succeeded()
                         if take(event):
                             trials.progressed()
-                            self._news = time.monotonic()
+                            self._news, self._gave_up = time.monotonic(), False
 
         try:
             self._repeated(trial, trials, handle, prepare)
@@ -351,10 +379,7 @@ class ServerClient:
             self.counts["retries"] += 1
             time.sleep(pause)
             trials.wait = min(2 * trials.wait, LONGEST_WAIT)
-        raise Unanswered(
-            f"{self.url} did not answer within deadline = {self.deadline:g} s: "
-            f"{problem or self.breaker.problem}"
-        )
+        raise self._silent(problem or self.breaker.problem)
 
     def _say_once(self, problem: str, waited: float, left: float) -> None:
         """Log that an answer is late, once in a while for all requests together.

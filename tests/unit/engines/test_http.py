@@ -337,6 +337,45 @@ def test_a_refused_port_ends_the_run_after_the_deadline() -> None:
         opened(f"http://127.0.0.1:{free_port()}", deadline=0.3)
 
 
+@pytest.mark.parametrize("timeout", [1.5, 60.0])
+def test_a_server_that_freezes_ends_the_run_by_the_deadline_whatever_the_timeout(
+    timeout: float, url: str
+) -> None:
+    over = threading.Event()
+    freezes: list[bool] = []
+
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
+        if freezes:
+            over.wait(30)
+        return event
+
+    with altered(url, edit) as other:
+        found = opened(other, deadline=2.0, timeout=timeout)
+        freezes.append(True)
+        start = time.monotonic()
+        with pytest.raises(ResourceError, match=r"did not answer within deadline = 2 s: .*resumes"):
+            found.run(max_new_tokens=12)
+        assert 1.9 < time.monotonic() - start < 3.5
+        assert found.engine.client.patience < 2
+        over.set()
+
+
+def test_steady_tokens_are_not_cut_by_a_deadline_that_all_of_them_exceed(url: str) -> None:
+    slow: list[float] = []
+
+    def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(sum(slow))
+        return event
+
+    with altered(url, edit) as other:
+        found = opened(other, deadline=1.5, timeout=60.0)
+        # longer than a look at the deadline
+        slow.append(1.2)
+        [done] = found.engine.generate(requests(1), SamplingConfig(max_new_tokens=4))
+    assert len(done) == 4
+    assert found.engine.take_counts()["retries"] == 0
+
+
 def test_a_key_that_expires_ends_the_run_at_once(folder: Path, keys: Path) -> None:
     with model_server(folder, http={"token_file": str(keys)}) as (url, _):
         found = opened(url, api_key_env=KEY, deadline=600.0)

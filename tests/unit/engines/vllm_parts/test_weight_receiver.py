@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,7 @@ class Server:
     """
 
     url = URL
+    patience = math.inf
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
