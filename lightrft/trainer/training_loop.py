@@ -206,10 +206,7 @@ def run_steps(run: TrainingRun) -> Summary:
                 save_before_exit(run, values, error)
             raise
         run.step += 1
-        # The names of metrics are known only now. An error after hours would be worse.
-        if run.step == first:
-            check_best(session.checkpoint.best, metrics.compute())
-        values = finish_step(run, metrics)
+        values = finish_step(run, metrics, is_first=run.step == first)
     # A run that was asked to stop resumes later, and writes no ``model/`` now.
     finished = not run.is_unevaluated and (run.step >= run.steps or run.reached(values))
     written = {"model_step": run.export()} if finished else {}
@@ -246,8 +243,14 @@ def best_checkpoint(run: TrainingRun, sign: Callable[[], None]) -> tuple[Path | 
     return best, step
 
 
-def finish_step(run: TrainingRun, metrics: Metrics) -> ReadRow:
-    """Send the weights, evaluate and save if due, and log the metrics of the step."""
+def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -> ReadRow:
+    """Send the weights, evaluate and save if due, and log the metrics of the step.
+
+    Args:
+        run: The run.
+        metrics: Metrics of the step.
+        is_first: It is the first step of this process.
+    """
     session = run.session
     last = run.step >= run.steps
     eval_is_due = last or (run.times.every and run.step % run.times.every == 0)
@@ -262,6 +265,9 @@ def finish_step(run: TrainingRun, metrics: Metrics) -> ReadRow:
         if isinstance(error, RewardError) or is_shared(run, error):
             save_before_exit(run, {**values, **run.health.streaks}, error, is_unevaluated=True)
         raise
+    # The names of metrics are known only now. An error after hours would be worse.
+    if is_first:
+        check_best(session.checkpoint.best, metrics.compute())
     # Once a step, since a streak counts steps.
     for name, count in run.health.count(metrics.compute()).items():
         metrics.add(name, Last(count))

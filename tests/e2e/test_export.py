@@ -60,10 +60,12 @@ def runs(tmp_path_factory, model_folder, data_folder) -> Path:
         "best": {"checkpoint": {"best": "rollout/step_is_one"}},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.trainer.rl.all_reduce_metrics", lambda metrics, ranks: metrics)
+        patch.setattr(
+            "lightrft.trainer.policy_run.all_reduce_metrics", lambda metrics, ranks: metrics
+        )
         for name, over in more.items():
             if name == "best":
-                patch.setattr("lightrft.trainer.rl.all_reduce_metrics", best_at_one())
+                patch.setattr("lightrft.trainer.policy_run.all_reduce_metrics", best_at_one())
             run_rl(build(RLConfig, deep_merge(tree, deep_merge(over, {"run": {"name": name}}))))
     return folder
 
