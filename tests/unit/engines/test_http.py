@@ -355,7 +355,8 @@ def test_a_server_that_freezes_ends_the_run_by_the_deadline_whatever_the_timeout
         start = time.monotonic()
         with pytest.raises(ResourceError, match=r"did not answer within deadline = 2 s: .*resumes"):
             found.run(max_new_tokens=12)
-        assert 1.9 < time.monotonic() - start < 3.5
+        # 60 s, or as long as trials of ``timeout`` go on, without the deadline
+        assert 1.9 < time.monotonic() - start < 10
         assert found.engine.client.patience < 2
         over.set()
 
