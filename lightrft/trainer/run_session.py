@@ -159,8 +159,6 @@ class RunSession:
             place = {"step": step, "phase": self.phase, "seconds": self.seconds_before_resume}
             self.folder.recall({**row, **place})
         self.saved_step = self._first_step = step
-        if state.get(UNEVALUATED):
-            self.saved_step = None
         log.info("resumed from %s", path)
         if again:
             log.warning(

@@ -254,17 +254,18 @@ def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -
     session = run.session
     last = run.step >= run.steps
     eval_is_due = last or (run.times.every and run.step % run.times.every == 0)
-    values = metrics.compute()
     try:
-        metrics.merge(run.publish_update())
+        rest = run.publish_update()
         if run.evaluates and eval_is_due:
             with session.timers("eval"):
-                metrics.merge(run.evaluate())
+                rest.merge(run.evaluate())
     except (*STEP_ERRORS, RankError) as error:
         # The step itself is complete. The resumed run does the rest of it.
         if isinstance(error, RewardError) or is_shared(run, error):
-            save_before_exit(run, {**values, **run.health.streaks}, error, is_unevaluated=True)
+            values = {**metrics.compute(), **run.health.streaks}
+            save_before_exit(run, values, error, is_unevaluated=True)
         raise
+    metrics.merge(rest)
     # The names of metrics are known only now. An error after hours would be worse.
     if is_first:
         check_best(session.checkpoint.best, metrics.compute())
@@ -273,9 +274,10 @@ def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -
         metrics.add(name, Last(count))
     values = metrics.compute()
     warn(run, values)
-    # One that is not due would be evaluated again after the next resume.
     last = last or run.reached(values) or run.is_unevaluated
-    run.is_unevaluated = False
+    if run.is_unevaluated:
+        # Its checkpoint is replaced, or the next resume would evaluate it again.
+        session.saved_step, run.is_unevaluated = None, False
     # Before the row is written: a step in ``metrics.jsonl`` without a checkpoint is repeated, but
     # a checkpoint whose row is missing carries the row itself (``RunDirectory.recall``).
     metrics.merge(session.save_if_due(run.step, last, run.strategy, run.trained, run.state, values))
