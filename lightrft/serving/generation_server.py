@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from lightrft.config.serving import ServeConfig, ServeRMConfig
 from lightrft.config.strategy import StrategyConfig
@@ -117,6 +119,8 @@ class GenerationService:
 
     def close(self) -> None:
         """Finish the requests that wait, and stop."""
+        if self.updates is not None:
+            self.updates.close()
         self.generator.close()
 
 
@@ -207,10 +211,12 @@ def generation_service(
     engine.keep_prefixes()
     name, context = config.name or config.model.path, context_length(actor.base.config)
     most = min(context or config.engine.max_cache_tokens, config.engine.max_cache_tokens)
+    embeddings: Any = actor.base.get_input_embeddings()
     generator = TextGenerator(
         engine,
         functools.partial(likely_tokens, actor, budget),
         tokenizer,
+        embeddings.num_embeddings,
         config.sampling,
         ServedModel(
             name,
@@ -222,16 +228,28 @@ def generation_service(
         context,
         metrics,
     )
+
+    def start_weights() -> Iterable[tuple[str, Tensor]]:
+        # on the CPU: the device has room for the served weights alone
+        on_cpu = StrategyConfig(device="cpu")
+        _, _, again = local_policy(model, on_cpu, config.engine, tokenizer, weights=weights)
+        assert isinstance(again, NativeEngine)
+        return again.decoder.parameters()
+
     processor = load_processor(model, tokenizer)
     chat = ChatCompletions(generator, processor, config.media)
     try:
-        return GenerationService(generator, chat, _updates(config, generator))
+        return GenerationService(generator, chat, _updates(config, generator, start_weights))
     except BaseException:
         generator.close()
         raise
 
 
-def _updates(config: ServeConfig | ServeRMConfig, generator: TextGenerator) -> WeightUpdates | None:
+def _updates(
+    config: ServeConfig | ServeRMConfig,
+    generator: TextGenerator,
+    start_weights: Callable[[], Iterable[tuple[str, Tensor]]],
+) -> WeightUpdates | None:
     """Return the addresses that replace the weights, or None if nobody may."""
     if isinstance(config, ServeRMConfig) or config.weights_token_file is None:
         return None
@@ -243,4 +261,6 @@ def _updates(config: ServeConfig | ServeRMConfig, generator: TextGenerator) -> W
         generator.replaced,
         tokens,
         int(config.http.max_body_mb * 2**20),
+        config.http.timeout,
+        start_weights,
     )

@@ -14,7 +14,15 @@ import math
 import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.config.serving import HTTPConfig
 from lightrft.serving.bearer_tokens import BearerTokens
+from lightrft.serving.connections import connection_limits, limited_protocol
 from lightrft.serving.field_table import RequestFields
 from lightrft.serving.problems import HTTPCall, HTTPProblem, bad, openai_error
 from lightrft.serving.remembered_answers import RememberedAnswers
@@ -42,6 +51,8 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape of half a character in JSON."""
 KEEP_ALIVE = 75
 """Seconds after which an idle connection is closed."""
+CLIENT_LEFT = 499
+"""Status by which requests of clients that have left are counted, as in nginx."""
 REQUEST_ID = "x-request-id"
 BYTES = "application/octet-stream"
 """Content type of a body that is no JSON."""
@@ -162,8 +173,11 @@ class HTTPServer:
                 timer.cancel()
 
         assert self._socket is not None, "bind first"
+        most, backlog = connection_limits()
         settings = uvicorn.Config(
             self.app,
+            http=limited_protocol(most, self.metrics),
+            backlog=backlog,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -294,7 +308,8 @@ class HTTPServer:
             if endpoint.fields is not None:
                 # in a thread, so that long lists delay no other request
                 await asyncio.to_thread(endpoint.fields.check, call.body)
-            answer, is_repeated = await self._computed(call, endpoint)
+            computed = self._computed(call, endpoint)
+            answer, is_repeated = await self._while_connected(request, computed)
             is_stream = isinstance(answer, EventStream)
         finally:
             # a stream is open until its last event
@@ -318,6 +333,25 @@ class HTTPServer:
                 # events are not kept, so a repeated request is computed again
                 return await endpoint.answer(call), False
             return await self.answers.get(call, endpoint.answer)
+
+    async def _while_connected(
+        self, request: Request, answer: Coroutine[Any, Any, tuple[object, bool]]
+    ) -> tuple[object, bool]:
+        """Return the result of ``answer``, which is cancelled once the client has left.
+
+        Raises ``HTTPProblem`` if the client has left.
+        """
+        task = asyncio.ensure_future(answer)
+        left = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            self.metrics.count("left_requests")
+            raise HTTPProblem(CLIENT_LEFT, "the client has left")
+        finally:
+            left.cancel()
+            task.cancel()
 
     def _streamed(self, stream: EventStream, call: HTTPCall, endpoint: Endpoint) -> Response:
         """Return the response that sends the events of ``stream``."""
@@ -433,6 +467,12 @@ def _unrouted(request: Request, status: int, headers: Mapping[str, str] | None) 
     if status == 404:
         return HTTPProblem(404, f"{asked}: this server has no such address; see its documentation")
     return HTTPProblem(status, f"{asked}: send {(headers or {}).get('Allow', 'POST')}", headers)
+
+
+async def _disconnected(request: Request) -> None:
+    """Return once the client of ``request``, whose body was read, has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _event(data: Any, has_name: bool = False) -> str:

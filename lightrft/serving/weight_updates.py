@@ -1,15 +1,20 @@
 """Updates of the weights of a served model, by those who have a token for it.
 
 An update has three parts: begin, buckets, end. From its begin to its end the server answers no
-request, since some weights are new and some are old.
+request, since some weights are new and some are old. An update that nobody continues ends by
+itself, and the server answers from whole weights again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from torch import Tensor
 
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksums
@@ -23,6 +28,7 @@ from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem, bad
 from lightrft.utils.errors import DataError
 
+_log = logging.getLogger(__name__)
 PATH = "/v1/weights"
 
 
@@ -36,6 +42,8 @@ class WeightUpdates:
         replaced: Called with the digest of new weights.
         tokens: Who may update the weights.
         largest: Most bytes of a bucket.
+        patience: Seconds after the last request of an update in which the next one must come.
+        start_weights: Returns the weights that the server started with, read anew.
     """
 
     def __init__(
@@ -46,6 +54,8 @@ class WeightUpdates:
         replaced: Callable[[str], None],
         tokens: BearerTokens,
         largest: int,
+        patience: float,
+        start_weights: Callable[[], Iterable[tuple[str, Tensor]]],
     ) -> None:
         self.engine = engine
         self.loop = loop
@@ -53,6 +63,10 @@ class WeightUpdates:
         self.replaced = replaced
         self.tokens = tokens
         self.largest = largest
+        self.patience = patience
+        self.start_weights = start_weights
+        self._deadline = 0.0
+        self._timer: threading.Timer | None = None
         self._shapes = {name: tuple(p.shape) for name, p in engine.decoder.parameters()}
         self._lock = threading.Lock()
         self._update = ""
@@ -134,8 +148,7 @@ class WeightUpdates:
             values, layout = read_bucket(call.data, self._shapes)
         except DataError as error:
             if self._is_whole:
-                self._update = ""
-                self.loop.release()
+                self._leave()
             raise bad(str(error)) from error
         self._sums, self._is_whole = None, False
         self._buffer.put(values, layout)
@@ -148,10 +161,9 @@ class WeightUpdates:
         if not self._last or call.body.get("update") != self._last:
             self._check_update(call)
             self._sums = self.engine.load_weights((), self._version)
-            self._last, self._update, self._is_whole = self._update, "", True
-            self.digest = f"update:{self._last}"
-            self.replaced(self.digest)
-            self.loop.release()
+            self._last, self._is_whole = self._update, True
+            self._replace(f"update:{self._last}")
+            self._leave()
         return {
             "version": self.engine.version,
             "digest": self.digest,
@@ -163,12 +175,63 @@ class WeightUpdates:
     ) -> Callable[[HTTPCall], Awaitable[object]]:
         def alone(call: HTTPCall) -> object:
             with self._lock:
-                return answer(call)
+                try:
+                    return answer(call)
+                finally:
+                    self._await_next()
 
         async def answered(call: HTTPCall) -> object:
             return await asyncio.to_thread(alone, call)
 
         return answered
+
+    def close(self) -> None:
+        """Await no further request."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _replace(self, digest: str) -> None:
+        self.digest = digest
+        self.replaced(digest)
+
+    def _leave(self) -> None:
+        """End the update, whose weights are whole, and answer requests again."""
+        self._update = ""
+        self.loop.release()
+
+    def _await_next(self) -> None:
+        """End the update after ``patience`` seconds without a further request."""
+        self.close()
+        self._timer = None
+        if self._update:
+            self._deadline = time.monotonic() + self.patience
+            self._timer = threading.Timer(self.patience, self._expire, [self._update])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self, update: str) -> None:
+        with self._lock:
+            # A request may have come while this thread waited for the lock.
+            if self._update != update or time.monotonic() < self._deadline:
+                return
+            _log.warning(
+                "the update of the weights to version %d was left: no request for it came within "
+                "%g s (http.timeout); the server answers from %s weights",
+                self._version,
+                self.patience,
+                "its former" if self._is_whole else "its first",
+            )
+            self._buffer.leave()
+            if not self._is_whole:
+                try:
+                    self.engine.decoder.load(self.start_weights())
+                    self._sums = self.engine.load_weights((), 0)
+                except Exception:
+                    _log.exception("the first weights cannot be read; requests are refused")
+                    return
+                self._is_whole = True
+                self._replace(self._start)
+            self._leave()
 
     def _check_update(self, call: HTTPCall) -> None:
         if not self._update or call.body.get("update") != self._update:

@@ -17,6 +17,7 @@ from lightrft.serving.chat.template_kwargs import read_template_kwargs
 from lightrft.serving.chat.text_generator import (
     MOST_LIKELY,
     TextGenerator,
+    Wanted,
     token_fields,
     usage,
 )
@@ -67,9 +68,9 @@ class ChatCompletions:
         asked = await asyncio.to_thread(self.read, body)
         future, stream = self.generator.begin([asked.prompt], wanted, call.deadline)
         if stream is not None:
-            return self._stream(stream, future, asked, body)
+            return self._stream(stream, future, asked, body, wanted)
         answers = await asyncio.wrap_future(future)
-        return self._answer(asked, answers, body)
+        return self._answer(asked, answers, body, wanted)
 
     def read(self, body: Mapping[str, Any]) -> Conversation:
         """Return the conversation of a request.
@@ -100,7 +101,12 @@ class ChatCompletions:
         return Conversation(prompt, tools)
 
     def _stream(
-        self, stream: TokenStream, future: Future, asked: Conversation, body: Mapping[str, Any]
+        self,
+        stream: TokenStream,
+        future: Future,
+        asked: Conversation,
+        body: Mapping[str, Any],
+        wanted: Wanted,
     ) -> EventStream:
         """Return the events of a request.
 
@@ -109,11 +115,12 @@ class ChatCompletions:
             future: Gets the error if the computation fails.
             asked: The conversation.
             body: The request.
+            wanted: The settings of the request.
         """
         wants_usage = streams_usage(body)
 
         async def events() -> AsyncIterator[object]:
-            shared = self._heading("chat.completion.chunk")
+            shared = self._heading("chat.completion.chunk", wanted)
             async for piece in pieces(stream, asked.tools):
                 choice = dict(piece)
                 if choice["finish_reason"] is not None:
@@ -136,7 +143,11 @@ class ChatCompletions:
         return call.number("top_logprobs", 0, 0, MOST_LIKELY)
 
     def _answer(
-        self, asked: Conversation, answers: Sequence[ChatAnswer], body: Mapping[str, Any]
+        self,
+        asked: Conversation,
+        answers: Sequence[ChatAnswer],
+        body: Mapping[str, Any],
+        wanted: Wanted,
     ) -> dict[str, object]:
         choices = []
         for k, answer in enumerate(answers):
@@ -152,13 +163,14 @@ class ChatCompletions:
             choices.append(choice)
         found = usage([asked.prompt], [answer.rollout for answer in answers])
         ids = {"prompt_token_ids": asked.prompt.token_ids} if body.get("return_token_ids") else {}
-        heading = self._heading("chat.completion")
+        heading = self._heading("chat.completion", wanted)
         return {**heading, **ids, "choices": choices, "usage": found}
 
-    def _heading(self, kind: str) -> dict[str, object]:
+    def _heading(self, kind: str, wanted: Wanted) -> dict[str, object]:
         """Return the first fields of an answer or of an event."""
         served = self.generator.served
-        return {**served.named("chatcmpl"), "object": kind, "system_fingerprint": served.digest}
+        named = served.named("chatcmpl") | {"object": kind}
+        return {**named, "system_fingerprint": served.digest, **wanted.seed_field()}
 
 
 def said(

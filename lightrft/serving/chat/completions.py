@@ -69,7 +69,7 @@ class Completions:
         prompts = await asyncio.to_thread(self._prompts, body, given)
         if echo and body.get("max_tokens") == 0:
             # one token is generated to share the code, and is not shown
-            call = HTTPCall({**body, "max_tokens": 1, "n": 1}, call.deadline)
+            call = replace(call, body={**body, "max_tokens": 1, "n": 1})
         wanted = await asyncio.to_thread(self.generator.wanted, call, likely, echo)
         has_tokens = bool(body.get("return_token_ids"))
         wanted = replace(wanted, has_tokens=has_tokens, response_tokens=given)
@@ -116,7 +116,7 @@ class Completions:
         if isinstance(given, str) and given:
             # as in vLLM, special tokens that the text spells are special tokens
             return list(self.tokenizer(given)["input_ids"])
-        vocabulary = len(self.tokenizer)
+        vocabulary = self.generator.vocabulary
         is_ids = isinstance(given, list) and bool(given)
         if is_ids and all(type(id) is int and 0 <= id < vocabulary for id in given):
             return given
@@ -134,7 +134,7 @@ class Completions:
         body: Mapping[str, Any],
     ) -> EventStream:
         async def events() -> AsyncIterator[object]:
-            heading, version = self._heading(), self.generator.engine.version
+            heading, version = self._heading(wanted), self.generator.engine.version
             async for piece in stream.choices():
                 index, reason = piece["index"], piece["finish_reason"]
                 text = piece["delta"].get("content", "")
@@ -183,7 +183,7 @@ class Completions:
             choices.append(choice)
         rollouts = [answer.rollout for answer in answers]
         found = usage(prompts, rollouts, has_response=not is_scored_alone)
-        return {**self._heading(), "choices": choices, "usage": found}
+        return {**self._heading(wanted), "choices": choices, "usage": found}
 
     def _logprobs(self, ids: list[int], found: TokenLogprobs, echo: bool) -> dict[str, object]:
         """Return log-probs as the API of OpenAI has them. The first token of a text has none."""
@@ -206,10 +206,10 @@ class Completions:
             "text_offset": offsets,
         }
 
-    def _heading(self) -> dict[str, object]:
+    def _heading(self, wanted: Wanted) -> dict[str, object]:
         served = self.generator.served
-        named = served.named("cmpl")
-        return {**named, "object": "text_completion", "system_fingerprint": served.digest}
+        named = served.named("cmpl") | {"object": "text_completion"}
+        return {**named, "system_fingerprint": served.digest, **wanted.seed_field()}
 
     async def tokenize(self, call: HTTPCall) -> object:
         """Answer ``/tokenize`` for a text or for messages."""

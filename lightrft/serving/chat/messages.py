@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightrft.serving.chat.chat_completions import ChatCompletions, Conversation, opened
 from lightrft.serving.chat.request_fields import MESSAGES, PASSED_ON, TOOL
 from lightrft.serving.chat.response_format import OF_MESSAGES
-from lightrft.serving.chat.text_generator import TextGenerator, token_fields
+from lightrft.serving.chat.text_generator import TextGenerator, Wanted, token_fields
 from lightrft.serving.chat.token_stream import TokenStream
 from lightrft.serving.chat.tool_calls import ToolCall, find_calls
 from lightrft.serving.http_server import Endpoint
@@ -49,17 +50,17 @@ class Messages:
         if call.body.get("max_tokens") is None:
             raise bad("max_tokens is missing")
         body = as_chat(call.body)
-        wanted = await asyncio.to_thread(self.generator.wanted, HTTPCall(body, call.deadline))
+        wanted = await asyncio.to_thread(self.generator.wanted, replace(call, body=body))
         asked = await asyncio.to_thread(self.chat.read, body)
         future, stream = self.generator.begin([asked.prompt], wanted, call.deadline)
         if stream is not None:
-            events = self._events(stream, asked, wanted.sampling.stop)
+            events = self._events(stream, asked, wanted)
             return opened(stream, future, events, has_names=True)
         (answer,) = await asyncio.wrap_future(future)
         rollout = answer.rollout
         text, calls = self._said(rollout, asked)
         return {
-            **self._heading(asked),
+            **self._heading(asked, wanted),
             "content": [
                 *([{"type": "text", "text": text}] if text or not calls else []),
                 *map(_tool_use, calls),
@@ -72,7 +73,7 @@ class Messages:
     def _said(self, rollout: Rollout, asked: Conversation) -> tuple[str, list[ToolCall]]:
         return find_calls(rollout.text, asked.tools) if asked.tools else (rollout.text, [])
 
-    def _heading(self, asked: Conversation) -> dict[str, object]:
+    def _heading(self, asked: Conversation, wanted: Wanted) -> dict[str, object]:
         return {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
             "type": "message",
@@ -82,6 +83,7 @@ class Messages:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _usage(asked),
+            **wanted.seed_field(),
         }
 
     def _end(
@@ -100,9 +102,9 @@ class Messages:
         return {"stop_reason": "stop_sequence" if found else "end_turn", "stop_sequence": found}
 
     async def _events(
-        self, stream: TokenStream, asked: Conversation, stop: Sequence[str]
+        self, stream: TokenStream, asked: Conversation, wanted: Wanted
     ) -> AsyncIterator[object]:
-        yield {"type": "message_start", "message": self._heading(asked)}
+        yield {"type": "message_start", "message": self._heading(asked, wanted)}
         if not asked.tools:
             yield _start(0, {"type": "text", "text": ""})
             async for piece in stream.choices():
@@ -118,7 +120,7 @@ class Messages:
         if asked.tools:
             for event in _whole(text, calls):
                 yield event
-        reason = self._end(rollout, calls, stop)
+        reason = self._end(rollout, calls, wanted.sampling.stop)
         # the counts of this event replace those of the first one
         yield {"type": "message_delta", "delta": reason, "usage": _usage(asked, rollout)}
         yield {"type": "message_stop"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.seeding import derive_seed
 
+SEED_BITS = 32
+"""Bits of a random seed: every client of JSON reads such a number exactly."""
 MOST_CHOICES = 64
 """Largest ``n`` of a request."""
 MOST_LIKELY = 20
@@ -39,6 +42,7 @@ class Wanted:
     Attributes:
         sampling: The sampling settings.
         seeds: Seed of each response to a prompt.
+        seed: The seed that they derive from. ``None`` if the request gives each of them.
         likely: Number of likely tokens at each place. ``None`` for no log-probs.
         echo: Log-probs are of the tokens of the prompts too.
         is_stream: The answer is sent as it grows.
@@ -49,12 +53,17 @@ class Wanted:
 
     sampling: SamplingConfig
     seeds: Sequence[int]
+    seed: int | None = None
     likely: int | None = None
     echo: bool = False
     is_stream: bool = False
     constraint: ConstraintConfig | None = None
     has_tokens: bool = False
     response_tokens: int = 0
+
+    def seed_field(self) -> dict[str, int]:
+        """Return the field of an answer by which its request can be repeated."""
+        return {} if self.seed is None else {"seed": self.seed}
 
 
 class TextGenerator:
@@ -64,6 +73,7 @@ class TextGenerator:
         engine: Generates the responses.
         likely: Returns the log-probs of the tokens of responses, and the likeliest tokens.
         tokenizer: The tokenizer of the model.
+        vocabulary: Number of token ids that the model knows, which may exceed the tokenizer's.
         sampling: Settings for requests that set nothing else.
         served: Name and digest of the model.
         context: Context length of the model in tokens. ``None`` for no limit.
@@ -75,6 +85,7 @@ class TextGenerator:
         engine: NativeEngine,
         likely: Callable[[Sequence[Rollout], int], list[TokenLogprobs]],
         tokenizer: Any,
+        vocabulary: int,
         sampling: SamplingConfig,
         served: ServedModel,
         context: int | None,
@@ -83,6 +94,7 @@ class TextGenerator:
         self.engine = engine
         self.likely = likely
         self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
         self.sampling = sampling
         self.served = served
         self.context = context
@@ -99,9 +111,11 @@ class TextGenerator:
         Raises:
             HTTPProblem: A field is malformed.
         """
+        seed, seeds = seeds_of(call)
         return Wanted(
             self._sampling(call.body),
-            seeds_of(call),
+            seeds,
+            seed,
             likely,
             echo,
             bool(call.body.get("stream")),
@@ -156,18 +170,23 @@ class TextGenerator:
         for name, setting in SETTINGS.items():
             if (value := body.get(name)) is None:
                 continue
-            if given.get(setting, value) != value:
+            # not ``get(setting, value)``: NaN differs from itself
+            if setting in given and given[setting] != value:
                 both = f"{fields[setting]} = {given[setting]} and {name} = {value}"
                 raise bad(f"{both} are one setting; send one of them")
-            is_one = setting == "stop" and isinstance(value, str)
-            given[setting], fields[setting] = (value,) if is_one else value, name
+            if setting == "stop" and isinstance(value, str):
+                value = (value,)
+            # vLLM's value for all tokens
+            if name == "top_k" and value == -1:
+                value = 0
+            given[setting], fields[setting] = value, name
         try:
             found = SamplingConfig.model_validate({**self.sampling.model_dump(), **given})
         except ValidationError as error:
             raise bad(sampling_problem(error, fields)) from error
-        largest = max(len(self.tokenizer) - 1, *self.engine.decoder.eos_token_ids)
         for id in found.stop_token_ids if "stop_token_ids" in given else ():
-            if id > largest:
+            if id >= self.vocabulary:
+                largest = self.vocabulary - 1
                 raise bad(f"stop_token_ids has {id}, and the largest token id is {largest}")
         return found
 
@@ -203,10 +222,11 @@ class TextGenerator:
         return [ChatAnswer(rollout, row) for rollout, row in zip(rollouts, rows, strict=True)]
 
 
-def seeds_of(call: HTTPCall) -> list[int]:
-    """Return the seed of each response to a prompt.
+def seeds_of(call: HTTPCall) -> tuple[int | None, list[int]]:
+    """Return the seed of the request, and that of each response to a prompt.
 
-    ``seeds`` gives them. Else they derive from ``seed``, for ``n`` responses.
+    ``seeds`` gives them. Else they derive from ``seed``, for ``n`` responses. A request with
+    neither gets a random seed, or that of its request id, so that its repetition is equal.
 
     Raises:
         HTTPProblem: A field is malformed, ``seed`` is given too, or ``n`` is not the number of
@@ -215,15 +235,17 @@ def seeds_of(call: HTTPCall) -> list[int]:
     given = call.body.get("seeds")
     count = call.number("n", 1, 1, MOST_CHOICES)
     if given is None:
-        seed = call.number("seed", 0, 0, 2**63 - 1)
-        return [derive_seed(seed, "choice", k) for k in range(count)]
+        name = call.id or secrets.token_hex()
+        fresh = derive_seed(0, "request", name) % 2**SEED_BITS
+        seed = call.number("seed", fresh, 0, 2**63 - 1)
+        return seed, [derive_seed(seed, "choice", k) for k in range(count)]
     if (seed := call.body.get("seed")) is not None:
         raise bad(f"seed = {seed} has no effect next to seeds; send one of them")
     if not 1 <= len(given) <= MOST_CHOICES or not all(0 <= one < 2**63 for one in given):
         raise bad(f"seeds must be 1 to {MOST_CHOICES} whole numbers from 0, below 2**63")
     if call.body.get("n") is not None and count != len(given):
         raise bad(f"n = {count}, and seeds has {len(given)} numbers; leave out n")
-    return [int(one) for one in given]
+    return None, [int(one) for one in given]
 
 
 def echoed(rollout: Rollout) -> Rollout:

@@ -78,7 +78,9 @@ def _parsed(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        # clients send an empty text for a call without arguments
+        arguments = json.loads(function["arguments"].strip() or "{}")
+        return {**call, "function": {**function, "arguments": arguments}}
     except ValueError as error:
         raise bad(f"the arguments of tool call {call.get('id')!r} are not JSON: {error}") from error
 

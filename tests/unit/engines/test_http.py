@@ -610,3 +610,40 @@ def test_a_request_that_waits_while_others_get_tokens_has_not_failed(url: str) -
         asked = requests(2, watch=lambda tokens: True)
         done = list(found.engine.generate(asked, SamplingConfig(max_new_tokens=12)))
     assert len(done) == 2 and time.monotonic() - begun > 3
+
+
+@pytest.mark.parametrize("has_bucket", [False, True], ids=["begun", "partly sent"])
+def test_an_update_whose_run_is_gone_ends_by_itself(
+    has_bucket: bool, folder: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = {name: tensor * 2 for name, tensor in model.named_parameters()}
+    put, sent = http._put, []
+
+    def killed(client: Any, update: str, number: int, bucket: bytes) -> None:
+        if has_bucket and not sent:
+            sent.append(number)
+            put(client, update, number, bucket)
+            return
+        raise KeyboardInterrupt
+
+    limits = {"max_body_mb": 0.05, "timeout": 2.0}
+    with model_server(folder, weights_token_file=str(keys), http=limits) as (url, _):
+        engine = opened(url, api_key_env=KEY).engine
+        engine.require_updates()
+        start = engine._held()
+        with monkeypatch.context() as patch:
+            patch.setattr(http, "_put", killed)
+            with pytest.raises(KeyboardInterrupt):
+                engine.load_weights(weights.items(), 1)
+        ask = {"prompt": "1+1=", "seed": 0}
+        assert httpx.post(f"{url}/v1/completions", json=ask).status_code == 503
+        until = time.monotonic() + 60
+        while httpx.post(f"{url}/v1/completions", json=ask).status_code == 503:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert engine._held() == start
+        # a later run is served as if there had been none
+        again = opened(url, api_key_env=KEY).engine
+        again.require_updates()
+        assert again.load_weights(weights.items(), 3) == checksums(weights.items())

@@ -191,3 +191,27 @@ def test_tokenize_and_models_report_the_same_limit(folder):
 def test_malformed_requests_are_refused_with_the_field(path, body, said, url):
     answer = httpx.post(url + path, json=body, timeout=30)
     assert answer.status_code == 400 and said in answer.text, answer.text
+
+
+def test_every_row_of_the_model_is_a_token_id_and_not_only_those_of_the_tokenizer(tmp_path):
+    tokenizer = tiny_tokenizer()
+    rows = len(tokenizer) + 7
+    tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=rows).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = [5, rows - 1, len(tokenizer)]
+    with model_server(tmp_path, sampling={"max_new_tokens": 3}) as (url, _):
+        body = {
+            "prompt": ids,
+            "temperature": 0,
+            "return_token_ids": True,
+            "stop_token_ids": [rows - 2],
+        }
+        answer = ask(url, **body, logprobs=2, echo=True)
+        [choice] = answer["choices"]
+        assert choice["prompt_token_ids"] == ids
+        found = logprobs_of(tmp_path, [*ids, *choice["token_ids"]])
+        expected = [float(found[k, id]) for k, id in enumerate([*ids, *choice["token_ids"]][1:])]
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
+        ask(url, "/detokenize", tokens=ids)
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": [rows]})
+        assert refused.status_code == 400 and f"from 0 to {rows - 1}" in refused.text

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import httpx
 import pytest
 
 from lightrft.config.serving import HTTPConfig
+from lightrft.serving import connections, http_server
 from lightrft.serving.http_server import Endpoint, EventStream, HTTPServer
 from lightrft.serving.problems import HTTPCall, anthropic_error, openai_error
 from lightrft.serving.server_metrics import ServerMetrics
@@ -325,3 +328,129 @@ def test_requests_are_counted_by_path_and_status():
             assert f'requests_total{{path="/echo",status="{status}"}} 1' in text
         assert 'request_seconds_bucket{le="+Inf"} 2' in text
         assert json.loads(httpx.post(f"{url}/echo", json={"é": 1}).text) == {"é": 1}
+
+
+def test_a_header_that_does_not_arrive_closes_its_connection(monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    with answering(ECHO) as (url, server):
+        host, port = url.removeprefix("http://").split(":")
+        heads = (b"", b"POST /echo HTTP/1.1\r\nHost: x\r\n", b"POST /echo HTTP/1.1\r\nA: ")
+        for head in heads:
+            with socket.create_connection((host, int(port)), timeout=20) as sock:
+                sock.sendall(head)
+                # the server ends the connection, and sends nothing
+                assert sock.recv(1) == b""
+        assert f"late_headers_total {len(heads)}" in server.metrics.text()
+        # the second header of a connection
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            sock.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            assert b" 200 " in sock.recv(4096)
+            sock.sendall(b"POST /echo HTTP/1.1\r\n")
+            while sock.recv(4096):
+                pass
+        assert httpx.post(f"{url}/echo", json={"a": 1}).status_code == 200
+
+
+def test_an_answer_that_takes_longer_than_a_header_may_is_sent(monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    with answering(Slow(0.6).endpoint) as (url, _), httpx.Client(base_url=url) as client:
+        assert [client.post("/slow", json={}).json()["call"] for _ in range(2)] == [1, 2]
+
+
+def test_connections_beyond_the_limit_of_open_files_are_refused_and_counted(monkeypatch, caplog):
+    monkeypatch.setattr(http_server, "connection_limits", lambda: (3, 2))
+    with answering(ECHO) as (url, server):
+        host, port = url.removeprefix("http://").split(":")
+        kept = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3)]
+        for _ in range(4):
+            with socket.create_connection((host, int(port)), timeout=20) as sock:
+                assert sock.recv(4096).startswith(b"HTTP/1.1 503 ")
+        for sock in kept:
+            sock.close()
+        until = time.monotonic() + 20
+        while httpx.post(f"{url}/echo", json={"a": 1}).status_code != 200:
+            assert time.monotonic() < until
+    assert "refused_connections_total" in server.metrics.text()
+    assert len([r for r in caplog.records if "ulimit -n" in r.message]) == 1
+
+
+LIMITED = """
+import resource, sys
+from lightrft.config.serving import HTTPConfig
+from lightrft.serving.http_server import Endpoint, HTTPServer
+from lightrft.serving.server_metrics import ServerMetrics
+
+async def echo(call):
+    return dict(call.body)
+
+server = HTTPServer([Endpoint(("/echo",), echo)], HTTPConfig(port=0), ServerMetrics())
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+print(server.bind(), flush=True)
+server.run()
+"""
+
+
+def test_a_server_at_its_limit_of_open_files_goes_on_and_floods_no_log(tmp_path):
+    """asyncio itself would log each failed attempt to accept a connection, in a loop."""
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LIMITED], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        host, port = url.removeprefix("http://").split(":")
+        kept = [socket.create_connection((host, int(port)), timeout=20) for _ in range(400)]
+        # the last one was refused at once
+        assert kept[-1].recv(4096).startswith(b"HTTP/1.1 503 ")
+        for sock in kept:
+            sock.close()
+        until = time.monotonic() + 30
+        while httpx.post(f"{url}/echo", json={"a": 1}, timeout=30).status_code != 200:
+            assert time.monotonic() < until
+    finally:
+        process.kill()
+        process.communicate()
+    assert log.stat().st_size < 10_000
+
+
+def test_an_answer_whose_client_has_left_is_computed_no_further():
+    began, ended = threading.Event(), threading.Event()
+
+    async def slow(call: HTTPCall) -> Any:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.set()
+            raise
+
+    with answering(Endpoint(("/slow",), slow)) as (url, server):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            sock.sendall(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            assert began.wait(20)
+        assert ended.wait(20)
+        until = time.monotonic() + 20
+        while "left_requests_total 1" not in server.metrics.text():
+            assert time.monotonic() < until
+        assert server.metrics.gauges["open_requests"]() == 0
+
+
+def test_a_stream_that_takes_too_long_ends_with_the_limit():
+    async def endless() -> Any:
+        yield {"type": "piece"}
+        # as if the time of the request were over
+        for limit in server._limits:
+            limit.reschedule(0)
+        await asyncio.sleep(60)
+
+    async def stream(call: HTTPCall) -> Any:
+        return EventStream(endless(), lambda: None)
+
+    with answering(Endpoint(("/stream",), stream)) as (url, server):
+        answer = httpx.post(f"{url}/stream", json={}, timeout=50)
+    first, failure = [line for line in answer.text.splitlines() if line]
+    assert first == 'data: {"type": "piece"}'
+    assert "http.timeout" in json.loads(failure.removeprefix("data: "))["error"]["message"]

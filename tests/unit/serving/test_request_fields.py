@@ -123,7 +123,8 @@ def test_a_field_that_would_change_the_answer_is_refused(path, fields, url):
     ],
 )
 def test_fields_that_change_no_answer_are_accepted(path, fields, url):
-    plain, full = ask(url, path, {}), ask(url, path, fields)
+    same = {"seed": 0} if path in (CHATS, TEXTS, OF_ANTHROPIC) else {}
+    plain, full = ask(url, path, same), ask(url, path, {**same, **fields})
     assert full.status_code == 200, full.text
     for key in ("choices", "content", "tokens", "prompt"):
         assert plain.json().get(key) == full.json().get(key)
@@ -151,6 +152,14 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(path, name, near, url
         (CHATS, {"max_tokens": 0}, "max_tokens = 0: it should be greater than or equal to 1"),
         (CHATS, {"temperature": -1}, "temperature = -1: it should be greater than or equal to 0"),
         (CHATS, {"temperature": float("inf")}, "temperature = inf: it should be a finite number"),
+        (CHATS, {"temperature": float("nan")}, "temperature = nan: it should be"),
+        (TEXTS, {"top_p": float("nan")}, "top_p = nan: it should be"),
+        (TEXTS, {"min_p": float("nan")}, "min_p = nan: it should be"),
+        (OF_ANTHROPIC, {"top_p": float("nan")}, "top_p = nan: it should be"),
+        (CHATS, {"repetition_penalty": float("nan")}, "repetition_penalty = nan: it should be"),
+        (CHATS, {"seed": float("nan")}, "seed = nan: it should be a whole number"),
+        (CHATS, {"temperature": 10**400}, "temperature = 1000"),
+        (CHATS, {"top_k": -2}, "top_k = -2: it should be greater than or equal to 0"),
         (CHATS, {"min_tokens": 9}, "min_tokens 9 is above max_tokens 2; raise the latter"),
         (CHATS, {"stop": ["a", ""]}, "stop.1 is an empty text"),
         (OF_ANTHROPIC, {"stop_sequences": [""]}, "stop_sequences.0 is an empty text"),
@@ -383,3 +392,22 @@ def test_two_names_of_one_setting_may_have_one_value(url):
 
 def test_as_many_seeds_as_answers_are_accepted(url):
     assert len(ask(url, TEXTS, {"seeds": [1, 2], "n": 2}).json()["choices"]) == 2
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS, OF_ANTHROPIC])
+def test_requests_without_a_seed_differ_and_each_answer_has_the_seed_that_repeats_it(path, url):
+    def shown(answer: Any) -> Any:
+        tree = answer.json()
+        return [tree.get("choices"), tree.get("content")]
+
+    first, second = (ask(url, path, {"max_tokens": 8, "temperature": 1.0}) for _ in range(2))
+    assert first.json()["seed"] != second.json()["seed"] and shown(first) != shown(second)
+    again = {"max_tokens": 8, "temperature": 1.0, "seed": first.json()["seed"]}
+    assert shown(ask(url, path, again)) == shown(first)
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS, OF_ANTHROPIC])
+def test_minus_one_keeps_all_tokens_as_in_vllm(path, url):
+    found = [ask(url, path, {"seed": 3, "top_k": k}).json() for k in (-1, 0)]
+    assert found[0].get("choices") == found[1].get("choices")
+    assert found[0].get("content") == found[1].get("content")

@@ -108,3 +108,10 @@ def test_a_request_for_messages_becomes_one_for_a_chat_completion():
         5,
         "auto",
     )
+
+
+@pytest.mark.parametrize("text", ["", " ", "{}"])
+def test_a_call_without_arguments_has_none(text):
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": text}}
+    [message] = with_parsed_arguments([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
