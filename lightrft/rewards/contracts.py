@@ -35,7 +35,8 @@ class Case:
 CASES = (
     Case(
         "number",
-        "gives a finite number, or a dict of named ones, for right and wrong responses",
+        "gives a finite number, or a dict with one named reward or score, for right and wrong "
+        "responses",
         TEXTS,
     ),
     Case("empty response", "scores a response without any text", ("", " ", "\n")),

@@ -15,6 +15,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 REWARDS: Registry[Callable[..., Any]] = Registry("reward")
 """Registry of reward functions: ``reward(rollout, **options) -> float | {term: float}``.
 
+A dict names its reward ``reward`` or ``score``. Its other values are only reported.
+
 If the first parameter is named ``rollouts``, the function takes a list and returns a list, or a
 dict of lists. Either form may be ``async def``. A function ``warm_up()`` in the same module runs
 once in each worker, outside the deadline, before the first call.

@@ -10,6 +10,9 @@ from typing import TypeGuard
 VALUE = ""
 """Key of the reward itself in the result of ``terms_of``. Other terms are only logged."""
 
+REWARD_KEYS = ("reward", "score")
+"""Keys of a dict that name its reward, the first one present."""
+
 UNGRADED = "ungraded"
 """Key of a term that is 1 if a response could not be graded and therefore counts as wrong."""
 
@@ -51,10 +54,11 @@ def number_of(value: object) -> float:
 def terms_of(result: object) -> dict[str, float]:
     """Return the reward under ``VALUE`` and, for a dict, every other named term.
 
-    The reward of a dict is its ``"reward"`` if present, else the sum of its values.
+    The reward of a dict is its ``"reward"``, else its ``"score"``.
 
     Raises:
-        InvalidReward: If a value is not a finite number, or a key is not a name.
+        InvalidReward: If a value is not a finite number, or a key is not a name, or no key names
+            the reward.
     """
     if not isinstance(result, Mapping):
         return {VALUE: number_of(result)}
@@ -68,10 +72,13 @@ def terms_of(result: object) -> dict[str, float]:
             terms[key] = number_of(value)
         except InvalidReward as error:
             raise InvalidReward(f"{error} for {key!r}") from None
-    if "reward" in terms:
-        return {VALUE: terms.pop("reward"), **terms}
-    # fsum rounds once, so the sum does not depend on the order of the keys.
-    return {VALUE: number_of(math.fsum(terms.values())), **terms}
+    name = next((name for name in REWARD_KEYS if name in terms), None)
+    if name is None:
+        raise InvalidReward(
+            f"returned a dict with the keys {', '.join(map(repr, terms))}, and none is 'reward' or "
+            "'score'; name the number to train on 'reward'"
+        )
+    return {VALUE: terms.pop(name), **terms}
 
 
 def rows_of(result: object, count: int) -> list[object]:

@@ -109,7 +109,7 @@ def batch_size(rollouts):
 
 
 def terms(rollout, scale=1.0):
-    return {"a": 1.0 * scale, "b": 2.0 * scale}
+    return {"reward": 3.0 * scale, "a": 1.0 * scale, "b": 2.0 * scale}
 
 
 def counted(rollout):
