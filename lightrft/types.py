@@ -176,7 +176,9 @@ class Rollout:
         finish_reason: ``stop``, ``length``, or ``abort`` for an unfinished response.
         seed: Seed of the request.
         sample: Index among the responses to the prompt.
-        text: The response as text.
+        text: The response as text, without special tokens.
+        special_text: The text with the special tokens that were sampled, but without the one that
+            ended the response. Empty if it is ``text``.
         reward: Outcome reward. ``None`` if the response is not scored.
         baseline: Reward of the greedy response to the same prompt. ``None`` if there is none.
         terms: Reward terms by name.
@@ -198,6 +200,7 @@ class Rollout:
     seed: int
     sample: int = 0
     text: str = ""
+    special_text: str = ""
     reward: float | None = None
     baseline: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
@@ -211,6 +214,11 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def sampled_text(self) -> str:
+        """The response as it was sampled, which rewards read."""
+        return self.special_text or self.text
 
 
 @dataclass(slots=True)

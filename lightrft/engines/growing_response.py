@@ -143,14 +143,12 @@ class GrowingResponse:
 
     def rollout(self, tokenizer: PreTrainedTokenizerBase) -> Rollout:
         assert self.reason is not None
-        text = self.text
-        if text is None and self.token_ids:
-            text = str(tokenizer.decode(self.token_ids, skip_special_tokens=True))
         return rollout_of(
             self.request,
             self.token_ids,
             self.logprobs,
             self.versions,
             self.reason,
-            text or "",
+            self.text,
+            tokenizer,
         )

@@ -553,10 +553,16 @@ class GenerationBatch:
         rows, request = self._rows, self._rows.requests[row]
         length = int(rows.steps[row])
         token_ids = rows.tokens[row, :length].tolist()
-        if text is None:
-            text = str(self._engine.tokenizer.decode(token_ids, skip_special_tokens=True))
         logprobs, versions = rows.logprobs[row, :length], rows.versions[row, :length]
-        found = rollout_of(request, token_ids, logprobs.tolist(), versions.tolist(), reason, text)
+        found = rollout_of(
+            request,
+            token_ids,
+            logprobs.tolist(),
+            versions.tolist(),
+            reason,
+            text,
+            self._engine.tokenizer,
+        )
         if rows.experts:
             found.experts = rows.experts[row].choices(length)
         if isinstance(self._session, PrefixSession):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.types import FinishReason, Request, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NATIVE_SETTINGS = ("first_token_temperature", "constraint")
 """Settings ``sampling`` that only the native engine applies. ``None`` is their default."""
@@ -147,7 +152,8 @@ def rollout_of(
     logprobs: list[float],
     versions: list[int],
     reason: FinishReason,
-    text: str,
+    text: str | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Rollout:
     """Return the rollout of a response. Lists have one entry per token, resumed tokens included.
 
@@ -157,8 +163,13 @@ def rollout_of(
         logprobs: Their log-probs.
         versions: Versions of the policy that sampled them.
         reason: Why the response ended.
-        text: The response as text.
+        text: The response before its stop string, without special tokens. ``None`` is all of it.
+        tokenizer: Decodes the tokens.
     """
+    whole = str(tokenizer.decode(token_ids, skip_special_tokens=True)) if token_ids else ""
+    text = whole if text is None else text
+    ended = reason == "stop" and text == whole
+    special = special_text(tokenizer, token_ids[:-1] if ended else token_ids, text)
     # a partial response may hold tokens of an environment, which the policy did not sample
     resumed = [] if request.partial is None else request.partial.sampled
     return Rollout(
@@ -171,4 +182,35 @@ def rollout_of(
         seed=request.seed,
         sample=request.sample,
         text=text,
+        special_text=special,
     )
+
+
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    return frozenset(tokenizer.all_special_ids)
+
+
+def special_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], text: str) -> str:
+    """Return the text of a response with its special tokens, or "" if it has none.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        token_ids: The tokens of the response, without an end token.
+        text: The text without special tokens. It may end before a stop string, and then so does
+            the result.
+    """
+    special = [token for token in token_ids if token in _special_ids(tokenizer)]
+    if not special:
+        return ""
+    found = str(tokenizer.decode(token_ids))
+    # The end of ``text`` in ``found``: special tokens before it do not count.
+    position = seen = 0
+    for token in special:
+        name = str(tokenizer.decode([token]))
+        start = found.find(name, position)
+        if start < 0 or seen + start - position > len(text):
+            break
+        seen += start - position
+        position = start + len(name)
+    return found[: position + len(text) - seen]

@@ -190,7 +190,7 @@ class TextEndpoint:
             while asked:
                 if stopped():
                     for request in asked.values():
-                        yield rollout_of(request, [], [], [], "abort", "")
+                        yield rollout_of(request, [], [], [], "abort", "", self.tokenizer)
                     return
                 done, _ = wait(asked, LOOK_SECONDS, FIRST_COMPLETED)
                 for future in done:
@@ -223,7 +223,8 @@ class TextEndpoint:
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         n = len(ids)
         reason = REASONS.get(str(found.reason), "stop")
-        made = rollout_of(request, ids, [math.nan] * n, [0] * n, reason, text)
+        made = rollout_of(request, ids, [math.nan] * n, [0] * n, reason, text, self.tokenizer)
+        made.special_text = ""  # the endpoint sends its text, special tokens included
         if found.reason == WITHHELD:
             made.failed = f"the endpoint withheld the response (finish_reason {WITHHELD})"
         return made

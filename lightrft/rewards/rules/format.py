@@ -9,6 +9,8 @@ from lightrft.rewards.registry import REWARDS
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 _NO_TAG = r"(?:(?!</?think>|</?answer>)[\s\S])"
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z|<answer>\s*\Z")
+"""A tag at the end of a prompt, which the response continues."""
 THINK_ANSWER = rf"\s*<think>{_NO_TAG}+</think>\s*<answer>{_NO_TAG}+</answer>\s*"
 """Thinking, then an answer, each tag once.
 
@@ -16,10 +18,18 @@ This is the format reward of DeepSeek-R1, arXiv 2501.12948, section 2.2.2.
 """
 
 
-@REWARDS.register("format")
+@REWARDS.register("format", kind="measure")
 def format_reward(rollout: RolloutView, *, pattern: str = THINK_ANSWER) -> float:
-    """Return 1 if the regular expression ``pattern`` matches the whole response, else 0."""
-    return float(_compiled(pattern).fullmatch(rollout.text) is not None)
+    """Return 1 if the regular expression ``pattern`` matches the whole response, else 0.
+
+    A chat template may write the first tag into the prompt. The default pattern is then matched
+    with this tag. Your own pattern may match with or without it.
+    """
+    opened = _OPENED.search(rollout.prompt.text)
+    texts = [(opened.group() if opened else "") + rollout.text]
+    if opened and pattern != THINK_ANSWER:
+        texts.append(rollout.text)
+    return float(any(_compiled(pattern).fullmatch(text) for text in texts))
 
 
 @lru_cache(maxsize=64)

@@ -62,5 +62,5 @@ def view_of(rollout: Rollout) -> RolloutView:
         r.finish_reason,
         r.seed,
         r.sample,
-        r.text,
+        r.sampled_text,
     )

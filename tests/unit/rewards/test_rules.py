@@ -43,6 +43,8 @@ def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scor
         "weights",
         "failed",
         "step_rewards",
+        # its text, if it has special tokens
+        "special_text",
         # how it was generated, not what
         "experts",
         "drafted",
@@ -369,3 +371,32 @@ def test_the_length_target_costs_the_distance_beyond_its_tolerance():
 
 def test_every_rule_survives_the_trip_through_json():
     assert json.loads(json.dumps(grade("math", "#### 5", "5"))) == 1.0
+
+
+OPENED = "<|im_start|>assistant\n<think>\n"
+OPENED_TEXTS = [
+    (OPENED, "2+2=4</think><answer>4</answer>", 1),
+    (OPENED, "2+2=4</think>4", 0),
+    (OPENED, "<think>2</think><answer>4</answer>", 0),
+    (OPENED, "</think><answer>4</answer>", 1),
+    ("Q: <think>", "</think><answer>4</answer>", 0),
+    ("assistant\n<think>\n\n</think>\n\n", "<answer>4</answer>", 1),
+    ("assistant\n<think>\n\n</think>\n\n", "<think>2</think><answer>4</answer>", 0),
+    ("What does <think> mean?", "<think>2</think><answer>4</answer>", 1),
+    ("What does <think> mean?", "2</think><answer>4</answer>", 0),
+]
+
+
+@pytest.mark.parametrize(("prompt", "text", "reward"), OPENED_TEXTS)
+def test_the_format_is_that_of_the_response_as_the_model_continued_it(prompt, text, reward):
+    rollout = answer(text)
+    rollout.prompt.text = prompt
+    assert REWARDS["format"](rollout) == reward
+
+
+def test_a_pattern_of_the_user_may_match_with_or_without_the_tag_of_the_prompt():
+    rollout = answer("2+2=4</think>4")
+    rollout.prompt.text = OPENED
+    for pattern in (r".*</think>\d", r"<think>\s.*</think>\d"):
+        assert REWARDS["format"](rollout, pattern=pattern) == 1
+    assert REWARDS["format"](rollout, pattern=r"\d") == 0
