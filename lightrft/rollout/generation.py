@@ -17,6 +17,9 @@ from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import GenerationInterrupted, RewardError
 from lightrft.utils.seeding import derive_seed
 
+LARGEST_REWARD = 1e15
+"""Largest absolute reward. The square of a larger one, summed over a step, may exceed float32."""
+
 
 def no_op() -> None:
     """Do nothing; the default of ``keep_alive``."""
@@ -313,6 +316,17 @@ class _GroupScorer:
     def _place(self, rollout: Rollout) -> None:
         # Scores may take minutes after the last token, and other ranks wait meanwhile.
         self._keep_alive()
+        refuse_huge(rollout)
         group = self._group_of[rollout.seed]
         self.groups[group].append(rollout)
         self._missing[group] -= 1
+
+
+def refuse_huge(rollout: Rollout) -> None:
+    """Mark a response as failed if its reward, or a term of it, is beyond ``LARGEST_REWARD``."""
+    of_reward = {name: rollout.terms.get(name, 0.0) for name in rollout.weights}
+    for name, value in {"": rollout.reward or 0.0, **of_reward}.items():
+        if abs(value) > LARGEST_REWARD and not rollout.failed:
+            what = f"the term {name!r}" if name else "the reward"
+            rollout.failed = f"{what} is {value:g}, beyond +-{LARGEST_REWARD:g}"
+            rollout.reward = None

@@ -26,6 +26,10 @@ def varied(rollout):
     return sum(rollout.token_ids) % 7 / 7
 
 
+def huge(rollout):
+    return 1e200 if rollout.seed % 2 else varied(rollout)
+
+
 def one_in_four(rollout):
     if rollout.seed and rollout.seed % 4 == 0:
         raise ValueError("no score today")
@@ -231,3 +235,12 @@ def test_a_run_that_was_only_evaluated_before_its_first_step_names_no_accuracy_a
     assert outcome.status == 0 and summary["steps"] == 0
     assert summary["heldout_before"] == 1.0 and "heldout_after" not in summary
     assert outcome.out.startswith("eval accuracy before training 100.0%\n")
+
+
+def test_a_finite_reward_that_is_too_large_fails_its_responses_and_the_run_goes_on(rl, tmp_path):
+    outcome = rl("reward.terms=[own.py:huge]")
+    assert outcome.status == 0, outcome.err
+    assert "beyond +-1e+15" in outcome.err
+    rows = [row for row in read_rows(tmp_path / "runs/run/metrics.jsonl") if "reward/max" in row]
+    assert rows and all(row["reward/max"] < 1 for row in rows)
+    assert sum(row["rollout/num_failed"] for row in rows) > 0

@@ -17,6 +17,7 @@ from lightrft.config.reward import ScoringModelConfig
 from lightrft.datasets.judgement.chat_messages import chat_messages
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.learner.micro_batches import micro_batches
+from lightrft.rollout.generation import LARGEST_REWARD
 from lightrft.types import Batch, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered, check_digest
@@ -163,7 +164,7 @@ class ServedRewardModel:
         scores = answer.get("scores", {}).get(self.head)
         if not isinstance(scores, list) or len(scores) != count:
             return [f"the server sent no score of {self.head!r} for each response"] * count
-        found: list[float | str] = [math.nan if one is None else float(one) for one in scores]
+        found = [_score(one) for one in scores]
         for place, problem in (answer.get("problems") or {}).items():
             found[int(place)] = str(problem)
         return found
@@ -258,3 +259,15 @@ def _bearer(term: ScoringModelConfig, key: str) -> dict[str, str]:
     if not words:
         raise ConfigError(f"{key}.token_file = {str(file)!r} is empty; write the token")
     return {"Authorization": f"Bearer {words[0]}"}
+
+
+def _score(sent: object) -> float | str:
+    """Return a score of an answer, NaN for null, or why it is none."""
+    if sent is None:
+        return math.nan
+    # true is a number for Python
+    if isinstance(sent, bool) or not isinstance(sent, int | float):
+        return f"the server sent the score {sent!r}, a {type(sent).__name__} and not a number"
+    if abs(sent) > LARGEST_REWARD:
+        return f"the server sent a score beyond +-{LARGEST_REWARD:g}"
+    return float(sent)

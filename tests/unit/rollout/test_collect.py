@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,12 @@ from lightrft.rollout.accounting import (
 )
 from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import collect_rollouts
-from lightrft.rollout.generation import GroupQuota, generate_and_score, requests_for
+from lightrft.rollout.generation import (
+    GroupQuota,
+    generate_and_score,
+    refuse_huge,
+    requests_for,
+)
 from lightrft.trainer.checks.check_rollout import check_rollout
 from lightrft.trainer.rl_step import collect_settings
 from lightrft.types import Prompt, Request, Rollout
@@ -684,3 +689,16 @@ def test_answers_that_could_not_be_graded_are_counted_and_are_not_part_of_a_mean
     values = rollout_metrics(CollectedRollouts(rollouts=[graded, ungraded])).compute()
     assert values["rollout/num_ungraded"] == 1 and values["reward/math"] == 0.5
     assert "reward/math/ungraded" not in values
+
+
+@pytest.mark.parametrize("value", [1e200, -1e200, 1.7e308, 1.1e15])
+@pytest.mark.parametrize("as_term", [False, True])
+def test_a_reward_that_no_step_can_square_fails_its_response(value: float, as_term: bool) -> None:
+    rollout = Rollout(Prompt("a", [1]), [1], [True], [0.0], [0], "stop", seed=0, reward=value)
+    if as_term:
+        rollout.terms, rollout.weights, rollout.reward = {"big": value}, {"big": 0.0}, 0.0
+    refuse_huge(rollout)
+    assert rollout.reward is None and f"{value:g}, beyond" in rollout.failed
+    fine = replace(rollout, reward=1e15, terms={"shown": value}, weights={}, failed="")
+    refuse_huge(fine)
+    assert (fine.reward, fine.failed) == (1e15, "")

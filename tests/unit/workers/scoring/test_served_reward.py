@@ -91,7 +91,7 @@ class Judge:
     def __init__(self, vocabulary: str, *statuses: int | str) -> None:
         self.vocabulary = vocabulary
         self.statuses = list(statuses)
-        self.scores: list[float | None] | None = None
+        self.scores: list[Any] | None = None
         self.digest = "sha256:1"
         self.ids: list[str] = []
 
@@ -234,3 +234,13 @@ def test_a_batch_with_media_survives_the_wire_and_a_damaged_one_is_refused():
         batch_from_json({**tree, "prompts": {**part, "input_ids": [[1], [2], [3]]}}, 10)
     with pytest.raises(DataError, match="from 0 to 3"):
         batch_from_json(tree, 4)
+
+
+@pytest.mark.parametrize("sent", ["0.5", True, [0.5], {}, 10**400, 1e200])
+def test_a_score_of_another_type_or_size_fails_its_sample_alone(folder, sent):
+    judge = judged(folder)
+    with answering(*judge.endpoints()) as (url, _):
+        served = term_of(folder, url=url)
+        judge.scores = [sent, 2.0]
+        first, second = served.scores([], batch(2))
+        assert isinstance(first, str) and "the server sent" in first and second == 2.0
