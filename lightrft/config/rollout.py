@@ -60,8 +60,8 @@ class RolloutConfig(Settings):
 
 
 class EvalConfig(Settings):
-    """Evaluation on the eval set. The accuracy of a prompt is the share of its responses whose
-    reward reaches ``threshold``."""
+    """Evaluation on the eval set. The accuracy of a prompt is the share of its right responses. A
+    response is right if the term of ``reward.success`` reaches ``threshold``."""
 
     # In order, so that ``limit`` takes the same prompts in every run.
     data: DataConfig = DataConfig(shuffle=False)
@@ -79,7 +79,8 @@ class EvalConfig(Settings):
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     """Generation of the responses."""
     threshold: float = 1.0
-    """Reward that a response must reach to count as right."""
+    """Value that the term of ``reward.success`` must reach in a right response. The weight of the
+    term does not count."""
     stop_at: float | None = None
     """End training once the accuracy over all prompts reaches this value; needs ``every``. ``null``
     never ends it early."""

@@ -604,9 +604,12 @@ class CompareConfig(Settings):
     prompts: Literal["equal", "common"] = "equal"
     """``equal`` refuses evaluations of different prompts. ``common`` compares the prompts that both
     have."""
+    success: tuple[str, ...] = ()
+    """Names of the terms that say if a response is right, as in ``reward.success``. Empty takes
+    those of each run."""
     threshold: float | None = None
-    """Reward that a response must reach to count as right; ``null`` takes ``eval.threshold`` of
-    each run."""
+    """Value of that term that a response must reach to count as right; ``null`` takes
+    ``eval.threshold`` of each run."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Coverage of the intervals. A p-value above 1 minus this number is within noise."""
     show: int = Field(3, ge=0)

@@ -56,14 +56,14 @@ ROUNDS = "round_[0-9]*"
 class EvalSample(TypedDict):
     """A response to an eval prompt, as in ``samples.json``.
 
-    ``attachments`` are names of files in ``media/``.
+    ``attachments`` are names of files in ``media/``. ``correct`` is None without an outcome term.
     """
 
     prompt: str
     attachments: list[str]
     text: str
     label: str
-    correct: bool
+    correct: bool | None
 
 
 class RunDirectory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.datasets.sampler import in_parts
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -12,12 +13,12 @@ from lightrft.engines.base import Engine
 from lightrft.observability.metrics import Last, Mean, Metrics, Sum
 from lightrft.observability.timers import Timers
 from lightrft.rewards.base import RewardScorer
+from lightrft.rewards.success import GIVEN, Success
 from lightrft.rollout.collect import generate_on_ranks
 from lightrft.rollout.eval_results.judgements import judgement_scores
 from lightrft.rollout.eval_results.prompt_scores import (
     Groups,
     by_prefix,
-    correct,
     error_metrics,
     estimates,
     pass_scores,
@@ -53,15 +54,17 @@ def evaluate(
     seed: int,
     stopped: Callable[[], bool] = lambda: False,
     ranks: ProcessGroup = SINGLE_PROCESS,
+    reward: RewardConfig = GIVEN,
 ) -> Evaluation:
     """Generate and score responses to every prompt.
 
-    ``eval/accuracy`` is the mean over prompts of the fraction of correct responses. ``eval/pass``
-    is the fraction of prompts with at least one correct response, reported if there are several
-    samples. ``eval/pass@k`` and ``eval/pass^k`` are the probabilities that any or all of k samples
-    are correct. ``eval/accuracy_low`` and ``_high`` are the ends of the 95 % interval over prompts.
-    A failed response counts as wrong and in ``eval/failed``. A prompt that is no longer readable is
-    skipped and counted in ``eval/media_errors``.
+    ``eval/accuracy`` is the mean over prompts of the fraction of right responses. ``eval/pass`` is
+    the fraction of prompts with at least one right response, reported if there are several samples.
+    ``eval/pass@k`` and ``eval/pass^k`` are the probabilities that any or all of k samples are
+    right. ``eval/accuracy_low`` and ``_high`` are the ends of the 95 % interval over prompts. Data
+    sources without an outcome term (see ``Success``) are part of none of these. A failed response
+    counts as wrong and in ``eval/failed``. A prompt that is no longer readable is skipped and
+    counted in ``eval/media_errors``.
 
     Args:
         engine: Generates the responses.
@@ -71,7 +74,9 @@ def evaluate(
         seed: Determines the samples.
         stopped: Returns true when the run must stop.
         ranks: The process group that shares the work.
+        reward: The settings ``reward``, which say which term makes a response right.
     """
+    success = Success(reward, config.threshold)
     groups: list[list[Rollout]] = []
     # In parts, so that the media of only one part are in memory at a time.
     for first, part in in_parts(prompts, ranks):
@@ -80,18 +85,22 @@ def evaluate(
             ranks, engine, scorer, requests, config.sampling, Timers(), stopped
         )
     metrics = Metrics()
+    for group in groups:
+        for rollout in group:
+            success.check(rollout)
     for prefix, members in by_prefix(groups).items():
-        _count(metrics, prefix, members, config)
+        _count(metrics, prefix, members, config.samples, success)
     metrics.add("eval/media_errors", Sum(len(prompts) - len(groups)))
     return Evaluation(groups, metrics)
 
 
-def _count(metrics: Metrics, prefix: str, groups: Groups, config: EvalConfig) -> None:
+def _count(metrics: Metrics, prefix: str, groups: Groups, samples: int, success: Success) -> None:
     for group in groups:
-        right = [correct(r, config.threshold) for r in group]
-        metrics.add(f"{prefix}/accuracy", Mean(sum(right) / len(right)))
-        if config.samples > 1:
-            metrics.add(f"{prefix}/pass", Mean(float(any(right))))
+        if success.judges(group[0].prompt.data_source):
+            right = [success.is_right(r) for r in group]
+            metrics.add(f"{prefix}/accuracy", Mean(sum(right) / len(right)))
+            if samples > 1:
+                metrics.add(f"{prefix}/pass", Mean(float(any(right))))
         for rollout in group:
             metrics.add(f"{prefix}/failed", Sum(int(bool(rollout.failed))))
             metrics.add(f"{prefix}/length", Mean(len(rollout)))
@@ -99,8 +108,8 @@ def _count(metrics: Metrics, prefix: str, groups: Groups, config: EvalConfig) ->
             if not rollout.failed:
                 metrics.add(f"{prefix}/reward", Mean(rollout.reward or 0.0))
     scores = {
-        **pass_scores(groups, config.threshold),
-        **judgement_scores(groups, config.threshold),
+        **pass_scores(groups, success),
+        **judgement_scores(groups, success),
     }
     found = estimates(prefix, scores)
     for name, value in {**error_metrics(found), **term_metrics(prefix, groups)}.items():

@@ -18,6 +18,7 @@ from lightrft.models.processors import load_processor
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.observability.run_health import Health
 from lightrft.rewards.startup_check import check_rewards
+from lightrft.rewards.success import Success
 from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
 from lightrft.rollout.eval_prompts import load_eval_prompts
@@ -100,7 +101,14 @@ def run_eval(config: EvaluateConfig) -> EvalSummary:
             )
             scorer = with_reward_models(functions, config.reward, model, tokenizer, strategy.device)
             with closing(CheckedEngine(engine, actor, config.engine)) as checked:
-                found = evaluate(checked, scorer, prompts, config.eval, config.run.seed)
+                found = evaluate(
+                    checked,
+                    scorer,
+                    prompts,
+                    config.eval,
+                    config.run.seed,
+                    reward=config.reward,
+                )
         return _record(folder, config, found, len(prompts))
 
 
@@ -119,6 +127,8 @@ def _check_named(config: EvaluateConfig) -> None:
             "reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
         )
     check_whole_rewards(config.reward, "eval")
+    if problem := next(Success(config.reward).problems(), ""):
+        raise ConfigError(problem)
     if config.eval.samples > 1 and config.eval.sampling.temperature == 0:
         log.warning(
             "eval.samples = %d with eval.sampling.temperature = 0: all responses to a prompt are "

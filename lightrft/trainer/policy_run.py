@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
@@ -17,6 +18,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.lora import can_merge
 from lightrft.observability.metrics import Metrics
+from lightrft.rewards.success import Success
 from lightrft.roles import Roles, TrainableModel
 from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
@@ -39,6 +41,7 @@ class PolicyRun(TrainingRun):
 
     roles: Roles
     eval: EvalConfig
+    reward: RewardConfig
     eval_prompts: Sequence[Prompt]
 
     @property
@@ -62,9 +65,9 @@ class PolicyRun(TrainingRun):
         return self.eval
 
     @property
-    def threshold(self) -> float:
-        """See ``TrainingRun.threshold``."""
-        return self.eval.threshold
+    def success(self) -> Success:
+        """See ``TrainingRun.success``."""
+        return Success(self.reward, self.eval.threshold)
 
     def check_evaluation(self) -> None:
         """Raise an error if the eval set has prompts without a reward, or too long ones, or if it
@@ -218,6 +221,7 @@ def evaluate_responses(run: PolicyRun) -> Metrics:
             run.eval,
             run.seed,
             ranks=run.roles.strategy.ranks,
+            reward=run.reward,
         )
     # Before the check, so that the responses show why none was scored.
     run.session.folder.write_rollouts(

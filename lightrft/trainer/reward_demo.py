@@ -9,6 +9,7 @@ from lightrft.config.run import RunConfig
 from lightrft.config.verbs import DemoConfig, LearnedRewardConfig, RLConfig
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary, read_rows
+from lightrft.rewards.success import Success
 from lightrft.trainer.demo import finished, make_start, phase_of, sum_up
 from lightrft.trainer.reward_model.run import run_reward_model
 from lightrft.trainer.rl import run_rl
@@ -107,7 +108,7 @@ def run_part(
         return result
     (term,) = rl.reward.terms
     gold = term.name or term.function
-    before, after = samples(base / "rl", rl.eval.threshold, gold)
+    before, after = samples(base / "rl", Success(rl.reward, rl.eval.threshold))
     write_json(base / "rl" / "samples.json", {"before": before, "after": after})
     found = {
         "reward_model": {key: scored[key] for key in REWARD_MODEL if key in scored},

@@ -281,6 +281,7 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
     return RLRun(
         session=session,
         eval=config.eval,
+        reward=config.reward,
         eval_prompts=prompts,
         roles=roles,
         seed=config.run.seed,

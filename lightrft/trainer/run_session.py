@@ -29,6 +29,7 @@ from lightrft.observability.run_directory import ReadOnlyRunDirectory, RunDirect
 from lightrft.observability.run_health import STEP_TOKENS
 from lightrft.observability.timers import Timers, queued_is_done, tokens_per_second
 from lightrft.observability.trackers import ReadRow, Summary
+from lightrft.rewards.success import Success
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import (
@@ -349,19 +350,19 @@ class RunSession:
 
 
 def close_session(
-    session: RunSession, threshold: float, about: Mapping[str, object], step: int
+    session: RunSession, success: Success, about: Mapping[str, object], step: int
 ) -> Summary:
     """Write ``samples.json`` and ``summary.json`` from the run folder, and return the summary.
 
     Args:
         session: the run.
-        threshold: reward from which on a response counts as correct.
+        success: the rule for right responses to the eval set.
         about: further fields of the summary.
         step: number of completed steps.
     """
     # The samples are read from the files, which a thread may still write.
     session.folder.flush()
-    before, after = samples(session.path, threshold)
+    before, after = samples(session.path, success)
     if before or after:
         session.folder.write_samples(before, after)
     seconds, steps = session.at_risk

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightrft.observability.run_directory import EvalSample
 from lightrft.observability.run_health import is_not_trained
 from lightrft.observability.trackers import Summary, read_rows
+from lightrft.rewards.success import Success
 
 SHOWN, GALLERY = 5, 40
 COUNTED = ("sampled", "trained", "filtered", "failed")
@@ -74,9 +75,7 @@ def finished_summary(path: Path) -> Summary | None:
     return summary if summary.get("finished") else None
 
 
-def samples(
-    path: Path, threshold: float, term: str | None = None
-) -> tuple[list[EvalSample], list[EvalSample]]:
+def samples(path: Path, success: Success) -> tuple[list[EvalSample], list[EvalSample]]:
     """Return responses to the same eval prompts at the first and at the last evaluation.
 
     Responses that became correct come first. With a single evaluation, one of the two lists is
@@ -84,13 +83,12 @@ def samples(
 
     Args:
         path: run folder.
-        threshold: reward from which on a response counts as correct.
-        term: name of the reward term that decides it. None is the whole reward.
+        success: the rule for right responses.
     """
     files = sorted((path / "rollouts").glob("eval_*.jsonl"))
     if not files:
         return [], []
-    before, after = (_first_answers(files[i], threshold, term) for i in (0, -1))
+    before, after = (_first_answers(files[i], success) for i in (0, -1))
     shared = [k for k in before if k in after]
     if any(before[k]["attachments"] for k in shared):
         count = min(GALLERY, len(shared))
@@ -98,7 +96,7 @@ def samples(
     else:
         # Wrong answers that became right come first. The sort is stable, so the rest keeps the
         # order of the eval set.
-        shared.sort(key=lambda k: (before[k]["correct"], not after[k]["correct"]))
+        shared.sort(key=lambda k: (bool(before[k]["correct"]), not after[k]["correct"]))
         picked = _spread(shared, after)
     first, last = [before[k] for k in picked], [after[k] for k in picked]
     if len(files) > 1:
@@ -124,19 +122,20 @@ def question(prompt: str, attached: bool = False) -> str:
     return re.sub(r"<\|\w+\|>", "", shown).strip() if attached else shown
 
 
-def _first_answers(file: Path, threshold: float, term: str | None) -> Answers:
+def _first_answers(file: Path, success: Success) -> Answers:
     answers: Answers = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         prompt = row["prompt"]
-        reward = row["reward"] if term is None else row["terms"].get(term)
-        correct = not row["failed"] and reward is not None and reward >= threshold
+        source = prompt["data_source"]
+        value = success.outcome(source, row["reward"], row["terms"])
+        is_right = not row["failed"] and value is not None and value >= success.threshold
         answer: EvalSample = {
             "prompt": question(prompt["text"], bool(prompt["attachments"])),
             "attachments": prompt["attachments"],
             "text": row["text"],
             "label": str(prompt["label"]),
-            "correct": correct,
+            "correct": is_right if success.judges(source) else None,
         }
         # With eval.samples above 1, only the first response to a prompt is shown.
         answers.setdefault(prompt["id"], answer)

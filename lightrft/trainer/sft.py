@@ -118,6 +118,7 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     return SFTRun(
         session=session,
         eval=config.eval,
+        reward=config.reward,
         eval_prompts=prompts,
         roles=Roles(
             strategy=strategy,

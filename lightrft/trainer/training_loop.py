@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.observability.run_health import Health
 from lightrft.observability.trackers import ReadRow, Summary
+from lightrft.rewards.success import Success
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.manifest import load_manifest
@@ -158,10 +158,9 @@ class TrainingRun(ABC):
         return False
 
     @property
-    def threshold(self) -> float:
-        """Reward from which on a response to the eval set counts as right."""
-        # without an eval set none does
-        return math.inf
+    def success(self) -> Success:
+        """The rule for right responses to the eval set."""
+        return Success()
 
     def summary_fields(self) -> Summary:
         """Return further fields of the summary."""
@@ -215,7 +214,7 @@ def run_steps(run: TrainingRun) -> Summary:
     def close() -> Summary:
         if session.ranks.rank:
             return {}
-        return close_session(session, run.threshold, about, run.step)
+        return close_session(session, run.success, about, run.step)
 
     return run_on_all_ranks(session.ranks, close)[0]
 

@@ -135,6 +135,14 @@ def test_a_source_without_a_reward_is_refused(evaluate):
     )
 
 
+def test_a_reward_whose_outcome_is_unclear_is_refused_before_anything_loads(evaluate, data_folder):
+    rewards = data_folder / "rewards.py"
+    two = f"[{{function: '{rewards}:ones', name: a}}, {{function: '{rewards}:ones', name: b}}]"
+    assert_refused(evaluate(terms=two), "reward.terms has 2 terms", "reward.success=a")
+    assert_refused(evaluate("reward.success=c", terms=two), "reward.success = 'c'")
+    assert evaluate("reward.success=b", terms=two).status == 0
+
+
 def test_evaluations_go_on_over_a_resume_and_samples_span_the_whole_run(
     rl_config, data_folder, tmp_path
 ):

@@ -519,6 +519,9 @@ FLIPS: dict[str, Flip] = {
     "reward.models.sources": Flip(["other"], "judged", JUDGE),
     "reward.models.reencode": Flip(True, "judged", JUDGE),
     "reward.models.offload": Flip(True, "judged", JUDGE),
+    "reward.success": Flip(
+        "length", "run", deep_merge(HELD, deep_merge(BOTH, {"reward": {"success": "digits"}}))
+    ),
     "reward.gates": Flip({"strict": "good"}, "judged", {"reward": {"models": TWO}}),
     "reward.gate_threshold": Flip(-1e6, "judged", GATED),
     "reward.combine": Flip("worst", "judged", {"reward": {"models": TWO}}),

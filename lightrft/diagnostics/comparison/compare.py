@@ -104,7 +104,7 @@ def run_compare(config: CompareConfig) -> EvalComparison:
         if not side.path:
             raise ConfigError(f"{name}.path is empty; name two run folders")
     baseline, candidate = (
-        read_evaluation(Path(side.path).expanduser(), side.step)
+        read_evaluation(Path(side.path).expanduser(), side.step, config.success)
         for side in (config.baseline, config.candidate)
     )
     return compare(baseline, candidate, config)
@@ -124,6 +124,11 @@ def compare(
         ConfigError: If the evaluations have different prompts and ``prompts`` is ``equal``.
     """
     keys, notes = _pairs(baseline, candidate, config.prompts)
+    notes += [
+        f"{side.unjudged} prompts of {side.file} have no outcome term and are left out"
+        for side in (baseline, candidate)
+        if side.unjudged
+    ]
     thresholds = [
         side.threshold if config.threshold is None else config.threshold
         for side in (baseline, candidate)
@@ -171,8 +176,8 @@ class Marks:
 
 
 def _is_correct(response: Mapping[str, Any], threshold: float) -> bool:
-    reward = response["reward"]
-    return not response["failed"] and reward is not None and reward >= threshold
+    outcome = response["outcome"]
+    return not response["failed"] and outcome is not None and outcome >= threshold
 
 
 def _pairs(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightrft.config.base import dotted
+from lightrft.config.base import build, dotted
+from lightrft.config.reward import RewardConfig
+from lightrft.rewards.success import Success
 from lightrft.trainer.process_model.results import scored_response
 from lightrft.trainer.reward_model.results import scored_prompt
 from lightrft.trainer.reward_model.results_file import RESULTS, read_line
@@ -26,7 +28,7 @@ CONDITIONS = (
     *("eval.data.max_prompt_tokens", "eval.data.overlong_prompts"),
     *("eval.data.media.min_pixels", "eval.data.media.max_pixels"),
     *("eval.data.media.fps", "eval.data.media.max_frames"),
-    *("reward.terms", "reward.per_source", "reward.models"),
+    *("reward.terms", "reward.per_source", "reward.models", "reward.success"),
     *(
         "head",
         "threshold",
@@ -57,7 +59,8 @@ class SavedPrompt:
 
     Attributes:
         prompt: The identifying fields of the prompt.
-        responses: The fields ``OF_RESPONSE`` of each response, and its ``length`` in tokens.
+        responses: The fields ``OF_RESPONSE`` of each response, its ``length`` in tokens, and its
+            ``outcome``: the value that must reach the threshold, or None.
     """
 
     prompt: dict[str, Any]
@@ -74,6 +77,7 @@ class SavedEvaluation:
         threshold: ``eval.threshold`` of the run.
         settings: Settings that change the numbers, by dotted key.
         prompts: The prompts with their responses.
+        unjudged: Number of further prompts, whose data source has no outcome term.
     """
 
     file: Path
@@ -81,17 +85,19 @@ class SavedEvaluation:
     threshold: float
     settings: dict[str, Any]
     prompts: dict[Key, SavedPrompt]
+    unjudged: int = 0
 
 
-def read_evaluation(path: Path, step: int | None) -> SavedEvaluation:
+def read_evaluation(path: Path, step: int | None, success: Sequence[str] = ()) -> SavedEvaluation:
     """Read the evaluation at ``step`` of a run folder, or the file of an evaluation.
 
     Args:
         path: A run folder, or a file ``eval_*.jsonl`` of its ``rollouts``.
         step: Step of the evaluation. ``None`` takes the last one.
+        success: Names for ``reward.success``. Empty takes the setting of the run.
 
     Raises:
-        ConfigError: If there is no such evaluation.
+        ConfigError: If there is no such evaluation, or no response can be right.
         DataError: If a file of the run is malformed.
     """
     scores = path if path.name == RESULTS else path / RESULTS
@@ -101,26 +107,36 @@ def read_evaluation(path: Path, step: int | None) -> SavedEvaluation:
     number = re.fullmatch(r"eval_(\d+)", file.stem)
     if number is None or file.suffix != ".jsonl":
         raise ConfigError(f"{file} is not a file of an evaluation, such as eval_000000.jsonl")
-    settings = _settings(file.parent.parent / "config.yaml")
+    tree = _tree(file.parent.parent / "config.yaml")
+    settings: dict[str, Any] = dict(dotted(tree))
     _check_finished(file.parent.parent, settings)
+    rule = _rule(file.parent.parent, tree, success)
     prompts: dict[Key, SavedPrompt] = {}
+    unjudged: set[Key] = set()
     for row in _rows(file):
         prompt = {name: row["prompt"].get(name) for name in IDENTIFYING}
         key = str(prompt["data_source"]), str(prompt["id"])
+        if not rule.judges(key[0]):
+            unjudged.add(key)
+            continue
         response = {name: row[name] for name in OF_RESPONSE}
         response["length"] = len(row["token_ids"])
+        response["outcome"] = rule.outcome(key[0], row["reward"], row.get("terms", {}))
+        if response["outcome"] is None and not response["failed"]:
+            raise DataError(f"{file}: a response of {key[1]!r} lacks {rule.term(key[0])!r}")
         prompts.setdefault(key, SavedPrompt(prompt)).responses.append(response)
     if not prompts:
         raise DataError(f"{file} holds no response")
     relevant = {name: value for name, value in settings.items() if _is_condition(name)}
     threshold = settings.get("eval.threshold", 1.0)
-    return SavedEvaluation(file, int(number[1]), float(threshold), relevant, prompts)
+    step = int(number[1])
+    return SavedEvaluation(file, step, float(threshold), relevant, prompts, len(unjudged))
 
 
 def _read_scores(file: Path) -> SavedEvaluation:
     """Read an evaluation of a reward model: the scores of responses, or of their steps."""
     folder = file.parent
-    settings = _settings(folder / "config.yaml")
+    settings = dict(dotted(_tree(folder / "config.yaml")))
     summary: Mapping[str, Any] = {}
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -155,7 +171,8 @@ def _ordered_pairs(rows: Iterable[bytes], file: Path, head: str) -> dict[Key, Sa
             text = f"{line['responses'][better]}\n(preferred to)\n{line['responses'][worse]}"
             for reward in (margin or ABOVE_ZERO, margin):
                 response = {"text": text, "reward": reward, "failed": "", "finish_reason": ""}
-                saved.responses.append({**response, "length": prompt.lengths[better]})
+                length = prompt.lengths[better]
+                saved.responses.append({**response, "length": length, "outcome": reward})
         if saved.responses:
             prompts[prompt.source, prompt.id] = saved
     return prompts
@@ -178,6 +195,7 @@ def _judged_responses(
         saved = SavedPrompt({**about, "label": str(labelled)})
         reward = float(one.first_predicted(threshold) == labelled)
         response = {"text": "\n".join(line["steps"]), "reward": reward, "failed": ""}
+        response["outcome"] = reward
         saved.responses.append({**response, "finish_reason": "", "length": len(line["steps"])})
         prompts[one.source, one.id] = saved
     return prompts
@@ -199,8 +217,24 @@ def _file_at(folder: Path, step: int | None) -> Path:
     raise ConfigError(f"{folder} holds no evaluation of step {step}; it has the steps {steps}")
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a run by dotted key."""
+def _rule(folder: Path, tree: Mapping[str, Any], success: Sequence[str]) -> Success:
+    """Return the rule for right responses of the run in ``folder`` with the settings ``tree``."""
+    reward = build(RewardConfig, tree.get("reward") or {})
+    if success:
+        reward = reward.model_copy(update={"success": tuple(success)})
+    rule = Success(reward)
+    if problem := next(rule.problems(), ""):
+        raise ConfigError(f"{folder}: {problem}")
+    if not any(rule.judges(source) for source in rule.sources()):
+        raise ConfigError(
+            f"{folder}: no term of the reward says if a response is right, so there is no accuracy "
+            f"to compare; set success to one of {', '.join(sorted(reward.term_names() or ['a term']))}"
+        )
+    return rule
+
+
+def _tree(file: Path) -> Mapping[str, Any]:
+    """Return the settings of a run."""
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -209,7 +243,7 @@ def _settings(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} is not YAML: {error}") from None
     if not isinstance(tree, Mapping):
         raise DataError(f"{file} must hold settings")
-    return dict(dotted(tree))
+    return tree
 
 
 def _check_finished(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from lightrft.rewards.sandbox.rollout_view import RolloutView
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-@REWARDS.register("exact_match", needs={"label"})
+@REWARDS.register("exact_match", needs={"label"}, kind="outcome")
 def exact_match(
     rollout: RolloutView,
     *,

@@ -8,7 +8,7 @@ from lightrft.rewards.rules.verdicts import VerdictForm, agreement, read_verdict
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 
-@REWARDS.register("judgement", needs={"label"})
+@REWARDS.register("judgement", needs={"label"}, kind="outcome")
 def judgement(
     rollout: RolloutView, *, exact: bool = False, unparsed: float = 0.0
 ) -> dict[str, float]:

@@ -6,7 +6,7 @@ from lightrft.rewards.registry import REWARDS
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 
-@REWARDS.register("length")
+@REWARDS.register("length", kind="measure")
 def length(rollout: RolloutView, *, limit: int, buffer: int) -> float:
     """Return the soft over-long punishment of DAPO, from 0 to -1 (arXiv 2503.14476, eq. 13).
 
@@ -25,7 +25,7 @@ def length(rollout: RolloutView, *, limit: int, buffer: int) -> float:
     return -min(max(over / buffer, 0.0), 1.0)
 
 
-@REWARDS.register("length_target")
+@REWARDS.register("length_target", kind="measure")
 def length_target(rollout: RolloutView, *, target: int, tolerance: int = 0) -> float:
     """Return the negative distance from a target length, from 0 to -1.
 

@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%
 _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
 
-@REWARDS.register("math", needs={"label"})
+@REWARDS.register("math", needs={"label"}, kind="outcome")
 @ungraded_beyond(CPU_SECONDS)
 def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | dict[str, float]:
     r"""Return 1 if the final answer equals the prompt's label, else 0.

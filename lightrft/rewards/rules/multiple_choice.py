@@ -9,7 +9,7 @@ from lightrft.rewards.rules.answer_extraction import answer_part, last_box, refe
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 
-@REWARDS.register("multiple_choice", needs={"label"})
+@REWARDS.register("multiple_choice", needs={"label"}, kind="outcome")
 def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
     """Return 1 if the response picks the label's letter, else 0.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
+from lightrft.rewards.success import Success
 from lightrft.rollout.eval_results.prompt_scores import Groups
 from lightrft.utils.prompt_digest import prompt_digest
 
@@ -29,9 +30,11 @@ def eval_conditions(
         terms["models"] = reward.models
     if reward.judges:
         terms["judges"] = reward.judges
+    success = Success(reward)
     return {
         "samples": config.samples,
         "threshold": config.threshold,
+        "success": {source: success.term(source) for source in success.sources()},
         "seed": seed,
         "sampling": config.sampling.model_dump(mode="json"),
         "template": data.template,

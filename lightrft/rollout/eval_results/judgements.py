@@ -13,7 +13,8 @@ from lightrft.algorithms.reward_model.benchmarks import (
     reward_bench_of_hits,
 )
 from lightrft.rewards.rules.verdicts import VerdictForm, read_verdict
-from lightrft.rollout.eval_results.prompt_scores import Groups, Scores, correct
+from lightrft.rewards.success import Success
+from lightrft.rollout.eval_results.prompt_scores import Groups, Scores
 from lightrft.types import Rollout
 from lightrft.utils.errors import DataError
 
@@ -23,7 +24,7 @@ NO_RATING = -1.0
 """Score of a response whose rating cannot be read, as in the package ``rewardbench``."""
 
 
-def judgement_scores(groups: Groups, threshold: float) -> Scores:
+def judgement_scores(groups: Groups, success: Success) -> Scores:
     """Return the metrics of the judgements among ``groups``, with one value per question or pair.
 
     * ``unparsed``: fraction of judgements without a verdict, per question.
@@ -36,7 +37,7 @@ def judgement_scores(groups: Groups, threshold: float) -> Scores:
 
     Args:
         groups: The responses to each prompt.
-        threshold: The reward from which on a response is correct.
+        success: The rule for right responses.
     """
     scores: Scores = defaultdict(list)
     orders: dict[tuple[str, str], list[tuple[Sequence[Rollout], list[str | None]]]] = {}
@@ -45,7 +46,7 @@ def judgement_scores(groups: Groups, threshold: float) -> Scores:
         if not isinstance(columns.get("judgement"), Mapping):
             continue
         form = VerdictForm.of(columns)
-        verdicts = [read_verdict(rollout.text, form) for rollout in group]
+        verdicts = [read_verdict(rollout.sampled_text, form) for rollout in group]
         found = [verdict for verdict in verdicts if verdict is not None]
         scores["unparsed"].append(1 - len(found) / len(group))
         if not form.choices:
@@ -62,18 +63,18 @@ def judgement_scores(groups: Groups, threshold: float) -> Scores:
             scores["best_rated"].append(sum(winners) / len(winners))
     for pair in orders.values():
         if len(pair) == 2:
-            _compare(scores, pair[0], pair[1], threshold)
+            _compare(scores, pair[0], pair[1], success)
     return dict(scores)
 
 
-def benchmark_metrics(groups: Groups, threshold: float) -> dict[str, float]:
+def benchmark_metrics(groups: Groups, success: Success) -> dict[str, float]:
     """Return the scores of RewardBench 1 and 2 of a judge, as ``eval/reward_bench/...``.
 
     A benchmark whose rows are incomplete has no scores, and the reason is logged.
 
     Args:
         groups: The responses to each prompt.
-        threshold: The reward from which on a response is correct.
+        success: The rule for right responses.
     """
     own: dict[str, list[Sequence[Rollout]]] = {}
     for group in groups:
@@ -83,7 +84,7 @@ def benchmark_metrics(groups: Groups, threshold: float) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, score in (("reward_bench", _reward_bench), ("reward_bench_2", _reward_bench_2)):
         try:
-            scores = score(own[name], threshold) if name in own else {}
+            scores = score(own[name], success) if name in own else {}
         except DataError as error:
             log.warning("%s has no score: %s", name, error)
             continue
@@ -91,7 +92,7 @@ def benchmark_metrics(groups: Groups, threshold: float) -> dict[str, float]:
     return found
 
 
-def _reward_bench(groups: Groups, threshold: float) -> dict[str, float]:
+def _reward_bench(groups: Groups, success: Success) -> dict[str, float]:
     """Return the scores of RewardBench. Each judgement counts, so a pair counts in both orders.
 
     A judgement without a verdict counts one half, as in the package ``rewardbench``.
@@ -100,14 +101,14 @@ def _reward_bench(groups: Groups, threshold: float) -> dict[str, float]:
     for group in groups:
         form = VerdictForm.of(group[0].prompt.columns)
         for rollout in group:
-            is_read = rollout.failed or read_verdict(rollout.text, form) is not None
-            hit = float(correct(rollout, threshold)) if is_read else 0.5
+            is_read = rollout.failed or read_verdict(rollout.sampled_text, form) is not None
+            hit = float(success.is_right(rollout)) if is_read else 0.5
             hits.setdefault(_subset(group), []).append(hit)
     found = reward_bench_of_hits(hits)
     return {"score": found.score, **found.sections}
 
 
-def _reward_bench_2(groups: Groups, _threshold: float) -> dict[str, float]:
+def _reward_bench_2(groups: Groups, _success: Success) -> dict[str, float]:
     """Return the scores of RewardBench 2, from choices of the best response and from ratings.
 
     Each choice counts as a row. One without a verdict counts 1 / n, as in the package
@@ -117,7 +118,7 @@ def _reward_bench_2(groups: Groups, _threshold: float) -> dict[str, float]:
     rows: list[RewardBench2Row] = []
     for group in groups:
         form, subset = VerdictForm.of(group[0].prompt.columns), _subset(group)
-        verdicts = [read_verdict(rollout.text, form) for rollout in group]
+        verdicts = [read_verdict(rollout.sampled_text, form) for rollout in group]
         if form.form == "best":
             for verdict in verdicts:
                 scores = [float(letter == verdict) for letter in form.choices]
@@ -158,7 +159,7 @@ def rated_rows(groups: Groups) -> dict[tuple[str, str], list[tuple[VerdictForm, 
             continue
         form = VerdictForm.of(prompt.columns)
         if form.form == "rating" and form.right:
-            verdicts = [read_verdict(rollout.text, form) for rollout in group]
+            verdicts = [read_verdict(rollout.sampled_text, form) for rollout in group]
             numbers = [v for v in verdicts if isinstance(v, float)]
             rating = fmean(numbers) if numbers else NO_RATING
             found.setdefault((prompt.data_source, form.row), []).append((form, rating))
@@ -177,11 +178,11 @@ def _compare(
     scores: Scores,
     one: tuple[Sequence[Rollout], list[str | None]],
     other: tuple[Sequence[Rollout], list[str | None]],
-    threshold: float,
+    success: Success,
 ) -> None:
     """Add the metrics of one pair, from its two orders."""
     count = min(len(one[0]), len(other[0]))
     same = [a is not None and a == b for a, b in zip(one[1], other[1])]
     scores["consistency"].append(sum(same) / count)
-    right = [correct(a, threshold) and correct(b, threshold) for a, b in zip(one[0], other[0])]
+    right = [success.is_right(a) and success.is_right(b) for a, b in zip(one[0], other[0])]
     scores["both_right"].append(sum(right) / count)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 
 from lightrft.rewards.ratios import RATIOS
+from lightrft.rewards.success import Success
 from lightrft.types import Rollout
 from lightrft.utils.statistics.intervals import Estimate, estimate
 from lightrft.utils.statistics.repeated_samples import pass_at_k, pass_hat_k, powers_of_two
@@ -16,11 +17,6 @@ Groups = Sequence[Sequence[Rollout]]
 """The responses to each prompt."""
 Scores = dict[str, list[float]]
 """One value per prompt, from 0 to 1, by metric."""
-
-
-def correct(rollout: Rollout, threshold: float) -> bool:
-    """Return whether a response is correct: it is scored and its reward reaches ``threshold``."""
-    return not rollout.failed and rollout.reward is not None and rollout.reward >= threshold
 
 
 def by_prefix(groups: Groups) -> dict[str, list[Sequence[Rollout]]]:
@@ -37,15 +33,18 @@ def by_prefix(groups: Groups) -> dict[str, list[Sequence[Rollout]]]:
     return found
 
 
-def pass_scores(groups: Groups, threshold: float) -> Scores:
+def pass_scores(groups: Groups, success: Success) -> Scores:
     """Return ``accuracy`` and, with several responses, ``pass@k`` and ``pass^k`` of each prompt.
 
     k is 2, 4, 8, ... up to the number of responses. A response that failed to be scored is wrong.
+    Prompts whose data source has no outcome term are left out.
     """
     scores: Scores = defaultdict(list)
     for group in groups:
+        if not success.judges(group[0].prompt.data_source):
+            continue
         samples = len(group)
-        right = sum(correct(rollout, threshold) for rollout in group)
+        right = sum(map(success.is_right, group))
         scores["accuracy"].append(right / samples)
         for k in powers_of_two(samples)[1:]:
             scores[f"pass@{k}"].append(pass_at_k(samples, right, k))

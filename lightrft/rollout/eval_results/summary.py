@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lightrft.config.reward import RewardConfig
+from lightrft.rewards.success import Success
 from lightrft.rollout.eval_results.judgements import benchmark_metrics, judgement_scores
 from lightrft.rollout.eval_results.prompt_scores import (
     Groups,
@@ -37,7 +38,7 @@ class EvalSummary:
     def table(self) -> str:
         """Return one line per metric: mean, interval and number of prompts."""
         if not self.intervals:
-            return "no prompt has a response"
+            return "no prompt has a response that can be right or wrong; see reward.success"
         width = max(len(name) for name in self.intervals)
         head = f"{'':{width}}    mean  95 % interval    prompts"
         rows = [
@@ -56,19 +57,20 @@ def summarize(
     Args:
         metrics: The metrics of ``evaluate``.
         groups: The responses to each prompt.
-        threshold: The reward from which on a response is correct.
+        threshold: Smallest value of the outcome term of a right response.
         reward: The settings ``reward``.
     """
     every = dict(metrics)
+    success = Success(reward, threshold)
     intervals: dict[str, Estimate] = {}
     for prefix, members in by_prefix(groups).items():
         scores = {
-            **pass_scores(members, threshold),
-            **judgement_scores(members, threshold),
-            **vote_scores(members, threshold, reward),
+            **pass_scores(members, success),
+            **judgement_scores(members, success),
+            **vote_scores(members, success),
         }
         found = estimates(prefix, scores)
         intervals |= found
         every |= error_metrics(found)
-    every |= benchmark_metrics(groups, threshold)
+    every |= benchmark_metrics(groups, success)
     return EvalSummary(every, intervals)

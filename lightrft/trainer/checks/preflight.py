@@ -23,6 +23,7 @@ from lightrft.config.verbs import (
 from lightrft.engines.constrained.grammars import check_constraint
 from lightrft.engines.requests import refuse_filters, unsupported_settings
 from lightrft.engines.vllm import check_sampling
+from lightrft.rewards.success import Success
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.statistics.repeated_samples import powers_of_two
 
@@ -35,6 +36,8 @@ EVAL_METRICS = (
 """Metrics of an evaluation, under ``eval/`` or ``eval/<data source>/``."""
 OF_K = re.compile(r"pass[@^](\d+)")
 """Metrics of an evaluation with several samples: pass@k and pass^k."""
+COUNTS_RIGHT = re.compile(r"^-?eval/(.*/)?(accuracy(_\w+)?|pass([@^]\d+)?)$")
+"""Metrics that count right responses."""
 ORDER_METRICS = ("loss", "pair_accuracy", "margin", "reward_chosen", "reward_rejected")
 VALIDATION_METRICS = {
     "sft": ("loss", "perplexity"),
@@ -107,6 +110,7 @@ def evaluation_problems(config: PolicyConfig) -> list[str]:
         *_engine(config),
         *_unused_engine(config),
         *_without_data(config.eval, validates),
+        *_success(config),
         *_stop_at(config.eval),
         *_best(config, validates),
     ]
@@ -230,7 +234,15 @@ def greedy_setting(sampling: SamplingConfig) -> str:
 
 
 def check_whole_rewards(reward: RewardConfig, verb: str) -> None:
-    """Raise ``ConfigError`` for rewards of steps in a verb that compares whole responses."""
+    """Raise ``ConfigError`` for rewards of steps in a verb that compares whole responses.
+
+    Raise it too for an outcome term in a verb that evaluates nothing.
+    """
+    if reward.success and verb in ("generate", "label-steps"):
+        raise ConfigError(
+            f"reward.success = {list(reward.success)} changes nothing: {verb} measures no "
+            "accuracy; leave it out"
+        )
     for i, model in enumerate(reward.models):
         if model.aggregate == "tokens":
             raise ConfigError(
@@ -266,6 +278,29 @@ def _without_data(settings: EvalConfig, validates: bool) -> Iterator[str]:
             yield (
                 f"eval.{name} = {given} changes nothing: eval.data.sources is empty; name "
                 "the eval set, e.g. eval.data.sources=[test.jsonl]"
+            )
+
+
+def _success(config: PolicyConfig) -> Iterator[str]:
+    """Yield problems of the rule for right responses, which evaluations count."""
+    success = Success(config.reward)
+    if not config.eval.data.sources:
+        if config.reward.success:
+            yield (
+                f"reward.success = {list(config.reward.success)} changes nothing: it says which "
+                "responses to the eval set are right, and eval.data.sources is empty"
+            )
+        return
+    problems = list(success.problems())
+    yield from problems
+    if problems or any(success.judges(source) for source in success.sources()):
+        return
+    asks = {"eval.stop_at": config.eval.stop_at, "checkpoint.best": config.checkpoint.best}
+    for setting, value in asks.items():
+        if value is not None and (setting == "eval.stop_at" or COUNTS_RIGHT.search(str(value))):
+            yield (
+                f"{setting} = {value!r} needs a term of the reward that says if a response is "
+                "right, and none does; name one in reward.success, or take eval/reward"
             )
 
 

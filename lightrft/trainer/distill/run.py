@@ -294,6 +294,7 @@ def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
     return DistillRun(
         session=session,
         eval=config.eval,
+        reward=config.reward,
         eval_prompts=prompts,
         roles=local_students_and_teachers(
             config, session, tokenizer, processor, steps, teachers, asked

@@ -102,7 +102,7 @@ class RoundPlan:
             samples=config.samples,
             output=str(self.rows),
             engine=config.engine,
-            reward=config.reward,
+            reward=config.reward.model_copy(update={"success": ()}),
             select=config.select,
             strategy=config.strategy,
         )

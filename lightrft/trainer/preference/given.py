@@ -117,6 +117,7 @@ def prepare_given(
     return GivenPreferenceRun(
         session=session,
         eval=config.eval,
+        reward=config.reward,
         eval_prompts=prompts,
         roles=load_roles(config, source, session, tokenizer, processor, steps, [prompts]),
         seed=config.run.seed,

@@ -216,6 +216,7 @@ def prepare_online(
     return OnlinePreferenceRun(
         session=session,
         eval=config.eval,
+        reward=config.reward,
         eval_prompts=prompts,
         roles=load_roles(
             config, source, session, tokenizer, processor, steps, [prompts, stream.dataset]

@@ -104,6 +104,31 @@ def test_the_numbers_are_those_of_the_paired_samples(saved: Callable[..., Path])
     assert result.others["reward"].mean == pytest.approx((1 / 6 + 1 - 1 / 3) / 3)
 
 
+def test_the_outcome_is_compared_and_not_the_sum_of_the_terms(
+    saved: Callable[..., Path],
+) -> None:
+    """A model that is right more often and longer is better, though its rewards are lower."""
+    rewards = {"terms": ["math", {"function": "length", "options": {"limit": 9, "buffer": 9}}]}
+    right = {"one": [0.0] * 12, "two": [1.0] * 12}
+    folders = {}
+    for name, values in right.items():
+        folder = folders[name] = saved(name, single([0] * 12))
+        tree = yaml.safe_load((folder / "config.yaml").read_text())
+        (folder / "config.yaml").write_text(yaml.safe_dump({**tree, "reward": rewards}))
+        file = folder / "rollouts" / "eval_000000.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        for row, value in zip(rows, values, strict=True):
+            row["terms"] = {"math": value, "length": -value}
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = compared(folders["one"], folders["two"])
+    assert found.differences["all"].verdict == "better"
+    assert found.differences["all"].difference.mean == 1.0
+    by_length = compared(folders["one"], folders["two"], success=["length"], threshold=0.0)
+    assert by_length.differences["all"].verdict == "worse"
+    with pytest.raises(ConfigError, match=r"reward\.success = 'lenght'.*length"):
+        compared(folders["one"], folders["two"], success=["lenght"])
+
+
 def test_the_tests_of_several_sources_are_adjusted_for_their_number(
     saved: Callable[..., Path],
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from lightrft.config.base import build
 from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
+from lightrft.rewards.success import Success
 from lightrft.rollout.eval_results.conditions import eval_conditions
 from lightrft.rollout.eval_results.prompt_scores import (
     by_prefix,
@@ -44,6 +45,7 @@ def group(asked: Prompt, *answers: str, right: str = "4") -> list[Rollout]:
             sample=i,
             text=f"\\boxed{{{text}}}" if text else "no idea",
             reward=None if text == "!" else float(text == right),
+            terms={} if text == "!" else {"math": float(text == right)},
             failed="broken" if text == "!" else "",
         )
         for i, text in enumerate(answers)
@@ -51,7 +53,7 @@ def group(asked: Prompt, *answers: str, right: str = "4") -> list[Rollout]:
 
 
 def test_a_failed_response_is_wrong_and_stays_in_the_denominator() -> None:
-    scores = pass_scores([group(prompt("a"), "4", "!", "5", "4")], 1.0)
+    scores = pass_scores([group(prompt("a"), "4", "!", "5", "4")], Success(MATH))
     assert scores == {
         "accuracy": [0.5],
         "pass@2": [1 - 1 / 6],
@@ -63,12 +65,12 @@ def test_a_failed_response_is_wrong_and_stays_in_the_denominator() -> None:
 
 def test_one_response_to_each_prompt_gives_an_accuracy_with_wilsons_interval_alone() -> None:
     groups = [group(prompt("a"), "4"), group(prompt("b"), "5"), group(prompt("c"), "4")]
-    found = estimates("eval", pass_scores(groups, 1.0))
+    found = estimates("eval", pass_scores(groups, Success(MATH)))
     assert list(found) == ["eval/accuracy"]
     values = error_metrics(found)
     assert (values["eval/accuracy_low"], values["eval/accuracy_high"]) == wilson(2 / 3, 3)
     assert values["eval/accuracy_stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
-    alone = error_metrics(estimates("eval", pass_scores(groups[:1], 1.0)))
+    alone = error_metrics(estimates("eval", pass_scores(groups[:1], Success(MATH))))
     assert "eval/accuracy_stderr" not in alone
 
 
@@ -77,7 +79,7 @@ def test_equal_answers_vote_together_and_a_response_without_an_answer_does_not_v
         group(prompt("a"), "4", "7", "7.0", ""),
         group(prompt("b"), "4", "4", "7", "8"),
     ]
-    scores = vote_scores(groups, 1.0, MATH)
+    scores = vote_scores(groups, Success(MATH))
     # Of "a": 7 and 7.0 are one answer, with two votes against one.
     assert scores["maj@4"] == pytest.approx([0.0, 1.0], abs=1e-12)
     assert scores["no_answer"] == [0.25, 0.0]
@@ -87,9 +89,9 @@ def test_equal_answers_vote_together_and_a_response_without_an_answer_does_not_v
 
 def test_a_reward_that_compares_no_answer_has_no_vote() -> None:
     groups = [group(prompt("a"), "4", "5")]
-    assert vote_scores(groups, 1.0, build(RewardConfig, {"terms": ["format"]})) == {}
+    assert vote_scores(groups, Success(build(RewardConfig, {"terms": ["format"]}))) == {}
     per_source = {"terms": ["format"], "per_source": {"sums": ["format", "exact_match"]}}
-    assert "maj@2" in vote_scores(groups, 1.0, build(RewardConfig, per_source))
+    assert "maj@2" in vote_scores(groups, Success(build(RewardConfig, per_source)))
 
 
 def test_each_of_several_sources_has_its_own_intervals() -> None:

@@ -13,6 +13,7 @@ from lightrft.config.data import DataConfig
 from lightrft.datasets.benchmarks.reward_models import reward_bench as reader
 from lightrft.datasets.judgement.judgement_rows import JudgementRows
 from lightrft.datasets.row_tables import InMemoryRows, MalformedRow
+from lightrft.rewards.success import Success
 from lightrft.rollout.eval_results.judgements import benchmark_metrics, judgement_scores
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
@@ -59,7 +60,7 @@ def test_four_way_choices_count_one_nothing_or_a_quarter_and_ties_are_rated():
     groups = [judged(question, text) for question, text in zip(choices, said)]
     for question, number in zip(ratings, ("9", "8", "3", "none", "7", "2", "5")):
         groups.append(judged(question, f"<answer>{number}</answer>"))
-    found = benchmark_metrics(groups, 1.0)
+    found = benchmark_metrics(groups, Success())
     assert found["eval/reward_bench_2/Math"] == pytest.approx((1 + 0 + 0.25) / 3)
     expected = reward_bench_2(
         [
@@ -70,7 +71,7 @@ def test_four_way_choices_count_one_nothing_or_a_quarter_and_ties_are_rated():
     assert found["eval/reward_bench_2/Ties"] == expected.score
     math, ties = found["eval/reward_bench_2/Math"], found["eval/reward_bench_2/Ties"]
     assert found["eval/reward_bench_2/score"] == pytest.approx((math + ties) / 2)
-    assert judgement_scores(groups, 1.0)["best_rated"] == [1.0, 1.0]
+    assert judgement_scores(groups, Success())["best_rated"] == [1.0, 1.0]
 
 
 def test_ratings_of_all_rows_share_the_point_among_the_highest():
@@ -80,9 +81,9 @@ def test_ratings_of_all_rows_share_the_point_among_the_highest():
     given = ["9 9 2 1", "3 9 1 1", "x x x x", "5 x x 4"]  # shared, wrong, none, right
     numbers = [number for line in given for number in line.split()]
     groups = [judged(question, number) for question, number in zip(made, numbers)]
-    found = benchmark_metrics(groups, 1.0)
+    found = benchmark_metrics(groups, Success())
     assert found["eval/reward_bench_2/Focus"] == pytest.approx((0.5 + 0 + 0.25 + 1) / 4)
-    assert judgement_scores(groups, 1.0)["best_rated"] == [0.5, 0.0, 0.25, 1.0]
+    assert judgement_scores(groups, Success())["best_rated"] == [0.5, 0.0, 0.25, 1.0]
 
 
 def test_several_samples_of_a_rating_are_averaged_and_choices_count_one_by_one():
@@ -94,7 +95,7 @@ def test_several_samples_of_a_rating_are_averaged_and_choices_count_one_by_one()
     ]
     (choice,) = questions([{**CHOICE, "subset": "Math", "id": "1"}], form="best")
     groups.append(judged(choice, letter(choice, 0), letter(choice, 1)))
-    found = benchmark_metrics(groups, 1.0)
+    found = benchmark_metrics(groups, Success())
     row = RewardBench2Row("Ties", [6.0, 7.0, 6.0, -1.0], "tied:1", 2)
     assert found["eval/reward_bench_2/Ties"] == reward_bench_2([row]).score
     assert found["eval/reward_bench_2/Math"] == 0.5
@@ -106,14 +107,14 @@ def test_a_pair_of_rewardbench_without_a_verdict_counts_one_half():
     made = JudgementRows(InMemoryRows([reader.reward_bench(pair)], "r"), config)
     first, second = made[0], made[1]
     groups = [judged(first, f"<answer>{first['label']}</answer>"), judged(second, "hm")]
-    assert benchmark_metrics(groups, 1.0)["eval/reward_bench/score"] == 0.75
+    assert benchmark_metrics(groups, Success())["eval/reward_bench/score"] == 0.75
 
 
 def test_incomplete_benchmarks_have_no_score_and_lose_nothing(caplog):
     (choice,) = questions([{**CHOICE, "subset": "Math", "id": "1"}], form="best")
     tied = questions([{**TIED, "id": "no number"}], form="best", rate_best=True)
     groups = [judged(choice, letter(choice, 0)), judged(tied[0], "<answer>3</answer>")]
-    assert benchmark_metrics(groups, 1.0) == {}
+    assert benchmark_metrics(groups, Success()) == {}
     assert "reward_bench_2 has no score" in caplog.text
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.rewards.success import Success
 from lightrft.trainer.run_summary import headline, question, samples
 
 
@@ -34,11 +35,13 @@ def write_eval(folder: Path, step: int, prompts: int, attached: bool) -> None:
                 "id": f"{i:03}",
                 "text": f"ask {i}",
                 "label": 1,
+                "data_source": "",
                 "attachments": [f"{i}.png"] if attached else [],
             },
             "text": "1",
             "failed": "",
             "reward": float(step > 0 and i % 2),
+            "terms": {},
         }
         for i in range(prompts)
     ]
@@ -53,7 +56,7 @@ def test_of_prompts_with_attachments_the_samples_are_spread_over_all_right_or_wr
 ) -> None:
     for step in (0, 9):
         write_eval(tmp_path, step, prompts, attached=True)
-    before, after = samples(tmp_path, 1.0)
+    before, after = samples(tmp_path, Success())
     places = [int(row["prompt"].split()[1]) for row in after]
     assert len(places) == len(set(places)) == min(prompts, 40)
     assert places == sorted(places) and places[0] == 0 and places[-1] >= prompts - 3
@@ -64,7 +67,7 @@ def test_of_prompts_with_attachments_the_samples_are_spread_over_all_right_or_wr
 def test_of_prompts_of_text_alone_few_are_shown_and_one_that_is_still_wrong(tmp_path: Path) -> None:
     for step in (0, 9):
         write_eval(tmp_path, step, 30, attached=False)
-    before, after = samples(tmp_path, 1.0)
+    before, after = samples(tmp_path, Success())
     assert [row["correct"] for row in after] == [True] * 4 + [False]
     assert not any(row["correct"] for row in before)
 
@@ -94,5 +97,5 @@ def test_after_a_single_evaluation_there_are_no_answers_before_and_after(
     tmp_path: Path, step, empty
 ) -> None:
     write_eval(tmp_path, step, 7, attached=False)
-    sides = samples(tmp_path, 1.0)
+    sides = samples(tmp_path, Success())
     assert not sides[empty] and len(sides[1 - empty]) == 5

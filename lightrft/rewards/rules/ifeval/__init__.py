@@ -16,7 +16,7 @@ CHECKS: Mapping[str, Check] = {**WORD_CHECKS, **STRUCTURE_CHECKS, **LANGUAGE_CHE
 """Instruction id to its check."""
 
 
-@REWARDS.register("ifeval")
+@REWARDS.register("ifeval", kind="outcome")
 def ifeval(
     rollout: RolloutView, *, loose: bool = False, skip_unchecked: bool = False
 ) -> dict[str, float]:

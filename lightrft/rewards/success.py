@@ -1,0 +1,143 @@
+"""Decide which responses are right: by one term of the reward, never by the sum of its terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.rewards import REWARDS
+from lightrft.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from lightrft.types import Rollout
+
+OUTCOME = "outcome"
+"""Kind of a built-in reward that says if a response is right. ``measure`` never says it."""
+RANKS = {OUTCOME: 0, "": 1}
+"""Kinds of rewards that may say if a response is right, the surest first. A user's function has the
+kind ``""``. Scores of models and of judges say how good a response is, not if it is right."""
+
+GIVEN = RewardConfig()
+"""Settings without rewards: responses come with a reward that something else gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """The rule for right responses: the outcome term of their data source reaches a threshold.
+
+    The outcome term is the term of the source that ``reward.success`` names. Without one it is the
+    only term that says right or wrong. Where no reward is configured, it is the reward itself.
+
+    Attributes:
+        reward: The settings ``reward``.
+        threshold: Smallest value of a right response. The weight of the term does not count.
+    """
+
+    reward: RewardConfig = GIVEN
+    threshold: float = 1.0
+    _names: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
+
+    def term(self, source: str) -> str | None:
+        """Return the name of the outcome term of a data source, or ``None`` if it has none.
+
+        Raises:
+            ConfigError: If several terms may be the outcome.
+        """
+        if source not in self._names:
+            self._names[source] = _outcome_term(self.reward, source)
+        return self._names[source]
+
+    def judges(self, source: str) -> bool:
+        """Return whether responses of a data source are right or wrong."""
+        return not self.reward.scores or self.term(source) is not None
+
+    def outcome(
+        self, source: str, reward: float | None, terms: Mapping[str, float]
+    ) -> float | None:
+        """Return the outcome of a response, or ``None`` if it has none.
+
+        Args:
+            source: Its data source.
+            reward: Its reward.
+            terms: The terms of its reward by name.
+        """
+        if not self.reward.scores:
+            return reward
+        name = self.term(source)
+        return None if name is None else terms.get(name)
+
+    def is_right(self, rollout: Rollout) -> bool:
+        """Return whether a response is right. A response that failed to be scored is not."""
+        value = self.outcome(rollout.prompt.data_source, rollout.reward, rollout.terms)
+        return not rollout.failed and value is not None and value >= self.threshold
+
+    def check(self, rollout: Rollout) -> None:
+        """Mark a scored response as failed if its terms lack the outcome."""
+        name = self.term(rollout.prompt.data_source) if self.reward.scores else None
+        if name is not None and not rollout.failed and name not in rollout.terms:
+            given = ", ".join(map(repr, rollout.terms)) or "none"
+            rollout.failed = (
+                f"its terms lack the outcome {name!r} of reward.success; it has {given}"
+            )
+
+    def problems(self) -> Iterator[str]:
+        """Yield problems of ``reward.success``, and of data sources whose outcome is unclear."""
+        known = self.reward.term_names()
+        for name in self.reward.success:
+            if known is not None and not _names(name, known):
+                yield (
+                    f"reward.success = {name!r}: there is no such term{did_you_mean(name, known)}; "
+                    f"the terms: {', '.join(sorted(known))}"
+                )
+                return
+        for source in self.sources():
+            try:
+                self.term(source)
+            except ConfigError as error:
+                yield str(error)
+
+    def sources(self) -> list[str]:
+        """Return the data sources with terms of their own, and "" for all others."""
+        others = [""] if self.reward.terms or not self.reward.per_source else []
+        return [*others, *self.reward.per_source]
+
+
+def _outcome_term(reward: RewardConfig, source: str) -> str | None:
+    """Return the outcome term of a data source. Raise ``ConfigError`` if it is unclear."""
+    terms = reward.per_source.get(source) or reward.terms
+    own = {term.label for term in terms} | {judge.name for judge in reward.judges}
+    models = [m.label for m in reward.models if not m.sources or source in m.sources]
+    own |= {label for label in models if label is not None}
+    where = f"reward.per_source.{source}" if reward.per_source.get(source) else "reward.terms"
+    chosen = [name for name in reward.success if _names(name, own)]
+    if not chosen and None in models:
+        # The name of a head is known once its model is loaded.
+        known = reward.term_names() or set()
+        chosen = [name for name in reward.success if not _names(name, known)]
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"reward.success = {list(reward.success)}: {' and '.join(map(repr, chosen))} are both "
+            f"terms of {where}; name one of them"
+        )
+    if chosen:
+        return chosen[0]
+    ranked = [(RANKS[kind], term.label) for term in terms if (kind := _kind(term)) in RANKS]
+    best = [label for rank, label in ranked if rank == min(ranked)[0]]
+    if len(best) > 1:
+        raise ConfigError(
+            f"{where} has {len(best)} terms that may say if a response is right: "
+            f"{', '.join(best)}. Accuracy is the share of right responses; set reward.success to "
+            f"the term that says it, e.g. reward.success={best[0]}"
+        )
+    return best[0] if best else None
+
+
+def _kind(term: RewardTerm) -> str:
+    return REWARDS.about(term.function).kind if term.function in REWARDS else ""
+
+
+def _names(name: str, terms: set[str]) -> bool:
+    """Return whether ``name`` is one of ``terms``, or ``term/value`` of several named values."""
+    return name in terms or any(name.startswith(f"{term}/") for term in terms)
