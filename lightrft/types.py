@@ -80,10 +80,13 @@ class Extent:
     Attributes:
         shape: Shape of its array.
         times: Time in seconds of each entry of the first axis; empty unless that axis is time.
+        rate: Entries of the first axis per second, which the model is told. ``None`` if only
+            ``times`` are known.
     """
 
     shape: tuple[int, ...]
     times: tuple[float, ...] = ()
+    rate: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,16 @@ class MediaConfig(Settings):
     max_source_pixels: int = Field(64_000_000, ge=1)
     """Largest image or frame that is decoded at all, in pixels. A larger one is a malformed
     row."""
+    marks: bool = True
+    """Read ``<image>``, ``<video>``, ``<audio>`` and the model's own placeholders in the text of a
+    row as the places of its media. Off, they are words, and media without a message part go before
+    the first message of the user."""
     fps: float | None = Field(2.0, gt=0)
     """Frames taken per second of video; ``null`` takes all of them. A list of images counts as
     taken at that rate."""
+    min_frames: int | None = Field(None, ge=1)
+    """Fewest frames taken of one video, if it has so many; ``null`` leaves it to the model's
+    processor."""
     max_frames: int = Field(64, ge=1)
     """Most frames taken of one video. They are spread evenly over its length if there would be
     more."""
@@ -135,11 +142,12 @@ class MediaConfig(Settings):
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> MediaConfig:
-        if self.min_pixels is None or self.max_pixels is None:
-            return self
-        if self.min_pixels > self.max_pixels:
+        low, high = self.min_pixels, self.max_pixels
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_pixels = {low} is more than max_pixels = {high}")
+        if self.min_frames is not None and self.min_frames > self.max_frames:
             raise ValueError(
-                f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}"
+                f"min_frames = {self.min_frames} is more than max_frames = {self.max_frames}"
             )
         return self
 

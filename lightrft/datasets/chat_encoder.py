@@ -134,11 +134,11 @@ class ChatEncoder:
     @cached_property
     def reads(self) -> SupportedMedia:
         """Return the media that rows may contain, with their spellings."""
-        spellings = {}
-        for kind, part in self._media_parts.items():
-            # with special_tokens: text, the model's own placeholder in a row is an ordinary word
-            own = () if self._as_text else (part.written,)
-            spellings[kind] = tuple(dict.fromkeys((f"<{kind}>", *own)))
+        spellings: dict[str, tuple[str, ...]] = dict.fromkeys(self._media_parts, ())
+        if self.media is not None and self.media.config.marks:
+            for kind, part in self._media_parts.items():
+                whole = part.written.join(part.around).strip()
+                spellings[kind] = tuple(dict.fromkeys((f"<{kind}>", whole, part.written)))
         return SupportedMedia(spellings)
 
     @cached_property
@@ -555,10 +555,14 @@ class ChatEncoder:
     def _fill(self, template: list[tuple[str, str]], record: ParsedRow, prompt: str) -> str:
         parts: list[str] = []
         text = ""
+        # media without a place in the row go to the marks of the template
+        free = [match[0] for match in MARK.finditer(record.front)]
+        literals = [self.reads.with_places(literal, free) for literal, _ in template]
+        prompt = "".join(free) + prompt.removeprefix(record.front)
         if all(name != "prompt" for _, name in template):
             # without a field for the prompt, its media come first
             text = "".join(match[0] for match in MARK.finditer(prompt))
-        for literal, name in template:
+        for literal, (_, name) in zip(literals, template):
             if literal and text:
                 parts.append(self.escape_special_tokens(text))
                 text = ""

@@ -393,6 +393,7 @@ class PromptDataset(EncodedDataset[Prompt]):
     * ``overlong``: rows dropped because they exceed ``data.max_prompt_tokens``.
     * ``truncated``: prompts cut at the start of their last message.
     * ``special_tokens``: prompts that spell a special token as text.
+    * ``media_words``: prompts that spell a marker of media as text.
     * ``prompts``: the length of the dataset.
     * ``unreadable``: prompts that became unreadable later.
 
@@ -504,6 +505,7 @@ class PromptDataset(EncodedDataset[Prompt]):
                 continue
             cut, ids = fitting
             self.counts["special_tokens"] += self.encoder.is_shielded(text)
+            self.counts["media_words"] += bool(record.words)
             self._keep(source, row, cut, ids)
             note_text(self.counts, self._unknown.count(text, ids), len(ids), source, row)
             data_source = self._sources.data_source(record, source)

@@ -18,6 +18,8 @@ from typing import Any
 from lightrft.config.data import Columns, TrainingColumns
 from lightrft.datasets.media import NOTHING, Item, MediaFinder, SupportedMedia
 from lightrft.datasets.media.items import is_raw, replaced, with_items
+from lightrft.datasets.media.parts import kind_of, text_of
+from lightrft.datasets.media.placeholders import PlacedMedia
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
 
 Message = dict[str, Any]
@@ -96,6 +98,9 @@ class ParsedRow:
         media: the items whose marks the messages contain, by number.
         turn_weights: weight of a message in the loss, by the number of the message. Other messages
             have weight 1.
+        front: marks of media that have no place of their own, at the start of the first message of
+            the user.
+        words: number of media markers in the text that are ordinary words.
     """
 
     prompt: str | list[Message]
@@ -109,6 +114,8 @@ class ParsedRow:
     where: str
     media: list[Item] = field(default_factory=list)
     turn_weights: dict[int, float] = field(default_factory=dict)
+    front: str = ""
+    words: int = 0
 
     @property
     def messages(self) -> list[Message]:
@@ -199,7 +206,7 @@ def read_record(
             )
     else:
         response = _response(found["response"][1], columns.response, where, finder)
-    prompt, response = _placed(prompt, response, finder, row)
+    prompt, response, placed = _placed(prompt, response, finder, row)
     turn_weights = _pop_turn_weights(prompt, response, where)
     # the column of the response stays, since rewards may compare with it
     taken = {column for what, (column, _) in found.items() if what != "response"}
@@ -216,6 +223,8 @@ def read_record(
         where=where,
         media=finder.items,
         turn_weights=turn_weights,
+        front=placed.front,
+        words=placed.words,
     )
 
 
@@ -275,7 +284,7 @@ def read_conversation(
     """
     finder = MediaFinder(SupportedMedia(dict.fromkeys(reads.spellings, ())), where, root, {})
     prompt = read_prompt(list(messages), where, finder)
-    prompt, _ = _placed(prompt, None, finder, {})
+    prompt, _, _ = _placed(prompt, None, finder, {})
     return ParsedRow(prompt, None, None, None, "", "", {}, {}, where, finder.items)
 
 
@@ -378,11 +387,8 @@ def _check_content(content: object, where: str) -> None:
         kind = type(content).__name__
         raise MalformedRow(f"{where}: content must be text or a list of parts, not {kind}")
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type", "text") != "text":
-            continue
-        if not isinstance(part.get("text"), str):
-            text = part.get("text")
-            raise MalformedRow(f"{where}: text of a content part is {text!r}, not a text")
+        if isinstance(part, Mapping) and kind_of(part) is None:
+            text_of(part, where)
 
 
 def _content(content: str | Sequence[Any], where: str, finder: MediaFinder) -> str:
@@ -396,12 +402,14 @@ def _content_part(part: Any, where: str, finder: MediaFinder) -> str:
     if not isinstance(part, Mapping):
         kind = type(part).__name__
     else:
-        kind = part.get("type", "text")
-        if kind == "text":
-            return finder.plain(part["text"], where)
+        # first: a part without a type may be media
         place = finder.part(part, where)
         if place is not None:
             return place
+        text = text_of(part, where)
+        if text is not None:
+            return finder.plain(text, where)
+        kind = part.get("type")
     raise MalformedRow(f"{where}: a content part of type {kind!r}; the model reads {finder.reads}")
 
 
@@ -421,21 +429,20 @@ def _check_texts(value: object, where: str, finder: MediaFinder) -> None:
 
 def _placed(
     prompt: str | list[Message], response: str | list[Message] | None, finder: MediaFinder, row: Row
-) -> tuple[str | list[Message], str | list[Message] | None]:
+) -> tuple[str | list[Message], str | list[Message] | None, PlacedMedia]:
     """Return prompt and response with the media of the row at their positions."""
     asked = _as_messages(prompt, "user")
     answers = response if isinstance(response, list) else []
     messages = [*asked, *answers]
-    # media without a place in the text go before the last message of the user
-    users = (k for k, m in enumerate(asked) if m["role"] == "user")
-    last = max(users, default=len(asked) - 1)
-    texts = finder.place([m["content"] for m in messages], last, row)
-    if not finder.items:
-        return prompt, response
-    placed = [{**m, "content": text} for m, text in zip(messages, texts)]
+    placed = finder.place([m["content"] for m in messages], [m["role"] for m in messages], row)
+    texts = placed.texts
+    if not finder.items and not placed.words:
+        return prompt, response, placed
+    whole = [{**m, "content": text} for m, text in zip(messages, texts)]
     if isinstance(response, list):
-        response = placed[len(asked) :]
-    return texts[0] if isinstance(prompt, str) else placed[: len(asked)], response
+        response = whole[len(asked) :]
+    prompt = texts[0] if isinstance(prompt, str) else whole[: len(asked)]
+    return prompt, response, placed
 
 
 def number(value: Any, what: str, where: str) -> float:

@@ -291,3 +291,9 @@ def report(what: str, counts: Mapping[str, int], first: str = "") -> None:
     level = WARNING if lost else INFO
     example = f"; the first left out: {first}" if first else ""
     log.log(level, "%s: %s%s", what, ", ".join(said), example)
+    if words := counts.get("media_words", 0):
+        log.warning(
+            "%s: %d rows spell a marker such as <image> without media for it; it is text there",
+            what,
+            words,
+        )

@@ -228,6 +228,7 @@ class SFTDataset(EncodedDataset[Example]):
             self.counts["truncated"] += 1
             ids, weights = cut
         self.counts["special_tokens"] += any(map(self.encoder.is_shielded, texts.turns[-1]))
+        self.counts["media_words"] += bool(record.words)
         if texts.items:
             self._media[len(kept["ends"])] = (source, part.row, texts.items)
         asked = next(k for k, weight in enumerate(weights) if weight)

@@ -283,6 +283,12 @@ MEDIA: dict[str, tuple[Any, Tree, Tree]] = {
     "media.max_source_pixels": (10, EYE, PICTURES),
     "media.fps": (10.0, EYE, CLIPS),
     "media.max_frames": (2, EYE, CLIPS),
+    "media.min_frames": (2, EYE, {**CLIPS, "media": {"fps": 0.5}}),
+    "media.marks": (
+        False,
+        EYE,
+        {**PICTURES, "template": "{prompt}<image>", "apply_chat_template": True},
+    ),
     "media.max_seconds": (0.1, EAR, SOUNDS),
     "media.resample": (False, EAR, SOUNDS),
     "media.workers": (2, EYE, PICTURES),

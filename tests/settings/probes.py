@@ -257,7 +257,7 @@ def handed(config: RLConfig) -> Any:
 
 
 def decoded(tree: Tree, folder: Path) -> Any:
-    """The media of rows twice over, and how they were come by: threads, decodings, downloads and the files that they left."""
+    """The tokens and media of rows twice over, and how they were come by: threads, decodings, downloads and the files that they left."""
     config = config_in(tree, folder)
     tokenizer = load_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
@@ -283,13 +283,16 @@ def decoded(tree: Tree, folder: Path) -> Any:
         if "ptx" in tree:
             options = {"max_tokens": config.ptx.max_tokens, "seed": 0, "processor": processor}
             lessons = SFTDataset(config.ptx.data, tokenizer, **options)
-            found = [example.prompt_media for _ in range(2) for example in lessons.fetch([0, 1])]
+            both = [example for _ in range(2) for example in lessons.fetch([0, 1])]
+            found = [(example.prompt_ids, example.prompt_media) for example in both]
         else:
             data = config.eval.data if "eval" in tree else config.data
             dataset = PromptDataset(data, tokenizer, seed=0, processor=processor)
-            found = [prompt.media for _ in range(2) for prompt in dataset.fetch([0, 1])]
+            both = [prompt for _ in range(2) for prompt in dataset.fetch([0, 1])]
+            found = [(prompt.token_ids, prompt.media) for prompt in both]
     media = [
-        {name: (r.values.tolist(), r.lengths.tolist()) for name, r in one.items()} for one in found
+        (ids, {name: (r.values.tolist(), r.lengths.tolist()) for name, r in one.items()})
+        for ids, one in found
     ]
     # Two threads may want the same one.
     seen["decoded"] = seen["decoded"] if not any(k.endswith("threads") for k in seen) else 0

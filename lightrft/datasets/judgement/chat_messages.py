@@ -14,7 +14,7 @@ from PIL import Image
 
 from lightrft.datasets.judgement.question import Raw
 from lightrft.datasets.media.fetch import Content, Fetch, Samples
-from lightrft.datasets.media.items import kind_of, payload
+from lightrft.datasets.media.parts import kind_of, read_part
 from lightrft.datasets.row_tables import MalformedRow
 
 _FETCH = Fetch(Path(tempfile.gettempdir()), timeout=30.0)
@@ -55,7 +55,8 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     kind = kind_of(part)
     if kind is None:
         return dict(part)
-    value = payload(part, kind)
+    # the server decides how many pixels and frames its judge gets
+    value, _ = read_part(part, kind, "a question to a judge")
     if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
         return {"type": f"{kind}_url", f"{kind}_url": {"url": value}}
     try:

@@ -39,6 +39,7 @@ NESTED = (
     "url",
     "path",
     "file",
+    "source",
 )
 """Fields that stand for the whole medium."""
 _ANIMATED = ("GIF", "PNG", "WEBP")
@@ -123,7 +124,7 @@ class Fetch:
             rate = value.get("sampling_rate")
             return array if rate is None else Samples(array, int(rate))
         encoded = first_given(value, ("data", "base64"))
-        if isinstance(encoded, str) and not encoded.startswith("data:"):
+        if isinstance(encoded, str) and not is_data_url(encoded):
             return self._decoded(encoded)
         inside = first_given(value, ("data", "base64", *NESTED))
         if inside is None:
@@ -143,7 +144,7 @@ class Fetch:
         return Frames(tuple(self.content(v, root) for v in value))
 
     def _named(self, text: str, root: Path) -> Content:
-        if text.startswith("data:"):
+        if is_data_url(text):
             return self._data_uri(text)
         # only the start, since base64 text may be megabytes long
         scheme = urlparse(text).scheme if "://" in text[:16] else ""
@@ -208,7 +209,7 @@ class Fetch:
         meta, comma, _ = text[:1000].partition(",")
         if not comma:
             raise ValueError("a data: address without a comma")
-        if meta.endswith(";base64"):
+        if meta.lower().endswith(";base64"):
             return self._decoded(text[len(meta) + 1 :])
         self._check_size(len(text))
         return _some(unquote_to_bytes(text[len(meta) + 1 :]))
@@ -235,6 +236,26 @@ def picture_formats() -> tuple[str, ...]:
     """
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def is_data_url(text: str) -> bool:
+    """Return True if ``text`` is a ``data:`` URL. Its scheme has letters of any case."""
+    return text[:5].lower() == "data:"
+
+
+def is_missing(value: object) -> bool:
+    """Return True if ``value`` stands for no item: null, NaN, an empty text or list, or a mapping
+    of such values.
+
+    Parquet and pandas write them for what a row does not have.
+    """
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, Mapping):
+        return bool(value) and all(map(is_missing, value.values()))
+    if isinstance(value, list | tuple):
+        return not value
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def first_given(fields: Mapping[str, object], names: Iterable[str]) -> object:

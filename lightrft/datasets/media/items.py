@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path, PurePath
 from urllib.parse import urlparse
 
-from lightrft.datasets.media.fetch import NESTED, Fetch, first_given, is_still
+from lightrft.datasets.media.fetch import (
+    NESTED,
+    Fetch,
+    first_given,
+    is_data_url,
+    is_missing,
+    is_still,
+)
 
-KINDS = ("image", "video", "audio")
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
 MARK = re.compile(f"{OPEN}([a-z]+):(\\d+){CLOSE}")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".ppm")
-_FIELDS = ("url", "path", "file", "base64", "data", "bytes", "array")
 _RAW = ("bytes", "array", "data", "base64")
 
 
@@ -36,7 +41,17 @@ class Item:
             processor.
         max_pixels: largest number of pixels. None means the limit of ``data.media`` or the
             processor.
+        total_pixels: largest number of pixels of all frames of a video. None means no such limit.
+        height: height in pixels, before rounding to the patches of the model. None means no fixed
+            size.
+        width: width in pixels, like ``height``.
         fps: frames per second of a video. None means ``data.media.fps``.
+        nframes: exact number of frames of a video. None means no such number.
+        min_frames: smallest number of frames. None means the limit of ``data.media`` or the
+            processor.
+        max_frames: largest number of frames. None means ``data.media.max_frames``.
+        start: first second of a video to use. None means its start.
+        end: last second of a video to use. None means its end.
         corruption: seed of a corruption of the decoded item. None means none.
     """
 
@@ -46,8 +61,22 @@ class Item:
     root: Path
     min_pixels: int | None = None
     max_pixels: int | None = None
+    total_pixels: int | None = None
+    height: int | None = None
+    width: int | None = None
     fps: float | None = None
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    start: float | None = None
+    end: float | None = None
     corruption: int | None = None
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """Return everything that changes the inputs of the model, other than the content."""
+        places = ("value", "where", "root")
+        return tuple(getattr(self, one.name) for one in fields(self) if one.name not in places)
 
 
 def mark(kind: str, number: int) -> str:
@@ -94,24 +123,8 @@ def with_items(text: str, items: Sequence[Item]) -> str | list[dict[str, object]
 
 def _at(value: object, root: Path) -> object:
     """Return media with a path that does not depend on ``root``."""
-    is_address = isinstance(value, str) and (value.startswith("data:") or "://" in value[:16])
+    is_address = isinstance(value, str) and (is_data_url(value) or "://" in value[:16])
     return value if is_address or not isinstance(value, str) else str(root / value)
-
-
-def kind_of(part: Mapping[str, object]) -> str | None:
-    """Return the media kind of a content part, or None for text and unknown types."""
-    name = str(part.get("type", "")).removeprefix("input_").removesuffix("_url")
-    return name if name in KINDS else None
-
-
-def payload(part: Mapping[str, object], kind: str) -> object:
-    """Return the media of a content part of ``kind``, or None if the part only marks a position."""
-    given = first_given(part, (kind, f"{kind}_url", f"input_{kind}"))
-    if given is not None:
-        return given
-    fields = (*_FIELDS, "sampling_rate")
-    own = {name: part[name] for name in fields if part.get(name) is not None}
-    return own or None
 
 
 def listed(value: object, kind: str, root: Path) -> list[object]:
@@ -124,20 +137,21 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
         kind: the media kind of the column.
         root: folder of relative paths.
     """
-    # By type first: an array would be compared with the empty text element by element.
-    if isinstance(value, str | bytes | None):
-        return [value] if value else []
     if not isinstance(value, list | tuple):
-        return [value]
+        return [] if is_missing(value) else [value]
+    # The samples of one sound, of which one may be missing.
+    if value and isinstance(value[0], int | float) and not is_missing(value[0]):
+        return [list(value)]
     # parquet may hold null for an item that a row does not have.
-    some = [item for item in value if item is not None]
+    some = [item for item in value if not is_missing(item)]
     if not some:
         return []
-    # The samples of one sound.
-    if isinstance(some[0], int | float):
-        return [some]
     if kind == "video" and all(_is_frame(item, root) for item in some):
         return [some]
+    if kind == "image":
+        # an image is no list, so a list in the list has images of one turn
+        nested = [item if isinstance(item, list | tuple) else [item] for item in some]
+        return [item for items in nested for item in items if not is_missing(item)]
     return some
 
 

@@ -191,12 +191,14 @@ class MediaReader:
 
     def _part(self, item: Item) -> Any:
         part = self.parts[item.kind]
-        if item.min_pixels is None and item.max_pixels is None:
-            return part
         try:
-            return part.limited(item.min_pixels, item.max_pixels)
+            if item.min_pixels is not None or item.max_pixels is not None:
+                part = part.limited(item.min_pixels, item.max_pixels)
+            if item.total_pixels is not None or item.height is not None:
+                part = _sized(part, item)
         except (UserError, ValueError) as error:
             raise MalformedRow(f"{item.where}: {error}") from error
+        return part
 
     def _told(self, item: Item, work: Callable[[], T]) -> T:
         try:
@@ -226,14 +228,7 @@ class MediaReader:
     def _load(self, item: Item) -> PreparedMedia:
         content = self.fetch.content(item.value, item.root)
         # by content: rows may name one file in several ways, and a file may change
-        key = (
-            item.kind,
-            digest(content),
-            item.min_pixels,
-            item.max_pixels,
-            item.fps,
-            item.corruption,
-        )
+        key = (digest(content), *item.settings)
         return self._ready.get(key, lambda: self._made(item, content))
 
     def _made(self, item: Item, content: Content) -> PreparedMedia:
@@ -269,12 +264,19 @@ class MediaReader:
 
     def _viewing(self, item: Item) -> VideoSettings:
         config = self.config
-        # only some video processors require a minimum
-        least = getattr(self.parts[item.kind], "least", 1)
-        fps = config.fps if item.fps is None else item.fps
-        most = config.max_decoded_mb * 2**20
+        part = self.parts[item.kind]
         return VideoSettings(
-            fps, config.max_frames, config.max_seconds, config.max_source_pixels, least, most
+            fps=_first_of(item.fps, config.fps),
+            max_frames=_first_of(item.max_frames, config.max_frames),
+            max_seconds=config.max_seconds,
+            max_source_pixels=config.max_source_pixels,
+            # only some video processors require a minimum
+            least=_first_of(item.min_frames, config.min_frames, getattr(part, "least", 1)),
+            most_bytes=config.max_decoded_mb * 2**20,
+            nframes=item.nframes,
+            start=item.start,
+            end=item.end,
+            rule=getattr(part, "frames", None),
         )
 
     def _hearing(self, item: Item) -> AudioSettings:
@@ -285,6 +287,23 @@ class MediaReader:
             config.max_seconds,
             config.max_decoded_mb * 2**20,
         )
+
+
+def _sized(part: Any, item: Item) -> Any:
+    """Return ``part`` with the total or fixed size of ``item``.
+
+    Raises ``ValueError`` for a model that cannot read pictures of any size.
+    """
+    if not hasattr(part, "sized"):
+        named = "total_pixels" if item.height is None else "resized_height, resized_width"
+        problem = f"{named}: this model does not read a {item.kind} of any size"
+        raise ValueError(f"{problem}; set max_pixels, or leave them out")
+    return part.sized(item.height, item.width, item.total_pixels)
+
+
+def _first_of(*values: Any) -> Any:
+    """Return the first of ``values`` that is not None, or None."""
+    return next((value for value in values if value is not None), None)
 
 
 def joined(ready: Sequence[PreparedMedia]) -> Media:

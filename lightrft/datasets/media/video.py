@@ -10,11 +10,11 @@ import sys
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from PIL import Image
@@ -53,6 +53,21 @@ Others are refused, such as playlists, which open further files and addresses.
 """
 
 
+class FrameRule(Protocol):
+    """The rule by which the processor of a model selects frames."""
+
+    def select(self, total: int, rate: float, request: VideoSettings) -> list[int]:
+        """Return ascending indices of the selected frames among ``total`` frames.
+
+        Raises ``ValueError`` if the clip has too few frames for the request.
+        """
+        ...
+
+    def rate(self, total: int, rate: float, count: int, request: VideoSettings) -> float:
+        """Return the frames per second that the model is told, with ``count`` selected frames."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class VideoSettings:
     """Settings for selecting frames.
@@ -66,6 +81,11 @@ class VideoSettings:
         max_source_pixels: largest number of pixels of a frame.
         least: smallest number of frames, if the video has so many.
         most_bytes: largest memory of the decoded frames, in bytes.
+        nframes: exact number of frames, in place of ``fps``. None for no such number.
+        start: first second of the clip to use. None is its start.
+        end: last second of the clip to use. None is its end.
+        rule: selects the frames as the model's processor does. None takes the frame that is shown
+            at each multiple of ``1 / fps`` seconds.
     """
 
     fps: float | None
@@ -74,6 +94,10 @@ class VideoSettings:
     max_source_pixels: int
     least: int = 1
     most_bytes: float = math.inf
+    nframes: int | None = None
+    start: float | None = None
+    end: float | None = None
+    rule: FrameRule | None = None
 
     def check(self, frames: int, height: int, width: int, allowance: int = 1) -> None:
         """Raise ``ValueError`` for frames that are too large, each or in total.
@@ -94,13 +118,59 @@ class VideoSettings:
             limit = f"data.media.max_decoded_mb = {self.most_bytes / 2**20:g}"
             raise ValueError(f"{taken}, more than {times}{limit}")
 
-    def choose(self, times: Sequence[float]) -> list[int]:
-        """Return the positions in ``times`` of the selected frames.
+    def chosen(
+        self, times: Sequence[float], rate: float | None
+    ) -> tuple[list[int], tuple[float, ...], float | None]:
+        """Return the positions of the selected frames, their times, and the rate that the model is
+        told.
 
-        ``times`` are ascending seconds.
+        Args:
+            times: time of each frame in seconds, ascending.
+            rate: mean number of frames per second. None if only ``times`` are known.
 
-        Raises ``ValueError`` for a video without frames or longer than ``max_seconds``.
+        Raises:
+            ValueError: the video has no frames from ``start`` to ``end``, too few for ``nframes``,
+                or lasts longer than ``max_seconds``.
         """
+        first, stop = self._cut(times)
+        times = times[first:stop]
+        if self.rule is None:
+            taken = self.choose(times)
+            return [first + k for k in taken], tuple(times[k] for k in taken), None
+        self._check_length(times)
+        last = times[-1] - times[0]
+        if rate is None:
+            rate = (len(times) - 1) / last if last else self.fps or 1.0
+        picked = self.rule.select(len(times), rate, self)
+        since_start = np.asarray(times) - times[0]
+        if np.abs(since_start - np.arange(len(times)) / rate).max() < 0.5 / rate:
+            # exact times, since a file rounds them to its time base
+            shown = [(first + k) / rate for k in picked]
+        else:
+            # a rate that changes: the frame that is shown at the time of the regular frame
+            moments = np.asarray(picked) / rate + 1e-6
+            picked = np.unique(np.searchsorted(since_start, moments, side="right") - 1).tolist()
+            shown = [times[k] for k in picked]
+        told = self.rule.rate(len(times), rate, len(picked), self)
+        return [first + k for k in picked], tuple(shown), told
+
+    def _cut(self, times: Sequence[float]) -> tuple[int, int]:
+        """Return the first frame from ``start`` on, and the frame after the last up to ``end``."""
+        if self.start is None and self.end is None:
+            return 0, len(times)
+        since_start = np.asarray(times) - (times[0] if times else 0.0)
+        first = 0 if self.start is None else int(np.searchsorted(since_start, self.start - 1e-6))
+        stop = len(times)
+        if self.end is not None:
+            stop = int(np.searchsorted(since_start, self.end + 1e-6, side="right"))
+        if first >= stop:
+            last = since_start[-1] if times else 0.0
+            ends = f"video_start = {self.start or 0:g} and video_end = {self.end or last:g}"
+            raise ValueError(f"no frame is between {ends}; the last frame is at {last:.3g} s")
+        return first, stop
+
+    def _check_length(self, times: Sequence[float]) -> None:
+        """Raise ``ValueError`` for no ``times``, or more than ``max_seconds`` of them."""
         if not times:
             raise ValueError("the video has no frames")
         last = times[-1] - times[0]
@@ -109,6 +179,16 @@ class VideoSettings:
                 f"the video lasts {last:.1f} s, more than data.media.max_seconds = "
                 f"{self.max_seconds:g}"
             )
+
+    def choose(self, times: Sequence[float]) -> list[int]:
+        """Return the positions in ``times`` of the selected frames.
+
+        ``times`` are ascending seconds.
+
+        Raises ``ValueError`` for a video without frames or longer than ``max_seconds``.
+        """
+        self._check_length(times)
+        last = times[-1] - times[0]
         if self.fps is None:
             return self.spread(len(times))
         # times are multiples of a time base, so sums of them miss a frame by a rounding error
@@ -187,7 +267,12 @@ def _evenly(pictures: Sequence[Content], viewing: VideoSettings) -> tuple[list[i
     """Return the selected frames of a list, and their extent with times at ``viewing.fps``."""
     if not pictures:
         raise ValueError("the video has no frames")
+    rate = viewing.fps or 1.0
     chosen = viewing.spread(len(pictures))
+    times, told = tuple(k / rate for k in chosen), None
+    if viewing.rule is not None:
+        every = replace(viewing, fps=None)
+        chosen, times, told = every.chosen([k / rate for k in range(len(pictures))], rate)
     # from the headers, so that no frame is decoded before all are known to fit together
     sizes = {picture_size(pictures[k], viewing.max_source_pixels) for k in chosen}
     if len(sizes) > 1:
@@ -195,8 +280,7 @@ def _evenly(pictures: Sequence[Content], viewing: VideoSettings) -> tuple[list[i
         raise ValueError(f"frames of different sizes: {', '.join(listed)}")
     ((height, width, channels),) = sizes
     viewing.check(len(chosen), height, width)
-    times = tuple(k / (viewing.fps or 1.0) for k in chosen)
-    return chosen, Extent((len(chosen), height, width, channels), times)
+    return chosen, Extent((len(chosen), height, width, channels), times, told)
 
 
 def _filled(shape: tuple[int, ...], frames: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
@@ -273,8 +357,8 @@ def _plan(library: ModuleType, container: Any, viewing: VideoSettings) -> tuple[
     try:
         packets = islice(container.demux(source), MOST_PACKETS)
         # Packets come in the order of decoding, which differs from that of display.
-        shown = [p.pts for p in packets if not p.is_discard]
-        stamps = sorted(stamp for stamp in shown if stamp is not None)
+        visible = [p.pts for p in packets if not p.is_discard]
+        stamps = sorted(stamp for stamp in visible if stamp is not None)
         # demuxing has moved the container to its end
         container.seek(0, backward=True, any_frame=False)
         first = next(iter(container.decode(source)), None)
@@ -285,11 +369,11 @@ def _plan(library: ModuleType, container: Any, viewing: VideoSettings) -> tuple[
     if len(stamps) >= MOST_PACKETS - 1:
         raise ValueError(f"the video has {MOST_PACKETS} frames or more")
     times = [float((s - stamps[0]) * source.time_base) for s in stamps]
-    chosen = viewing.choose(times)
+    mean = source.average_rate
+    chosen, shown, told = viewing.chosen(times, float(mean) if mean else None)
     height, width = _upright(first).shape[:2]
     viewing.check(len(chosen), height, width)
-    extent = Extent((len(chosen), height, width, 3), tuple(times[k] for k in chosen))
-    return [stamps[k] for k in chosen], extent
+    return [stamps[k] for k in chosen], Extent((len(chosen), height, width, 3), shown, told)
 
 
 def _upright(frame: Any) -> np.ndarray:
@@ -350,9 +434,9 @@ def _extent_of(picture: Image.Image, viewing: VideoSettings) -> tuple[list[int],
         times.append(now)
         # browsers show a frame without a duration for 100 ms
         now += (picture.info.get("duration") or 100) / 1000
-    chosen = viewing.choose(times)
+    chosen, shown, told = viewing.chosen(times, count / now)
     viewing.check(len(chosen), height, width)
-    return chosen, Extent((len(chosen), height, width, channels), tuple(times[k] for k in chosen))
+    return chosen, Extent((len(chosen), height, width, channels), shown, told)
 
 
 def _shown(picture: Image.Image, k: int) -> np.ndarray:

@@ -563,6 +563,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         unknown = self._unknown.count("".join(texts), ids)
         note_text(self.counts, unknown, len(ids), source, group.row)
         self.counts["special_tokens"] += any(map(self.encoder.is_shielded, texts))
+        self.counts["media_words"] += any(part.record.words for part in group.parts)
 
     def _fitting(
         self, group: _Group, asked: int, responses: Sequence[tuple[Tokens, Weights]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightrft.config.data import PreferenceColumns
-from lightrft.datasets.media.items import kind_of
+from lightrft.datasets.media.parts import kind_of
 from lightrft.datasets.preference.labelled_formats import RESPONSES
 from lightrft.datasets.preference.raw_preference import (
     GivenRow,

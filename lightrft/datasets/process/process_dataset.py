@@ -280,6 +280,7 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
             kept = row.steps[: len(fitting)]
             note_steps(self.counts, kept, self.config.separator, source, number)
             self.counts["special_tokens"] += any(map(self.encoder.is_shielded, [full, *own]))
+            self.counts["media_words"] += bool(row.record.words)
             names.append(row.record.id or f"{self._sources.names[source]}/{number}")
         return names
 

@@ -6,9 +6,9 @@ The patches form a grid of time, height and width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.processors.base import ModalityProcessor, token_text, write_settings
+from lightrft.models.processors.frames import EvenFrames, FramesWithEnds, PairedFrames
 from lightrft.types import Extent
 
 
@@ -47,20 +48,44 @@ def build(
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     image, video, start, end = (token_text(tokenizer, getattr(settings, name)) for name in names)
     marks = (start, end)
-    shared = {name: value for name, value in fields.items() if name in processor.to_dict()}
-    frames = Qwen2VLImageProcessorPil.from_dict(shared)
-    clip: dict[str, Any] = {"processor": frames, "written": video, "fields": fields}
-    plain = QwenVideo(**clip, around=marks)
+    known = {*processor.to_dict(), "min_pixels", "max_pixels"}
+    shared = {name: value for name, value in fields.items() if name in known}
+    clip: dict[str, Any] = {"written": video, "fields": fields}
+    plain = QwenVideo(_frames(_QWEN2_CLIPS, shared), **clip, around=marks)
     timed = replace(plain, timed=True)
     kinds: dict[str, QwenVideo] = {
         "qwen2_vl": plain,
         "qwen2_5_vl": timed,
-        "qwen2_5_omni_thinker": timed,
+        # its processor tells the model the requested rate
+        "qwen2_5_omni_thinker": replace(timed, frames=PairedFrames(nominal=True)),
     }
+    # the video processor of Qwen3 has no limits of these names
+    pairs = {name: value for name, value in shared.items() if "_pixels" not in name}
+    newer = Qwen3Video(_frames(_QWEN3_CLIPS, pairs), **clip, marks=marks, frames=FramesWithEnds())
     return {
         "image": QwenImage(processor, image, marks),
-        "video": kinds.get(settings.model_type) or Qwen3Video(**clip, marks=marks),
+        "video": kinds.get(settings.model_type) or newer,
     }
+
+
+_QWEN2_CLIPS: dict[str, Any] = {"size": {"shortest_edge": 100352, "longest_edge": 602112}}
+"""Defaults of ``Qwen2VLVideoProcessor`` that differ from those of pictures."""
+_QWEN3_CLIPS: dict[str, Any] = {
+    "size": {"shortest_edge": 131072, "longest_edge": 786432},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "patch_size": 16,
+}
+"""Defaults of ``Qwen3VLVideoProcessor`` that differ from those of pictures."""
+
+
+def _frames(defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> Qwen2VLImageProcessorPil:
+    """Build the processor of frames from the ``fields`` of a folder's video processor."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    made = {**defaults, **given}
+    # the constructor writes the limits of pixels into it
+    made["size"] = dict(made["size"])
+    return Qwen2VLImageProcessorPil.from_dict(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +99,26 @@ class QwenImage:
     written: str
     around: tuple[str, str]
     rate: int = 0
+    size: tuple[int, int] | None = None
 
     def placeholder_text(self, extent: Extent) -> str:
-        height, width = _resized(self.processor, *extent.shape[:2])
+        height, width = _resized(self.processor, *(self.size or extent.shape[:2]))
         return self.written * (height * width // _side(self.processor) ** 2)
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        made = self.processor(images=[Image.fromarray(value)], return_tensors="pt")
+        picture = Image.fromarray(value)
+        options: dict[str, Any] = {}
+        if self.size is not None:
+            height, width = _resized(self.processor, *self.size)
+            picture = picture.resize((width, height), resample=self.processor.resample)
+            options["do_resize"] = False
+        made = self.processor(images=[picture], return_tensors="pt", **options)
         return {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
+
+    def sized(self, height: int | None, width: int | None, total: int | None) -> QwenImage:
+        """Return the part for pictures of one height and width, rounded as in ``smart_resize``."""
+        assert height is not None and width is not None and total is None
+        return replace(self, size=(height, width))
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
         return int(inputs["image_grid_thw"].prod(-1).sum()) // self.processor.merge_size**2
@@ -99,8 +136,14 @@ class QwenVideo:
 
     ``limited`` bounds each frame.
 
-    ``fields`` is the config of the folder's video processor. With ``timed``, positions along time
-    follow the frame times.
+    Attributes:
+        processor: Resizes and normalizes frames.
+        written: One placeholder.
+        fields: Config of the folder's video processor.
+        timed: Positions along time follow the rate of the frames.
+        frames: Selects the frames.
+        size: Fixed height and width of a frame. ``None`` for the limits of ``processor``.
+        total: Largest number of pixels of all frames. ``None`` for no such limit.
     """
 
     processor: Qwen2VLImageProcessorPil
@@ -109,6 +152,9 @@ class QwenVideo:
     timed: bool = False
     around: tuple[str, str] = ("", "")
     rate: int = 0
+    frames: EvenFrames = field(default_factory=PairedFrames)
+    size: tuple[int, int] | None = None
+    total: int | None = None
     saved_type: ClassVar[str] = "Qwen2VLVideoProcessor"
 
     def placeholder_text(self, extent: Extent) -> str:
@@ -118,12 +164,22 @@ class QwenVideo:
         grid = self._grid(extent)
         made = {"pixel_values_videos": self._patches(value, grid), "video_grid_thw": grid[None]}
         if self.timed:
-            times = _times(extent)
-            # seconds from one frame to the next; 0 for a single frame
-            spacing = (times[-1] - times[0]) / max(1, len(times) - 1)
-            seconds = self.processor.temporal_patch_size * spacing
-            made["second_per_grid_ts"] = torch.tensor([seconds])
+            made["second_per_grid_ts"] = torch.tensor([self._seconds(extent)])
         return made
+
+    @property
+    def least(self) -> int:
+        """Smallest number of frames of a clip, if it has so many."""
+        return int(self.fields.get("min_frames") or 4)
+
+    def _seconds(self, extent: Extent) -> float:
+        """Return the seconds from one pair of frames to the next."""
+        if extent.rate is not None:
+            return self.processor.temporal_patch_size / extent.rate
+        times = _times(extent)
+        # 0 for a single frame
+        spacing = (times[-1] - times[0]) / max(1, len(times) - 1)
+        return self.processor.temporal_patch_size * spacing
 
     def _patches(self, value: np.ndarray, grid: Tensor) -> Tensor:
         """Return ``[grid.prod(), colours * time * height * width]``, without the video processor,
@@ -153,18 +209,34 @@ class QwenVideo:
         return replace(self, processor=limited, fields={**self.fields, "size": dict(limited.size)})
 
     def save(self, path: Path) -> None:
-        fields = {**self.fields, "video_processor_type": self.saved_type}
+        # the size has the limits, which would replace it if they stood beside it
+        fields = {k: v for k, v in self.fields.items() if k not in ("min_pixels", "max_pixels")}
+        fields |= {"size": dict(self.processor.size), "video_processor_type": self.saved_type}
         write_settings(path / "video_preprocessor_config.json", fields)
+
+    def sized(self, height: int | None, width: int | None, total: int | None) -> Self:
+        """Return the part with a fixed size of frames, or a limit of all frames, in pixels."""
+        size = None if height is None or width is None else (height, width)
+        return replace(self, size=size, total=total)
 
     def _grid(self, extent: Extent) -> Tensor:
         """Return the number of patches along time, height and width."""
         pairs = -(-extent.shape[0] // self.processor.temporal_patch_size)
-        height, width = self._resized(*extent.shape[:3])
+        height, width = self._resized(extent.shape[0], *(self.size or extent.shape[1:3]))
         side = self.processor.patch_size
         return torch.tensor([pairs, height // side, width // side])
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        return _resized(self.processor, height, width)
+        low, high = self.processor.size["shortest_edge"], self.processor.size["longest_edge"]
+        step = self.processor.temporal_patch_size
+        budgets = [] if self.total is None else [self.total]
+        if self.fields.get("cap_pixels_per_frame"):
+            tokens = self.fields.get("max_video_tokens") or 128000
+            budgets.append(int(tokens * _side(self.processor) ** 2 * 0.9))
+        for budget in budgets:
+            # an even share of the clip for each frame, as in ``Qwen2VLVideoProcessor.resize``
+            high = max(min(high, budget * step // frames), int(low * 1.05))
+        return smart_resize(height, width, _side(self.processor), low, high)
 
 
 @dataclass(frozen=True)
@@ -178,11 +250,6 @@ class Qwen3Video(QwenVideo):
     marks: tuple[str, str] = ("", "")
     each: tuple[int | None, int | None] = (None, None)
     saved_type: ClassVar[str] = "Qwen3VLVideoProcessor"
-
-    @property
-    def least(self) -> int:
-        """Smallest number of frames of a clip."""
-        return self.processor.temporal_patch_size
 
     def placeholder_text(self, extent: Extent) -> str:
         grid = self._grid(extent)
@@ -205,7 +272,7 @@ class Qwen3Video(QwenVideo):
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
         size = self.processor.size
-        step = self.least
+        step = self.processor.temporal_patch_size
         if frames < step:
             raise ValueError(f"a clip of {frames} frames: this model needs at least {step}")
         # the bounds of a row are for one frame, those of the processor for a whole clip
@@ -213,7 +280,13 @@ class Qwen3Video(QwenVideo):
         low, high = self.each
         low = size["shortest_edge"] if low is None else low * counted
         high = size["longest_edge"] if high is None else high * counted
-        return clip_resize(frames, height, width, step, _side(self.processor), low, high)
+        side = _side(self.processor)
+        if self.total is not None:
+            high = max(min(high, self.total), int(low * 1.05))
+        if self.fields.get("cap_pixels_per_frame"):
+            most = (self.fields.get("max_video_tokens") or 768) * side**2
+            high = max(min(most, high // frames), int(low * 1.05)) * frames
+        return clip_resize(frames, height, width, step, side, low, high)
 
 
 def _side(processor: Qwen2VLImageProcessorPil) -> int:

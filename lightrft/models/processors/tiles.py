@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.processors.base import ModalityProcessor, token_text, write_settings
+from lightrft.models.processors.frames import EvenFrames
 from lightrft.types import Extent
 
 
@@ -226,6 +227,7 @@ class OnevisionVideo:
     fields: Mapping[str, object]
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
+    frames: EvenFrames = field(default_factory=EvenFrames)
 
     def placeholder_text(self, extent: Extent) -> str:
         return self.written * (extent.shape[0] * math.ceil(self.side / 2) ** 2 + 1)

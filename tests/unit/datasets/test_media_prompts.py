@@ -170,7 +170,7 @@ def test_several_pictures_stand_where_their_markers_are(eye: Rig, folder: Path) 
     expect_same(second, *by_hand(eye, b, a, "look"))
 
 
-def test_media_of_any_turn_are_found_and_those_without_a_marker_go_to_the_last_user_message(
+def test_media_of_any_turn_are_found_and_those_without_a_marker_go_to_the_first_user_message(
     eye: Rig, folder: Path
 ) -> None:
     talk = [
@@ -181,14 +181,18 @@ def test_media_of_any_turn_are_found_and_those_without_a_marker_go_to_the_last_u
         {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "second"},
     ]
-    plain = [{"role": "user", "content": "first"}, *talk[1:]]
+    plain = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "first"},
+        *talk[1:],
+    ]
     (named,), (front,) = (
         prompts(eye, folder, {"prompt": talk}),
         prompts(eye, folder, {"prompt": plain, "image": "a.png"}),
     )
     pad = "<|vision_start|><|image_pad|><|vision_end|>"
     assert f"user\n{pad}first" in named.text and "user\nsecond" in named.text
-    assert "user\nfirst" in front.text and f"user\n{pad}second" in front.text
+    assert f"user\n{pad}first" in front.text and "user\nsecond" in front.text
     assert all(torch.equal(named.media[k].values, front.media[k].values) for k in named.media)
 
 
@@ -292,8 +296,9 @@ def test_a_kind_that_the_model_does_not_read_is_refused(eye: Rig, folder: Path) 
             r"2 places for image .*, but the row has 1 image in column 'images'",
         ),
         (
-            {"prompt": "<image>"},
-            r"1 places for image .*, but the row has no images; name their column in data\.columns\.images",
+            {"prompt": "<image>", "picture": "a.png"},
+            r"1 places for image .*, and column 'picture', which may have them, is not read; "
+            r"set data\.columns\.images: picture",
         ),
         (
             {"prompt": "x", "images": ["a.png", "gone.png"]},
@@ -302,8 +307,8 @@ def test_a_kind_that_the_model_does_not_read_is_refused(eye: Rig, folder: Path) 
         ({"prompt": "x", "image": "s.wav"}, r"column 'image': 's\.wav': not a picture"),
         ({"prompt": "x", "video": "s.wav"}, r"column 'video': 's\.wav': no video in the file"),
         (
-            {"prompt": "x", "image": {"bytes": None, "path": None}},
-            "neither bytes, path, url nor array",
+            {"prompt": "x", "image": {"bytes": None, "sampling": 3}},
+            "unknown key 'sampling' of a part of type 'image'",
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "gone.png"}]}]},

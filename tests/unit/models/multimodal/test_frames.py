@@ -1,0 +1,291 @@
+"""Frames, sizes and positions of clips: those that the video processors of transformers have."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import transformers.utils.import_utils
+import transformers.video_processing_utils
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+from lightrft.config.data import DataConfig
+from lightrft.config.model import ModelConfig
+from lightrft.datasets.media.video import VideoSettings
+from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
+from lightrft.models.processors import load_processor
+from lightrft.models.tiny import save_tiny_media
+from lightrft.types import Batch, Extent, Segments
+from tests.media_helpers import Rig, rig
+from tests.unit.datasets.media_files import clip
+
+TRANSFORMS = "torchvision.transforms.v2.functional"
+"""The module that the video processors import, and that neither sampling nor sizes use."""
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[SimpleNamespace]:
+    """Yield the video processors of transformers. Their frames and sizes need no torchvision."""
+    assert transformers.video_processing_utils
+    parents = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2", TRANSFORMS]
+    empty = {name: ModuleType(name) for name in parents}
+    empty[parents[2]].functional = empty[TRANSFORMS]  # type: ignore[attr-defined]
+    before = set(sys.modules)
+    sys.modules.update({name: module for name, module in empty.items() if name not in before})
+    try:
+        two, three = (
+            importlib.import_module(f"transformers.models.{name}.video_processing_{name}")
+            for name in ("qwen2_vl", "qwen3_vl")
+        )
+        # their constructors ask for the package, and compute nothing with it
+        with pytest.MonkeyPatch.context() as patch:
+            mapping = transformers.utils.import_utils.BACKENDS_MAPPING
+            patch.setitem(mapping, "torchvision", (lambda: True, ""))
+            yield SimpleNamespace(two=two, three=three)
+    finally:
+        for name in set(sys.modules) - before:
+            if "torchvision" in name or "video_processing_qwen" in name:
+                del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rig]:
+    folder = tmp_path_factory.mktemp("eyes")
+    names = ("qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_vl", "llava_onevision")
+    return {name: rig(name, folder) for name in names}
+
+
+def indices(own: SimpleNamespace, family: str, total: int, rate: float, **options: Any) -> list:
+    """Return what ``sample_frames`` of the family's processor returns."""
+    metadata = VideoMetadata(total_num_frames=total, fps=rate)
+    if family == "llava_onevision":
+        return default_sample_indices_fn(metadata, **options).tolist()
+    if family == "qwen3_vl":
+        made = own.three.Qwen3VLVideoProcessor(max_frames=options.pop("max_frames", 768))
+    else:
+        made = own.two.Qwen2VLVideoProcessor()
+    return made.sample_frames(metadata, **options).tolist()
+
+
+def rule(eyes: dict[str, Rig], family: str) -> Any:
+    return eyes[family].processor.parts["video"].frames
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    total=st.integers(2, 2000),
+    rate=st.sampled_from([1.0, 8.0, 12.5, 15.0, 23.976, 24.0, 25.0, 29.97, 30.0, 50.0, 60.0]),
+    fps=st.sampled_from([0.5, 1.0, 2.0, 3.0, 4.0, 7.5]),
+    most=st.sampled_from([4, 7, 64, 768]),
+    family=st.sampled_from(["qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_vl"]),
+)
+def test_the_frames_of_a_clip_are_those_that_transformers_samples(
+    own: Any, eyes: dict[str, Rig], total: int, rate: float, fps: float, most: int, family: str
+) -> None:
+    asked = VideoSettings(fps, most, None, 10**9, least=eyes[family].processor.parts["video"].least)
+    found = rule(eyes, family).select(total, rate, asked)
+    expected = indices(own, family, total, rate, fps=fps, max_frames=most)
+    # by rounding, transformers may add an index behind the last frame
+    assert found == [k for k in expected if k < total]
+    told = rule(eyes, family).rate(total, rate, len(found), asked)
+    seen = VideoMetadata(total, fps=rate, frames_indices=found).sampled_fps
+    if family == "qwen2_5_omni_thinker" and total / rate * fps < most + 1:
+        # its processor tells the requested rate
+        assert told == fps
+    else:
+        assert told == pytest.approx(seen)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    total=st.integers(2, 500),
+    count=st.integers(2, 60),
+    family=st.sampled_from(["qwen2_5_vl", "qwen3_vl", "llava_onevision"]),
+)
+def test_an_exact_number_of_frames_is_that_of_transformers(
+    own: Any, eyes: dict[str, Rig], total: int, count: int, family: str
+) -> None:
+    asked = VideoSettings(None, 9, None, 10**9, nframes=count)
+    try:
+        expected = indices(own, family, total, 25.0, num_frames=count)
+    except ValueError:
+        expected = None
+    if expected is None or count > total:
+        if family != "qwen3_vl":
+            with pytest.raises(ValueError, match=f"nframes = {count}, and the clip has {total}"):
+                rule(eyes, family).select(total, 25.0, asked)
+    else:
+        found = rule(eyes, family).select(total, 25.0, asked)
+        # by rounding, transformers may add an index behind the last frame
+        assert found == [k for k in expected if k < total]
+
+
+def test_onevision_takes_frames_as_the_default_of_transformers(
+    own: Any, eyes: dict[str, Rig]
+) -> None:
+    for total in (1, 3, 17, 100):
+        for rate in (8.0, 25.0):
+            asked = VideoSettings(2.0, 768, None, 10**9)
+            found = rule(eyes, "llava_onevision").select(total, rate, asked)
+            assert found == indices(own, "llava_onevision", total, rate, fps=2.0)
+
+
+def prompt_of(r: Rig, folder: Path, row: dict[str, Any], **media: Any) -> Any:
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    config = DataConfig(
+        sources=[str(folder / "rows.jsonl")],  # type: ignore[arg-type]
+        media=media,  # type: ignore[arg-type]
+        max_prompt_tokens=100_000,
+        token_cache=None,
+    )
+    (prompt,) = PromptDataset(config, r.tokenizer, seed=0, processor=r.processor)
+    return prompt
+
+
+@pytest.mark.parametrize("name", ["c.mp4", "c.mkv"])
+@pytest.mark.parametrize(("rate", "frames"), [(15, 60), (25, 100), (15, 36), (25, 3)])
+def test_positions_and_log_probs_of_a_clip_are_those_of_its_sampled_rate(
+    own: Any, eyes: dict[str, Rig], rate: int, frames: int, name: str, tmp_path: Path
+) -> None:
+    r = eyes["qwen2_5_vl"]
+    clip(tmp_path / name, frames=frames, rate=rate)
+    prompt = prompt_of(r, tmp_path, {"prompt": "<video>then?", "video": name})
+    taken = indices(own, "qwen2_5_vl", frames, rate, fps=2.0)
+    metadata = VideoMetadata(frames, fps=rate, frames_indices=taken)
+    seconds = 2 / metadata.sampled_fps
+    media = {key: rows.values for key, rows in prompt.media.items()}
+    assert media["video_grid_thw"][0, 0] == (len(taken) + 1) // 2
+    assert media["second_per_grid_ts"].tolist() == pytest.approx([seconds])
+    merged = merge_multimodal_inputs(r.actor.base, r.actor.family, Segments.of_prompts([prompt]))
+    assert merged is not None and merged.positions is not None
+    ids = torch.tensor([prompt.token_ids])
+    types = 2 * (ids == r.processor.tokens["video"]).long()
+    model = {
+        "mm_token_type_ids": types,
+        "video_grid_thw": media["video_grid_thw"],
+        "second_per_grid_ts": torch.tensor([seconds]),
+    }
+    positions, _ = r.actor.base.model.get_rope_index(ids, **model)
+    assert torch.equal(merged.positions, positions[:, 0])
+    if (rate, frames) in ((15, 60), (25, 100)):
+        first = prompt.token_ids.index(r.processor.tokens["video"])
+        steps = merged.positions[0, types[0] > 0].unique() - first
+        per_second = r.actor.base.config.vision_config.tokens_per_second
+        assert steps.tolist() == [second * per_second for second in range(4)]
+    answer = [5, 6, 7]
+    batch = Batch(Segments.of_prompts([prompt]), Segments.of([answer]), torch.tensor([0]))
+    whole = torch.cat([ids, torch.tensor([answer])], 1)
+    model["mm_token_type_ids"] = torch.cat([types, torch.zeros(1, 3, dtype=torch.long)], 1)
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(r.path)
+    with torch.no_grad():
+        logits = plain(
+            input_ids=whole, pixel_values_videos=media["pixel_values_videos"], **model
+        ).logits[0, -4:-1]
+        expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor(answer)]
+        found = r.actor.score(batch).logprobs
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_frames_of_a_rate_that_changes_go_by_their_times(eyes: dict[str, Rig]) -> None:
+    asked = VideoSettings(1.0, 64, None, 10**9, rule=rule(eyes, "qwen2_5_vl"))
+    # 8 frames in the first second, then one each second: 16 frames in 8 s
+    times = [*(k / 8 for k in range(8)), *(float(k) for k in range(1, 9))]
+    chosen, shown, told = asked.chosen(times, 2.0)
+    assert shown == tuple(float(k) for k in range(8))
+    assert [times[k] for k in chosen] == list(shown) and told == 1.0
+
+
+def test_a_part_of_a_clip_is_the_frames_from_its_start_to_its_end(eyes: dict[str, Rig]) -> None:
+    asked = VideoSettings(2.0, 64, None, 10**9, start=1.0, end=2.9, rule=rule(eyes, "qwen3_vl"))
+    chosen, shown, told = asked.chosen([k / 10 for k in range(100)], 10.0)
+    assert chosen[0] == 10 and chosen[-1] == 29 and len(chosen) == 4
+    assert shown == tuple(k / 10 for k in chosen) and told == 2.0
+    late = VideoSettings(2.0, 64, None, 10**9, start=12.0)
+    with pytest.raises(ValueError, match=r"video_start = 12 .*the last frame is at 9\.9 s"):
+        late.chosen([k / 10 for k in range(100)], 10.0)
+
+
+def folder_with(folder: Path, family: str, **limits: Any) -> Path:
+    """Write a tiny model with the settings of pictures that published folders have."""
+    save_tiny_media(family, folder)
+    file = folder / "preprocessor_config.json"
+    fields = json.loads(file.read_text())
+    del fields["size"]
+    file.write_text(json.dumps({**fields, **limits}))
+    return folder
+
+
+LIMITS = [
+    {},
+    {"min_pixels": 256, "max_pixels": 4096},
+    {"size": {"shortest_edge": 128, "longest_edge": 2048}, "max_pixels": 1024},
+    {"size": {"shortest_edge": 128, "longest_edge": 2048}},
+    {"max_pixels": 100_000, "cap_pixels_per_frame": True, "max_video_tokens": 100},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_limits_of_the_folder_hold_for_clips_as_in_transformers(
+    own: Any, family: str, limits: dict[str, Any], tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(folder_with(tmp_path / "first", family, **limits)))
+    processor = load_processor(config, load_tokenizer(config))
+    assert processor is not None
+    processor.save(tmp_path / "first")
+    again = load_processor(config, load_tokenizer(config))
+    assert again is not None
+    fields = json.loads(
+        (folder_with(tmp_path / "own", family, **limits) / "preprocessor_config.json").read_text()
+    )
+    kind = (
+        own.three.Qwen3VLVideoProcessor if family == "qwen3_vl" else own.two.Qwen2VLVideoProcessor
+    )
+    theirs = kind(**fields)
+    for frames, height, width in ((2, 20, 30), (4, 100, 300), (9, 640, 480), (40, 33, 17)):
+        size: dict[str, Any] = {}
+
+        def seen(image: Any, size: Any, resample: Any, kept: Any = size) -> Any:
+            kept.update(height=size.height, width=size.width)
+            return image
+
+        base = transformers.video_processing_utils.BaseVideoProcessor
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "resize", lambda self, **given: seen(**given), raising=False)
+            theirs.resize(
+                torch.zeros(1, frames, 3, height, width),
+                transformers.image_utils.SizeDict(**dict(theirs.size)),
+                None,
+                theirs.patch_size * theirs.merge_size,
+                theirs.temporal_patch_size,
+                cap_pixels_per_frame=fields.get("cap_pixels_per_frame", False),
+            )
+        expected = (size["height"] // theirs.patch_size, size["width"] // theirs.patch_size)
+        for made in (processor, again):
+            part = made.parts["video"]
+            grid = part._grid(Extent((frames, height, width, 3)))
+            assert tuple(grid[1:].tolist()) == expected
+
+
+def test_published_limits_of_a_folder_hold_for_images_and_clips_alike(tmp_path: Path) -> None:
+    """A clip of one frame has the size of the image."""
+    config = ModelConfig(path=str(folder_with(tmp_path, "qwen2_vl", min_pixels=64, max_pixels=512)))
+    processor = load_processor(config, load_tokenizer(config))
+    assert processor is not None
+    value = np.zeros((2, 200, 100, 3), np.uint8)
+    image = processor.parts["image"].inputs(value[0], Extent(value.shape[1:]))
+    video = processor.parts["video"].inputs(value, Extent(value.shape, (0.0, 0.5)))
+    assert image["image_grid_thw"].tolist() == video["video_grid_thw"].tolist() == [[1, 8, 4]]
