@@ -225,10 +225,12 @@ class MediaFinder:
             for k, text in enumerate(texts)
         }
         by_owners = sum(sum(spelled[k]) for k in owners)
+        if count and sure == count:
+            return {}
         if count:
             # one spelling of the turns that ask, all of them, then those of every turn
-            tries = [(owners, (n,)) for n in every]
-            tries += [(owners, every), *([(range(len(texts)), every)] if by_owners else [])]
+            tries = [(owners, (n,)) for n in every] + [(owners, every)]
+            tries += [(list(range(len(texts))), every)] if by_owners else []
             for of, numbers in tries:
                 places = sum(spelled[k][n] for k in of for n in numbers)
                 if places and places + sure == count:
