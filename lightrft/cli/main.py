@@ -16,7 +16,7 @@ from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.utils.atomic_files import disk_problem
 from lightrft.utils.cpu_threads import set_thread_policy
 from lightrft.utils.errors import UserError, did_you_mean
-from lightrft.utils.stop_signal import Terminated, raise_at_sigterm
+from lightrft.utils.stop_signal import Terminated, raise_at_termination
 
 VERBS = {
     "demo": "train a model from random weights by reinforcement learning, and write a report",
@@ -89,7 +89,8 @@ OTHER_VERBS: dict[str, str] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit status.
 
-    It is 0, 2 for errors the user can fix, 130 after Ctrl-C and 143 after SIGTERM.
+    It is 0, 2 for errors the user can fix, 130 after Ctrl-C, and 128 plus the
+    number of another signal that stopped it, such as 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = log_to_terminal(WARNING if first_rank() else ERROR)
     try:
         # A launcher ends its ranks at once. No exception reaches one that waits inside torch.
-        with nullcontext() if "WORLD_SIZE" in os.environ else raise_at_sigterm():
+        with nullcontext() if "WORLD_SIZE" in os.environ else raise_at_termination():
             return run_verb(verb, rest)
     except UserError as error:
         if not report_error(error):
@@ -125,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "engine.max_cache_tokens or model.logits_mb\n"
         )
         return 2
-    except Terminated:
-        return 143
+    except Terminated as error:
+        return 128 + error.number
     except KeyboardInterrupt:
         return 130
     except Exception as error:

@@ -14,6 +14,7 @@ from uuid import uuid4
 from lightrft.distributed.error_report import SPEAKER
 from lightrft.distributed.local_store import LOOPBACK, loopback_store
 from lightrft.utils.errors import RESUMES
+from lightrft.utils.stop_signal import TERMINATING
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -49,6 +50,12 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
     # Ranks save a checkpoint after a signal, which takes longer than torch's default of 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(30, round(60 * minutes))))
     os.environ[SPEAKER] = "1"
+    # nohup starts programs that ignore SIGHUP, which torchelastic would handle all the same.
+    forwarded = [
+        number.name
+        for number in (*TERMINATING, signal.SIGINT, signal.SIGQUIT)
+        if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT
+    ]
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -56,6 +63,7 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
         max_restarts=0,
         rdzv_backend=BACKEND,
         run_id=uuid4().hex,
+        signals_to_handle=",".join(forwarded),
     )
     try:
         elastic_launch(settings, sys.executable)(*program)
@@ -169,7 +177,7 @@ def _told(failure: ProcessFailure) -> tuple[str, str]:
         kind = message["extraInfo"]["kind"]
         text = message["message"]
         return kind, f"failed with {text}" if kind == "bug" else text
-    if failure.exitcode in (-signal.SIGTERM, -signal.SIGINT):
+    if -failure.exitcode in (*TERMINATING, signal.SIGINT):
         return "", f"was ended by {failure.signal_name()}"
     if failure.exitcode < 0:
         # The kernel ends a process with SIGKILL when memory runs out.

@@ -36,6 +36,7 @@ from lightrft.serving.problems import HTTPCall, HTTPProblem, bad, openai_error
 from lightrft.serving.remembered_answers import RememberedAnswers
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.utils.errors import ConfigError, UserError, first_line, is_unicode
+from lightrft.utils.stop_signal import TERMINATING, handling
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -186,7 +187,7 @@ class HTTPServer:
         )
         self._server = Draining(settings)
         # uvicorn raises the signal again once it has stopped: this end was asked for
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt), handling(TERMINATING, self._server.handle_exit):
             self._server.run(sockets=[self._socket])
 
     def _drop(self) -> None:

@@ -1,46 +1,79 @@
-"""Stop a program on SIGTERM or Ctrl-C: at once, or by a flag at a safe point of a loop."""
+"""Stop a program by a signal or Ctrl-C: at once, or by a flag at a safe point of a loop."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
+TERMINATING = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+"""Signals that stop a program as SIGTERM does. By default each ends it at once.
+
+A terminal that closes sends SIGHUP. SLURM sends what ``--signal`` names, such as USR1, before the
+time limit of a job.
+"""
+
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised in the main thread.
+    """A signal of ``TERMINATING``, raised in the main thread.
 
     It is a ``KeyboardInterrupt``, so that the program cleans up as after Ctrl-C.
+
+    Attributes:
+        number: The signal.
     """
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.number = number
 
 
 @contextmanager
-def raise_at_sigterm() -> Generator[None]:
-    """Raise ``Terminated`` at SIGTERM within this context, unless the caller has its own handler.
+def handling(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Generator[None]:
+    """Handle signals by ``handler`` within this context, and restore the handlers before.
 
-    Outside the main thread Python cannot handle signals, and nothing changes.
+    A signal that is ignored stays ignored: ``nohup`` starts programs that way. Outside the main
+    thread Python cannot handle signals, and nothing changes.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    signal.signal(signal.SIGTERM, terminate)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {
+            number: signal.signal(number, handler)
+            for number in numbers
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
+        }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler_before in before.items():
+            # None stands for a handler that was not set from Python and cannot be restored
+            signal.signal(number, signal.SIG_DFL if handler_before is None else handler_before)
+
+
+@contextmanager
+def raise_at_termination() -> Generator[None]:
+    """Raise ``Terminated`` at signals of ``TERMINATING`` that have no handler of the caller."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated(number)
+
+    free = [number for number in TERMINATING if signal.getsignal(number) is signal.SIG_DFL]
+    with handling(free, terminate):
+        yield
 
 
 class StopFlag:
-    """A flag that the first SIGTERM or SIGINT sets while the context is entered.
+    """A flag that the first SIGINT or signal of ``TERMINATING`` sets in the context.
 
     A second SIGINT raises ``KeyboardInterrupt`` immediately. The previous handlers are restored on
     exit. Outside the main thread Python cannot handle signals, and only ``request`` sets the flag.
@@ -53,19 +86,17 @@ class StopFlag:
                     break
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
     def __init__(self) -> None:
         self.reason = ""
         self._interrupts = 0
         self._at_once = False
-        self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
+        self._handlers = ExitStack()
 
     @contextmanager
     def at_once(self) -> Generator[None]:
         """Raise at the first signal within this context, in which nothing can be lost.
 
-        SIGTERM raises ``Terminated``, and SIGINT ``KeyboardInterrupt``.
+        SIGINT raises ``KeyboardInterrupt``, and the others raise ``Terminated``.
         """
         if self:
             raise Terminated
@@ -83,9 +114,7 @@ class StopFlag:
         return bool(self.reason)
 
     def __enter__(self) -> Self:
-        # Python sets and runs handlers in the main thread only.
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        self._handlers.enter_context(handling((*TERMINATING, signal.SIGINT), self._handle))
         return self
 
     def __exit__(
@@ -94,10 +123,7 @@ class StopFlag:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            # None stands for a handler that was not set from Python and cannot be restored
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
+        self._handlers.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -105,7 +131,7 @@ class StopFlag:
         if self._at_once:
             _say(f"{name}: stopping before the first step")
             self.request(name)
-            raise KeyboardInterrupt if interrupted else Terminated
+            raise KeyboardInterrupt if interrupted else Terminated(number)
         self._interrupts += interrupted
         if self._interrupts > 1:
             raise KeyboardInterrupt

@@ -273,14 +273,15 @@ def test_a_launcher_that_is_killed_leaves_no_process_behind_and_the_same_command
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_reaches_all_ranks_which_save_and_leave(tree, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_reaches_all_ranks_which_save_and_leave(number, tree, tmp_path):
     file = config_file(
         deep_merge(tree, {"train": {"steps": 200}, "checkpoint": {"every": 0}}), tmp_path, "run"
     )
     with started(file, rows=2) as process:
         ranks = ranks_of(process)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=END) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(timeout=END) == 128 + number
         assert not any(rank.is_running() for rank in ranks)
     steps = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
     assert 2 <= steps < 200 and (tmp_path / "run" / "checkpoints" / f"step_{steps:06d}").exists()

@@ -18,6 +18,8 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from lightrft.utils.stop_signal import TERMINATING
+
 SUPPORTED = sys.platform == "linux"
 LOOK_SECONDS = 0.5
 MOST = 1000
@@ -45,6 +47,10 @@ def become_guardian(parent: int, fd: int | None = None) -> None:
         if os.getppid() != parent:
             os._exit(0)
         return
+    # A terminal that closes, or SLURM before its time limit, signals every process. The run then
+    # finishes its step, and needs its workers until then.
+    for number in set(TERMINATING) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
     _prctl(_CHILD_SUBREAPER, 1)
     _prctl(_PDEATHSIG, signal.SIGTERM)
     # Blocked before the fork, so that the guardian misses no signal.

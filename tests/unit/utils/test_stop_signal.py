@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from lightrft.utils.stop_signal import StopFlag, Terminated, raise_at_sigterm
+from lightrft.utils.stop_signal import TERMINATING, StopFlag, Terminated, raise_at_termination
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [*TERMINATING, signal.SIGINT])
 def test_a_signal_sets_the_flag_and_the_loop_goes_on(number):
     before = signal.getsignal(number)
     with StopFlag() as stop:
@@ -38,26 +38,46 @@ def test_handlers_come_back_when_the_body_raises():
 
 def test_sigterm_is_raised_where_nothing_else_handles_it_and_never_by_other_threads():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), raise_at_sigterm():
+    with pytest.raises(Terminated), raise_at_termination():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
-    with raise_at_sigterm(), StopFlag() as stop:
+    with raise_at_termination(), StopFlag() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.reason == "SIGTERM"
     handlers = []
     with StopFlag():
         own = signal.getsignal(signal.SIGTERM)
-        with raise_at_sigterm():
+        with raise_at_termination():
             handlers.append(signal.getsignal(signal.SIGTERM) == own)
 
     def body():
-        with raise_at_sigterm():
+        with raise_at_termination():
             handlers.append(signal.getsignal(signal.SIGTERM) is before)
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
     assert handlers == [True, True]
+
+
+@pytest.mark.parametrize("number", TERMINATING)
+def test_every_signal_that_ends_a_program_is_raised_with_its_number(number):
+    with pytest.raises(Terminated) as raised, raise_at_termination():
+        os.kill(os.getpid(), number)
+    assert raised.value.number == number
+
+
+def test_a_program_that_nohup_has_started_goes_on_when_its_terminal_closes():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with raise_at_termination(), StopFlag() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.reason == "SIGUSR1"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_other_threads_can_only_ask():
