@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from lightrft.cli.arguments import (
     settings_of,
 )
 from lightrft.config.verbs import ChatConfig
-from lightrft.utils.errors import DataError
+from lightrft.utils.errors import DataError, is_unicode
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,6 +34,8 @@ def run(arguments: Sequence[str]) -> int:
         set_threads(config.run.threads)
         from lightrft.trainer.inference import Chat, attachable
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     with memory_errors():
         chat = Chat(config)
         for path in config.attach:
@@ -62,4 +65,8 @@ def _read_line() -> str:
     if sys.stdin.isatty():
         sys.stdout.write("> ")
         sys.stdout.flush()
-    return sys.stdin.readline()
+    line = sys.stdin.readline()
+    # In an ASCII locale, Python reads each other byte as half of a surrogate pair.
+    if not is_unicode(line):
+        line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -93,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     number of another signal that stopped it, such as 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # A response may have characters that the terminal cannot show.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
         return 0

@@ -63,7 +63,7 @@ from lightrft.trainer.reward_model.checks import check as check_reward_run
 from lightrft.trainer.reward_model.run import load_examples
 from lightrft.trainer.supervised import check_supervised
 from lightrft.types import Rollout
-from lightrft.utils.errors import ConfigError, UserError
+from lightrft.utils.errors import ConfigError, UserError, install_extra
 from lightrft.workers.local import local_tokenizer
 from lightrft.workers.media_checks import kinds_to_check
 
@@ -209,8 +209,8 @@ def _strategy(config: TrainingConfig, device: Device) -> Iterator[Finding]:
         yield Finding("settings", "bad", "strategy.hsdp_shard_size", says)
     if strategy.kind == "deepspeed" and find_spec("deepspeed") is None:
         says = (
-            "= deepspeed, and the package is not installed here: pip install "
-            "'lightrft[deepspeed]', or set strategy.kind=fsdp2"
+            "= deepspeed, and the package is not installed here: "
+            f"{install_extra('deepspeed')}, or set strategy.kind=fsdp2"
         )
         yield Finding("settings", "bad", "strategy.kind", says)
 

@@ -244,8 +244,11 @@ def init_process_group(minutes: float) -> Generator[ProcessGroup]:
 
     If a rank does not join a collective call within ``minutes``, each rank raises an error that
     names it. Ranks that have already joined are reused.
+
+    Raises:
+        ConfigError: the environment has a part of the variables of a launcher.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if _world_size() == 1:
         yield SINGLE_PROCESS
         return
     import torch
@@ -293,6 +296,30 @@ def init_process_group(minutes: float) -> Generator[ProcessGroup]:
         TorchProcessGroup.heartbeat = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables by which a launcher tells a process its rank, and where the ranks meet."""
+
+
+def _world_size() -> int:
+    """Return the number of ranks of the environment, 1 without a launcher. Raises ``ConfigError``.
+
+    Some schedulers set ``WORLD_SIZE`` alone.
+    """
+    given = {name: os.environ.get(name, "") for name in RENDEZVOUS}
+    if given["WORLD_SIZE"] in ("", "1"):
+        return 1
+    wrong = [name for name, value in given.items() if not value]
+    wrong += [n for n in ("RANK", "WORLD_SIZE", "MASTER_PORT") if not (given[n] or "0").isdigit()]
+    if wrong:
+        shown = ", ".join(f"{name} = {given[name]!r}" for name in wrong)
+        raise ConfigError(
+            f"WORLD_SIZE = {given['WORLD_SIZE']!r} is set, and {shown}: a launcher such as torchrun "
+            f"sets {', '.join(RENDEZVOUS)}; start the command by torchrun, or unset WORLD_SIZE and "
+            "set launch.processes"
+        )
+    return int(given["WORLD_SIZE"])
 
 
 _stores: dict[tuple[str, ...], tuple[Store, int, int]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Generator, Mapping
 from concurrent.futures import Future
@@ -16,12 +17,14 @@ from lightrft.config.launch import LaunchConfig, RayConfig
 from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.placement import Bundle, BundleSlot, PlacementPlan
 from lightrft.utils.cpu_threads import set_thread_policy
-from lightrft.utils.errors import ConfigError, RankError, ResourceError, first_line
+from lightrft.utils.errors import ConfigError, RankError, ResourceError, first_line, install_extra
 from lightrft.utils.stop_signal import StopFlag
 
 log = logging.getLogger(__name__)
 
-INSTALL = "pip install 'lightrft[ray]'"
+JOIN_SECONDS = 30.0
+"""Longest wait in seconds for a cluster that does not answer at its address."""
+INSTALL = install_extra("ray")
 
 
 class ResultRef(Awaitable[Any], Protocol):
@@ -88,16 +91,22 @@ def cluster(config: RayConfig) -> Generator[None]:
         if config.address is None:
             _start(ray, config.placement_timeout_minutes)
         else:
-            _join(ray, config.address)
+            _join(ray, config.address, min(JOIN_SECONDS, 60 * config.placement_timeout_minutes))
         try:
             yield
         finally:
             ray.shutdown()
 
 
-def _join(ray: ModuleType, address: str) -> None:
-    """Connect to the cluster at ``address``. Raises ``ConfigError``."""
+def _join(ray: ModuleType, address: str, seconds: float) -> None:
+    """Connect to the cluster at ``address``. Raises ``ConfigError``.
+
+    Ray itself tries for many minutes to reach a cluster that is not there. So the connection to
+    ``host:port`` is tried first, for ``seconds`` at most.
+    """
     try:
+        if address != "auto":
+            _reach(address, seconds)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises plain ``Exception`` as well as connection errors
         ray.shutdown()
@@ -106,6 +115,24 @@ def _join(ray: ModuleType, address: str) -> None:
             f"({first_line(error)}); start one with ray start --head, or leave the address out "
             "for a cluster of this machine alone"
         ) from error
+
+
+def _reach(address: str, seconds: float) -> None:
+    """Return once ``host:port`` accepts a connection. Raises ``OSError`` or ``ValueError``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError("it is neither auto nor host:port")
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            left = max(0.1, until - time.monotonic())
+            socket.create_connection((host.strip("[]"), int(port)), timeout=left).close()
+            return
+        except OSError as error:
+            # A name without an address does not get one.
+            if isinstance(error, socket.gaierror) or time.monotonic() + 1 > until:
+                raise
+            time.sleep(1)
 
 
 def _start(ray: ModuleType, minutes: float) -> None:

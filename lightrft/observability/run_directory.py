@@ -364,7 +364,9 @@ def _settle(
                 f"{path} holds a run already; set another run.name, run.resume=auto to resume it, "
                 "or run.overwrite=true to start over"
             )
-        problem = "holds a run of another config; set another run.name, "
+        newest = max(path.glob("checkpoints/step_*"), default=None)
+        go_on = "" if newest is None else f" (and run.resume={newest} to go on from it)"
+        problem = f"holds a run of another config; set another run.name{go_on}, "
         check_same_settings(saved, config, ignore, problem)
     else:
         found = set()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightrft.utils.atomic_files import json_line, write_atomic
-from lightrft.utils.errors import ConfigError, DataError
+from lightrft.utils.errors import ConfigError, DataError, install_extra
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -198,8 +198,8 @@ class Wandb:
             import wandb  # ty: ignore[import-not-found]
         except ImportError:
             raise ConfigError(
-                f"log.wandb = {project!r} needs the package wandb: pip install "
-                "'lightrft[wandb]', or leave log.wandb empty"
+                f"log.wandb = {project!r} needs the package wandb: "
+                f"{install_extra('wandb')}, or leave log.wandb empty"
             ) from None
         known = folder / "wandb_id"
         # The id is ours and not wandb's, so that a run killed during ``init`` has it too.

@@ -35,7 +35,7 @@ from lightrft.serving.field_table import RequestFields
 from lightrft.serving.problems import HTTPCall, HTTPProblem, bad, openai_error
 from lightrft.serving.remembered_answers import RememberedAnswers
 from lightrft.serving.server_metrics import ServerMetrics
-from lightrft.utils.errors import ConfigError, UserError, first_line, is_unicode
+from lightrft.utils.errors import ConfigError, UserError, first_line, install_extra, is_unicode
 from lightrft.utils.stop_signal import TERMINATING, handling
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class HTTPServer:
             from starlette.routing import Route
         except ImportError as error:
             raise ConfigError(
-                f"a server needs starlette and uvicorn ({error}): pip install 'lightrft[serve]'"
+                f"a server needs starlette and uvicorn ({error}): {install_extra('serve')}"
             ) from error
 
         async def unrouted(request: Request, error: Any) -> Response:

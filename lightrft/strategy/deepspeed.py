@@ -40,7 +40,7 @@ from lightrft.strategy.single import (
     write_state,
 )
 from lightrft.strategy.wrap_policy import blocks_of, bucket_of, largest_block
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, install_extra
 from lightrft.utils.module_tensors import exchange
 
 OURS = (
@@ -478,8 +478,8 @@ def _deepspeed() -> Any:
         deepspeed = import_module("deepspeed")
     except ImportError as error:
         raise ConfigError(
-            f"strategy.kind = 'deepspeed' needs the package deepspeed ({error}): pip install "
-            "'lightrft[deepspeed]', or set strategy.kind=fsdp2"
+            f"strategy.kind = 'deepspeed' needs the package deepspeed ({error}): "
+            f"{install_extra('deepspeed')}, or set strategy.kind=fsdp2"
         ) from None
     # DeepSpeed would compile this op on first use, for calls that are not made here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -16,6 +16,14 @@ def without_overwrite(text: str) -> str:
     return re.sub(r"\b([Tt]he same command)\b", r"\1 without run.overwrite=true", text)
 
 
+def install_extra(*names: str) -> str:
+    """Return the command that installs the extras ``names``.
+
+    It is not ``pip install lightrft[...]``: the index has another project of this name.
+    """
+    return f"pip install -e '.[{','.join(names)}]' in the checkout of lightrft"
+
+
 class UserError(Exception):
     """An error with a cause outside the program.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,20 @@ def test_the_readme_counts_the_families_as_the_page_of_families_does() -> None:
     media = page.partition("## Families that read media")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `", media, re.M)
     assert counts.groups() == (verified[1], str(len(rows)))
+
+
+def test_extras_are_installed_from_the_checkout_and_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    known = extras["project"]["optional-dependencies"]
+    named = set()
+    for file in [*PAGES, *(ROOT / "lightrft").rglob("*.py")]:
+        text = file.read_text(encoding="utf-8")
+        # the package index has another project of this name
+        assert not re.search(r"install [^\n]*lightrft\[\w", text), file
+        named |= set(re.findall(r"install [^\n]*\.\[([a-z,-]+)\]", text))
+        named |= set(re.findall(r"install_extra\(.(\w+).\)", text))
+    assert {name for one in named for name in one.split(",")} - set(known) == set()
+    assert len(named) > 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)

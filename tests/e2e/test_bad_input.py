@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -453,6 +454,16 @@ def test_a_run_folder_that_exists_is_not_touched_unless_asked(rl, tmp_path):
     )
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_text() == before
     assert rl("optimizer.lr=0.5", "run.overwrite=true").status == 0
+
+
+def test_a_refused_config_names_the_command_that_goes_on_with_other_settings(rl, tmp_path):
+    assert rl(optimizer__lr=1e-3).status == 0
+    refused = rl("optimizer.lr=0.25", "train.steps=2")
+    [resume] = re.findall(r"set another run.name \(and (run\.resume=\S+) to go on", refused.err)
+    outcome = rl("optimizer.lr=0.25", "train.steps=2", "run.name=faster", resume)
+    assert outcome.status == 0, outcome.err
+    rows = read_rows(tmp_path / "runs" / "faster" / "metrics.jsonl")
+    assert [(row["step"], row["policy/lr"]) for row in rows] == [(1, 1e-3), (2, 0.25)]
 
 
 def test_overwriting_removes_what_the_earlier_run_exported(rl, tmp_path):

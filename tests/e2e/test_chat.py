@@ -116,3 +116,24 @@ def test_a_pipe_gets_answers_and_nothing_else(model_folder, tmp_path):
     assert outcome.out == heard(model_folder, "1+1=")[0] + "\n"
     assert outcome.err == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminal_that_knows_ascii_alone_reads_and_shows_every_character(
+    model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    outcome = process(
+        "chat",
+        f"model={model_folder}",
+        "sampling.max_new_tokens=5",
+        cwd=tmp_path,
+        stdin="1+1=é\n",
+        prelude="import lightrft.trainer.inference as m\n"
+        "class Answer:\n    text = '\u2713 h\u00e9'\n"
+        "def say(self, text):\n    sys.stderr.write(ascii(text)); return Answer\n"
+        "m.Chat.say = say",
+        fresh=True,
+    )
+    assert outcome.status == 0, outcome.err
+    assert outcome.out == "\\u2713 h\\xe9\n" and "'1+1=\\xe9'" in outcome.err

@@ -19,7 +19,7 @@ import numpy as np
 from lightrft.datasets.media.fetch import Content, Samples, stream
 from lightrft.datasets.media.video import opened
 from lightrft.utils.atomic_files import human_bytes
-from lightrft.utils.errors import DataError
+from lightrft.utils.errors import DataError, install_extra
 
 HIGHEST_RATE = 1_000_000
 SAMPLE_BYTES = 12
@@ -211,7 +211,7 @@ def _of_container(
         import av
     except ImportError:
         raise ValueError(
-            f"{problem} (with pip install 'lightrft[video]' more formats can be read)"
+            f"{problem} (with {install_extra('video')} more formats can be read)"
         ) from None
     found: list[np.ndarray] = []
     try:
@@ -235,7 +235,7 @@ def _soundfile() -> ModuleType:
     try:
         import soundfile
     except ImportError:
-        raise DataError("reading sound needs soundfile; pip install 'lightrft[audio]'") from None
+        raise DataError(f"reading sound needs soundfile: {install_extra('audio')}") from None
     return soundfile
 
 

@@ -32,7 +32,7 @@ from lightrft.datasets.media.fetch import (
 from lightrft.datasets.media.image import picture_size, read_picture, to_rgb
 from lightrft.types import Extent
 from lightrft.utils.atomic_files import human_bytes
-from lightrft.utils.errors import DataError
+from lightrft.utils.errors import DataError, install_extra
 
 MOST_PACKETS = 4_000_000
 """Largest number of packets whose times are read: 18 hours at 60 per second."""
@@ -478,5 +478,5 @@ def _library() -> ModuleType:
     try:
         import av
     except ImportError:
-        raise DataError("reading video needs av; pip install 'lightrft[video]'") from None
+        raise DataError(f"reading video needs av: {install_extra('video')}") from None
     return av

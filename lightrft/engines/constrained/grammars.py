@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from lightrft.config.decoding import ConstraintConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.types import Prompt, Request
-from lightrft.utils.errors import ConfigError, DataError, did_you_mean, first_line
+from lightrft.utils.errors import ConfigError, DataError, did_you_mean, first_line, install_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -204,8 +204,8 @@ def _package() -> Any:
         import llguidance
     except ImportError as error:
         raise ConfigError(
-            "sampling.constraint needs the package llguidance; install lightrft[constrained], or "
-            "leave out sampling.constraint"
+            "sampling.constraint needs the package llguidance: "
+            f"{install_extra('constrained')}, or leave out sampling.constraint"
         ) from error
     return llguidance
 

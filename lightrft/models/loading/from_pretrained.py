@@ -33,7 +33,7 @@ from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
 from lightrft.models.multimodal.tower_attention import join_segments, kept_implementations
 from lightrft.models.onednn.layers import use_onednn
 from lightrft.utils.atomic_files import looks_like_path, nearest_name
-from lightrft.utils.errors import ModelError, first_line
+from lightrft.utils.errors import ModelError, first_line, install_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -310,7 +310,7 @@ def _options(
     }
     if config.load_in_4bit:
         if find_spec("bitsandbytes") is None:
-            raise ModelError("model.load_in_4bit needs bitsandbytes: pip install 'lightrft[quant]'")
+            raise ModelError(f"model.load_in_4bit needs bitsandbytes: {install_extra('quant')}")
         from transformers import BitsAndBytesConfig
 
         compute = kind if isinstance(kind, torch.dtype) else torch.bfloat16

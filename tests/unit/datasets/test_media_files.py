@@ -601,9 +601,9 @@ def test_a_library_that_is_not_installed_is_named_with_the_way_to_get_it(
     clip(tmp_path / "a.mp4")
     monkeypatch.setitem(sys.modules, "soundfile", None)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(DataError, match=r"needs soundfile; pip install 'lightrft\[audio\]'"):
+    with pytest.raises(DataError, match=r"needs soundfile: pip install -e '\.\[audio\]'"):
         read_sound(tmp_path / "a.wav", HEAR)
-    with pytest.raises(DataError, match=r"needs av; pip install 'lightrft\[video\]'"):
+    with pytest.raises(DataError, match=r"needs av: pip install -e '\.\[video\]'"):
         clip_extent(tmp_path / "a.mp4", VIEW)
     assert read_sound(Samples(tone(0.1, 16000), 16000), HEAR).shape == (1600,)
 

@@ -15,11 +15,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from lightrft.distributed.process_group import (
+    RENDEZVOUS,
     SINGLE_PROCESS,
     init_process_group,
     run_with_keepalive,
 )
-from lightrft.utils.errors import LostRankError
+from lightrft.utils.errors import ConfigError, LostRankError
 from tests import warm
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 
@@ -202,4 +203,31 @@ def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(
         monkeypatch.setenv(name, value)
     said = rf"2 processes were to meet at 127\.0\.0\.1:{port} .* strategy\.timeout_minutes = 0\.01 minutes"
     with pytest.raises(LostRankError, match=said), init_process_group(0.01):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK = '', MASTER_ADDR = '', MASTER_PORT = ''"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR = ''"),
+        (
+            {"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "WORLD_SIZE = 'two'",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"},
+            "MASTER_PORT = 'x'",
+        ),
+    ],
+)
+def test_a_part_of_the_variables_of_a_launcher_is_refused_by_name(given, named, monkeypatch):
+    for name in RENDEZVOUS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ConfigError, match=f"is set, and {named}: .*launch.processes"),
+        init_process_group(1.0),
+    ):
         pass

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,9 +50,7 @@ def driver_of(tree: dict[str, Any] | None = None) -> RayLauncher:
 
 def test_without_the_package_the_way_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(
-        ConfigError, match=r"needs the package ray .*: pip install 'lightrft\[ray\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"needs the package ray .*: pip install -e '\.\[ray\]'"):
         package()
 
 
@@ -150,6 +150,43 @@ def test_a_ray_that_cannot_start_or_be_joined_is_not_tried_again(late_ray) -> No
         ConfigError, match=r"launch\.ray\.address = 'auto': no Ray cluster could be joined"
     ):
         cluster(build(LaunchConfig, {"kind": "ray", "ray": {"address": "auto"}}).ray).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:{free}", "Connection refused"),
+        ("no-such-host.invalid:6379", "Name or service not known|failure in name resolution"),
+        ("first-node", "neither auto nor host:port"),
+        ("first-node:http", "neither auto nor host:port"),
+    ],
+    ids=["nobody listens", "no such name", "no port", "no number"],
+)
+def test_a_cluster_that_is_not_there_is_refused_before_ray_waits_for_it(
+    late_ray, address, why, monkeypatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "JOIN_SECONDS", 0.5)
+    ray = late_ray(Exception("not called"))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        place = address.format(free=unused.getsockname()[1])
+        with pytest.raises(
+            ConfigError, match=rf"launch\.ray\.address = '{place}': no Ray cluster .*({why})"
+        ):
+            cluster(build(LaunchConfig, {"kind": "ray", "ray": {"address": place}}).ray).__enter__()
+    assert "init" not in ray.calls
+
+
+def test_a_cluster_that_is_still_starting_is_waited_for(late_ray, monkeypatch) -> None:
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        # the first attempt is refused, since nobody listens yet
+        monkeypatch.setattr(time, "sleep", lambda seconds: head.listen())
+        place = f"127.0.0.1:{head.getsockname()[1]}"
+        ray = late_ray(Exception("no driver"))
+        with pytest.raises(ConfigError, match="no driver"):
+            cluster(build(LaunchConfig, {"kind": "ray", "ray": {"address": place}}).ray).__enter__()
+    assert ray.calls[0] == "init"
 
 
 def test_devices_on_processors_and_workers_of_supervised_training_are_refused() -> None:

@@ -385,7 +385,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
 
 def test_wandb_that_is_not_installed_is_a_clear_error_and_frees_the_folder(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"lightrft\[wandb\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[wandb\]'"):
         enter(tmp_path / "a", wandb="project")
     enter(tmp_path / "a").close()
 

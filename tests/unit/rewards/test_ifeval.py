@@ -206,7 +206,7 @@ def test_a_check_without_its_library_or_data_says_what_to_install(
     assert (found["reward"], found["instructions"], found["unchecked"]) == (1.0, 1.0, 1.0)
     language_checks._detector.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect", None)
-    with pytest.raises(ValueError, match=r"response_language.*lightrft\[ifeval\]"):
+    with pytest.raises(ValueError, match=r"response_language.*pip install -e '\.\[ifeval\]'"):
         graded("One. Two.", [LANGUAGE], [{"language": "en"}])
     language_checks._detector.cache_clear()
 

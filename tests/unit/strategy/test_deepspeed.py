@@ -369,7 +369,7 @@ def test_without_the_package_the_way_to_get_it_is_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(
         ConfigError,
-        match=r"strategy.kind = 'deepspeed' needs .*pip install 'lightrft\[deepspeed\]'",
+        match=r"strategy.kind = 'deepspeed' needs .*pip install -e '\.\[deepspeed\]'",
     ):
         DeepSpeedStrategy(StrategyConfig(kind="deepspeed", device="cpu"), TWO)
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from lightrft.rewards.rules.ifeval.word_checks import Check, Options, holds
+from lightrft.utils.errors import install_extra
 
 SENTENCES = "english"
 """Language of the sentence model. IFEval counts English sentences."""
@@ -40,7 +41,7 @@ def _detector() -> Any:
     try:
         import langdetect
     except ImportError as error:
-        raise MissingTool("langdetect: pip install 'lightrft[ifeval]'") from error
+        raise MissingTool(f"langdetect: {install_extra('ifeval')}") from error
     # Its features are sampled: the same text must have the same language in every process.
     langdetect.DetectorFactory.seed = 0
     return langdetect
@@ -52,7 +53,7 @@ def _sentence_model() -> Any:
     try:
         from nltk.tokenize import PunktTokenizer
     except ImportError as error:
-        raise MissingTool("nltk: pip install 'lightrft[ifeval]'") from error
+        raise MissingTool(f"nltk: {install_extra('ifeval')}") from error
     try:
         return PunktTokenizer(SENTENCES)
     except LookupError as error:

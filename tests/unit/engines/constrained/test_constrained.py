@@ -294,7 +294,7 @@ def test_a_missing_package_and_a_missing_end_token_are_named(
     with pytest.raises(ConfigError, match="needs a model with an end token"):
         GrammarCompiler(TOKENIZER, None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"install lightrft\[constrained\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[constrained\]'"):
         engine_of(model).generate(seeds(1), SamplingConfig(constraint={"regex": "a"}))
 
 

@@ -118,7 +118,7 @@ def test_a_frozen_prefix_that_names_nothing_is_an_error(folder):
 
 def test_quantisation_without_its_package_says_what_to_install(folder, monkeypatch):
     monkeypatch.setattr("lightrft.models.loading.from_pretrained.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"lightrft\[quant\]"):
+    with pytest.raises(ModelError, match=r"pip install -e '\.\[quant\]'"):
         load_model(config(folder, load_in_4bit=True))
 
 
