@@ -21,7 +21,7 @@ ABOUT = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Compare two evaluations, print the result and write it to ``output``."""
+    """Compare two evaluations, print the result, and write it to ``output`` if one is named."""
     config = settings_of("compare", CompareConfig, named(arguments), ABOUT)
     if config is None:
         return 0
@@ -30,11 +30,14 @@ def run(arguments: Sequence[str]) -> int:
     from lightrft.diagnostics.comparison.text import to_text
 
     found = run_compare(config)
-    output = Path(config.output).expanduser()
-    with disk_errors(output, "choose another output"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, as_json(found, config))
-    sys.stdout.write(f"{to_text(found, config.confidence, config.show)}\n\n{output}\n")
+    said = "output=FILE.json writes the result and every prompt whose score changed"
+    if config.output is not None:
+        output = Path(config.output).expanduser()
+        with disk_errors(output, "choose another output"):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            write_json(output, as_json(found, config))
+        said = str(output)
+    sys.stdout.write(f"{to_text(found, config.confidence, config.show)}\n\n{said}\n")
     return 0
 
 

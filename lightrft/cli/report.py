@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,11 @@ def run(arguments: Sequence[str]) -> int:
         )
         return 0
     # All names are looked up first: an unknown one fails before any report is written.
-    for folder in [folder_of(name) for name in arguments]:
+    folders = [folder_of(name) for name in arguments]
+    for folder in folders:
         sys.stdout.write(f"{write_report(folder)}\n")
+    if len(folders) == 2:
+        sys.stdout.write(f"each page is of one run; lightrft compare {shlex.join(arguments)}\n")
     return 0
 
 

@@ -614,9 +614,9 @@ class CompareConfig(Settings):
     """Coverage of the intervals. A p-value above 1 minus this number is within noise."""
     show: int = Field(3, ge=0)
     """Number of prompts to print that became wrong, and that became right."""
-    output: str = "compare.json"
-    """JSON file for the result and all prompts whose score changed. An existing file is
-    replaced."""
+    output: str | None = None
+    """JSON file for the result and all prompts whose score changed. An existing file is replaced.
+    ``null`` writes none."""
 
 
 class DoctorConfig(Settings):

@@ -51,10 +51,16 @@ CASES = (
 """The checks, in display order."""
 
 
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+OTHER_ARGUMENTS = ("group", "data")
+"""Names of the argument of functions that are no rewards: filters, and losses of reward models."""
+
+
 def is_reward(name: str) -> bool:
     """Return whether ``name`` is a registered reward or a function of a rollout.
 
-    A function of a rollout has a first parameter named ``rollout`` or ``rollouts``.
+    Its first parameter is named ``rollout`` or ``rollouts``, or it is the only one that must be
+    given and is not named as that of another kind.
     """
     if ":" not in name:
         return name in REWARDS
@@ -63,7 +69,10 @@ def is_reward(name: str) -> bool:
         parameters = list(inspect.signature(function).parameters.values())
     except (ConfigError, TypeError, ValueError):  # reported where the function is looked up again
         return False
-    return bool(parameters) and parameters[0].name in ("rollout", "rollouts")
+    if not parameters or parameters[0].name in ("rollout", "rollouts"):
+        return bool(parameters)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC]
+    return len(required) == 1 and required[0] not in OTHER_ARGUMENTS
 
 
 def reward_verdicts(name: str, options: Mapping[str, object], limit: float) -> list[CheckResult]:

@@ -117,7 +117,11 @@ def phase_of(demo: RunConfig, phase: C, base: Path, name: str, model: Path) -> C
 
 NEXT = {
     "rl": ("lightrft explain grpo", "lightrft rl recipes/gsm8k_grpo.yaml model=path/to/your/model"),
-    "dpo": ("lightrft explain dpo", "lightrft dpo model=path/to/your/model data=pairs.jsonl"),
+    "dpo": (
+        "lightrft explain dpo",
+        "lightrft dpo model={base}/sft/model run.name=ipo preference=ipo "
+        "data.sources=lightrft.datasets.synthetic.arithmetic:pairs",
+    ),
 }
 """Commands to try after the demo, by its last phase."""
 
@@ -163,7 +167,7 @@ def sum_up(
         "next": [
             f"lightrft chat model={model}  # {given}ask {answers[0]['prompt']}; /clear between "
             "questions",
-            *NEXT[last],
+            *(command.format(base=base) for command in NEXT[last]),
         ],
     }
     write_json(base / "summary.json", summary)

@@ -30,6 +30,15 @@ def shaping(batch, rewards, max_new_tokens, power=2.0):
 
 def estimator(a, b):
     return a - b
+
+def score(r):
+    return float(len(r.text))
+
+def scaled(sample, by=2.0):
+    return by
+
+def kept(group):
+    return True
 """
 
 
@@ -46,6 +55,16 @@ def test_a_function_that_keeps_its_contract_passes_every_check(capsys, mine):
     assert f"{mine}:loss as loss tau=2" in outcome.out
     assert outcome.out.count("  pass  ") == len(CHECKS["loss"])
     assert f"all {len(CHECKS['loss'])} checks hold" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("score", "reward"), ("scaled", "reward"), ("kept", "filter")]
+)
+def test_a_function_of_one_argument_is_a_reward_unless_it_is_named_a_group(
+    capsys, mine, name, kind
+):
+    outcome = command(capsys, "check", f"{mine}:{name}")
+    assert f"{mine}:{name} as {kind}\n" in outcome.out, outcome
 
 
 def test_what_is_broken_is_shown_with_the_batch_and_the_exit_status_is_1(capsys, mine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lightrft.cli.main import main
 from lightrft.observability.trackers import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +100,9 @@ def test_the_demo_of_preferences_ends_with_the_accuracy_of_held_out_pairs(tmp_pa
     report = (tmp_path / "demo" / "report.html").read_text()
     assert "Pair accuracy" in report
     assert "Implicit rewards" in report
+    # the last command runs as it stands
+    words = shlex.split(summary["next"][-1])[1:]
+    assert main([*words, f"run.dir={tmp_path}", "train.steps=1", "batch_size=4"]) == 0
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ def test_two_evaluations_are_compared_prompt_by_prompt(evaluate, capsys, data_fo
     for name, threshold in (("low", 0.01), ("high", 0.3)):
         assert evaluate(f"run.name={name}", f"eval.threshold={threshold}", terms=ones).status == 0
     outcome = command(capsys, "compare", "low", "runs/high")
-    assert outcome.status == 0, outcome.err
+    assert outcome.status == 0 and "output=FILE.json" in outcome.out, outcome.err
+    assert not list(tmp_path.glob("*.json"))
+    assert command(capsys, "compare", "low", "high", "output=compare.json").status == 0
     found = json.loads((tmp_path / "compare.json").read_text())
     rewards = [row["reward"] for row in answers(tmp_path / "runs" / "low")]
     lost = sum(0.01 <= reward < 0.3 for reward in rewards)
