@@ -101,7 +101,8 @@ class MediaConfig(Settings):
     processor."""
     max_pixels: int | None = Field(None, ge=1)
     """Largest image or frame that the model gets, in pixels; ``null`` leaves it to the model's
-    processor. Lower it for shorter prompts."""
+    processor. Lower it for shorter prompts. Eval sets have it too, and it is saved with the
+    model."""
     max_source_pixels: int = Field(64_000_000, ge=1)
     """Largest image or frame that is decoded at all, in pixels. A larger one is a malformed
     row."""

@@ -285,7 +285,7 @@ def _data(config: TrainingConfig, found: list[Finding], server: Engine | None) -
     )
     found.append(_template(config, tokenizer))
     found += _tokens(config, tokenizer)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     if isinstance(config, PolicyConfig):
         held = eval_set_findings(config, tokenizer, processor, server)
         _attempt(found, "data", "eval.data", lambda: found.extend(held))

@@ -77,7 +77,7 @@ def replay(
     requirements = Requirements.of(config.algorithm)
     batch = _saved_batch(folder, step)
     tokenizer = local_tokenizer(config.model)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     prompts = 0
     if not config.train.steps:
         # The learning-rate schedule spans the steps of a run, which the prompts then determine.

@@ -27,7 +27,7 @@ from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.serving.reward_service import ServedModel
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.serving.weight_updates import WeightUpdates
-from lightrft.trainer.saved_policy import resolved
+from lightrft.trainer.saved_policy import media_of, resolved
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import local_policy, local_tokenizer
 from lightrft.workers.scoring.reward_wire import vocabulary_digest, weights_digest, weights_layout
@@ -236,7 +236,7 @@ def generation_service(
         assert isinstance(again, NativeEngine)
         return again.decoder.parameters()
 
-    processor = load_processor(model, tokenizer)
+    processor = load_processor(model, tokenizer, media_of(saved))
     chat = ChatCompletions(generator, processor, config.media)
     try:
         return GenerationService(generator, chat, _updates(config, generator, start_weights))

@@ -28,7 +28,7 @@ from lightrft.rollout.evaluation import Evaluation, evaluate
 from lightrft.rollout.logprob_check import CheckedEngine
 from lightrft.trainer.checks.context_limits import check_lengths, longest
 from lightrft.trainer.checks.preflight import check_whole_rewards
-from lightrft.trainer.saved_policy import resolved
+from lightrft.trainer.saved_policy import media_of, resolved
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.seeding import derive_seed
@@ -68,7 +68,7 @@ def run_eval(config: EvaluateConfig) -> EvalSummary:
     )
     with folder:
         tokenizer = local_tokenizer(model)
-        processor = load_processor(model, tokenizer)
+        processor = load_processor(model, tokenizer, media_of(saved))
         prompts = load_eval_prompts(
             config.eval.data,
             tokenizer,
@@ -181,7 +181,7 @@ class Chat:
         refuse_column(config.sampling, "a chat has no")
         model, saved = resolved(config.model)
         tokenizer = local_tokenizer(model)
-        self.processor = load_processor(model, tokenizer)
+        self.processor = load_processor(model, tokenizer, media_of(saved))
         weights = None if saved is None else saved.weights
         _, actor, engine = local_policy(
             model, config.strategy, config.engine, tokenizer, weights=weights, trains=False

@@ -188,7 +188,8 @@ def _exported(model: str, folder: Path) -> str:
     # Adapters cannot be added to quantised weights. They are added to those on disk.
     start = start.model_copy(update={"load_in_4bit": False})
     tokenizer = load_tokenizer(start)
-    write_policy(start, saved.weights, folder, tokenizer, load_processor(start, tokenizer))
+    processor = load_processor(start, tokenizer, saved.media)
+    write_policy(start, saved.weights, folder, tokenizer, processor)
     return str(folder)
 
 

@@ -240,7 +240,7 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         session: folder, metrics and timers of the run.
     """
     tokenizer = local_tokenizer(config.model)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     stream = PromptStream.of(
         config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor
     )

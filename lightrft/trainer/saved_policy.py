@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.base import Tree, build, parse_yaml
+from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig, loading_settings
 from lightrft.config.verbs import ExportConfig
 from lightrft.models.actor import Actor
@@ -32,12 +33,14 @@ POLICY = "policy"
 class SavedPolicy:
     """A policy in an intact checkpoint.
 
-    ``model`` are the model settings of the run, including adapters and frozen modules.
+    ``model`` are the model settings of the run, including adapters and frozen modules. ``media``
+    are its settings of media, whose limits of pixels belong to the model.
     """
 
     checkpoint: Path
     step: int
     model: ModelConfig
+    media: MediaConfig = field(default_factory=MediaConfig)
 
     @property
     def weights(self) -> Path:
@@ -86,7 +89,16 @@ def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> Sa
             "reward.models is the folder model/ of the run"
         )
     settings = build(ModelConfig, loading_settings(tree["model"]))
-    return SavedPolicy(checkpoint, load_manifest(checkpoint).step, settings)
+    # a run that another version wrote may have settings that are unknown here
+    given = (tree.get("data") or {}).get("media") or {}
+    limits = {name: given[name] for name in ("min_pixels", "max_pixels") if name in given}
+    media = build(MediaConfig, limits)
+    return SavedPolicy(checkpoint, load_manifest(checkpoint).step, settings, media)
+
+
+def media_of(saved: SavedPolicy | None) -> MediaConfig | None:
+    """Return the settings of media of a saved policy, or None for a model folder."""
+    return None if saved is None else saved.media
 
 
 def _chosen(run: Path, which: str, step: int | None) -> Path:
@@ -222,7 +234,7 @@ def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:
     if output.exists():
         check_replaceable(output, config.overwrite)
     tokenizer = load_tokenizer(model)
-    processor = load_processor(model, tokenizer)
+    processor = load_processor(model, tokenizer, saved.media)
     merge = config.adapters == "merge"
     write_policy(model, saved.weights, output, tokenizer, processor, merge=merge)
     return output, saved

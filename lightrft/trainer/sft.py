@@ -109,7 +109,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> Summary:
 def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     dataset = load_examples(config, tokenizer, processor)
     check_enough("batch_size", config.batch_size, len(dataset), "examples")
     steps = config.train.count_steps(len(dataset), config.batch_size)

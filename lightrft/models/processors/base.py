@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
+from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import model_settings
@@ -82,20 +84,88 @@ class ModalityProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """``parts`` by kind, and the id of each kind's placeholder token."""
+    """The parts of a model that read media.
+
+    Attributes:
+        parts: Part of each kind.
+        tokens: Id of each kind's placeholder token.
+        source: Settings of the model's folder by file, with those that no part reads.
+        limits: Limits of pixels that were set by ``limited``.
+    """
 
     parts: Mapping[str, ModalityProcessor]
     tokens: Mapping[str, int]
+    source: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    limits: tuple[int | None, int | None] = (None, None)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Processor:
+        """Return the same processor with other limits of pixels. ``None`` keeps a limit."""
         if min_pixels is None and max_pixels is None:
             return self
         parts = {kind: part.limited(min_pixels, max_pixels) for kind, part in self.parts.items()}
-        return replace(self, parts=parts)
+        low, high = self.limits
+        low = low if min_pixels is None else min_pixels
+        high = high if max_pixels is None else max_pixels
+        return replace(self, parts=parts, limits=(low, high))
 
     def save(self, path: str | Path) -> None:
+        """Write files from which transformers builds the same processor.
+
+        Settings of the model's folder that no part reads are kept.
+        """
+        folder = Path(path)
         for part in self.parts.values():
-            part.save(Path(path))
+            part.save(folder)
+        for name in PROCESSOR_FILES:
+            file = folder / name
+            own = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            fields = {**self.source.get(name, {}), **own}
+            if own and name == PROCESSOR_FILES[0]:
+                low, high = self.limits
+                # a family may have no setting of its own for a limit
+                given = {"min_pixels": low, "max_pixels": high}
+                set_limits = {limit: value for limit, value in given.items() if value is not None}
+                fields |= {LIMITS: set_limits} if set_limits else {}
+            if fields != own:
+                write_settings(file, fields)
+
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+LIMITS = "lightrft_limits"
+"""Key of the limits of pixels in ``preprocessor_config.json``."""
+_NESTED = {
+    PROCESSOR_FILES[0]: ("image_processor", "feature_extractor"),
+    PROCESSOR_FILES[1]: ("video_processor",),
+    PROCESSOR_FILES[2]: (),
+}
+"""Sections of ``processor_config.json`` that may stand in place of another file."""
+_REPLACED = ("min_pixels", "max_pixels", "chat_template", LIMITS)
+"""Settings that the files of a saved processor have elsewhere: in ``size``, or in a file."""
+
+
+def _source(config: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Return the settings in the files of the model's processor, one table for each file."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in PROCESSOR_FILES:
+        file = cached_file(
+            config.path,
+            name,
+            revision=config.revision or "main",
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        found[name] = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    whole = found[PROCESSOR_FILES[2]]
+    for name, sections in _NESTED.items():
+        for section in sections:
+            found[name] = {**found[name], **whole.get(section, {})}
+    sections = [section for names in _NESTED.values() for section in names]
+    found[PROCESSOR_FILES[2]] = {k: v for k, v in whole.items() if k not in sections}
+    return found
 
 
 def check_placeholders(processor: Processor, ids: Sequence[int], media: Media) -> None:
@@ -161,10 +231,21 @@ Build = Callable[
 """Maps ``(model settings, the model's config, tokenizer)`` to the parts of a family."""
 
 
-def load_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
+def load_processor(
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    media: MediaConfig | None = None,
+) -> Processor | None:
     """Load the media processor of ``config.path``; ``None`` for a model that reads text alone.
 
-    Raises ``ModelError`` if the folder lacks the files that its processor is built from.
+    Args:
+        config: Settings with the path of the model.
+        tokenizer: Gives placeholders and marks.
+        media: Limits of pixels, which belong to the model: rows, eval sets and saved models have
+            them too. ``None`` keeps the limits of the folder.
+
+    Raises:
+        ModelError: The folder lacks the files that its processor is built from.
     """
     settings = model_settings(config)
     reader = family_of(settings).reader
@@ -177,9 +258,17 @@ def load_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> P
     placed = config.model_copy(update={"path": str(folder)}) if folder.is_dir() else config
     try:
         parts = BUILD[settings.model_type](placed, settings, tokenizer)
+        source = _source(placed)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model.path = {config.path!r}: how it reads media cannot be loaded ({error})"
         ) from error
+    saved = source[PROCESSOR_FILES[0]].get(LIMITS, {})
+    kept = {
+        name: {key: value for key, value in fields.items() if key not in _REPLACED}
+        for name, fields in source.items()
+    }
     tokens = {tower.kind: tower.token_id(settings) for tower in reader.towers}
-    return Processor(parts, {kind: tokens[kind] for kind in parts})
+    processor = Processor(parts, {kind: tokens[kind] for kind in parts}, kept)
+    processor = processor.limited(saved.get("min_pixels"), saved.get("max_pixels"))
+    return processor if media is None else processor.limited(media.min_pixels, media.max_pixels)

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import ModalityProcessor, token_text, within
+from lightrft.models.processors.base import ModalityProcessor, token_text, within, write_settings
 from lightrft.types import Extent
 
 _CROPS = {
@@ -93,6 +93,8 @@ class GemmaImage:
 
     def save(self, path: Path) -> None:
         self.processor.save_pretrained(path)
+        fields = {"processor_class": "Gemma3Processor", "image_seq_length": self.features}
+        write_settings(path / "processor_config.json", fields)
 
     @property
     def _options(self) -> dict[str, object]:

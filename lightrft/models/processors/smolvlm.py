@@ -5,8 +5,9 @@ Crops are ordered row by row, followed by the full picture at that size.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, isqrt
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import (
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import ModalityProcessor, token_text, within
+from lightrft.models.processors.base import ModalityProcessor, token_text, within, write_settings
 from lightrft.types import Extent
 
 
@@ -42,7 +43,15 @@ def build(
     )
     side = processor.max_image_size["longest_edge"] // settings.vision_config.patch_size
     written = token_text(tokenizer, settings.image_token_id)
-    return {"image": SmolImage(processor, written, side**2 // settings.scale_factor**2)}
+    features = side**2 // settings.scale_factor**2
+    return {"image": SmolImage(processor, written, features, KINDS[settings.model_type])}
+
+
+KINDS = {
+    "smolvlm": ("SmolVLMProcessor", "SmolVLMImageProcessor"),
+    "idefics3": ("Idefics3Processor", "Idefics3ImageProcessor"),
+}
+"""Classes of transformers that read the saved files, by family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +59,13 @@ class SmolImage:
     """Pictures.
 
     ``written`` is one placeholder. A crop becomes ``features`` placeholders, between marks with its
-    row and column.
+    row and column. ``kinds`` are the classes of the saved processor and of its image processor.
     """
 
     processor: SmolVLMImageProcessorPil
     written: str
     features: int
+    kinds: tuple[str, str] = KINDS["smolvlm"]
     around: tuple[str, str] = ("", "")
     rate: int = 0
 
@@ -87,10 +97,17 @@ class SmolImage:
         fields = self.processor.to_dict()
         # a multiple of the crops' side, since pictures are cut into whole crops
         fields["size"] = {"longest_edge": isqrt(max_pixels) // self._side * self._side}
-        return SmolImage(type(self.processor).from_dict(fields), self.written, self.features)
+        return replace(self, processor=type(self.processor).from_dict(fields))
 
     def save(self, path: Path) -> None:
-        self.processor.save_pretrained(path)
+        """Write the files. Without ``image_seq_len``, transformers takes that of another size."""
+        whole, pictures = self.kinds
+        fields = json.loads(self.processor.to_json_string())
+        write_settings(
+            path / "preprocessor_config.json", {**fields, "image_processor_type": pictures}
+        )
+        own = {"processor_class": whole, "image_seq_len": self.features}
+        write_settings(path / "processor_config.json", own)
 
     @property
     def _side(self) -> int:

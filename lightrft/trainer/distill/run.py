@@ -275,7 +275,7 @@ def check_context(run: DistillRun) -> None:
 def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
     """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     dataset = load_rows(config, tokenizer, processor)
     check_sources(config, dataset.data_sources)
     teachers = find_teachers(config, tokenizer, processor)

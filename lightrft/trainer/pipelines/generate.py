@@ -32,7 +32,7 @@ from lightrft.trainer.checks.preflight import check_whole_rewards, greedy_settin
 from lightrft.trainer.pipelines.journal import Journal
 from lightrft.trainer.pipelines.selection import Counts
 from lightrft.trainer.pipelines.training_rows import write_output
-from lightrft.trainer.saved_policy import SavedPolicy, resolved
+from lightrft.trainer.saved_policy import SavedPolicy, media_of, resolved
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import (
@@ -217,7 +217,7 @@ def open_inputs(config: C) -> Inputs[C]:
         path = {"path": str(saved.checkpoint)}
         config = config.model_copy(update={"model": config.model.model_copy(update=path)})
     tokenizer = local_tokenizer(model)
-    processor = load_processor(model, tokenizer)
+    processor = load_processor(model, tokenizer, media_of(saved))
     reward = config.reward if config.reward.scores else None
     dataset = load_prompts(
         config.data, tokenizer, config.run.seed, processor, reward, "data.sources"

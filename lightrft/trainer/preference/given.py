@@ -101,7 +101,7 @@ def prepare_given(
         session: Folder, metrics and timers of the run.
     """
     tokenizer = local_tokenizer(config.model)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     dataset = load_preferences(config, config.data, "data", requirements, tokenizer, processor)
     validation = load_validation(config, requirements, tokenizer, processor)
     check_enough("batch_size", config.batch_size, len(dataset), "examples")

@@ -203,7 +203,7 @@ def prepare_online(
         session: Folder, metrics and timers of the run.
     """
     tokenizer = local_tokenizer(config.model)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, processor=processor)
     validation = load_validation(config, requirements, tokenizer, processor)
     check_enough("batch_size", config.batch_size, len(stream.dataset), "prompts")

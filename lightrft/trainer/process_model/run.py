@@ -140,7 +140,7 @@ def prepare(config: PRMVerbConfig, session: RunSession) -> ProcessModelRun:
         session: Folder, metrics and timers of the run.
     """
     tokenizer = local_tokenizer(config.model)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     load = partial(load_steps, config, tokenizer, processor)
     dataset = load(config.data, "data")
     validation = None

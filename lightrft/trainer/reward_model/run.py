@@ -119,7 +119,7 @@ def prepare(
         session: Folder, metrics and timers of the run.
     """
     tokenizer = local_tokenizer(config.model)
-    processor = load_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer, config.data.media)
     load = partial(load_examples, config, requirements, tokenizer, processor)
     dataset = load(config.data, "data")
     validation = load(config.validation, "validation") if config.validation.sources else None

@@ -1,0 +1,175 @@
+"""The files of a saved processor: transformers reads the same from them, and limits stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from lightrft.config.base import build
+from lightrft.config.data import DataConfig, MediaConfig
+from lightrft.config.model import ModelConfig
+from lightrft.config.verbs import ExportConfig, SFTConfig
+from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
+from lightrft.models.processors import load_processor
+from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
+from lightrft.trainer.saved_policy import run_export
+from lightrft.trainer.sft import run_sft
+from lightrft.types import Extent
+from tests.media_helpers import Rig, random_media, rig
+from tests.unit.datasets.media_files import picture
+
+SIZE = (40, 60, 3)
+OF_GEMMA = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+}
+
+
+def saved(r: Rig, folder: Path) -> Path:
+    save_model(r.actor, r.tokenizer, folder, processor=r.processor)
+    return folder
+
+
+def edit(file: Path, **fields: Any) -> None:
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**before, **fields}))
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
+def test_transformers_makes_the_same_of_a_saved_folder(family: str, tmp_path: Path) -> None:
+    r = rig(family, tmp_path)
+    folder = saved(r, tmp_path / "saved")
+    if family == "gemma3":
+        # the published tokenizers name these tokens
+        edit(folder / "tokenizer_config.json", extra_special_tokens=OF_GEMMA)
+    own = transformers.AutoProcessor.from_pretrained(folder)
+    value, _ = random_media("image", SIZE, np.random.default_rng(0))
+    prompt = r.prompt("one", ("image", SIZE), "what?", seed=0)
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    text = r.tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    made = own(text=[text], images=[[Image.fromarray(value)]], return_tensors="pt")
+    pixels = prompt.media["pixel_values"].values
+    assert made["input_ids"][0].tolist() == prompt.token_ids
+    torch.testing.assert_close(
+        made["pixel_values"].reshape(pixels.shape), pixels, atol=0.02, rtol=0
+    )
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.no_grad():
+        assert torch.isfinite(model(**made).logits).all()
+
+
+def test_a_saved_smolvlm_says_how_many_tokens_a_crop_has(tmp_path: Path) -> None:
+    r = rig("smolvlm", tmp_path)
+    folder = saved(r, tmp_path / "saved")
+    fields = json.loads((folder / "processor_config.json").read_text())
+    assert fields == {"image_seq_len": 4, "processor_class": "SmolVLMProcessor"}
+    pictures = json.loads((folder / "preprocessor_config.json").read_text())
+    assert pictures["image_processor_type"] == "SmolVLMImageProcessor"
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_settings_that_no_part_reads_are_kept(family: str, tmp_path: Path) -> None:
+    save_tiny_media(family, tmp_path / family)
+    edit(tmp_path / family / "processor_config.json", of_the_publisher={"a": 1})
+    edit(tmp_path / family / "preprocessor_config.json", video_sampling={"fps": 3})
+    config = ModelConfig(path=str(tmp_path / family))
+    processor = load_processor(config, load_tokenizer(config))
+    assert processor is not None
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    processor.save(folder)
+    whole = json.loads((folder / "processor_config.json").read_text())
+    assert whole["of_the_publisher"] == {"a": 1}
+    first = json.loads((folder / "preprocessor_config.json").read_text())
+    assert first["video_sampling"] == {"fps": 3}
+
+
+def test_sections_of_one_file_are_kept_as_files_of_their_own(tmp_path: Path) -> None:
+    """Releases from 5 on save every processor in one file."""
+    save_tiny_media("idefics3", tmp_path / "one")
+    file = tmp_path / "one" / "preprocessor_config.json"
+    pictures = {**json.loads(file.read_text()), "size": {"longest_edge": 48}}
+    file.unlink()
+    edit(tmp_path / "one" / "processor_config.json", image_processor=pictures, image_seq_len=4)
+    config = ModelConfig(path=str(tmp_path / "one"))
+    processor = load_processor(config, load_tokenizer(config))
+    assert processor is not None
+    processor.save(tmp_path)
+    assert json.loads((tmp_path / "preprocessor_config.json").read_text())["size"] == {
+        "longest_edge": 48
+    }
+    assert "image_processor" not in json.loads((tmp_path / "processor_config.json").read_text())
+
+
+@pytest.mark.parametrize("family", [name for name in MEDIA_FAMILIES if name != "gemma3"])
+def test_limits_of_pixels_are_saved_with_the_model(family: str, tmp_path: Path) -> None:
+    save_tiny_media(family, tmp_path / family)
+    config = ModelConfig(path=str(tmp_path / family))
+    tokenizer = load_tokenizer(config)
+    processor = load_processor(config, tokenizer, MediaConfig(max_pixels=400))
+    free = load_processor(config, tokenizer)
+    assert processor is not None and free is not None
+    processor.save(tmp_path / family)
+    again = load_processor(config, tokenizer)
+    other = load_processor(config, tokenizer, MediaConfig(max_pixels=800))
+    assert again is not None and other is not None
+    extents = {
+        "image": Extent((90, 60, 3)),
+        "video": Extent((5, 90, 60, 3), (0.0, 0.5, 1.0, 1.5, 2.0)),
+    }
+    for kind in processor.parts.keys() & extents.keys():
+        written = [
+            one.parts[kind].placeholder_text(extents[kind])
+            for one in (free, processor, again, other)
+        ]
+        assert written[1] == written[2]
+        if kind == "image" and "qwen" in family:
+            assert len({*written}) == 3
+
+
+def test_a_run_and_its_export_have_the_limits_that_its_rows_had(tmp_path: Path) -> None:
+    """Before, a later evaluation of the model read images of more tokens."""
+    save_tiny_media("idefics3", tmp_path / "start", hidden_size=32)
+    picture(tmp_path / "a.png", 40, 60)
+    row = {"prompt": "what?", "image": "a.png", "response": "4"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    run = {
+        "run": {"dir": str(tmp_path), "name": "run"},
+        "model": {"path": str(tmp_path / "start"), "dtype": "float32"},
+        "data": {"sources": [str(tmp_path / "rows.jsonl")], "media": {"max_pixels": 256}},
+        "batch_size": 1,
+        "train": {"steps": 1},
+        "log": {"tensorboard": False},
+    }
+    run_sft(build(SFTConfig, run))
+    exported, _ = run_export(ExportConfig(path=str(tmp_path / "run")))
+    lengths = {}
+    for folder in (tmp_path / "start", tmp_path / "run" / "model", exported):
+        config = ModelConfig(path=str(folder))
+        tokenizer = load_tokenizer(config)
+        data = DataConfig(sources=[str(tmp_path / "rows.jsonl")], token_cache=None)  # type: ignore[arg-type]
+        (prompt,) = PromptDataset(
+            data, tokenizer, seed=0, processor=load_processor(config, tokenizer)
+        )
+        if folder.name == "model":
+            own = transformers.AutoProcessor.from_pretrained(folder)
+            parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+            )
+            image = Image.open(tmp_path / "a.png")
+            made = own(text=[text], images=[[image]], return_tensors="pt")
+            assert made["input_ids"][0].tolist() == prompt.token_ids
+        lengths[folder.name] = len(prompt.token_ids)
+    assert lengths["model"] == lengths[exported.name] < lengths["start"]
