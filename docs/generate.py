@@ -33,7 +33,7 @@ from lightrft.config.presets import PAPERS, PRESETS
 from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.diagnostics.explain_supervised import explain_supervised
-from lightrft.models.families import FAMILIES, Family
+from lightrft.models.families import FAMILIES, MEMBERS, Family
 
 DOCS = Path(__file__).resolve().parent
 MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it. -->\n"
@@ -222,7 +222,14 @@ def families_page() -> str:
             "family, and runs its own forward",
             "in padded rows. If your model is a renamed copy of a listed family, set "
             "`model_type` in its `config.json` instead.\n",
-            "## Families that read media\n",
+            "## A model of your own\n",
+            "A class that `AutoModelForCausalLM` knows, or the code of a model folder with "
+            "`model.trust_remote_code=true`, is trained with",
+            "`model.unproved_family=allow`. It is a `PreTrainedModel` with these members. A missing "
+            "one is named at start.\n",
+            "| member | returns |\n|---|---|",
+            *(f"| `{member}` | {returns} |" for member, returns, _ in MEMBERS),
+            "\n## Families that read media\n",
             "`tower` and `projector` are parts that [can be frozen, adapted and trained at a "
             "separate",
             "rate](media.md#what-is-trained). The table shows the prefixes of their parameters' "

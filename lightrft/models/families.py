@@ -9,14 +9,17 @@ without a row is refused at start.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
-from transformers import PreTrainedConfig
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.config.model import Layout
 from lightrft.models.multimodal import audio_towers, tile_towers, towers
-from lightrft.utils.errors import ModelError
+from lightrft.utils.errors import ModelError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +278,60 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
             "If it is a renamed copy of a known family, set model_type in its config.json "
             f"to that family instead. Known families: {', '.join(sorted(names))}"
         )
+
+
+MEMBERS: tuple[tuple[str, str, Callable[[Any, dict[str, Tensor]], object]], ...] = (
+    ("config.vocab_size", "the number of token ids V", lambda own, _: own.config.vocab_size + 0),
+    (
+        "get_input_embeddings()",
+        "a module with weight [V, H]",
+        lambda own, _: own.get_input_embeddings().weight.shape[1],
+    ),
+    (
+        "get_output_embeddings()",
+        "the head: a module with weight [V, H] that forward applies to the last hidden states",
+        lambda own, _: own.get_output_embeddings().weight.shape[1],
+    ),
+    (
+        "forward(input_ids, attention_mask, position_ids, use_cache)",
+        "an object with logits [B, T, V]",
+        lambda own, inputs: own(**inputs, use_cache=False).logits[0, 1, 0],
+    ),
+    (
+        "get_decoder()",
+        "the layers without the head: a module whose forward, with the same arguments, returns an "
+        "object with last_hidden_state [B, T, H]",
+        lambda own, inputs: own.get_decoder()(**inputs, use_cache=False).last_hidden_state[0, 1, 0],
+    ),
+)
+"""Members of a model of a family without a row, what each returns, and a call that tries it."""
+
+
+@torch.no_grad()
+def check_members(model: PreTrainedModel, where: str) -> None:
+    """Refuse a model of a family without a row that lacks one of ``MEMBERS``.
+
+    Each member is tried on two tokens, on the meta device too.
+
+    Args:
+        model: The model.
+        where: Beginning of the error message, such as ``model.path = 'x'``.
+
+    Raises:
+        ModelError: A member is missing, fails, or returns something else.
+    """
+    if model.config.model_type in FAMILIES:
+        return
+    ids = torch.arange(2, device=model.device)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+    for member, returns, call in MEMBERS:
+        try:
+            call(model, inputs)
+        except (AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"{where}: {type(model).__name__}.{member} must return {returns} "
+                f"({first_line(error)}); docs/families.md lists what a model of your own needs"
+            ) from error
 
 
 def decoder_of(model: nn.Module, family: Family) -> nn.Module:

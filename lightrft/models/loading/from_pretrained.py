@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.families import check_family, family_of
+from lightrft.models.families import check_family, check_members, family_of
 from lightrft.models.loading.chat_template import fit_template
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.lora import base_model, is_adapted, merged_state
@@ -135,6 +135,7 @@ def load_model(
             # bitsandbytes would repack weights for CPUs with AVX512-BF16, which breaks training
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
+    check_members(model, f"model.path = {config.path!r}")
     freeze(model, config.freeze)
     use_own_modules(model)
     return model.eval()

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lightrft.config.model import ModelConfig
+from lightrft.models.families import check_members
 from lightrft.models.loading.from_pretrained import (
     freeze,
     from_settings,
@@ -39,6 +40,7 @@ def meta_model(config: ModelConfig) -> nn.Module:
     try:
         with torch.device("meta"), suppress_hf_warnings(local=True):
             model = from_settings(settings, dtype_of(config, settings))
+            check_members(model, f"model.path = {config.path!r}")
             freeze(model, config.freeze)
             model = model if config.lora is None else add_adapters(model, config.lora)
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from benchmarks.families import prove, stored
 from lightrft.config.model import ModelConfig
@@ -201,3 +206,82 @@ def test_text_models_that_transformers_runs_eagerly_load_without_a_setting(tmp_p
         model = load_model(ModelConfig(path=str(tmp_path / family)))
         assert model.config._attn_implementation == "eager"
         assert json.loads((tmp_path / family / "config.json").read_text())["model_type"] == family
+
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own_model"
+
+    def __init__(self, vocab_size: int = 100, hidden_size: int = 8, **more: Any) -> None:
+        super().__init__(**more)
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, 1
+
+
+class OwnLayers(nn.Module):
+    """Each token sees the mean of the tokens so far."""
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.mix = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, **unread: Any) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        states = self.embed(input_ids) * mask[..., None]
+        count = mask.cumsum(1).clamp(min=1)[..., None]
+        return BaseModelOutputWithPast(last_hidden_state=self.mix(states.cumsum(1) / count).tanh())
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    absent = ""
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.layers = OwnLayers(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return None if self.absent == "get_input_embeddings" else self.layers.embed
+
+    def get_output_embeddings(self) -> Any:
+        return None if self.absent == "get_output_embeddings" else self.head
+
+    def get_decoder(self) -> Any:
+        return self if self.absent == "get_decoder" else self.layers
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, **unread: Any) -> Any:
+        states = self.layers(input_ids, attention_mask).last_hidden_state
+        if self.absent == "forward":
+            return (self.head(states),)
+        return CausalLMOutputWithPast(logits=self.head(states))
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    AutoConfig.register("own_model", OwnConfig, exist_ok=True)
+    AutoModelForCausalLM.register(OwnConfig, OwnModel, exist_ok=True)
+    torch.manual_seed(0)
+    OwnModel(OwnConfig()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_of_the_users_own_trains_by_its_own_forward(own_model: Path) -> None:
+    actor = Actor.load(ModelConfig(path=str(own_model), unproved_family="allow"))
+    batch = ragged_batch([9, 4], [5, 6, 7], [0, 0, 1])
+    assert check_layout(actor, batch) == ""
+    assert actor.layout == "padded"
+    actor(batch)[0].sum().backward()
+    assert actor.base.layers.embed.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("load", [load_model, meta_model])
+@pytest.mark.parametrize(
+    "absent", ["get_input_embeddings", "get_output_embeddings", "forward", "get_decoder"]
+)
+def test_a_member_that_a_model_lacks_is_named(
+    load: Any, absent: str, own_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnModel, "absent", absent)
+    with pytest.raises(ModelError, match=rf"OwnModel\.{absent}\(.*must return .*docs/families"):
+        load(ModelConfig(path=str(own_model), unproved_family="allow"))
