@@ -29,7 +29,7 @@ from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
 from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation, read_tools
 from lightrft.datasets.row_tables import MalformedRow, look_up
 from lightrft.types import Extent, Prompt
-from lightrft.utils.chat_template import check_options, rendered
+from lightrft.utils.chat_template import check_options, rendered, special_tokens, turn_ends
 from lightrft.utils.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -130,6 +130,9 @@ class ChatEncoder:
         special_ids.discard(tokenizer.unk_token_id)
         self.special_ids = frozenset(special_ids)
         self._control_ids = self.special_ids | written_ids
+        self.turn_ends = turn_ends(tokenizer)
+        ends = {*self.turn_ends.ids, tokenizer.eos_token_id}
+        self._spelled_ends = tuple(t for t, i in special_tokens(tokenizer).items() if i in ends)
 
     @cached_property
     def reads(self) -> SupportedMedia:
@@ -169,6 +172,22 @@ class ChatEncoder:
             name = tokenizer_name(self.tokenizer)
             raise ModelError(f"the tokenizer {name} has no eos token, so no response could end")
         return eos
+
+    def end_after(self, *, calls: bool) -> int:
+        """Return the token that ends a turn which the chat template leaves open.
+
+        It is the first token of the next message, or the EOS token.
+
+        Args:
+            calls: True for a turn that calls tools, whose results follow.
+
+        Raises:
+            ModelError: there is none.
+        """
+        marks = self.turn_ends.marks if self.chat else {}
+        mark = marks.get("tool") if calls else None
+        mark = marks.get("user") if mark is None else mark
+        return self.eos if mark is None else mark
 
     @cached_property
     def start(self) -> list[int]:
@@ -324,8 +343,16 @@ class ChatEncoder:
         return [{"role": "system", "content": self.system}, *messages]
 
     def shielded(self, messages: Sequence[Message], cut: int = 0) -> list[Message]:
-        """Return copies of ``messages`` in which no text acts as a control token."""
-        shown = [self._shield_all(m, m["role"] == "assistant") for m in messages]
+        """Return copies of ``messages`` in which no text acts as a control token.
+
+        Turns of the assistant lose the end token that they spell, since the template writes it.
+        """
+        shown = []
+        for message in messages:
+            is_answer = message["role"] == "assistant"
+            if is_answer:
+                message = {**message, "content": self.without_end(message["content"])}
+            shown.append(self._shield_all(message, is_answer))
         if cut:
             last = messages[-1]
             # Cut before escaping: a marker and the spelling that it stands for differ in length.
@@ -378,6 +405,13 @@ class ChatEncoder:
             return text
         pattern = self._answer if answer else self._anyone
         return pattern.sub(lambda match: f"{OPEN}{self._place[match[0]]}{CLOSE}", text)
+
+    def without_end(self, text: str) -> str:
+        """Return the text of a response without the end tokens that it spells at its end."""
+        while (stripped := text.rstrip()).endswith(self._spelled_ends):
+            spelled = max(filter(stripped.endswith, self._spelled_ends), key=len)
+            text = stripped.removesuffix(spelled)
+        return text
 
     def unescape_special_tokens(self, text: str) -> str:
         """Return ``text`` with markers replaced by the spellings."""

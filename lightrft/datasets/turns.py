@@ -9,6 +9,7 @@ text itself (``{% generation %}``), its marks are used.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from lightrft.datasets.media.items import marks
 from lightrft.datasets.row_parser import Message, ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
 
+_log = logging.getLogger(__name__)
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 Tokens = list[int]
@@ -39,6 +41,7 @@ class TurnTexts:
         tools: JSON schemas of the tools of ``messages``.
         start: a text whose tokens the sequence begins with. Empty for no such text.
         items: numbers of the media items of the sequence, in order.
+        calls: True if the last turn calls tools.
     """
 
     record: ParsedRow
@@ -48,6 +51,7 @@ class TurnTexts:
     tools: list[object] = field(default_factory=list)
     start: str = ""
     items: tuple[int, ...] = ()
+    calls: bool = False
 
     @property
     def texts(self) -> list[str]:
@@ -68,7 +72,7 @@ class TurnEncoder:
         self.config = config
         self.encoder = encoder
         self.outside = outside
-        self._checked = False
+        self._checked = self._told = False
         template = str(encoder.tokenizer.chat_template)
         self._marks = encoder.chat and bool(GENERATION.search(template))
 
@@ -105,19 +109,23 @@ class TurnEncoder:
             before, upto = shown[: k + ahead], shown[: k + ahead + 1]
             asking = self.encoder.render(before, record.where, generate=True, tools=tools)
             turns.append((asking, self.encoder.render(upto, record.where, tools=tools)))
+        calls = [bool(messages[k].get("tool_calls")) for k, _ in zip(spoken, weights)]
         if self.config.turns == "each":
-            pairs = zip(turns, weights)
-            return [TurnTexts(record, [turn], [weight]) for turn, weight in pairs if weight]
+            return [
+                TurnTexts(record, [turn], [weight], calls=last)
+                for turn, weight, last in zip(turns, weights, calls)
+                if weight
+            ]
         if self.config.turns == "last":
-            return [TurnTexts(record, turns[-1:], weights[-1:])]
+            return [TurnTexts(record, turns[-1:], weights[-1:], calls=calls[-1])]
         if self._marks_answers(record, turns):
             upto = shown[: spoken[-1] + ahead + 1]
-            return [TurnTexts(record, turns, weights, upto, tools)]
+            return [TurnTexts(record, turns, weights, upto, tools, calls=calls[-1])]
         # once is enough, since it depends on the template alone
         if len(turns) > 1 and not self._checked:
             check_template(self.encoder.tokenizer, self.config.chat_template_options)
             self._checked = True
-        return [TurnTexts(record, turns, weights)]
+        return [TurnTexts(record, turns, weights, calls=calls[-1])]
 
     def continuation(self, record: ParsedRow) -> TurnTexts:
         """Return the texts of one sequence that begins with the tokens of the prompt.
@@ -277,30 +285,69 @@ class TurnEncoder:
         return self._by_turns(part, known)
 
     def _by_turns(self, part: TurnTexts, known: Mapping[str, Tokens]) -> tuple[Tokens, Weights]:
+        # ``ids`` are the tokens of the template, and ``row`` may have an end after a turn too
         ids: Tokens = known[part.start] if part.start else []
-        weights: Weights = []
-        before, last, closed = part.start, 0, False
-        # an image in an answer does not end it
-        closing = self.encoder.special_ids - self.encoder.placeholders
+        row, weights = list(ids), [self.outside] * len(ids)
+        before, open_weight, closing = part.start, None, len(row)
         for (asking, said), weight in zip(part.turns, part.weights):
+            ended = len(ids)
             ids = self._extend(ids, before, asking, known)
-            weights += [self.outside] * (len(ids) - len(weights))
+            following = ids[ended:]
+            if open_weight is not None:
+                mark = self._mark(following)
+                if not mark:
+                    self._tell_of_ends()
+                    row.append(self.encoder.eos)
+                # the first token of the next message, or the EOS token, ends the turn before it
+                weights += [open_weight] * (mark or 1)
+            row += following
+            weights += [self.outside] * (len(row) - len(weights))
             start = len(ids)
             ids = self._extend(ids, asking, said, known)
-            ends = [k for k in range(start, len(ids)) if ids[k] in closing]
-            closed = bool(ends)
+            end = self._end_of_turn(ids, start)
             # what follows, such as a line break of the template, is never sampled
-            last = ends[-1] + 1 if closed else len(ids)
+            last = len(ids) if end is None else end
+            closing = len(row) + last - start
+            row += ids[start:]
             weights += [weight] * (last - start) + [self.outside] * (len(ids) - last)
-            before = said
-        ids = ids[:last]
-        weights = weights[:last]
-        # the template's turns end without a special token: without eos the model would not learn
-        # to stop
-        if not closed:
-            ids = [*ids, self.encoder.eos]
-            weights = [*weights, part.weights[-1]]
-        return ids, weights
+            before, open_weight = said, weight if end is None else None
+        row, weights = row[:closing], weights[:closing]
+        # without an end the model would not learn to stop
+        if open_weight is not None:
+            row.append(self.encoder.end_after(calls=part.calls))
+            weights.append(open_weight)
+        return row, weights
+
+    def _tell_of_ends(self) -> None:
+        if not self._told:
+            way_out = "set data.turns: each for examples without them in earlier turns"
+            _log.warning("the chat template ends no turn, so the EOS token does; %s", way_out)
+            self._told = True
+
+    def _end_of_turn(self, ids: Tokens, start: int) -> int | None:
+        """Return the position after the token that ends the turn ``ids[start:]``, None if open."""
+        # an image in an answer does not end it
+        special = self.encoder.special_ids - self.encoder.placeholders
+        ends = self.encoder.turn_ends
+        # a template may end some turns in other tokens than the turns by which it was examined
+        kinds = [set(ends.closing)] if ends.is_open else [set(ends.closing), special]
+        for closing in kinds:
+            for k in range(len(ids) - 1, start - 1, -1):
+                if ids[k] in closing:
+                    return k + 1
+        return None
+
+    def _mark(self, following: Tokens) -> int:
+        """Return the number of tokens of the next message up to the one that ends the turn before.
+
+        It is 0 if the message does not begin with such a token.
+        """
+        ends = self.encoder.turn_ends.ids
+        for k, token in enumerate(following):
+            if token in self.encoder.special_ids:
+                blank = not self.encoder.tokenizer.decode(following[:k]).strip()
+                return k + 1 if blank and token in ends else 0
+        return 0
 
     def _extend(
         self,

@@ -48,7 +48,7 @@ from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.diagnostics.memory.report import memory_findings, worker_findings
 from lightrft.engines.base import Engine
-from lightrft.models.loading.from_pretrained import model_settings
+from lightrft.models.loading.from_pretrained import config_ends, model_settings
 from lightrft.models.loading.meta_device import dtype_of
 from lightrft.models.processors import Processor, load_processor
 from lightrft.rewards.scorer import Scorer
@@ -63,6 +63,7 @@ from lightrft.trainer.reward_model.checks import check as check_reward_run
 from lightrft.trainer.reward_model.run import load_examples
 from lightrft.trainer.supervised import check_supervised
 from lightrft.types import Rollout
+from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ConfigError, UserError, install_extra
 from lightrft.workers.local import local_tokenizer
 from lightrft.workers.media_checks import kinds_to_check
@@ -412,6 +413,20 @@ def _tokens(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Itera
             "sampling.stop or sampling.stop_token_ids"
         )
         yield Finding("data", "warn", "tokenizer", says)
+    yield from _turn_ends(config, tokenizer)
+
+
+def _turn_ends(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """Name ends of turns of the chat template that are no end tokens of the model."""
+    known = {*config_ends(config.model), tokenizer.eos_token_id}
+    others = [end for end in turn_ends(tokenizer).ids if end not in known]
+    if others:
+        shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(others)))
+        says = (
+            f"ends a turn with {shown}, which tokenizer and configs do not name as end tokens; "
+            "responses end there too, and generation_config.json of the trained model names it"
+        )
+        yield Finding("data", "ok", "chat template", says)
 
 
 def _unknown(prompts: PromptDataset) -> Iterator[Finding]:

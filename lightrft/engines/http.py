@@ -158,7 +158,7 @@ class HTTPEngine(ServedEngine):
             "max_tokens": response_room(request, sampling),
             "min_tokens": first.min_tokens,
             **first.filters,
-            "stop_token_ids": sorted({*self._ends, *sampling.stop_token_ids}),
+            "stop_token_ids": sorted(self.ends(sampling)),
             "return_token_ids": True,
             "stream": True,
         }

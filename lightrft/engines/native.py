@@ -51,7 +51,7 @@ from lightrft.engines.speculative.drafter import (
     places_after,
     seen_after,
 )
-from lightrft.engines.stop_strings import StopStrings
+from lightrft.engines.stop_strings import StopStrings, end_ids, model_ends
 from lightrft.types import FinishReason, Request, Rollout
 from lightrft.utils.cpu_threads import threads_for
 from lightrft.utils.device_transfer import to_device
@@ -173,10 +173,8 @@ class NativeEngine:
 
     def ends(self, sampling: SamplingConfig) -> np.ndarray:
         """Return ``[E]``, the sorted token ids that end a response."""
-        # the tokenizer may name another end token than the model's configs
-        eos = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
-        ends = [*self.decoder.eos_token_ids, *eos, *sampling.stop_token_ids]
-        return np.unique(np.array(ends, dtype=np.int64))
+        ends = model_ends(self.tokenizer, self.decoder.eos_token_ids)
+        return np.array(end_ids(self.tokenizer, ends, sampling), dtype=np.int64)
 
     def grammars(self) -> GrammarCompiler:
         """Return the compiler of constraints. Raises ``ConfigError`` if the model has none."""

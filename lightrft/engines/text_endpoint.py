@@ -24,7 +24,9 @@ from lightrft.engines.requests import (
     rollout_of,
 )
 from lightrft.engines.served.served_engine import LOOK_SECONDS, failure
+from lightrft.engines.stop_strings import end_ids
 from lightrft.types import FinishReason, Prompt, Request, Rollout
+from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client.server_client import OpenStream, ServerClient, Unanswered
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXTRA = ("top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids")
+EXTRA = ("top_p", "top_k", "min_p", "repetition_penalty")
 """Settings that are sent if they are set. Few endpoints know all of them."""
 PATH = "/v1/completions"
 """Path of the completions."""
@@ -129,6 +131,8 @@ class TextEndpoint:
         self.config = config
         self.model = model
         self._adds_first: dict[bool, bool] = {}
+        # the server knows the end token of its model, but not where our template ends a turn
+        self._ends = {*turn_ends(tokenizer).ids} - {tokenizer.eos_token_id}
         log.warning(
             "engine.url = %r returns text alone: prompts are sent as text, and nothing compares "
             "its model with model.path",
@@ -292,6 +296,9 @@ class TextEndpoint:
             extra["min_tokens"] = sampling.min_new_tokens
         if sampling.stop:
             extra["stop"] = sampling.stop
+        # the text of an answer has no special tokens, so a server would not find them there
+        if spelled := end_ids(self.tokenizer, self._ends, sampling):
+            extra["stop_token_ids"] = spelled
         return {**body, **extra}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:

@@ -32,7 +32,7 @@ from lightrft.engines.requests import (
     response_limit,
     response_room,
 )
-from lightrft.engines.stop_strings import StopStrings
+from lightrft.engines.stop_strings import StopStrings, end_ids
 from lightrft.engines.vllm_parts.media import MediaKind, VLLMMedia
 from lightrft.engines.vllm_parts.options import llm_options
 from lightrft.engines.vllm_parts.parameter_names import reading_repeated_names
@@ -249,7 +249,7 @@ class VLLMEngine:
             max_tokens=room,
             min_tokens=response.min_tokens,
             ignore_eos=True,
-            stop_token_ids=sorted({*self._ends, *sampling.stop_token_ids}),
+            stop_token_ids=end_ids(self.tokenizer, self._ends, sampling),
             # of the sampled token alone
             logprobs=0,
             detokenize=False,

@@ -22,6 +22,7 @@ from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.served.vllm_media import ServedMedia
 from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.sglang import SGLangEngine
+from lightrft.engines.stop_strings import model_ends
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
@@ -33,7 +34,7 @@ from lightrft.rollout.logprob_check import refuse_weights, unequal_weight
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import factor_of
-from lightrft.workers.local_vllm import check_replica, end_tokens, media_kinds, refuse_merging
+from lightrft.workers.local_vllm import check_replica, media_kinds, refuse_merging
 from lightrft.workers.media_checks import check_server_media
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 from lightrft.workers.scoring.reward_wire import weights_digest, weights_layout
@@ -95,7 +96,7 @@ def local_served(
     def make() -> Engine | None:
         if ranks.rank and not own:
             return None
-        ends = end_tokens(tokenizer, decoder)
+        ends = model_ends(tokenizer, decoder.eos_token_ids)
         if own:
             started = _started(model, engine, tokenizer, ends, device)
             built = _checked(started, model, trains=True, media=media)

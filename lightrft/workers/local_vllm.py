@@ -13,6 +13,7 @@ from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.decoder_protocol import DecoderProtocol
+from lightrft.engines.stop_strings import model_ends
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.engines.vllm_parts.media import MediaKind
 from lightrft.models.decoding.kv_decoder import KVDecoder
@@ -82,7 +83,7 @@ def build_vllm(
         dtype: Type that the policy computes in. ``None`` for the type of its weights.
     """
     weights = dict(decoder.parameters())
-    ends = end_tokens(tokenizer, decoder)
+    ends = model_ends(tokenizer, decoder.eos_token_ids)
     shapes = {name: tuple(w.shape) for name, w in weights.items() if plain_name(name) is None}
     return VLLMEngine(
         model,
@@ -94,12 +95,6 @@ def build_vllm(
         ranks=ranks.size,
         media=media_kinds(model),
     )
-
-
-def end_tokens(tokenizer: PreTrainedTokenizerBase, decoder: DecoderProtocol) -> list[int]:
-    """Return the token ids that end a response."""
-    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return [*decoder.eos_token_ids, *eos]
 
 
 def media_kinds(model: ModelConfig) -> list[MediaKind]:

@@ -83,6 +83,19 @@ def test_a_config_that_is_fine_has_nothing_bad(
     )
 
 
+def test_an_end_of_turn_that_no_config_names_is_told(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = tiny_tokenizer(special=["<|endoftext|>"])
+    tokenizer.eos_token = "<|endoftext|>"
+    model = tiny_model("qwen2", vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    found = doctor(capsys, folder, f"model={tmp_path / 'base'}")
+    assert "ends a turn with '<|im_end|>'" in line(found, "chat template")
+    assert "chat template" not in doctor(capsys, folder).out
+
+
 def test_no_weight_is_read(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     weights = folder / "model" / "model.safetensors"
     kept = weights.read_bytes()

@@ -13,6 +13,7 @@ from lightrft.engines.base import Engine
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.served.start_checks import open_client, served_model
 from lightrft.engines.served.vllm_server import VLLMServerEngine
+from lightrft.engines.stop_strings import model_ends
 from lightrft.utils.errors import RESUMES, UserError
 from lightrft.utils.http_client.server_client import Unanswered
 from lightrft.workers.local import local_tokenizer
@@ -74,7 +75,7 @@ def examine_server(config: TrainingConfig) -> ServerReport:
             # it is a finding of its own
             says = f"= {url}, serves {name}; the other checks need the tokenizer of model.path"
             return ServerReport((Finding("engine", "warn", about, says),))
-        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        ends = model_ends(tokenizer, ())
         # all verbs that train send their weights, also for evaluations alone
         built = connect_server(
             config.model, _within(config.engine, CHECK_PATIENCE), tokenizer, ends, trains=True

@@ -29,7 +29,7 @@ from lightrft.engines.requests import (
 from lightrft.engines.sending.merged_adapters import merged
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.served.start_checks import open_client
-from lightrft.engines.stop_strings import StopStrings
+from lightrft.engines.stop_strings import StopStrings, end_ids
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import RESUMES, ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client.server_client import OpenStream, ServerClient, Unanswered
@@ -299,7 +299,7 @@ class ServedEngine(ABC):
 
     def ends(self, sampling: SamplingConfig) -> set[int]:
         """Return the token ids that end a response."""
-        return {*self._ends, *sampling.stop_token_ids}
+        return set(end_ids(self.tokenizer, self._ends, sampling))
 
     def check_idle(self) -> None:
         """Raise ``RuntimeError`` if a response is unfinished, before weights are replaced."""

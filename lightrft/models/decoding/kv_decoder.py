@@ -37,6 +37,7 @@ from lightrft.models.decoding.static_step import (
 )
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
+from lightrft.models.loading.from_pretrained import end_list
 from lightrft.models.logprobs import transform_logits
 from lightrft.models.lora import base_model
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
@@ -94,11 +95,7 @@ class KVDecoder:
         sources = (getattr(self.model, "generation_config", None), self._config)
         found: list[int] = []
         for source in sources:
-            eos = None if source is None else source.eos_token_id
-            if isinstance(eos, int):
-                found.append(eos)
-            elif eos is not None:
-                found += eos
+            found += [] if source is None else end_list(source.eos_token_id)
         return tuple(dict.fromkeys(found))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:

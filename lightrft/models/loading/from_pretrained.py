@@ -6,6 +6,8 @@ import json
 import logging
 import pickle
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -32,7 +35,8 @@ from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
 from lightrft.models.multimodal.tower_attention import join_segments, kept_implementations
 from lightrft.models.onednn.layers import use_onednn
-from lightrft.utils.atomic_files import looks_like_path, nearest_name
+from lightrft.utils.atomic_files import looks_like_path, nearest_name, write_json
+from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ModelError, first_line, install_extra
 
 if TYPE_CHECKING:
@@ -394,6 +398,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             raise ModelError(
                 f"model.path = {config.path!r}: {problem}; set model.chat_template"
             ) from error
+    _own_eos(tokenizer)
     return tokenizer
 
 
@@ -422,6 +427,14 @@ def read_tokenizer(config: ModelConfig, where: str) -> PreTrainedTokenizerBase:
     except (*BROKEN, TypeError, AttributeError, ImportError) as error:
         problem = f"no tokenizer can be loaded from there ({first_line(error)})"
         raise ModelError(f"{setting} = {where!r}: {problem}") from error
+
+
+def _own_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer without an end token that of its chat template, if there is one."""
+    ends = turn_ends(tokenizer).ids
+    if tokenizer.eos_token_id is None and ends:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+        _log.warning("the tokenizer names no end token: using %s", tokenizer.eos_token)
 
 
 def _own_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> None:
@@ -490,5 +503,45 @@ def save_model(
                 base.save_pretrained(str(path), state_dict=state)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(path))
+        write_ends(Path(path), tokenizer)
     if processor is not None:
         processor.save(path)
+
+
+def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the ends of turns of the chat template to ``generation_config.json`` of a model folder.
+
+    Other programs then end a response where the model learned to end it. A folder without this file
+    stays as it is.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    ends = end_list(fields.get("eos_token_id")) or end_list(tokenizer.eos_token_id)
+    missing = [end for end in turn_ends(tokenizer).ids if end not in ends]
+    if missing:
+        fields["eos_token_id"] = [*ends, *missing]
+        write_json(file, fields)
+
+
+def config_ends(config: ModelConfig) -> list[int]:
+    """Return the end tokens that the configs of the model name, without loading it.
+
+    Raises ``ModelError`` as ``model_settings`` does.
+    """
+    if (adapters := saved_adapters(config)) is not None:
+        config = config.model_copy(update={"path": adapters[0]})
+    sources: list[Any] = [model_settings(config).get_text_config(decoder=True)]
+    with suppress(OSError):  # not every model has a generation config
+        revision = config.revision or "main"
+        sources.append(GenerationConfig.from_pretrained(where_of(config), revision=revision))
+    found = [end for source in sources for end in end_list(source.eos_token_id)]
+    return list(dict.fromkeys(found))
+
+
+def end_list(eos: int | Iterable[int] | None) -> list[int]:
+    """Return the end tokens of a field ``eos_token_id``, which is one token, several or none."""
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)

@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from lightrft.engines.stop_strings import StopStrings
 from lightrft.serving.chat.chat_completions import ChatCompletions, Conversation, opened
 from lightrft.serving.chat.request_fields import MESSAGES, PASSED_ON, TOOL
 from lightrft.serving.chat.response_format import OF_MESSAGES
@@ -94,12 +97,13 @@ class Messages:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if rollout.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        tokens = rollout.token_ids
-        whole = str(self.generator.tokenizer.decode(tokens, skip_special_tokens=True))
-        # the text of a response ends before its stop sequence
-        rest = whole[len(rollout.text) :]
-        found = next((one for one in stop if rest.startswith(one)), None)
-        return {"stop_reason": "stop_sequence" if found else "end_turn", "stop_sequence": found}
+        found = None
+        if stop and rollout.finish_reason == "stop":
+            tokens = np.array(rollout.token_ids)
+            found = StopStrings(self.generator.tokenizer, tuple(stop)).match(tokens)
+        if found is None:
+            return {"stop_reason": "end_turn", "stop_sequence": None}
+        return {"stop_reason": "stop_sequence", "stop_sequence": found.stop}
 
     async def _events(
         self, stream: TokenStream, asked: Conversation, wanted: Wanted

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from lightrft.config.data import SFTDataConfig
 from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.engines.stop_strings import model_ends
 from lightrft.utils.errors import ConfigError, DataError, ModelError
+from tests.unit.datasets.published_templates import PUBLISHED
 from tests.unit.datasets.tokenizers import (
     CHATML,
     FORGETS,
@@ -104,11 +106,11 @@ def test_the_mask_is_exact_where_the_template_writes_bos_and_eos_is_another_toke
     ]
 
 
-def test_turns_that_end_in_text_alone_are_followed_by_eos(examples):
+def test_turns_that_end_in_text_alone_are_each_followed_by_eos(examples):
     tokenizer = chat_tokenizer(NO_END)
     assert spans(examples([{"messages": TALK[:5]}], tokenizer)[0], tokenizer) == [
         (False, "system: s\nuser: 1?\nassistant: "),
-        (True, "one\n"),
+        (True, "one\n<|im_end|>"),
         (False, "tool: t\nassistant: "),
         (True, "two\n<|im_end|>"),
     ]
@@ -462,3 +464,65 @@ def test_examples_know_their_data_source(examples, tmp_path):
     for data in (examples(rows), examples(rows, **cached), examples(rows, **cached)):
         assert list(data.data_sources) == ["x", "rows"]
         assert [e.data_source for e in data] == ["x", "rows", "x"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_trained_turn_of_a_published_format_ends_where_the_engine_stops(examples, name):
+    tokenizer = PUBLISHED[name].tokenizer()
+    said = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}]
+    # harmony ends its last turn in another token than earlier ones
+    turns = "each" if name == "harmony" else "all"
+    found = examples([{"messages": [*said, *said]}], tokenizer, turns=turns)
+    ends = set(model_ends(tokenizer, ()))
+    count = 0
+    for example in found:
+        masks = [*example.trained, False]
+        for token, now, then in zip(example.response_ids, masks, masks[1:]):
+            count += now and not then
+            assert not (now and not then) or token in ends
+    assert count == 2
+
+
+def test_the_mark_of_the_next_message_ends_a_turn_where_the_template_closes_none(examples):
+    tokenizer = PUBLISHED["glm4.5"].tokenizer()
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    talk = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    (example,) = examples([{"messages": talk}], tokenizer)
+    trained = [text for is_trained, text in spans(example, tokenizer) if is_trained]
+    ends = ["</tool_call><|observation|>", "one<|user|>", "</tool_call><|observation|>"]
+    assert [text[-len(end) :] for text, end in zip(trained, ends, strict=True)] == ends
+
+
+@pytest.mark.parametrize(
+    "spelled", ["<|im_end|>", "<|im_end|>\n", "<|endoftext|>", "<|im_end|> <|im_end|>"]
+)
+@pytest.mark.parametrize("special_tokens", ["text", "control"])
+def test_an_end_token_that_a_response_spells_is_trained_once(examples, spelled, special_tokens):
+    tokenizer = PUBLISHED["chatml"].tokenizer()
+    rows = [
+        {"prompt": "1+1?", "response": f"2{spelled}"},
+        {
+            "messages": [
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "content": f"2{spelled}"},
+            ]
+        },
+    ]
+    for example in examples(rows, tokenizer, special_tokens=special_tokens):
+        assert tokenizer.decode(example.response_ids) == "2<|im_end|>"
+        assert len(example.response_ids) == 2 and all(example.trained)
+
+
+def test_an_end_token_inside_a_response_or_of_a_user_stays_text(examples):
+    tokenizer = PUBLISHED["chatml"].tokenizer()
+    (example,) = examples([{"prompt": "1<|im_end|>", "response": "a <|im_end|> b"}], tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert example.prompt_ids.count(end) == 1 and example.response_ids.count(end) == 1
+    assert tokenizer.decode(example.response_ids) == "a <|im_end|> b<|im_end|>"

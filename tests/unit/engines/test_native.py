@@ -17,7 +17,7 @@ from lightrft.engines.fingerprint import checksum
 from lightrft.engines.native import NativeEngine
 from lightrft.models.attention import interface
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
-from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
+from lightrft.models.tiny.text import FAMILIES, PRINTABLE, tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import DataError, ModelError, ResourceError
 from tests.model_helpers import STORED, small_model
@@ -315,6 +315,31 @@ def test_stop_tokens_and_the_end_tokens_of_model_and_tokenizer_end_an_answer() -
     for rollout in (ended, listed, own):
         assert rollout.token_ids == tokens[: where + 1]
         assert rollout.finish_reason == "stop"
+
+
+def test_the_end_of_turn_of_the_chat_template_ends_an_answer() -> None:
+    model = endless()
+    requests = requests_of(prompts_of(9), 6)
+    tokens = by_key(engine_of(model).generate(requests, SamplingConfig(max_new_tokens=60)))[
+        "0", 0
+    ].token_ids
+    engine = engine_of(model)
+    # neither tokenizer nor configs name the special token that ends a turn
+    stop = tokens[10]
+    word = engine.tokenizer.convert_ids_to_tokens(stop)
+    unused = next(c for c in PRINTABLE if c not in engine.tokenizer.decode(tokens))
+    engine.tokenizer.eos_token = unused
+    engine.tokenizer.add_special_tokens({"additional_special_tokens": [word]})
+    engine.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{{ '" + word + "' }}{% endfor %}"
+    )
+    ended = by_key(engine.generate(requests, SamplingConfig(max_new_tokens=60)))["0", 0]
+    assert ended.token_ids == tokens[: tokens.index(stop) + 1]
+    assert ended.finish_reason == "stop"
+    engine.tokenizer.chat_template = None
+    named = by_key(engine.generate(requests, SamplingConfig(max_new_tokens=60, stop=(word,))))
+    assert named["0", 0].token_ids == ended.token_ids
+    assert named["0", 0].text == engine.tokenizer.decode(ended.token_ids[:-1])
 
 
 def test_a_stop_string_across_tokens_ends_the_answer_and_is_cut_from_its_text() -> None:

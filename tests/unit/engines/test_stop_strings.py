@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lightrft.engines.stop_strings import StopStrings
+from lightrft.config.strategy import SamplingConfig
+from lightrft.engines.stop_strings import StopStrings, end_ids
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -96,3 +97,22 @@ def test_only_tokens_that_may_end_a_stop_are_decoded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stops, "_decode", None)
     assert not any(stops.may_end(t) for t in answer)
     assert stops.may_end(TOKENIZER.encode(">")[0])
+
+
+def test_a_stop_string_may_spell_special_tokens():
+    the, end, space = TOKENIZER.encode("the")[0], TOKENIZER.eos_token_id, TOKENIZER.encode("\n")[0]
+    alone = StopStrings(TOKENIZER, ("</s>",))
+    assert alone.may_end(end) and not alone.may_end(TOKENIZER.bos_token_id)
+    assert alone.match(np.array([the, end])) == ("the", "</s>")
+    assert alone.match(np.array([the, end, the])) is None
+    within = StopStrings(TOKENIZER, ("e</s>\n", "none"))
+    assert within.match(np.array([the, end, space])) == ("th", "e</s>\n")
+    assert within.match(np.array([the, space])) is None
+    # other special tokens stay out of the text
+    assert within.match(np.array([0, the, 0, end, space])) == ("th", "e</s>\n")
+
+
+def test_special_tokens_of_stop_are_end_tokens():
+    sampling = SamplingConfig(stop=("</s>", "x</s>", "the"), stop_token_ids=(7,))
+    assert end_ids(TOKENIZER, [9], sampling) == [TOKENIZER.eos_token_id, 7, 9]
+    assert end_ids(TOKENIZER, [9], SamplingConfig()) == [9]

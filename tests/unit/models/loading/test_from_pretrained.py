@@ -2,13 +2,21 @@ import json
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
-from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, save_model, where_of
+from lightrft.models.loading.from_pretrained import (
+    config_ends,
+    load_model,
+    load_tokenizer,
+    save_model,
+    where_of,
+)
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError
+from tests.unit.datasets.published_templates import PUBLISHED
 
 
 @pytest.fixture
@@ -195,3 +203,20 @@ def test_a_chat_template_is_text_or_a_file(folder, tmp_path):
         assert load_tokenizer(config(folder, chat_template=given)).chat_template == text
     with pytest.raises(ModelError, match=r"model\.chat_template = 'nothing'"):
         load_tokenizer(config(folder, chat_template="nothing"))
+
+
+@pytest.mark.parametrize("eos", [None, 1, [1, 4]])
+def test_the_end_of_turn_of_the_chat_template_is_saved_as_an_end_token(tmp_path, eos):
+    tokenizer = PUBLISHED["chatml"].tokenizer()
+    model = tiny_model("qwen2", vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = eos
+    save_model(model, tokenizer, tmp_path)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    before = [tokenizer.eos_token_id] if eos is None else [1] if eos == 1 else eos
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [*before, end]
+    assert end in config_ends(ModelConfig(path=str(tmp_path)))
+    # a template of known ends changes nothing
+    tokenizer.eos_token = "<|im_end|>"
+    model.generation_config.eos_token_id = end
+    save_model(model, tokenizer, tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == end
