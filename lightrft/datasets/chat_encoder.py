@@ -1,10 +1,7 @@
 """Conversion of prompts and conversations to text and token ids.
 
-A special token that is spelled out in a row must not act as one. Otherwise a user could end the
-turn and speak as the assistant. Each such spelling is therefore replaced by a marker before text
-enters a template (``escape_special_tokens``). The rendered text is split at the markers. The
-spellings are encoded as plain text, and everything else is encoded normally. A row without such a
-spelling gets exactly the tokens of ``tokenizer.apply_chat_template``.
+Spelled-out special tokens stay text (``text_encoder``). A row without such a spelling gets exactly
+the tokens of ``tokenizer.apply_chat_template``.
 
 Media are marks in the text until it is rendered. Chat templates see content parts, and the text
 that they write for each part becomes its mark again. ``expanded`` replaces each mark by the
@@ -14,7 +11,6 @@ expects around an item, it is written here (``unsupported_media``).
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import re
@@ -28,17 +24,17 @@ from lightrft.datasets.media.items import MARK, Item, as_parts, mark, marks, rep
 from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
 from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation, read_tools
 from lightrft.datasets.row_tables import MalformedRow, look_up
+from lightrft.datasets.text_encoder import CLOSE as CLOSE
+from lightrft.datasets.text_encoder import OPEN as OPEN
+from lightrft.datasets.text_encoder import TextEncoder, any_of, tokenizer_name
 from lightrft.types import Extent, Prompt
-from lightrft.utils.chat_template import check_options, rendered, special_tokens, turn_ends
+from lightrft.utils.chat_template import check_options, rendered
 from lightrft.utils.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of interchanged text
-MARKER = re.compile(f"{OPEN}(\\d+){CLOSE}")
-MARKUP = re.compile(r"[<\[]\S+[>\]]")
 FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}")
 WAYS_OUT = (
     "set model.chat_template to a template file, or data.apply_chat_template: false with "
@@ -46,7 +42,7 @@ WAYS_OUT = (
 )
 
 
-class ChatEncoder:
+class ChatEncoder(TextEncoder):
     """Encodes text and messages for a tokenizer and a media processor.
 
     Args:
@@ -65,11 +61,16 @@ class ChatEncoder:
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: Any = None
     ) -> None:
-        # the type that apply_chat_template() returns depends on its arguments
-        self.tokenizer: Any = tokenizer
         self.processor = processor
         self.media = None if processor is None else MediaReader(config.media, processor)
         self._media_parts = {} if self.media is None else self.media.parts
+        parts = self._media_parts.values()
+        super().__init__(
+            tokenizer,
+            as_text=config.special_tokens == "text",
+            places={part.written for part in parts},
+            written="".join("".join(part.around) for part in parts),
+        )
         has_template = bool(tokenizer.chat_template)
         if config.apply_chat_template is True and not has_template:
             problem = f"the tokenizer {tokenizer_name(tokenizer)} has no chat template"
@@ -87,8 +88,6 @@ class ChatEncoder:
         # Transformers has no other name for the tools of a template.
         self._writes_tools = "tools" in str(tokenizer.chat_template)
         self._warned = False
-        self._as_text = config.special_tokens == "text"
-        self._build_tables()
         if not self.chat:
             _refuse_chat_settings(config)
         else:
@@ -96,43 +95,6 @@ class ChatEncoder:
             for kind, text in self.unsupported_media.items():
                 way_out = "each is written into the text of its message"
                 _log.warning("the chat template takes no %s: %s as %r", kind, way_out, text)
-
-    def _build_tables(self) -> None:
-        """Collect the spellings that ``escape_special_tokens`` replaces, and the ids of control
-        tokens."""
-        tokenizer = self.tokenizer
-        source = str(tokenizer.chat_template)
-        places: set[str] = set()
-        for part in self._media_parts.values():
-            places.add(part.written)
-            source += "".join(part.around)
-        special = set(tokenizer.all_special_tokens)
-        special_ids = set(tokenizer.all_special_ids)
-        written: set[str] = set()
-        written_ids: set[int] = set()
-        for number, token in tokenizer.added_tokens_decoder.items():
-            if token.special:
-                special.add(token.content)
-                special_ids.add(number)
-            # markup of the template, such as <tool_call>, may be an added token that is not special
-            if MARKUP.fullmatch(token.content) and token.content in source:
-                written.add(token.content)
-                written_ids.add(number)
-        spellings = special | written | places
-        # longest first, because a regular expression takes the first alternative that matches
-        longest_first = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
-        self._table = [*longest_first, OPEN, CLOSE]
-        self._place = {spelling: k for k, spelling in enumerate(self._table)}
-        self._anyone = _any_of(self._table)
-        never_in_answers = special | places | {OPEN, CLOSE}
-        self._answer = _any_of([text for text in self._table if text in never_in_answers])
-        # ordinary text can produce the unknown token
-        special_ids.discard(tokenizer.unk_token_id)
-        self.special_ids = frozenset(special_ids)
-        self._control_ids = self.special_ids | written_ids
-        self.turn_ends = turn_ends(tokenizer)
-        ends = {*self.turn_ends.ids, tokenizer.eos_token_id}
-        self._spelled_ends = tuple(t for t, i in special_tokens(tokenizer).items() if i in ends)
 
     @cached_property
     def reads(self) -> SupportedMedia:
@@ -161,18 +123,6 @@ class ChatEncoder:
             return frozenset()
         return frozenset(self.media.processor.tokens.values())
 
-    @property
-    def eos(self) -> int:
-        """Return the token that ends a response.
-
-        Raises ``ModelError`` for a tokenizer without an EOS token.
-        """
-        eos = self.tokenizer.eos_token_id
-        if eos is None:
-            name = tokenizer_name(self.tokenizer)
-            raise ModelError(f"the tokenizer {name} has no eos token, so no response could end")
-        return eos
-
     def end_after(self, *, calls: bool) -> int:
         """Return the token that ends a turn which the chat template leaves open.
 
@@ -188,17 +138,6 @@ class ChatEncoder:
         mark = marks.get("tool") if calls else None
         mark = marks.get("user") if mark is None else mark
         return self.eos if mark is None else mark
-
-    @cached_property
-    def start(self) -> list[int]:
-        """Return the tokens that the tokenizer puts before a plain text, such as BOS."""
-        # tokenizers declare these tokens in different places, so encode with and without them
-        bare = self._plain_ids(["a"], add_special_tokens=False)[0]
-        full = self._plain_ids(["a"], add_special_tokens=True)[0]
-        for k in range(len(full)):
-            if full[k : k + len(bare)] == bare:
-                return full[:k]
-        return []
 
     def ask(
         self,
@@ -395,51 +334,6 @@ class ChatEncoder:
         order = marks("".join(m["content"] for m in messages))
         return self._with_marks(text, order, where) if order else text
 
-    def escape_special_tokens(self, text: str, *, answer: bool = False) -> str:
-        """Return ``text`` with spelled-out special tokens replaced by markers.
-
-        In assistant text (``answer``), added tokens that are not special, such as ``<think>``, keep
-        their function.
-        """
-        if not self._as_text:
-            return text
-        pattern = self._answer if answer else self._anyone
-        return pattern.sub(lambda match: f"{OPEN}{self._place[match[0]]}{CLOSE}", text)
-
-    def without_end(self, text: str) -> str:
-        """Return the text of a response without the end tokens that it spells at its end."""
-        while (stripped := text.rstrip()).endswith(self._spelled_ends):
-            spelled = max(filter(stripped.endswith, self._spelled_ends), key=len)
-            text = stripped.removesuffix(spelled)
-        return text
-
-    def unescape_special_tokens(self, text: str) -> str:
-        """Return ``text`` with markers replaced by the spellings."""
-        if not self._as_text:
-            return text
-        return MARKER.sub(lambda match: self._table[int(match[1])], text)
-
-    def is_shielded(self, text: str) -> bool:
-        """Return True if ``text`` contains a spelled-out special token."""
-        return self._as_text and OPEN in text
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of rendered texts, without added special tokens."""
-        # each text becomes: plain text, number of a spelling, plain text, number, plain text ...
-        cut = [MARKER.split(t) if self.is_shielded(t) else [t] for t in texts]
-        pieces_of_all = itertools.chain.from_iterable(pieces[::2] for pieces in cut)
-        # one call for all plain pieces: a fast tokenizer encodes them in parallel
-        plain = self._plain_ids(list(pieces_of_all))
-        ids: list[list[int]] = []
-        at = 0
-        for pieces in cut:
-            row = plain[at]
-            for k, spelling in enumerate(pieces[1::2], start=1):
-                row = [*row, *self._spelled(int(spelling)), *plain[at + k]]
-            at += (len(pieces) + 1) // 2
-            ids.append(row)
-        return ids
-
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of complete prompts.
 
@@ -542,7 +436,7 @@ class ChatEncoder:
         waiting: dict[str, list[str]] = {}
         for kind, number in order:
             waiting.setdefault(self._media_parts[kind].written, []).append(mark(kind, number))
-        found = _any_of(sorted(waiting, key=len, reverse=True))
+        found = any_of(sorted(waiting, key=len, reverse=True))
         for written, items in waiting.items():
             held = sum(match[0] == written for match in found.finditer(text))
             if held != len(items):
@@ -620,18 +514,6 @@ class ChatEncoder:
             raise MalformedRow(f"{record.where}: {problem}; take it out")
         return str(value)
 
-    def _shield_all(self, value: Any, answer: bool) -> Any:
-        if isinstance(value, str):
-            return self.escape_special_tokens(value, answer=answer)
-        if isinstance(value, Mapping):
-            # Names too: those of a tool's parameters come from the row.
-            return {
-                self._shield_all(k, answer): self._shield_all(v, answer) for k, v in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._shield_all(v, answer) for v in value]
-        return value
-
     def _shield_given(self, value: Any, name: str, where: str) -> Any:
         """Return ``value``, which the chat template gets besides messages, with shielded texts.
 
@@ -648,35 +530,6 @@ class ChatEncoder:
         ):
             raise MalformedRow(f"{where}: the {name} hold U+FDD2, which is reserved; take it out")
         return self._shield_all(value, False)
-
-    def _spelled(self, place: int) -> list[int]:
-        """Return a special token's spelling as plain text tokens.
-
-        Encodes character by character if the tokenizer otherwise produces the special token.
-        """
-        text = self._table[place]
-        # some tokenizers find the special token even so, but never in single characters
-        for pieces in ([text], list(text)):
-            rows = self._plain_ids(pieces, split_special_tokens=True)
-            ids = list(itertools.chain.from_iterable(rows))
-            if not self._control_ids & set(ids):
-                return ids
-        name = tokenizer_name(self.tokenizer)
-        raise ModelError(f"the tokenizer {name} cannot write {text!r} as plain text")
-
-    def _plain_ids(
-        self, texts: list[str], *, add_special_tokens: bool = False, **options: object
-    ) -> list[list[int]]:
-        if not texts:
-            return []
-        return self.tokenizer(
-            texts,
-            add_special_tokens=add_special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-            **options,
-        )["input_ids"]
 
 
 def asking(prompt: Sequence[Message], where: str) -> Sequence[Message]:
@@ -723,12 +576,3 @@ def _refuse_chat_settings(config: DataConfig) -> None:
         return
     problem = f"{named} needs a chat template, and none is in use"
     raise ConfigError(f"{problem}; put the text in data.template, or: {WAYS_OUT}")
-
-
-def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the name of ``tokenizer`` in messages."""
-    return tokenizer.name_or_path or type(tokenizer).__name__
-
-
-def _any_of(spellings: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(s) for s in spellings))

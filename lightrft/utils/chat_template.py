@@ -1,4 +1,4 @@
-"""What a chat template writes and reads: content of a message, ends of turns, arguments."""
+"""Content and ends of turns that a chat template writes, and the arguments that it reads."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _rendered_probe(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str |
             text = str(tokenizer.apply_chat_template(shown, tools=tools, tokenize=False))
         # A template can raise any error, by jinja or by its own checks.
         except Exception:
-            continue
+            text = ""
         if _SAID in text and "'type'" not in text:
             return text
     return None
