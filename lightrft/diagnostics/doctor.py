@@ -423,10 +423,10 @@ def _turn_ends(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> It
     if others:
         shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(others)))
         says = (
-            f"ends a turn with {shown}, which tokenizer and configs do not name as end tokens; "
+            f"is {shown} in the chat template, and no end token of the tokenizer or a config; "
             "responses end there too, and generation_config.json of the trained model names it"
         )
-        yield Finding("data", "ok", "chat template", says)
+        yield Finding("data", "ok", "end of turn", says)
 
 
 def _unknown(prompts: PromptDataset) -> Iterator[Finding]:

@@ -92,8 +92,8 @@ def test_an_end_of_turn_that_no_config_names_is_told(
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     found = doctor(capsys, folder, f"model={tmp_path / 'base'}")
-    assert "ends a turn with '<|im_end|>'" in line(found, "chat template")
-    assert "chat template" not in doctor(capsys, folder).out
+    assert "is '<|im_end|>' in the chat template" in line(found, "end of turn")
+    assert "end of turn" not in doctor(capsys, folder).out
 
 
 def test_no_weight_is_read(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
