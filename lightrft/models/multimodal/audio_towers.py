@@ -310,4 +310,5 @@ _OMNI_PARTS = {  # with and without a prefix: older releases of transformers hav
     ),
 }
 _OMNI_UNREAD = ("model.audio_tower.audio_bos_eos_token.", "audio_tower.audio_bos_eos_token.")
-OMNI = ModalityEncoder(_OMNI, _omni_positions, _OMNI_PARTS, unread=_OMNI_UNREAD)
+_OMNI_MARKS = ("audio_start_token_id", "vision_start_token_id")
+OMNI = ModalityEncoder(_OMNI, _omni_positions, _OMNI_PARTS, unread=_OMNI_UNREAD, marks=_OMNI_MARKS)

@@ -240,10 +240,9 @@ def has_media(segments: Segments) -> bool:
 
 
 def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
-    """Return ``[B]`` bool: responses in which a placeholder was sampled.
+    """Return ``[B]`` bool: responses in which a placeholder or a mark of media was sampled.
 
-    If the prompts have media, the model's own forward would take such a token for a placeholder of
-    theirs.
+    If the prompts have media, the model's own forward would take such a token for one of theirs.
 
     Args:
         model: The transformers model.
@@ -252,8 +251,9 @@ def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
     """
     if family.reader is None or not has_media(batch.prompts):
         return torch.zeros_like(batch.prompt_of, dtype=torch.bool)
-    placeholders = [tower.token_id(model.config) for tower in family.reader.towers]
-    ids = torch.tensor(placeholders, device=batch.prompt_of.device)
+    counted = [tower.token_id(model.config) for tower in family.reader.towers]
+    counted += [getattr(model.config, name) for name in family.reader.marks]
+    ids = torch.tensor(counted, device=batch.prompt_of.device)
     sampled = torch.isin(batch.responses.tokens, ids)
     # a resumed response may have media of its own, whose placeholders are right
     media_count = torch.zeros_like(batch.lengths)

@@ -120,6 +120,7 @@ class ModalityEncoder:
         both_ways: Tokens of one picture attend to each other in both directions.
         alone: The model's own forward takes media of unequal sizes only in separate rows.
         unread: Prefixes of parameters that no feature depends on.
+        marks: Config fields with the ids of tokens that the model's own forward counts as media.
     """
 
     towers: tuple[Tower, ...]
@@ -128,6 +129,7 @@ class ModalityEncoder:
     both_ways: bool = False
     alone: bool = False
     unread: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
 
 
 def _joined(values: Tensor | Sequence[Tensor]) -> Tensor:

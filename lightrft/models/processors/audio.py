@@ -6,6 +6,7 @@ Frames that do not affect the features are dropped.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -157,6 +158,9 @@ class Clip:
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
         frames = self._frames(len(value))
         kept = self.kept(frames)
+        if self.windows is not None:
+            # transformers cuts a clip at the end of the window, too
+            value = value[: self.windows * self.extractor.n_samples]
         window, hop = self.extractor.n_samples, self.extractor.hop_length
         whole = -(-len(value) // window) * window
         # Pad with silence only to the end of the last kept window of samples, not to the model's
@@ -178,12 +182,14 @@ class Clip:
         self.extractor.save_pretrained(path)
 
     def _frames(self, samples: int) -> int:
-        """Return the number of frames. Raises ``ValueError`` for a clip beyond the window, or too
-        short for one feature."""
-        if self.windows is not None and samples > self.windows * self.extractor.n_samples:
-            clip = f"a clip of {samples / self.rate:.3g} s at {self.rate} samples a second"
-            longest = f"{self.windows * self.extractor.chunk_length} s"
-            problem = f"{clip}, and the model hears at most {longest}"
+        """Return the number of frames. Raises ``ValueError`` for a clip that is a frame longer than
+        the window, or too short for one feature."""
+        most = math.inf if self.windows is None else self.windows * self.extractor.n_samples
+        # resampling and codecs add a few samples, less than one frame
+        if samples >= most + self.extractor.hop_length:
+            # with the digits that tell both lengths apart
+            clip = f"a clip of {samples / self.rate:.6g} s at {self.rate} samples a second"
+            problem = f"{clip}, and the model hears at most {most / self.rate:.6g} s"
             raise ValueError(f"{problem}: cut it into shorter clips")
         # the last frame may be incomplete: the extractor pads it with silence
         frames = -(-samples // self.extractor.hop_length)

@@ -14,11 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.attention import interface
+from lightrft.models.attention.layout_check import check_layout
 from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, save_model
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import audio, save_tiny_media
-from lightrft.types import Extent
+from lightrft.types import Batch, Extent, Segments
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, rounding
@@ -135,6 +136,32 @@ def test_a_clip_longer_than_the_window_is_an_error_in_seconds(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"1\.5 s .* at most 1 s: cut it into shorter clips"):
             refused()
+
+
+def test_a_clip_that_is_less_than_a_frame_too_long_is_cut_as_transformers_cuts_it(tmp_path):
+    part = qwen2_audio(tmp_path).processor.parts["audio"]
+    window, hop = part.extractor.n_samples, part.extractor.hop_length
+    value = sound(window + hop)
+    cut = part.inputs(value[:-1], Extent((len(value) - 1,)))
+    whole = part.inputs(value[:window], Extent((window,)))
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+    assert part.placeholder_text(Extent((window + hop - 1,))) == part.placeholder_text(
+        Extent((window,))
+    )
+    with pytest.raises(ValueError, match=r"a clip of 1\.01 s .* at most 1 s: cut it"):
+        part.placeholder_text(Extent((window + hop,)))
+
+
+def test_sampled_marks_of_media_do_not_stop_the_check_of_the_layout_of_omni(tmp_path):
+    """The model's own forward counts them as media, which the prompts have no more of."""
+    r = omni(tmp_path)
+    prompts = mixed_prompts(r)
+    config = r.actor.base.config
+    for mark in (config.audio_start_token_id, config.vision_start_token_id):
+        answers = [[5, mark, 7], [8, 9], [mark]] * len(prompts)
+        prompt_of = torch.arange(len(prompts)).repeat_interleave(3)
+        batch = Batch(Segments.of_prompts(prompts), Segments.of(answers), prompt_of)
+        assert check_layout(r.actor, batch) == ""
 
 
 @pytest.mark.parametrize(
