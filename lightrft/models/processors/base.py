@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig
-from lightrft.models.families import family_of
+from lightrft.models.families import check_family, family_of
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.types import Extent, Media
 from lightrft.utils.errors import DataError, ModelError
@@ -245,11 +245,14 @@ def load_processor(
             them too. ``None`` keeps the limits of the folder.
 
     Raises:
-        ModelError: The folder lacks the files that its processor is built from.
+        ModelError: The folder lacks the files that its processor is built from, or the family reads
+            media and is not known.
     """
     settings = model_settings(config)
     reader = family_of(settings).reader
     if reader is None:
+        # a family that reads media and has no row is no text model
+        check_family(settings, f"model.path = {config.path!r}", allow_unproved=True)
         return None
     from lightrft.models.processors.registry import BUILD
 

@@ -19,10 +19,11 @@ from lightrft.config.verbs import ExportConfig, SFTConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
 from lightrft.models.processors import load_processor
-from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
+from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media, tiny_tokenizer
 from lightrft.trainer.saved_policy import run_export
 from lightrft.trainer.sft import run_sft
 from lightrft.types import Extent
+from lightrft.utils.errors import ModelError
 from tests.media_helpers import Rig, random_media, rig
 from tests.unit.datasets.media_files import picture
 
@@ -173,3 +174,14 @@ def test_a_run_and_its_export_have_the_limits_that_its_rows_had(tmp_path: Path) 
             assert made["input_ids"][0].tolist() == prompt.token_ids
         lengths[folder.name] = len(prompt.token_ids)
     assert lengths["model"] == lengths[exported.name] < lengths["start"]
+
+
+def test_an_unknown_family_that_reads_images_is_no_text_model(tmp_path: Path) -> None:
+    """Before, rows with images were refused first, since the model "reads text alone"."""
+    tower = {"model_type": "clip_vision_model", "num_hidden_layers": 2}
+    transformers.LlavaConfig(
+        vision_config=tower, text_config={"model_type": "llama"}
+    ).save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(ModelError, match=r"the family 'llava' is not known.*besides a language"):
+        load_processor(ModelConfig(path=str(tmp_path)), tokenizer)
