@@ -22,7 +22,14 @@ from lightrft.rewards.rules.answer_extraction import (
     last_box,
     reference_answer,
 )
-from lightrft.rewards.rules.number_parsing import plain, quantity, same_quantity, tidy
+from lightrft.rewards.rules.number_parsing import (
+    is_unit,
+    plain,
+    quantity,
+    same_quantity,
+    tidy,
+    words_apart,
+)
 from lightrft.rewards.sandbox.results import UNGRADED
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
@@ -33,9 +40,13 @@ MOST_TERMS = 50_000  # of an expanded power of a sum
 # Of a number that is worth computing: towers of powers would use up the deadline.
 MOST_DIGITS = 5000
 _MARK = re.compile(r"####[ \t]*(.*)")
-_SAID = re.compile(
-    r"\b(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|are|=|:)\s*(?:\*\*)?\s*:?\s*(.+?)\s*(?=\.\s|\.?\**\s*$|\n)",
-    re.IGNORECASE | re.M,
+# Possessive, so that the time is linear in the text.
+_SAID = re.compile(r"\banswer\**+\s*+(?:is|are|=|:)[\s:*]*+", re.IGNORECASE)
+_CLAUSE_END = re.compile(
+    r"\.(?=[*$]*+(?:\s|\Z))|;\s|\n"
+    r"|,?\s(?:because|since|so|as|which|where|but|thus|hence|therefore|meaning|given\sthat)\b"
+    r"|,\s(?:and\s(?:so|thus|hence|therefore)|i\.e\.)",
+    re.IGNORECASE,
 )
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
 _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
@@ -51,6 +62,10 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
     is". Else it is the whole response if that is a single expression. A response that cannot be
     compared within ``CPU_SECONDS`` or the worker's memory counts as wrong, with the term
     ``ungraded``.
+
+    A unit beside a number does not change it: ``12 apples`` is 12. Words such as ``dozen``,
+    ``squared``, ``half`` or ``more`` do, and so does a second quantity, as in ``6 hours and 30
+    minutes``.
 
     Args:
         last_number: As a last resort, take the last number of the response.
@@ -113,9 +128,10 @@ def _unmarked_answer(text: str, tagged: bool, last_number: bool) -> str | None:
         tagged: The text is the content of an ``<answer>`` tag.
         last_number: As a last resort, take the last number.
     """
-    said = [match.group(1) for match in _SAID.finditer(text)]
+    said = [match.end() for match in _SAID.finditer(text)]
     if said:
-        return said[-1]
+        end = _CLAUSE_END.search(text, said[-1])
+        return text[said[-1] : end.start() if end else None].strip(" \t\r*") or None
     is_one_line = bool(text) and "\n" not in text
     if is_one_line and (tagged or _is_expression(text)):
         return text
@@ -169,7 +185,29 @@ def equal(gold: str, answer: str) -> bool:
         return True
     if _is_words(gold_plain) or _is_words(answer_plain):
         return False  # read as a product of variables, a word would equal its anagrams
-    return _verify(_expression(gold), _expression(answer))
+    return _same_parts(_expression(gold), _expression(answer))
+
+
+def _same_parts(gold: str, answer: str) -> bool:
+    """Return whether two expressions have equal mathematics and equal words between.
+
+    A name before and a unit after an expression may be on one side alone.
+    """
+    (wanted, said), (given, told) = words_apart(gold), words_apart(answer)
+    for parts, words in ((wanted, said), (given, told)):
+        # A name, as in "Area = 5".
+        if words and not parts[0] and re.match("[=:]", parts[1]):
+            del parts[0], words[0]
+            parts[0] = parts[0][1:].strip()
+    if said != told:
+        for parts, words in ((wanted, said), (given, told)):
+            if words and not parts[-1] and is_unit(words[-1]):
+                del parts[-1], words[-1]
+    if said != told:
+        return False
+    if not said:
+        return _verify(wanted[0], given[0])
+    return all(a == b or bool(a and b and equal(a, b)) for a, b in zip(wanted, given, strict=True))
 
 
 @lru_cache(maxsize=4096)
@@ -204,7 +242,8 @@ def _is_words(text: str) -> bool:
     text = text.strip("()[]\"' ")
     if not re.fullmatch(r"[A-Za-z][A-Za-z'\- ]*", text):
         return False
-    return bool(re.search(r"[A-Za-z]{4}|[A-Za-z]{2,} +[A-Za-z]{2,}", text))
+    # Capitals are an order or names of points, not a product: ABC is not BCA.
+    return bool(re.search(r"[A-Za-z]{4}|[A-Za-z]{2,} +[A-Za-z]{2,}|\A[A-Z]{2,}\Z", text))
 
 
 def _is_expression(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from lightrft.rewards.registry import REWARDS
 from lightrft.rewards.rules.answer_extraction import answer_part, last_box, reference_answer
@@ -51,35 +52,51 @@ def picked(text: str, choices: str = "ABCD") -> str | None:
     return lines[-1] if len(set(lines) - {None}) == 1 else None
 
 
+_OPENING = (
+    r"(?:\*\*|\$|\\(?:text|textbf|textrm|textit|mathrm|mathbf|boldsymbol)\s*+\{|[(\[\"'\s{])*+"
+)
+"""Marks before a letter. Quantifiers are possessive, so that the time is linear in the text."""
+
+
+@lru_cache(maxsize=64)
 def _said(choices: str) -> re.Pattern[str]:
     """Return the pattern of "the answer is (B)", but not of "the answer is A or B"."""
     letters = re.escape(choices)
-    opening = r"(?:\*\*|\$|\\text\{|\\textbf\{|\\mathrm\{|[(\[\"'])*\s*"
     return re.compile(
-        r"(?:answer|choice|option)\b(?:\s+(?:choice|option))?\**\s*"
-        r"(?:is|would\s+be|must\s+be|[:=])?\s*[:=]?\s*(?:option\s+|choice\s+)?"
-        rf"{opening}([{letters}])(?![\w'])"
-        rf"(?!\W*\s(?:or|and)\s+[(\[]?[{letters}]\b)",
+        r"(?:answer|choice|option)\b(?:\s++(?:choice|option)\b)?+\**+\s*+"
+        r"(?:is|would\s++be|must\s++be|[:=])?+\s*+[:=]?+\s*+(?:(?:option|choice)\s++)?+"
+        rf"{_OPENING}([{letters}])(?![\w'])"
+        rf"(?!\W*+(?<=\s)(?:or|and)\s++[(\[]?[{letters}]\b)",
         re.IGNORECASE,
+    )
+
+
+@lru_cache(maxsize=64)
+def _alone(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Return the patterns of a letter alone, of a letter before its choice, and of a further one."""
+    letters = re.escape(choices)
+    closing = r"(?:\*\*|\$|[)\]\"'\s}.:])*+"
+    space = r"(?:\s|\\[ ,;:!]|\\q?quad(?![A-Za-z])|~)"
+    return (
+        re.compile(rf"{_OPENING}([{letters}]){closing}"),
+        re.compile(
+            rf"{_OPENING}([{letters}])\s*+[)\].:]++(?:(?:\}}|\*\*|\$|\s)*+(?<=[}}\s])|(?={space}))"
+            rf"{space}*+(\S.*)\Z",
+            re.DOTALL,
+        ),
+        re.compile(rf"(?:^|[\s{{])[(\[]?[{letters}](?:[)\].:]\s|[)\]]\}}|\}})"),
     )
 
 
 def _only_letter(text: str, choices: str) -> str | None:
     r"""Return the letter if ``text`` is one, e.g. ``B``, ``(B)``, ``B.``, ``**B**``, ``\text{B}``.
 
-    ``B) text`` counts too.
+    ``B) text`` and ``\textbf{(B)}\ text`` count too.
     """
+    alone, titled, further = _alone(choices)
     text = text.strip()
-    letters = re.escape(choices)
-    opening = r"(?:\*\*|\$|\\(?:text|textbf|mathrm|mathbf)\{|[(\[\"'\s{])*"
-    closing = r"(?:\*\*|\$|[)\]\"'\s}.:])*"
-    alone = re.fullmatch(rf"{opening}([{letters}]){closing}", text)
-    if alone:
-        return alone.group(1)
-    title = rf"(?:\*\*|[(\[])*([{letters}])(?:[)\].:])+(?:\*\*)?\s+(\S.*)$"
-    titled = re.match(title, text, re.DOTALL)
-    if titled is None:
-        return None
+    if found := alone.fullmatch(text):
+        return found.group(1)
+    found = titled.match(text)
     # A second letter with a bracket or point: the text lists the choices.
-    lists_choices = re.search(rf"(?:^|\s)[(\[]?[{letters}][)\].:]\s", titled.group(2))
-    return None if lists_choices else titled.group(1)
+    return found.group(1) if found and not further.search(found.group(2)) else None

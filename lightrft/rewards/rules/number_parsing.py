@@ -37,6 +37,21 @@ _WRAPPED = [
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
 )
+_FUNCTIONS = frozenset(
+    word
+    for row in (
+        "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log exp ln lim max min gcd lcm",
+        "det sqrt frac pi inf infty sup arg deg dim ker",
+    )
+    for word in row.split()
+)
+_PIECE = re.compile(
+    r"\\(?:begin|end|color|textcolor)\s*\{[^{}]*\}"
+    r"|\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{(?P<text>[^{}]*)\}"
+    r"|\\[A-Za-z]+|(?P<bare>[A-Za-z]{2,})|[^\\A-Za-z]+|.",
+    re.DOTALL,
+)
+LONGEST_NUMBER = 4000  # characters; Python refuses to read integers of more than 4300 digits
 _CURRENCY = r"(?:[$€£¥₹]|\\pounds|USD|EUR)"
 _SIMPLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 # Exponents have at most three digits: a power of ten is computed exactly, at any size.
@@ -48,7 +63,18 @@ _NUMBER = re.compile(
     rf"(?P<gap>\s*)(?:{_CURRENCY})?(?P<rest>.*)",
     re.DOTALL,
 )
-_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MULTIPLES = {
+    "dozen": 12,
+    "gross": 144,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "lakh": 10**5,
+    "million": 10**6,
+    "crore": 10**7,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+"""Words after a number that multiply it, without their plural."""
 _UNITS = {
     alias: names.split()[0]
     for names in (
@@ -82,42 +108,23 @@ _UNITS = {
     for alias in names.split()
 }
 _NOT_UNITS = frozenset(
-    {
-        "and",
-        "or",
-        "not",
-        "to",
-        "plus",
-        "minus",
-        "times",
-        "out",
-        "more",
-        "less",
-        "than",
-        "squared",
-        "cubed",
-        "over",
-        "by",
-        "mod",
-    }
-    | {
-        "root",
-        "pi",
-        "sqrt",
-        "frac",
-        "sin",
-        "cos",
-        "tan",
-        "log",
-        "exp",
-        "inf",
-        "infinity",
-        "percent",
-        "divided",
-        "half",
-        "third",
-    }
+    word
+    for row in (
+        "and or not no none nor either neither but except without only if when unless while",
+        "to plus minus times out more less fewer than over under above below between up down",
+        "least most before after until by mod modulo remainder base negative positive",
+        "squared cubed root factorial choose divided multiplied twice double triple thrice fold",
+        "pi sqrt frac sin cos tan cot sec csc log ln exp lim max min gcd lcm inf infinity",
+        "percent half halves third thirds fourth fourths fifth fifths sixth sixths seventh",
+        "sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth",
+        "thousandths score scores dozen dozens gross hundred hundreds thousand thousands million",
+        "millions billion billions trillion trillions lakh lakhs crore crores zero one two three",
+        "four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen",
+        "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety",
+    )
+    for word in row.split()
 )
+"""Words beside a number that change it. All other words, such as ``apples``, are units."""
 _ARTICLES = frozenset({"a", "an", "per", "of", "each", "the", "in", "at"})
 
 
@@ -154,6 +161,7 @@ def tidy(text: str) -> str:
             # "$1$ and $2$" begins and ends with a delimiter, too.
             if "$" not in inner and "**" not in inner:
                 text = inner
+    text = _without_delimiters(text)
     text = re.sub(
         r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\s*", "", text
     )
@@ -162,6 +170,48 @@ def tidy(text: str) -> str:
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|\\!,?\\?!?|,\\!)(?=\d{3})", "", text)
     text = re.sub(r"(?<!\\)\\[,;:!> ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "$")
     return text.strip()
+
+
+def _without_delimiters(text: str) -> str:
+    """Remove the delimiters of mathematics between words, as in ``$12$ dollars``."""
+    if text.startswith("$") and text.replace(r"\$", "").count("$") % 2 == 0:
+        text = re.sub(r"(?<!\\)\$", " ", text)
+    if r"\(" in text and r"\)" in text:
+        text = re.sub(r"(?<!\\)\\[()]", " ", text)
+    return text.strip()
+
+
+def words_apart(text: str) -> tuple[list[str], list[str]]:
+    r"""Split ``tidy`` text into mathematics and the words between: one more of the former.
+
+    ``6\text{ hours and }30`` has the mathematics ``6`` and ``30``, and the words ``hours and``.
+    Variables and functions are mathematics.
+    """
+    parts, words = [""], [""]
+    for found in _PIECE.finditer(text):
+        inner, bare = found["text"], found["bare"]
+        is_words = bool(inner and re.search("[A-Za-z]{2}", inner)) or inner in _UNITS
+        if bare:
+            is_words = bare not in _FUNCTIONS and (
+                len(bare) > 3 or bare in _UNITS or bare in _NOT_UNITS
+            )
+        elif inner and inner.strip() in _FUNCTIONS:
+            is_words = False
+        if not is_words:
+            parts[-1] += found.group()
+            continue
+        said = " ".join((inner or bare or "").lower().split())
+        if parts[-1].strip() or len(parts) == 1:
+            words.append(said)
+            parts.append("")
+        else:
+            words[-1] += f" {said}"
+    return [part.strip() for part in parts], words[1:]
+
+
+def is_unit(words: str) -> bool:
+    """Return whether ``words`` after a number are a unit."""
+    return _unit(words.split(), spaced=True) is not None
 
 
 def plain(text: str) -> str:
@@ -174,7 +224,7 @@ def plain(text: str) -> str:
 
 def quantity(text: str) -> Quantity | None:
     """Parse ``plain`` text as a number with an optional unit; ``None`` if it is anything else."""
-    found = _NUMBER.fullmatch(text)
+    found = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     if found is None:
         return None
     part = found.groupdict()
@@ -189,7 +239,7 @@ def quantity(text: str) -> Quantity | None:
         return None
     power, percent, unit = rest
     exact = "." not in (part["simple"] or "")
-    return Quantity(value * 10**power, percent, unit, exact)
+    return Quantity(value * power, percent, unit, exact)
 
 
 def _value(part: Mapping[str, str]) -> Fraction | None:
@@ -208,7 +258,7 @@ def _value(part: Mapping[str, str]) -> Fraction | None:
 
 
 def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
-    """Parse the power of ten, percent sign and unit after a number; ``None`` for other text.
+    """Parse the factor, percent sign and unit after a number; ``None`` for other text.
 
     Args:
         text: Follows the number.
@@ -219,10 +269,11 @@ def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
         text = text[percent.end() :]
         spaced = True
     words = text.split()
-    power = 0
+    power = 1
     if words and spaced:
-        power = _POWERS.get(words[0].lower(), 0)
-        words = words[1:] if power else words
+        word = words[0].lower()
+        power = _MULTIPLES.get(word) or _MULTIPLES.get(word.removesuffix("s"), 1)
+        words = words[1:] if power > 1 else words
     if not words:
         return power, bool(percent), ""
     unit = _unit(words, spaced)

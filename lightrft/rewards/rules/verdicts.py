@@ -14,7 +14,9 @@ from lightrft.rewards.rules.answer_extraction import after_thinking, content_of,
 Verdict = str | float | tuple[str, ...] | tuple[bool, ...]
 """A letter, a rating, letters from the best to the worst, or yes or no for each criterion."""
 
-_BRACKETS = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
+# Innermost brackets, so that many that never close take linear time.
+_BRACKETS = re.compile(r"\[\[((?:(?!\[\[).)*?)\]\]", re.DOTALL)
+_MOST_OBJECTS = 100  # tried as the JSON of a verdict, from the last one
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?![\w.]*\d)")
 _KEYS = ("verdict", "winner", "answer", "score", "rating", "ranking")
 _YES = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
@@ -205,7 +207,9 @@ def _json(text: str) -> str | None:
     """Return the verdict of the last JSON object in ``text``, or ``None``."""
     decoder = json.JSONDecoder()
     start = text.rfind("{")
-    while start >= 0:
+    for _ in range(_MOST_OBJECTS):
+        if start < 0:
+            break
         try:
             value, _ = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):

@@ -283,7 +283,7 @@ def test_exact_match(text, label, options, reward):
         (r"\boxed{B}", "B"),
         (r"\boxed{\text{B}}", "B"),
         (r"\boxed{(B)}", "B"),
-        (r"\boxed{\text{(B) } 12}", None),
+        (r"\boxed{\text{(B) } 12}", "B"),
         ("The answer is B.", "B"),
         ("The answer is (B).", "B"),
         ("The correct answer is: **B**", "B"),
@@ -400,3 +400,118 @@ def test_a_pattern_of_the_user_may_match_with_or_without_the_tag_of_the_prompt()
     for pattern in (r".*</think>\d", r"<think>\s.*</think>\d"):
         assert REWARDS["format"](rollout, pattern=pattern) == 1
     assert REWARDS["format"](rollout, pattern=r"\d") == 0
+
+
+SAID = [
+    ("12", "The answer is **12**."),
+    ("12", "**Answer**: **12**."),
+    ("12", "So, the answer is **$12$**."),
+    ("12", "The answer is $12$ dollars."),
+    ("12", "The answer is $12."),
+    ("12", r"The answer is \(12\) dollars."),
+    ("12", "The answer is 12, because 3*4=12."),
+    ("12", "The answer is 12 since 3*4=12. And 5 is not."),
+    ("12", "The answer is:\n$$12$$"),
+    ("12", "**Final Answer:**\n12"),
+    ("12", "Answer: 12 apples."),
+    ("3.5", "The answer is 3.5 m. That is it."),
+    ("1234", "The answer is 1,234 dollars, as computed."),
+    ("1/2", "The answer is 1/2, which is half."),
+    ("(1,2)", "The answer is (1, 2)."),
+]
+NOT_SAID = [
+    ("12", "The answer is 13, because 12 is too few."),
+    ("12", "The answer is correct."),
+    ("12", "The answer is 12 or 13."),
+    ("12", "The answer is 12 dozen."),
+    ("12", "The answer is"),
+]
+
+
+@pytest.mark.parametrize(("label", "text"), SAID)
+def test_an_answer_in_a_sentence_is_read_to_the_end_of_its_clause(label, text):
+    assert grade("math", text, label) == 1.0
+
+
+@pytest.mark.parametrize(("label", "text"), NOT_SAID)
+def test_a_sentence_that_says_something_else_is_wrong(label, text):
+    assert grade("math", text, label) in (0.0, {"reward": 0.0, "ungraded": 1.0})
+
+
+UNITS = (
+    *(
+        "apples",
+        "cm",
+        "dollars",
+        "hours",
+        "people",
+        "miles per hour",
+        "square meters",
+        "red apples",
+    ),
+    *("degrees", "years", "students", "pairs", "quarters", "ways", "balls", "cents"),
+)
+CHANGES = (
+    *("dozen", "hundred", "thousand", "million", "gross", "squared", "cubed", "factorial", "half"),
+    *("thirds", "hundredths", "or more", "and 30 minutes", "out of 20", "plus 5", "times", "fold"),
+    *("remainder 2", "modulo 5", "less than x", "not", "score", "twice", "percent of 30", "mod 7"),
+)
+
+
+@pytest.mark.parametrize("words", UNITS)
+def test_a_unit_beside_a_number_does_not_change_it(words):
+    for text in (rf"\boxed{{12\text{{ {words}}}}}", rf"\boxed{{12 {words}}}", f"#### 12 {words}"):
+        assert grade("math", text, "12") == 1.0
+        assert grade("math", text, "13") == 0.0
+    assert grade("math", rf"\boxed{{12\sqrt{{2}}\text{{ {words}}}}}", r"12\sqrt{2}") == 1.0
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_a_word_that_changes_a_number_is_no_unit(words):
+    for number, label in (("12", "12"), (r"12\sqrt{2}", r"12\sqrt{2}")):
+        found = grade("math", rf"\boxed{{{number}\text{{ {words}}}}}", label)
+        assert found in (0.0, {"reward": 0.0, "ungraded": 1.0})
+
+
+PARTS = [
+    ("6 hours and 30 minutes", r"\boxed{6\text{ hours and }30\text{ minutes}}", 1),
+    ("6 hours and 30 minutes", r"\boxed{6\text{ hours and }31\text{ minutes}}", 0),
+    ("6", r"\boxed{6\text{ hours and }30\text{ minutes}}", 0),
+    ("30", r"\boxed{6\text{ hours and }30\text{ minutes}}", 0),
+    ("5", r"\boxed{5\text{ feet }3\text{ inches}}", 0),
+    ("144", r"\boxed{12\text{ dozen}}", 1),
+    ("12", r"\boxed{1\text{ dozen}}", 1),
+    ("3000000", r"\boxed{3\text{ millions}}", 1),
+    ("5", r"\boxed{\text{Area} = 5}", 1),
+    ("BCA", r"\boxed{BCA}", 1),
+    ("BCA", r"\boxed{\text{BCA}}", 1),
+    ("BCA", r"\boxed{ABC}", 0),
+    ("AB", r"\boxed{BA}", 0),
+    ("ab", r"\boxed{ba}", 1),
+    ("2abc", r"\boxed{2cab}", 1),
+    (r"\sin x", r"\boxed{\sin(x)}", 1),
+]
+
+
+@pytest.mark.parametrize(("label", "text", "reward"), PARTS)
+def test_words_between_mathematics_are_compared_as_words(label, text, reward):
+    assert grade("math", text, label) == reward
+
+
+TITLED = [
+    (r"\boxed{\textbf{(B)}\ 12}", "B"),
+    (r"\boxed{\text{(B) }12}", "B"),
+    (r"\boxed{\mathrm{(B)}\ \frac{1}{2}}", "B"),
+    (r"\boxed{(B)\ 12}", "B"),
+    (r"\boxed{(B)\quad 12}", "B"),
+    (r"\boxed{B. 12}", "B"),
+    (r"\boxed{\textbf{B}}", "B"),
+    (r"The answer is \textbf{(B)}\ 12.", "B"),
+    (r"\boxed{\textbf{(A)}\ 1\ \textbf{(B)}\ 2}", None),
+    (r"\boxed{\text{(A) or (B)}}", None),
+]
+
+
+@pytest.mark.parametrize(("text", "letter"), TITLED)
+def test_a_letter_may_stand_before_its_choice(text, letter):
+    assert picked(text) == letter
