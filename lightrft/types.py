@@ -80,7 +80,7 @@ class Extent:
     Attributes:
         shape: Shape of its array.
         times: Time in seconds of each entry of the first axis; empty unless that axis is time.
-        rate: Entries of the first axis per second, which the model is told. ``None`` if only
+        rate: Entries of the first axis per second, for positions in time. ``None`` if only
             ``times`` are known.
     """
 

@@ -57,14 +57,27 @@ class FrameRule(Protocol):
     """The rule by which the processor of a model selects frames."""
 
     def select(self, total: int, rate: float, request: VideoSettings) -> list[int]:
-        """Return ascending indices of the selected frames among ``total`` frames.
+        """Return ascending indices of the selected frames.
 
-        Raises ``ValueError`` if the clip has too few frames for the request.
+        Args:
+            total: number of frames of the clip.
+            rate: frames of the clip per second.
+            request: the frames that are asked for.
+
+        Raises:
+            ValueError: the clip has too few frames for the request.
         """
         ...
 
     def rate(self, total: int, rate: float, count: int, request: VideoSettings) -> float:
-        """Return the frames per second that the model is told, with ``count`` selected frames."""
+        """Return the frames per second from which the model computes positions.
+
+        Args:
+            total: number of frames of the clip.
+            rate: frames of the clip per second.
+            count: number of selected frames.
+            request: the frames that are asked for.
+        """
         ...
 
 
@@ -121,8 +134,7 @@ class VideoSettings:
     def chosen(
         self, times: Sequence[float], rate: float | None
     ) -> tuple[list[int], tuple[float, ...], float | None]:
-        """Return the positions of the selected frames, their times, and the rate that the model is
-        told.
+        """Return the positions of the selected frames, their times, and the rate for the model.
 
         Args:
             times: time of each frame in seconds, ascending.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-class Request(Protocol):
+class FrameRequest(Protocol):
     """The frames that a row or the settings ask for."""
 
     @property
@@ -41,14 +41,19 @@ class EvenFrames:
     """Frames in equal steps from the first, as ``default_sample_indices_fn``.
 
     Attributes:
-        nominal: The model is told the requested rate, not the selected one, unless there are more
+        nominal: Positions follow the requested rate, not the selected one, unless there are more
             than ``max_frames`` frames (``Qwen2_5OmniProcessor``).
     """
 
     nominal: bool = False
 
-    def select(self, total: int, rate: float, request: Request) -> list[int]:
-        """Return ascending indices below ``total``, of frames at ``rate`` per second.
+    def select(self, total: int, rate: float, request: FrameRequest) -> list[int]:
+        """Return ascending indices of the selected frames.
+
+        Args:
+            total: Number of frames of the clip.
+            rate: Frames of the clip per second.
+            request: Frames that are asked for.
 
         Raises:
             ValueError: There are fewer frames than ``request.nframes``.
@@ -65,8 +70,15 @@ class EvenFrames:
             return list(range(total)) if total <= most else self._spread(total, most)
         return self._spread(total, self._count(total / rate * request.fps, request.least, most))
 
-    def rate(self, total: int, rate: float, count: int, request: Request) -> float:
-        """Return the rate that the model is told: frames per second of ``count`` of ``total``."""
+    def rate(self, total: int, rate: float, count: int, request: FrameRequest) -> float:
+        """Return the frames per second from which the model computes positions.
+
+        Args:
+            total: Number of frames of the clip.
+            rate: Frames of the clip per second.
+            count: Number of selected frames.
+            request: Frames that are asked for.
+        """
         by_rate = self.nominal and request.nframes is None
         if by_rate and request.fps and total / rate * request.fps < request.max_frames + 1:
             return request.fps

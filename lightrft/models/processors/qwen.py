@@ -116,7 +116,13 @@ class QwenImage:
         return {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
 
     def sized(self, height: int | None, width: int | None, total: int | None) -> QwenImage:
-        """Return the part for pictures of one height and width, rounded as in ``smart_resize``."""
+        """Return the part for pictures of one size, rounded as in ``smart_resize``.
+
+        Args:
+            height: Height in pixels.
+            width: Width in pixels.
+            total: ``None``, since a picture has no other frames.
+        """
         assert height is not None and width is not None and total is None
         return replace(self, size=(height, width))
 
@@ -209,13 +215,19 @@ class QwenVideo:
         return replace(self, processor=limited, fields={**self.fields, "size": dict(limited.size)})
 
     def save(self, path: Path) -> None:
-        # the size has the limits, which would replace it if they stood beside it
+        # ``size`` has these limits, and transformers would let them replace it
         fields = {k: v for k, v in self.fields.items() if k not in ("min_pixels", "max_pixels")}
         fields |= {"size": dict(self.processor.size), "video_processor_type": self.saved_type}
         write_settings(path / "video_preprocessor_config.json", fields)
 
     def sized(self, height: int | None, width: int | None, total: int | None) -> Self:
-        """Return the part with a fixed size of frames, or a limit of all frames, in pixels."""
+        """Return the part with a fixed size of frames, or a limit of all frames.
+
+        Args:
+            height: Height of a frame in pixels. ``None`` keeps its size.
+            width: Width of a frame in pixels. ``None`` keeps its size.
+            total: Largest number of pixels of all frames. ``None`` for no such limit.
+        """
         size = None if height is None or width is None else (height, width)
         return replace(self, size=size, total=total)
 
