@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from lightrft.types import Attachment, Extent, Media, Ragged
 from lightrft.utils.atomic_files import human_bytes
 from lightrft.utils.errors import UserError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -66,6 +68,7 @@ class MediaReader:
         folder, largest = Path(config.downloads).expanduser(), round(config.max_file_mb * 2**20)
         self.fetch = Fetch(folder, config.timeout, config.offline, largest, access)
         self._ready = _Recent(config.cache_mb << 20)
+        self._warned = False
 
     @property
     def parts(self) -> Mapping[str, Any]:
@@ -105,7 +108,20 @@ class MediaReader:
 
     def expand(self, item: Item, extent: Extent) -> str:
         """Return the text of an item, with its placeholders."""
-        return self._told(item, lambda: self._part(item).placeholder_text(extent))
+        text = self._told(item, lambda: self._part(item).placeholder_text(extent))
+        # of some video processors only
+        passed = getattr(self.parts[item.kind], "passed", None)
+        if passed is not None and not self._warned and (places := passed(extent)):
+            self._warned = True
+            log.warning(
+                "%s: the clip reaches position %d in time, and the text after it begins at %d, so "
+                "that text and clip share positions in this and other rows. lightrft computes them "
+                "as transformers' forward does; its generate and vLLM place a response elsewhere. "
+                "Give shorter clips or larger frames, or lower data.media.fps",
+                item.where,
+                *places,
+            )
+        return text
 
     def inputs(
         self,

@@ -51,13 +51,14 @@ def build(
     known = {*processor.to_dict(), "min_pixels", "max_pixels"}
     shared = {name: value for name, value in fields.items() if name in known}
     clip: dict[str, Any] = {"written": video, "fields": fields}
-    plain = QwenVideo(_frames(_QWEN2_CLIPS, shared), **clip, around=marks)
-    timed = replace(plain, timed=True)
+    plain = QwenVideo(_frames(_QWEN2_CLIPS, shared), **clip, around=marks, per_second=0.0)
+    each = getattr(settings.vision_config, "tokens_per_second", None)
+    timed = replace(plain, timed=True, per_second=each)
     kinds: dict[str, QwenVideo] = {
         "qwen2_vl": plain,
         "qwen2_5_vl": timed,
         # its processor tells the model the requested rate
-        "qwen2_5_omni_thinker": replace(timed, frames=PairedFrames(nominal=True)),
+        "qwen2_5_omni_thinker": replace(timed, frames=PairedFrames(nominal=True), per_second=None),
     }
     # the video processor of Qwen3 has no limits of these names
     pairs = {name: value for name, value in shared.items() if "_pixels" not in name}
@@ -150,6 +151,8 @@ class QwenVideo:
         frames: Selects the frames.
         size: Fixed height and width of a frame. ``None`` for the limits of ``processor``.
         total: Largest number of pixels of all frames. ``None`` for no such limit.
+        per_second: Positions of a second of a clip, 0 for one of each pair of frames. ``None``
+            where text after a clip continues from its last position.
     """
 
     processor: Qwen2VLImageProcessorPil
@@ -161,6 +164,7 @@ class QwenVideo:
     frames: EvenFrames = field(default_factory=PairedFrames)
     size: tuple[int, int] | None = None
     total: int | None = None
+    per_second: float | None = None
     saved_type: ClassVar[str] = "Qwen2VLVideoProcessor"
 
     def placeholder_text(self, extent: Extent) -> str:
@@ -177,6 +181,19 @@ class QwenVideo:
     def least(self) -> int:
         """Smallest number of frames of a clip, if it has so many."""
         return int(self.fields.get("min_frames") or 4)
+
+    def passed(self, extent: Extent) -> tuple[int, int] | None:
+        """Return the last position of a clip in time, and the first of the text after it.
+
+        transformers places text after the longer side of a frame. Return ``None`` if the clip does
+        not reach beyond.
+        """
+        if self.per_second is None:
+            return None
+        steps, height, width = self._grid(extent).tolist()
+        spacing = self.per_second * self._seconds(extent) if self.per_second else 1
+        last, text = int((steps - 1) * spacing), max(height, width) // self.processor.merge_size
+        return (last, text) if last >= text else None
 
     def _seconds(self, extent: Extent) -> float:
         """Return the seconds from one pair of frames to the next."""

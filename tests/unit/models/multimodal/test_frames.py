@@ -289,3 +289,24 @@ def test_published_limits_of_a_folder_hold_for_images_and_clips_alike(tmp_path: 
     image = processor.parts["image"].inputs(value[0], Extent(value.shape[1:]))
     video = processor.parts["video"].inputs(value, Extent(value.shape, (0.0, 0.5)))
     assert image["image_grid_thw"].tolist() == video["video_grid_thw"].tolist() == [[1, 8, 4]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "side", "said"), [(8, 64, True), (1, 64, False), (8, 600, False)]
+)
+def test_a_clip_that_reaches_beyond_the_text_after_it_is_reported(
+    seconds: int, side: int, said: bool, eyes: dict[str, Rig], tmp_path: Path, caplog: Any
+) -> None:
+    """vLLM refuses such a clip, so that the native engine must not be silent about it."""
+    r = eyes["qwen2_5_vl"]
+    clip(tmp_path / "c.mp4", frames=8 * seconds, rate=8, height=side, width=side)
+    caplog.set_level("WARNING", "lightrft")
+    row = {"prompt": "<video>then?", "video": "c.mp4"}
+    prompt = prompt_of(r, tmp_path, row, max_pixels=side**2)
+    positions = merge_multimodal_inputs(
+        r.actor.base, r.actor.family, Segments.of_prompts([prompt])
+    ).positions
+    shown = torch.tensor(prompt.token_ids) == r.processor.tokens["video"]
+    text = positions[:, int(shown.nonzero().max()) + 1 :]
+    assert (int(text.min()) <= int(positions[:, shown].max())) == said
+    assert any("reaches position" in message for message in caplog.messages) == said
