@@ -336,3 +336,31 @@ def shared(factory: pytest.TempPathFactory) -> Path:
     if not _SHARED:
         _SHARED.append(factory.mktemp("shared"))
     return _SHARED[0]
+
+
+@pytest.mark.parametrize("question", ["what?", "<image>what?"])
+@pytest.mark.parametrize("spoken", [False, True])
+def test_preferences_read_marks_as_prompts_do(
+    question: str, spoken: bool, eye: Rig, folder: Path
+) -> None:
+    from lightrft.config.data import PreferenceDataConfig
+    from lightrft.datasets.preference.preference_dataset import PreferenceDataset
+
+    def said(text: str, role: str) -> Any:
+        return [{"role": role, "content": text}] if spoken else text
+
+    row = {
+        "prompt": said(question, "user"),
+        "chosen": said("the <image> tag", "assistant"),
+        "rejected": said("no", "assistant"),
+        "images": ["a.png"],
+    }
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    config = PreferenceDataConfig(sources=[str(folder / "rows.jsonl")], token_cache=None)  # type: ignore[arg-type]
+    (found,) = PreferenceDataset(
+        config, eye.tokenizer, kind="pairs", max_tokens=9999, seed=0, processor=eye.processor
+    )
+    asked_of_it = prompt(eye, folder, {"prompt": question, "images": ["a.png"]})
+    assert found.prompt_ids == asked_of_it.token_ids and found.prompt_media
+    text = eye.tokenizer.decode(found.responses[0].token_ids).replace(" ", "")
+    assert text.startswith("the<image>tag") and not found.responses[0].media
