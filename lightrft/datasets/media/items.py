@@ -21,6 +21,7 @@ from lightrft.datasets.media.fetch import (
     is_missing,
     is_still,
 )
+from lightrft.datasets.media.parts import KEYS
 
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
 MARK = re.compile(f"{OPEN}([a-z]+):(\\d+){CLOSE}")
@@ -108,7 +109,10 @@ def as_parts(text: str) -> list[dict[str, str]]:
 
 
 def with_items(text: str, items: Sequence[Item]) -> str | list[dict[str, object]]:
-    """Return text with marks as content parts that hold the media, and other text unchanged."""
+    """Return text with marks as content parts that hold the media with their settings.
+
+    Other text is unchanged.
+    """
     if OPEN not in text:
         return text
     # split with two groups gives: text, kind, number, text, kind, number, text ...
@@ -116,7 +120,9 @@ def with_items(text: str, items: Sequence[Item]) -> str | list[dict[str, object]
     parts: list[dict[str, object]] = [{"type": "text", "text": cut[0]}]
     for kind, number, after in zip(cut[1::3], cut[2::3], cut[3::3]):
         item = items[int(number)]
-        parts.append({"type": kind, kind: _at(item.value, item.root)})
+        settings = {key: getattr(item, name) for name, key in KEYS.items()}
+        given = {key: value for key, value in settings.items() if value is not None}
+        parts.append({"type": kind, kind: _at(item.value, item.root), **given})
         parts.append({"type": "text", "text": after})
     return [part for part in parts if part.get("text") != ""]
 

@@ -94,6 +94,8 @@ SETTINGS: Mapping[str, _Setting] = {
     "video_end": _Setting("end", ("video",), _second),
 }
 """Settings of an item, by the names of ``qwen-vl-utils`` and of transformers' processors."""
+KEYS: Mapping[str, str] = {one.field: key for key, one in reversed(SETTINGS.items())}
+"""The first key of each field of ``Item``."""
 
 
 def kind_of(part: Mapping[str, object]) -> str | None:

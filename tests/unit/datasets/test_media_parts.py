@@ -364,3 +364,17 @@ def test_preferences_read_marks_as_prompts_do(
     assert found.prompt_ids == asked_of_it.token_ids and found.prompt_media
     text = eye.tokenizer.decode(found.responses[0].token_ids).replace(" ", "")
     assert text.startswith("the<image>tag") and not found.responses[0].media
+
+
+def test_messages_for_another_model_keep_the_settings_of_their_media(
+    eye: Rig, folder: Path
+) -> None:
+    """A scorer with a processor of its own then reads the same pixels and frames."""
+    part = {"type": "video", "video": "c.mp4", "num_frames": 6, "max_pixels": 300}
+    found = prompt(eye, folder, asked(part, TEXT))
+    (video, text) = found.request[0]["content"]
+    path = str(folder / "c.mp4")
+    assert video == {"type": "video", "video": path, "nframes": 6, "max_pixels": 300}
+    assert text == TEXT
+    again = prompt(eye, folder, {"prompt": found.request})
+    assert again.token_ids == found.token_ids
