@@ -293,7 +293,7 @@ def report(what: str, counts: Mapping[str, int], first: str = "") -> None:
     log.log(level, "%s: %s%s", what, ", ".join(said), example)
     if words := counts.get("media_words", 0):
         log.warning(
-            "%s: %d rows spell a marker such as <image> without media for it; it is text there",
+            "%s: rows that spell a marker such as <image> without media for it: %d. It is text there",
             what,
             words,
         )
