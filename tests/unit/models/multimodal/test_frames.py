@@ -242,6 +242,9 @@ LIMITS = [
 def test_limits_of_the_folder_hold_for_clips_as_in_transformers(
     own: Any, family: str, limits: dict[str, Any], tmp_path: Path
 ) -> None:
+    if not hasattr(own.two.Qwen2VLVideoProcessor, "cap_pixels_per_frame"):
+        # older releases have no such limit to compare with
+        limits = {name: value for name, value in limits.items() if name != "cap_pixels_per_frame"}
     config = ModelConfig(path=str(folder_with(tmp_path / "first", family, **limits)))
     processor = load_processor(config, load_tokenizer(config))
     assert processor is not None
