@@ -238,20 +238,62 @@ def first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def choose_device(device: str) -> str | None:
+    """Make the accelerator of this rank current. Return the backend of its process group.
+
+    Torch chooses the backend if the result is None.
+
+    Args:
+        device: The setting ``strategy.device``.
+
+    Raises:
+        ConfigError: Several ranks of this machine would share an accelerator.
+    """
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", accelerator.type):
+        # By default, torch would also connect the accelerators that this run does not use.
+        return "gloo"
+    local, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+    # A launcher without this variable may show each rank one device, whatever its local rank is.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1 if count > 1 else 1))
+    if index and max(ranks, local + 1) > 1:
+        raise ConfigError(
+            f"strategy.device = {device!r} names one device for all processes of this machine; "
+            f"set strategy.device={kind}, which gives each process its own, or launch.processes=1"
+        )
+    if ranks > count:
+        raise ConfigError(
+            f"launch.processes: {ranks} processes of this machine need a device each, and it has "
+            f"{count} of the type {accelerator.type}; set launch.processes={count}, or "
+            "strategy.device=cpu"
+        )
+    torch.accelerator.set_device_index(min(local, count - 1))
+    return None
+
+
 @contextmanager
-def init_process_group(minutes: float) -> Generator[ProcessGroup]:
+def init_process_group(minutes: float, device: str = "auto") -> Generator[ProcessGroup]:
     """Join the ranks that a launcher such as torchrun has started, or run alone without one.
 
     If a rank does not join a collective call within ``minutes``, each rank raises an error that
     names it. Ranks that have already joined are reused.
 
+    Args:
+        minutes: Time to wait for a rank in a collective call.
+        device: The setting ``strategy.device``.
+
     Raises:
-        ConfigError: the environment has a part of the variables of a launcher.
+        ConfigError: The environment has a part of the variables of a launcher, or several ranks of
+            this machine would share an accelerator.
     """
     if _world_size() == 1:
         yield SINGLE_PROCESS
         return
-    import torch
     import torch.distributed as dist
 
     from lightrft.distributed.heartbeat import Heartbeat
@@ -261,9 +303,8 @@ def init_process_group(minutes: float) -> Generator[ProcessGroup]:
             TorchProcessGroup.heartbeat.next_run()
         yield TorchProcessGroup(minutes)
         return
-    if torch.accelerator.is_available():
-        # Before the group is made: NCCL takes the current device of each rank, by default device 0.
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    # Before the group is made: NCCL takes the current device of each rank, by default device 0.
+    backend = choose_device(device)
     failed: BaseException | None = None
     pulse: Heartbeat | None = None
     try:
@@ -272,7 +313,7 @@ def init_process_group(minutes: float) -> Generator[ProcessGroup]:
         pulse = TorchProcessGroup.heartbeat = Heartbeat(store, rank, size, minutes)
         limit = timedelta(minutes=minutes)
         dist.init_process_group(
-            store=store, rank=rank, world_size=size, timeout=for_one_attempt(limit)
+            backend, store=store, rank=rank, world_size=size, timeout=for_one_attempt(limit)
         )
         # The short timeout is for connecting only. Collective calls get the full one.
         dist.distributed_c10d._set_pg_timeout(limit)

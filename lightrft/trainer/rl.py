@@ -188,7 +188,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
     """Train as configured and return the content of ``summary.json``."""
     requirements = check(config)
     with (
-        init_process_group(config.strategy.timeout_minutes) as ranks,
+        init_process_group(config.strategy.timeout_minutes, config.strategy.device) as ranks,
         open_session(
             config,
             config.run,

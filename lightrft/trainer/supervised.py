@@ -130,7 +130,7 @@ def run_supervised(
 def opened_session(config: GivenDataConfig, observer: Observer | None) -> Generator[RunSession]:
     """Join the process group and open the run folder."""
     with (
-        init_process_group(config.strategy.timeout_minutes) as ranks,
+        init_process_group(config.strategy.timeout_minutes, config.strategy.device) as ranks,
         open_session(
             config,
             config.run,
