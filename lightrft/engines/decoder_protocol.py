@@ -20,12 +20,14 @@ class CompiledSteps(Protocol):
         graphs: Number of compiled steps.
         seconds: Time that compiling them took, with the first run of each.
         steps: Number of steps that ran compiled.
-        failure: Why compiling failed. Empty if it did not.
+        failures: Number of steps that could not be compiled.
+        failure: Why the last of them could not. Empty if there are none.
     """
 
     graphs: int
     seconds: float
     steps: int
+    failures: int
     failure: str
 
 

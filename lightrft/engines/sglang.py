@@ -35,6 +35,7 @@ from lightrft.engines.served.start_checks import (
     probe_tokens,
     served_model,
 )
+from lightrft.utils.device_memory import release_cached_memory
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client.server_client import Passing, ServerClient, Unanswered
 
@@ -274,6 +275,8 @@ class SGLangEngine(ServedEngine):
             self._process.need()
         back = tuple(tag for tag in self._released if tag in tags)
         if back:
+            # The server may share the device of this process.
+            release_cached_memory()
             self._change_memory("resume", back)
             self._released = tuple(tag for tag in self._released if tag not in back)
 

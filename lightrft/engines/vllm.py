@@ -39,6 +39,7 @@ from lightrft.engines.vllm_parts.parameter_names import reading_repeated_names
 from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
 from lightrft.types import Request, Rollout
+from lightrft.utils.device_memory import release_cached_memory
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError, install_extra
 from lightrft.utils.seeding import capture_rng, restore_rng
 
@@ -130,6 +131,7 @@ class VLLMEngine:
                 "engine.kind=native"
             ) from error
         states, set_threads = capture_rng(), torch.set_num_threads
+        release_cached_memory()
         names = reading_repeated_names() if reads_media else nullcontext()
         try:
             with names:
@@ -389,6 +391,7 @@ class VLLMEngine:
         """Map those ``parts`` of vLLM's memory again that it has freed."""
         freed = [part for part in self._freed if part in parts]
         if freed:
+            release_cached_memory()
             self._llm.wake_up(freed)
             self._freed = [part for part in self._freed if part not in freed]
 

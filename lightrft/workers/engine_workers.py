@@ -35,6 +35,7 @@ from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
 from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Request, Rollout
+from lightrft.utils.device_memory import release_cached_memory
 from lightrft.utils.errors import RESUMES, WorkerError
 from lightrft.workers.local import local_frozen
 from lightrft.workers.local_draft import draft_decoder
@@ -278,6 +279,7 @@ class EngineWorkerGroup:
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.config = config
+        self._way = hand.way
         self.delivery = WeightSync(workers, limits, hand, ranks)
         self._losses: Counter[int] = Counter()
         self._compiled: dict[str, CompiledSteps] = {}
@@ -292,6 +294,7 @@ class EngineWorkerGroup:
             graphs=sum(count.graphs for count in counts),
             seconds=sum(count.seconds for count in counts),
             steps=sum(count.steps for count in counts),
+            failures=sum(count.failures for count in counts),
             failure=next((count.failure for count in counts if count.failure), ""),
         )
 
@@ -346,6 +349,7 @@ class EngineWorkerGroup:
 
         Every rank must call it, since gathering ``weights`` may be a collective operation.
         """
+        self._release_memory()
         return self.delivery.sync(weights, version)
 
     def sleep(self, level: int) -> None:
@@ -354,7 +358,13 @@ class EngineWorkerGroup:
 
     def wake(self) -> None:
         """See ``Engine.wake``."""
+        self._release_memory()
         self.crew.each("wake")
+
+    def _release_memory(self) -> None:
+        """Release cached memory of a device on which workers are about to take memory."""
+        if self._way == "shared":
+            release_cached_memory()
 
     def take_counts(self) -> dict[str, float]:
         """See ``HasEventCounts``."""

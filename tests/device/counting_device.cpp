@@ -42,7 +42,7 @@ constexpr int kTotalBytes = 1 << 30;
 
 // Counts -------------------------------------------------------------------------------------------------------------------
 
-std::atomic<int64_t> current_bytes{0}, peak_bytes{0}, allocations{0}, waits{0};
+std::atomic<int64_t> current_bytes{0}, cached_bytes{0}, peak_bytes{0}, allocations{0}, waits{0};
 std::atomic<int64_t> to_device{0}, to_device_bytes{0}, to_host{0}, to_host_bytes{0};
 
 PyObject* on_wait = nullptr; // called with the operation's name, on the thread that waits
@@ -66,6 +66,7 @@ struct Block {
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
   current_bytes -= static_cast<int64_t>(block->bytes);
+  cached_bytes += static_cast<int64_t>(block->bytes);
   c10::GetCPUAllocator()->raw_deallocate(block->data);
   delete block;
 }
@@ -79,6 +80,9 @@ struct CountingAllocator final : c10::DeviceAllocator {
     int64_t peak = peak_bytes;
     while (now > peak && !peak_bytes.compare_exchange_weak(peak, now)) {
     }
+    int64_t cached = cached_bytes;
+    while (!cached_bytes.compare_exchange_weak(cached, std::max<int64_t>(0, cached - static_cast<int64_t>(bytes)))) {
+    }
     allocations++;
     return {block->data, block, &release, c10::Device(kDevice, 0)};
   }
@@ -91,7 +95,9 @@ struct CountingAllocator final : c10::DeviceAllocator {
   bool initialized() override {
     return true;
   }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    cached_bytes = 0;
+  }
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -107,7 +113,7 @@ struct CountingAllocator final : c10::DeviceAllocator {
     peak_bytes = current_bytes.load();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
-    return {static_cast<size_t>(kTotalBytes - current_bytes), static_cast<size_t>(kTotalBytes)};
+    return {static_cast<size_t>(kTotalBytes - current_bytes - cached_bytes), static_cast<size_t>(kTotalBytes)};
   }
 };
 
@@ -126,7 +132,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override {
     return {kDevice, 0};
   }
-  void setDevice(c10::Device) const override {}
+  void setDevice(c10::Device device) const override {
+    TORCH_CHECK(device.index() <= 0, "invalid device ordinal ", static_cast<int>(device.index()));
+  }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::Stream getStream(c10::Device) const override {
     return c10::Stream(c10::Stream::DEFAULT, {kDevice, 0});
@@ -201,6 +209,10 @@ const at::Generator& default_generator() {
   return generator;
 }
 
+void refuse(c10::DeviceIndex index) {
+  TORCH_CHECK(index == 0, "invalid device ordinal ", static_cast<int>(index));
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override {
     return true;
@@ -214,11 +226,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex deviceCount() const override {
     return 1;
   }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
+  void setCurrentDevice(c10::DeviceIndex index) const override {
+    refuse(index);
+  }
   c10::DeviceIndex getCurrentDevice() const override {
     return 0;
   }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    refuse(index);
     return 0;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
@@ -558,7 +573,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", &default_generator);
   m.def("counts", [] {
     return std::map<std::string, int64_t>{
-        {"current_bytes", current_bytes}, {"peak_bytes", peak_bytes}, {"allocations", allocations}, {"waits", waits},
+        {"current_bytes", current_bytes}, {"cached_bytes", cached_bytes}, {"peak_bytes", peak_bytes}, {"allocations", allocations}, {"waits", waits},
         {"to_device", to_device}, {"to_device_bytes", to_device_bytes}, {"to_host", to_host}, {"to_host_bytes", to_host_bytes}};
   });
   m.def("reset", [] {

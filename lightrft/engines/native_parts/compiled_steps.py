@@ -15,6 +15,7 @@ from torch import Tensor
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.decoder_protocol import CompiledSteps, CompilingDecoder, DecoderProtocol
 from lightrft.observability.metrics import Last, Metrics
+from lightrft.utils.device_memory import is_out_of_memory
 from lightrft.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,10 @@ class CudaGraphs:
         with torch.cuda.device(self._device):
             try:
                 graph, logits = self._capture(step)
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                # ending a capture that ran out of memory may raise another error
+                if not is_out_of_memory(error):
+                    raise
                 # nothing can be freed during a capture
                 torch.cuda.empty_cache()
                 graph, logits = self._capture(step)
@@ -185,5 +189,5 @@ def compile_metrics(engine: object) -> Metrics:
         metrics.add("rollout/compiled_graphs", Last(found.graphs))
         metrics.add("rollout/compiled_steps", Last(found.steps))
         metrics.add("rollout/compile_seconds", Last(found.seconds))
-        metrics.add("rollout/compile_failed", Last(float(bool(found.failure))))
+        metrics.add("rollout/compile_failed", Last(found.failures))
     return metrics

@@ -8,6 +8,7 @@ else is in buffers on the device, so a new token changes no shape and no address
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightrft.models.decoding.plans import LaneMaps, Rectangle
+from lightrft.utils.device_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ PROMPT_COLUMNS = 64
 """The columns of prompts are rounded up to a multiple of this, so that batches of prompts of
 similar lengths have equal shapes."""
 
+
+LONGEST_PAUSE = 64
+"""Most sessions in a row that do not try to compile after one that could not."""
 
 Step = Callable[[], Tensor]
 StepCompiler = Callable[[Step], Step]
@@ -44,13 +49,47 @@ class CompileCount:
         graphs: Number of compiled steps.
         seconds: Time that compiling them took, with the first run of each.
         steps: Number of steps that ran compiled.
-        failure: Why compiling failed. Empty if it did not.
+        failures: Number of steps that could not be compiled.
+        failure: Why the last of them could not. Empty if there are none.
     """
 
     graphs: int = 0
     seconds: float = 0.0
     steps: int = 0
+    failures: int = 0
     failure: str = ""
+    _pause: int = 0
+    _paused: int = 0
+
+    def may_compile(self) -> bool:
+        """Return True if a new session may compile steps."""
+        if self._paused == 0:
+            return True
+        self._paused -= 1
+        return False
+
+    def compiled(self, seconds: float) -> None:
+        """Count a compiled step."""
+        self.graphs += 1
+        self.steps += 1
+        self.seconds += seconds
+        self._pause = 0
+
+    def failed(self, cause: str, *, pauses: bool) -> None:
+        """Count a step that could not be compiled.
+
+        Args:
+            cause: The error.
+            pauses: The next sessions would fail too. Each such failure in a row doubles the number
+                of sessions that do not try.
+        """
+        if cause != self.failure:
+            log.warning("a decoding step is not compiled: %s", cause)
+        self.failures += 1
+        self.failure = cause
+        if pauses:
+            self._paused = self._pause
+            self._pause = min(2 * self._pause or 1, LONGEST_PAUSE)
 
 
 class StepShape(NamedTuple):
@@ -185,9 +224,14 @@ class StaticSteps:
     compiler: StepCompiler
     count: CompileCount
     _steps: dict[StepShape, _Padded] = field(default_factory=dict)
+    _limit: int = sys.maxsize
     _current: _Padded | None = None
     _rows: int = 0
     _moves: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        if not self.count.may_compile():
+            self._limit = 0
 
     def forget(self) -> None:
         """Drop the steps, since the arrays or the weights that they read have moved."""
@@ -263,25 +307,28 @@ class StaticSteps:
         return logits[: self._rows]
 
     def _run_compiled(self, padded: _Padded, step: Step) -> Tensor:
-        self.count.steps += 1
+        places = padded.places
         if padded.compiled is not None:
+            self.count.steps += 1
             return padded.compiled()
-        if self.count.failure:
+        if places.count >= self._limit:
             return step()
-        log.info("compiling the decoding step of %d rows", padded.places.count)
+        log.info("compiling the decoding step of %d rows", places.count)
         began = time.perf_counter()
         try:
             compiled = self.compiler(step)
             logits = compiled()
         except Exception as error:
-            # a model may do on the host what cannot be captured; it still decodes, step by step
-            self.count.failure = _first_cause(error)
-            log.warning("decoding is not compiled: %s", self.count.failure)
-            return step()
-        padded.compiled = compiled
-        self.count.graphs += 1
-        self.count.seconds += time.perf_counter() - began
-        return logits
+            # A model may do on the host what cannot be captured. Memory may suffice for fewer rows.
+            is_full = is_out_of_memory(error)
+            self._limit = places.count if is_full else 0
+            self.count.failed(_first_cause(error), pauses=not is_full)
+        else:
+            padded.compiled = compiled
+            self.count.compiled(time.perf_counter() - began)
+            return logits
+        # After the error, whose frames keep the memory of the attempt.
+        return step()
 
 
 def _first_cause(error: BaseException) -> str:

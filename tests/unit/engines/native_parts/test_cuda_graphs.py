@@ -100,6 +100,27 @@ def test_a_capture_that_finds_no_memory_is_repeated_with_an_empty_cache(device: 
     assert first is not second and second is third
 
 
+def test_lack_of_memory_is_seen_behind_the_error_that_ends_the_capture(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endings = iter([RuntimeError("operation failed due to a previous error"), None])
+
+    def capture_end(_: Graph) -> None:
+        if error := next(endings):
+            raise error
+
+    answers = iter([torch.OutOfMemoryError(), torch.tensor(1.0)])
+
+    def step() -> torch.Tensor:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Graph, "capture_end", capture_end)
+    assert CudaGraphs(torch.device("cuda"))(step)() == 1
+    assert device.emptied == 1
+
+
 def test_a_step_that_cannot_be_captured_leaves_random_numbers_as_they_were(device: Device) -> None:
     def step() -> torch.Tensor:
         raise RuntimeError("a step waits for the host")

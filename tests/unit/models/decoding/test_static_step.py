@@ -15,7 +15,13 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.native_parts.compiled_steps import compile_where_it_pays
 from lightrft.models.decoding.kv_decoder import KVDecoder
-from lightrft.models.decoding.static_step import Step, StepCompiler, padded_shape, uncompiled
+from lightrft.models.decoding.static_step import (
+    CompileCount,
+    Step,
+    StepCompiler,
+    padded_shape,
+    uncompiled,
+)
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model
@@ -117,6 +123,62 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_and_is_counted() -> None:
     )
     assert isinstance(engine.decoder, KVDecoder)
     assert "not permitted" in engine.decoder.compiled.failure
+
+
+class FullAbove:
+    """Fails to compile steps of more than ``rows`` rows for lack of memory, as a full GPU does."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.attempts = rows, 0
+
+    def __call__(self, step: Step) -> Step:
+        self.attempts += 1
+        if len(step()) <= self.rows:
+            return step
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            # Ending the capture hides the cause.
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def counts_of(engine: NativeEngine) -> CompileCount:
+    assert isinstance(engine.decoder, KVDecoder)
+    return engine.decoder.compiled
+
+
+def test_where_memory_is_short_fewer_rows_are_captured_and_the_next_call_tries_again() -> None:
+    model, requests = tiny_model("qwen2", eos_token_id=None), requests_of(5, 8)
+    engine, compiler = engine_of(model), FullAbove(2)
+    assert isinstance(engine.decoder, KVDecoder)
+    engine.decoder.compiler = compiler
+    found = list(engine.generate(requests, SamplingConfig()))
+    assert tokens_of(found) == tokens_of(
+        list(engine_of(model).generate(requests, SamplingConfig()))
+    )
+    counts = counts_of(engine)
+    assert "out of memory" in counts.failure
+    failures, graphs, steps = counts.failures, counts.graphs, counts.steps
+    assert failures > 0 and graphs > 0 and steps > 0
+    compiler.rows = 99
+    list(engine.generate(requests, SamplingConfig()))
+    assert counts.failures == failures
+    assert counts.steps - steps > steps
+
+
+def test_steps_that_cannot_be_captured_are_tried_again_at_growing_intervals() -> None:
+    model, requests, tried = tiny_model("qwen2", eos_token_id=None), requests_of(5), []
+    engine = engine_of(model, impossible)
+    for _ in range(12):
+        before = counts_of(engine).failures
+        list(engine.generate(requests, SamplingConfig()))
+        tried.append(counts_of(engine).failures - before)
+    assert tried == [1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert isinstance(engine.decoder, KVDecoder)
+    engine.decoder.compiler = uncompiled
+    for _ in range(9):
+        list(engine.generate(requests, SamplingConfig()))
+    assert counts_of(engine).graphs > 0
 
 
 def test_sizes_are_rounded_up_where_the_budget_allows_it() -> None:
