@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
     }
     | {"num_key_value_heads": 2, "intermediate_size": 8960, "tie_word_embeddings": True, **QWEN},
+    "3b": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+    }
+    | {"num_key_value_heads": 2, "intermediate_size": 11008, "tie_word_embeddings": True, **QWEN},
     "7b": {
         "vocab_size": 152064,
         "hidden_size": 3584,
@@ -154,6 +161,23 @@ def scratch(size: str) -> Path | None:
     return memory if enough else None
 
 
+def model_folder(name: str, build: Callable[[Path], object], own: Path) -> Path:
+    """Return the folder of the model ``name``, which ``build`` writes once for all parts of ``run_all.py``.
+
+    Without ``run_all.py``, which names a folder in the environment, it is under ``own``.
+    """
+    folder = Path(os.environ.get("GPU_MODELS") or own) / name
+    if not folder.is_dir():
+        # A process that is ended meanwhile must not leave half a model.
+        partial = folder.with_name(f"{name}-{os.getpid()}")
+        build(partial)
+        partial.rename(folder)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return folder
+
+
 def parameters(size: str) -> int:
     """Weights of a model by its name."""
     s = SIZES[size]
@@ -167,17 +191,21 @@ def parameters(size: str) -> int:
     )
 
 
+def config_of(size: str) -> Any:
+    """Return the transformers config of a model by its name."""
+    from lightrft.models.tiny.text import tiny_config
+
+    fields = dict(SIZES[size])
+    return tiny_config("qwen2", vocab_size=fields.pop("vocab_size"), **fields)
+
+
 def random_model(size: str, dtype: torch.dtype) -> Any:
     """A model of ``size`` on the device, with random weights."""
     from transformers import AutoModelForCausalLM
 
-    from lightrft.models.tiny.text import tiny_config
-
-    fields = dict(SIZES[size])
-    config = tiny_config("qwen2", vocab_size=fields.pop("vocab_size"), **fields)
     torch.manual_seed(0)
     with device():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype)
     found = sum(p.numel() for p in model.parameters())
     assert found == parameters(size), (found, parameters(size))
     return model
@@ -196,7 +224,10 @@ def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     )
     with suppress_hf_warnings(local=True):
         model.save_pretrained(folder)
-    tiny_tokenizer(chars=characters(config.vocab_size - 4)).save_pretrained(folder)
+    tokenizer = tiny_tokenizer(chars=characters(config.vocab_size - 4))
+    # Prompts are text without a template on all sides.
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
     (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
     return folder
 
