@@ -432,22 +432,26 @@ def vllm_side(args: Any, model: Path, prompts: Any, lengths: torch.Tensor) -> Ca
 
 
 def parser() -> argparse.ArgumentParser:
-    made = common.parser(__doc__)
-    made.add_argument("kind", choices=["grpo", "sft", "dpo", "decoding", *TRL])
-    made.add_argument("--size", choices=list(common.SIZES), default="0.5b")
-    made.add_argument("--engine", choices=["native", "transformers", "vllm"], default="native")
-    made.add_argument("--prompts", type=int, default=8)
-    made.add_argument("--samples", type=int, default=8, help="responses to each prompt")
-    made.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    made.add_argument("--answer", type=int, default=256, help="tokens of a response")
-    made.add_argument("--pictures", type=int, default=0, help="of each prompt")
-    made.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
-    made.add_argument("--micro", type=int, default=16384, help="tokens of a micro-batch")
-    made.add_argument("--lora", action="store_true", help="train adapters on all layers")
-    made.add_argument("--profile", action="store_true", help="profile the update of one more step")
-    made.add_argument("--deterministic", action="store_true", help="by deterministic operations")
-    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting")
-    return made
+    options = common.parser(__doc__)
+    options.add_argument("kind", choices=["grpo", "sft", "dpo", "decoding", *TRL])
+    options.add_argument("--size", choices=list(common.SIZES), default="0.5b")
+    options.add_argument("--engine", choices=["native", "transformers", "vllm"], default="native")
+    options.add_argument("--prompts", type=int, default=8)
+    options.add_argument("--samples", type=int, default=8, help="responses to each prompt")
+    options.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    options.add_argument("--answer", type=int, default=256, help="tokens of a response")
+    options.add_argument("--pictures", type=int, default=0, help="of each prompt")
+    options.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
+    options.add_argument("--micro", type=int, default=16384, help="tokens of a micro-batch")
+    options.add_argument("--lora", action="store_true", help="train adapters on all layers")
+    options.add_argument(
+        "--profile", action="store_true", help="profile the update of one more step"
+    )
+    options.add_argument("--deterministic", action="store_true", help="by deterministic operations")
+    options.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting"
+    )
+    return options
 
 
 def smoke(args: Any) -> None:

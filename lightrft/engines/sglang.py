@@ -35,7 +35,7 @@ from lightrft.engines.served.start_checks import (
     probe_tokens,
     served_model,
 )
-from lightrft.utils.device_memory import release_cached_memory
+from lightrft.utils.device_transfer import release_cached_memory
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client.server_client import Passing, ServerClient, Unanswered
 

@@ -39,7 +39,7 @@ from lightrft.engines.vllm_parts.parameter_names import reading_repeated_names
 from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.engines.vllm_parts.weights import Shapes, VLLMWeights
 from lightrft.types import Request, Rollout
-from lightrft.utils.device_memory import release_cached_memory
+from lightrft.utils.device_transfer import release_cached_memory
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError, install_extra
 from lightrft.utils.seeding import capture_rng, restore_rng
 

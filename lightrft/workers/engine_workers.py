@@ -35,7 +35,7 @@ from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
 from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Request, Rollout
-from lightrft.utils.device_memory import release_cached_memory
+from lightrft.utils.device_transfer import release_cached_memory
 from lightrft.utils.errors import RESUMES, WorkerError
 from lightrft.workers.local import local_frozen
 from lightrft.workers.local_draft import draft_decoder

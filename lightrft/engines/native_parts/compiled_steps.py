@@ -15,7 +15,7 @@ from torch import Tensor
 from lightrft.config.strategy import EngineConfig
 from lightrft.engines.decoder_protocol import CompiledSteps, CompilingDecoder, DecoderProtocol
 from lightrft.observability.metrics import Last, Metrics
-from lightrft.utils.device_memory import is_out_of_memory
+from lightrft.utils.device_transfer import is_out_of_memory
 from lightrft.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightrft.models.decoding.plans import LaneMaps, Rectangle
-from lightrft.utils.device_memory import is_out_of_memory
+from lightrft.utils.device_transfer import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
