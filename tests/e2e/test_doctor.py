@@ -88,7 +88,8 @@ def test_an_end_of_turn_that_no_config_names_is_told(
 ) -> None:
     tokenizer = tiny_tokenizer(special=["<|endoftext|>"])
     tokenizer.eos_token = "<|endoftext|>"
-    model = tiny_model("qwen2", vocab_size=len(tokenizer))
+    eos = tokenizer.eos_token_id
+    model = tiny_model("qwen2", vocab_size=len(tokenizer), eos_token_id=eos)
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     found = doctor(capsys, folder, f"model={tmp_path / 'base'}")
