@@ -1,7 +1,7 @@
 """Conversion of prompts and conversations to text and token ids.
 
-Spelled-out special tokens stay text (``text_encoder``). A row without such a spelling gets exactly
-the tokens of ``tokenizer.apply_chat_template``.
+Spelled-out special tokens stay text (``conversations.text_encoder``). A row without such a spelling
+gets exactly the tokens of ``tokenizer.apply_chat_template``.
 
 Media are marks in the text until it is rendered. Chat templates see content parts, and the text
 that they write for each part becomes its mark again. ``expanded`` replaces each mark by the
@@ -19,16 +19,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.data import DataConfig
+from lightrft.datasets.conversations.messages import MessageFit
+from lightrft.datasets.conversations.text_encoder import CLOSE as CLOSE
+from lightrft.datasets.conversations.text_encoder import OPEN as OPEN
+from lightrft.datasets.conversations.text_encoder import TextEncoder, any_of, tokenizer_name
 from lightrft.datasets.media import MediaReader, SupportedMedia
 from lightrft.datasets.media.items import MARK, Item, as_parts, mark, marks, replaced
 from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
 from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation, read_tools
 from lightrft.datasets.row_tables import MalformedRow, look_up
-from lightrft.datasets.text_encoder import CLOSE as CLOSE
-from lightrft.datasets.text_encoder import OPEN as OPEN
-from lightrft.datasets.text_encoder import TextEncoder, any_of, tokenizer_name
 from lightrft.types import Extent, Prompt
-from lightrft.utils.chat_template import check_options, rendered
+from lightrft.utils.chat_template import PROBE_TOOL, check_options, rendered
 from lightrft.utils.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class ChatEncoder(TextEncoder):
         # Transformers has no other name for the tools of a template.
         self._writes_tools = "tools" in str(tokenizer.chat_template)
         self._warned = False
+        self._fit = MessageFit(self._probed)
         if not self.chat:
             _refuse_chat_settings(config)
         else:
@@ -168,7 +170,7 @@ class ChatEncoder(TextEncoder):
             )
         record = read_conversation(messages, where, self.reads)
         shown = self.render(
-            self.shielded(record.messages),
+            self.shielded(self._fit.fit(record.messages, where)),
             where,
             generate=True,
             tools=self._shield_given(list(tools), "tools", where),
@@ -239,7 +241,8 @@ class ChatEncoder(TextEncoder):
         if isinstance(record.prompt, str):
             messages = [{"role": "user", "content": self.text_of(record, cut)}]
         else:
-            messages = self.shielded(asking(record.prompt, record.where), cut)
+            asked = asking(record.prompt, record.where)
+            messages = self.shielded(self._fit.fit(asked, record.where), cut)
         messages, tools = self.with_system(messages), self.tools(record)
         return self.render(messages, record.where, generate=True, tools=tools)
 
@@ -264,7 +267,7 @@ class ChatEncoder(TextEncoder):
     def conversation(self, record: ParsedRow) -> list[Message]:
         """Return the shielded messages of the whole record, with the system message first."""
         messages = record.messages
-        shown = self.shielded(messages)
+        shown = self.shielded(self._fit.fit(messages, record.where))
         if isinstance(record.prompt, str):
             shown[0] = {**shown[0], "content": self.text_of(record, 0)}
         return self.with_system(shown)
@@ -380,6 +383,12 @@ class ChatEncoder(TextEncoder):
             add_generation_prompt=generate,
             **{**self._options(tools), **(options or {})},
         )
+
+    def _probed(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages that examine the chat template. It may raise any error."""
+        shown = [self._with_parts(message) for message in messages]
+        calls = any("tool_calls" in message for message in messages)
+        return self._apply(shown, False, [PROBE_TOOL] if calls else ())
 
     def _options(self, tools: Sequence[object]) -> dict[str, object]:
         """Return the keyword arguments of the chat template for a row with ``tools``."""

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.data import Columns, TrainingColumns
+from lightrft.datasets.conversations.messages import ROLES, Message, in_order, with_known_role
 from lightrft.datasets.media import NOTHING, Item, MediaFinder, SupportedMedia
 from lightrft.datasets.media.items import is_raw, replaced, with_items
 from lightrft.datasets.media.parts import kind_of, text_of
 from lightrft.datasets.media.placeholders import PlacedMedia
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
-
-Message = dict[str, Any]
 
 USUAL: dict[str, tuple[str, ...]] = {
     "prompt": (
@@ -65,19 +64,6 @@ TURN_WEIGHTS = ("weight", "train", "training", "loss")
 They are the names of OpenAI and Mistral, of axolotl (two) and of ms-swift.
 """
 NO_TOOLS = "set data.columns.tools: null if it is something else"
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
 
 
 @dataclass(slots=True)
@@ -365,18 +351,16 @@ def message_fields(value: object, where: str) -> Message:
     elif "from" in fields:
         speaker = fields.pop("from")
         content = fields.pop("value", "")
-        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-            raise MalformedRow(
-                f"{where}: 'from' is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}"
-            )
-        role = SHAREGPT_ROLES[speaker]
+        if not isinstance(speaker, str) or speaker not in ROLES:
+            raise MalformedRow(f"{where}: 'from' is {speaker!r}; known: {', '.join(ROLES)}")
+        role = speaker
     else:
         have = ", ".join(value) or "nothing"
         raise MalformedRow(f"{where}: neither 'role' nor 'from'; it has: {have}")
     if not isinstance(role, str):
         raise MalformedRow(f"{where}: role is {role!r}, not a text such as 'user'")
     _check_content(content, where)
-    return {"role": role, "content": content, **fields}
+    return with_known_role({"role": role, "content": content, **fields}, where)
 
 
 def _check_content(content: object, where: str) -> None:
@@ -616,7 +600,8 @@ def _response(
 
 
 def _messages(values: Sequence[object], where: str, finder: MediaFinder) -> list[Message]:
-    return [read_message(m, f"{where} {k}", finder) for k, m in enumerate(values, start=1)]
+    read = [read_message(m, f"{where} {k}", finder) for k, m in enumerate(values, start=1)]
+    return in_order(read, where)
 
 
 def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, object]:

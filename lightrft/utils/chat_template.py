@@ -109,10 +109,11 @@ def check_options(setting: str, options: Collection[str], tokenizer: Any) -> Non
 _SAID, _NEXT = "sentinelsaid", "sentinelnext"
 """Words that no template writes itself."""
 _CALL = {"name": "sentinel", "arguments": {"value": _SAID}}
-_TOOL = {
+PROBE_TOOL = {
     "type": "function",
     "function": {"name": "sentinel", "description": "A tool.", "parameters": {"type": "object"}},
 }
+"""A tool for templates that write calls only next to tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ def _probes() -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
 
 def _rendered_probe(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str | None:
     """Return the text of ``messages``; ``None`` if the template writes no such messages."""
-    tools = [_TOOL] if any("tool_calls" in message for message in messages) else None
+    tools = [PROBE_TOOL] if any("tool_calls" in message for message in messages) else None
     in_parts = [
         {**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []}
         for m in messages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightrft.config.data import PreferenceColumns
+from lightrft.datasets.conversations.messages import ROLES
 from lightrft.datasets.preference.pair_formats import (
     is_judged,
     is_pair,
@@ -18,7 +19,7 @@ from lightrft.datasets.preference.raw_preference import (
     label,
     raw_text,
 )
-from lightrft.datasets.row_parser import SHAREGPT_ROLES, json_messages
+from lightrft.datasets.row_parser import json_messages
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
 
 RESPONSES = ("completion", "output", "response")
@@ -74,7 +75,7 @@ def _ends_with_assistant(row: Row) -> bool:
             last = messages[-1]
             if not isinstance(last, Mapping):
                 return False
-            return "assistant" in (last.get("role"), SHAREGPT_ROLES.get(str(last.get("from"))))
+            return ROLES.get(str(last.get("role") or last.get("from"))) == "assistant"
     return False
 
 
