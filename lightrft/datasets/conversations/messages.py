@@ -191,7 +191,7 @@ class MessageFit:
         self, role: str, fields: Sequence[str], where: str
     ) -> Callable[[Message], Message] | str:
         """Return the function that fits a message of ``role`` with ``fields``, or its problem."""
-        names = {field: (field,) for field in fields}
+        names: dict[str, tuple[str, ...]] = {field: (field,) for field in fields}
         reasoning = [field for field in fields if field in _REASONING]
         if len(reasoning) == 1:
             names[reasoning[0]] = tuple(dict.fromkeys((reasoning[0], *_REASONING)))
