@@ -49,6 +49,7 @@ _CLAUSE_END = re.compile(
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
+_NAMED = re.compile(r"\A[A-Za-z]{2}[A-Za-z ]*+[=:]\s*+(?=[^=,]+\Z)")  # such as "Area ="
 _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
 
@@ -224,6 +225,7 @@ def _check_gold(gold: str) -> None:
 
 def _unassigned(gold: str, answer: str) -> tuple[str, str]:
     """Remove a leading ``x =`` if only one side has it, or both have the same."""
+    gold, answer = (_NAMED.sub("", text) for text in (gold, answer))
     gold_name = re.match(_ASSIGNED, gold)
     answer_name = re.match(_ASSIGNED, answer)
     if gold_name and answer_name and gold_name.group(1) != answer_name.group(1):
@@ -242,6 +244,8 @@ def _is_words(text: str) -> bool:
     text = text.strip("()[]\"' ")
     if not re.fullmatch(r"[A-Za-z][A-Za-z'\- ]*", text):
         return False
+    if text.casefold() in ("yes", "no", "odd"):
+        return True
     # Capitals are an order or names of points, not a product: ABC is not BCA.
     return bool(re.search(r"[A-Za-z]{4}|[A-Za-z]{2,} +[A-Za-z]{2,}|\A[A-Z]{2,}\Z", text))
 

@@ -73,7 +73,7 @@ def _said(choices: str) -> re.Pattern[str]:
 
 @lru_cache(maxsize=64)
 def _alone(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-    """Return the patterns of a letter alone, of a letter before its choice, and of a further one."""
+    """Return the patterns of a letter alone, of a letter with its choice, and of a second one."""
     letters = re.escape(choices)
     closing = r"(?:\*\*|\$|[)\]\"'\s}.:])*+"
     space = r"(?:\s|\\[ ,;:!]|\\q?quad(?![A-Za-z])|~)"

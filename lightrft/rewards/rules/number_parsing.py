@@ -124,7 +124,7 @@ _NOT_UNITS = frozenset(
     )
     for word in row.split()
 )
-"""Words beside a number that change it. All other words, such as ``apples``, are units."""
+"""Words next to a number that change it. All other words, such as ``apples``, are units."""
 _ARTICLES = frozenset({"a", "an", "per", "of", "each", "the", "in", "at"})
 
 
