@@ -34,6 +34,7 @@ from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.diagnostics.explain_supervised import explain_supervised
 from lightrft.models.families import FAMILIES, MEMBERS, Family
+from lightrft.observability.metric_table import METRICS
 
 DOCS = Path(__file__).resolve().parent
 MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it. -->\n"
@@ -85,11 +86,31 @@ def pages() -> dict[Path, str]:
         Path("parts.md"): parts_page(),
         Path("preferences.md"): preferences_page(),
         Path("families.md"): families_page(),
+        Path("metrics.md"): metrics_page(),
         Path("readers.md"): readers_page(),
         Path("other-names.md"): other_names_page(),
         **made,
     }
     return {path: wrapped(text) for path, text in found.items()}
+
+
+def metrics_page() -> str:
+    """Return the page of metrics."""
+    lines = [
+        "# Metrics",
+        "",
+        "`metrics.jsonl` has one row per step with these metrics of [`lightrft rl`](verbs/rl.md) and of "
+        "evaluations. A mean over the tokens or responses of a step is one mean: the split into "
+        "micro-batches, mini-batches and ranks does not change it. Metrics of other verbs are on the "
+        "pages of the verbs.",
+        "",
+        "A metric is in every step, unless the last column says which steps lack it.",
+        "",
+        "| metric | over | meaning | not where |",
+        "|---|---|---|---|",
+        *(f"| `{row.name}` | {row.over} | {row.meaning} | {row.when} |" for row in METRICS),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def wrapped(text: str) -> str:

@@ -444,7 +444,8 @@ def topr(
     low, high = by_sign(up, pos_low, neg_low, weight), by_sign(up, pos_high, neg_high, weight)
     held = torch.minimum(torch.maximum(weight, low), high)
     stats = {
-        "clip_fraction": (held != weight).to(logprobs.dtype),
+        # With one value for both bounds the weight is constant, and nothing is clipped.
+        "clip_fraction": ((held != weight) & (low < high)).to(logprobs.dtype),
         "weight": held,
         "ratio": ratio_of(logprobs.detach(), old),
     }

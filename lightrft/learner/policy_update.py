@@ -207,7 +207,6 @@ class Objective:
             stats = {**stats, "correction": factor}
         if batch.token_mask is not None:
             losses = _times(losses, batch.token_mask)
-            stats = {**stats, "token_mask": batch.token_mask}
         if batch.pull is not None:
             losses = losses + batch.pull * absolute_gap(logprobs, old)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
@@ -445,6 +444,12 @@ def policy_step(
     )
     metrics.add("policy/loss", Mean(loss))
     metrics.add("policy/frac_rows_with_loss", Mean(len(active), max(1, len(mini))))
+    # Over all tokens of the step: rows that are not run have no clipped token.
+    clipped = "policy/clip_fraction" in set(metrics)
+    unclipped = int(mini.mask.sum()) - (int(active.mask.sum()) if clipped else 0)
+    metrics.add("policy/clip_fraction", Mean(0.0, unclipped))
+    if mini.token_mask is not None:
+        metrics.add("policy/token_mask", Mean.of(mini.token_mask, mini.mask))
     return metrics
 
 

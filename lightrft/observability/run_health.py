@@ -23,12 +23,19 @@ class Rule:
         message: the warning. ``{value}`` is the metric, ``{reward}`` the mean reward of the step.
         needs: the rule applies only to algorithms with this need (see ``Requirements.needs``). An
             empty text means all algorithms.
+        less: name of a metric to subtract from ``metric``, such as a share that is no problem. An
+            empty text subtracts nothing.
     """
 
     metric: str
     above: float
     message: str
     needs: str = ""
+    less: str = ""
+
+    def value(self, values: Values) -> float:
+        """Return the number that is compared with ``above``."""
+        return values.get(self.metric, 0.0) - values.get(self.less, 0.0)
 
 
 RULES = (
@@ -49,6 +56,7 @@ RULES = (
         "{value:.0%} of groups have equal rewards (mean {reward:.3g}); such a group has no "
         "gradient. The prompts are too easy or too hard for the policy, or the reward is constant",
         needs="groups",
+        less="rollout/frac_reward_zero_std_trained",
     ),
     Rule(
         "response/clip_ratio",
@@ -236,7 +244,7 @@ class Health:
         for rule in RULES:
             if rule.needs and rule.needs not in self.needs:
                 continue
-            value = values.get(rule.metric, 0.0)
+            value = rule.value(values)
             # NaN is above no bound, but it is the worst that a metric can be.
             if math.isnan(value):
                 value = math.inf
@@ -249,7 +257,7 @@ class Health:
 
     def _message(self, rule: Rule, values: Values) -> str:
         reward = values.get("reward/mean", 0.0)
-        text = rule.message.format(value=values[rule.metric], reward=reward)
+        text = rule.message.format(value=rule.value(values), reward=reward)
         text += f" ({rule.metric})"
         reason = self.reasons.get(rule.metric)
         return f"{text}. Most common cause: {reason}" if reason else text

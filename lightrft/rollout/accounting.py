@@ -261,6 +261,7 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
     for rollout in greedy:
         if rollout.reward is not None and not rollout.failed:
             metrics.add("rollout/baseline", Mean(rollout.reward))
+    metrics.add("rollout/entropy", _sampled_entropy(answers))
     for rollout in answers:
         metrics.add("response/length", Mean(len(rollout)))
         metrics.add("response/max_length", Max(len(rollout)))
@@ -273,6 +274,20 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
     for name, value in collected.curriculum.items():
         metrics.add(f"curriculum/{name}", Last(value))
     return metrics
+
+
+def _sampled_entropy(answers: Sequence[Rollout]) -> Mean:
+    """Return minus the mean log-prob of the sampled tokens, which estimates their entropy.
+
+    Log-probs that are not finite, as of an engine that reports none, are left out.
+    """
+    found = [
+        logprob
+        for rollout in answers
+        for logprob, is_sampled in zip(rollout.logprobs, rollout.sampled, strict=True)
+        if is_sampled and math.isfinite(logprob)
+    ]
+    return Mean(-math.fsum(found), len(found))
 
 
 def _reward_metrics(scored: Sequence[Rollout]) -> Metrics:

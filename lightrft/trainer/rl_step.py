@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES, WHITENINGS
@@ -200,7 +201,12 @@ def _learn_from(
         batch = advantages_from(batch, config, controls)
     metrics.merge(rollout_metrics(collected))
     metrics.merge(compile_metrics(roles.engine))
-    metrics.add("policy/frac_rows_with_advantage", Mean(rows_with_advantage(batch), len(batch)))
+    has_advantage = rows_with_advantage(batch)
+    metrics.add("policy/frac_rows_with_advantage", Mean(int(has_advantage.sum()), len(batch)))
+    metrics.add(
+        "rollout/frac_reward_zero_std_trained",
+        Mean(equal_groups(batch, has_advantage), collected.compared["groups"]),
+    )
     with timers("update"):
         metrics.merge(update(roles, batch, update_settings(config, requirements), controls, step))
     # After the update, which must see the coefficients that the rewards were shaped with.
@@ -209,13 +215,31 @@ def _learn_from(
     return StepResult(collected, batch, metrics)
 
 
-def rows_with_advantage(batch: Batch) -> int:
-    """Count the rows of ``batch`` with a nonzero advantage, beyond rounding, at some token."""
+def rows_with_advantage(batch: Batch) -> Tensor:
+    """Return a mask ``[B]`` of rows with a nonzero advantage, beyond rounding, at some token."""
     if batch.advantages is None:
-        return 0
+        return torch.zeros(len(batch), dtype=torch.bool)
     beyond_rounding = (batch.advantages.abs() > ROUNDING).long()
-    tokens_of_row = TokenRows.of(batch).sum(beyond_rounding)
-    return int((tokens_of_row > 0).sum())
+    return TokenRows.of(batch).sum(beyond_rounding) > 0
+
+
+def equal_groups(batch: Batch, has_advantage: Tensor) -> int:
+    """Count groups of several responses with equal rewards, of which one has an advantage.
+
+    A shaping of the rewards, or a baseline outside of the group, gives them one.
+
+    Args:
+        batch: The batch, with its rewards as they were scored.
+        has_advantage: ``[B]``. Rows with an advantage.
+    """
+    scored, group = require_column(batch.outcomes), batch.prompt_of
+    count = torch.bincount(group)
+    low, high = (
+        scored.new_zeros(len(count)).scatter_reduce(0, group, scored, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    trained = torch.bincount(group, has_advantage.to(group.device, scored.dtype))
+    return int(((low == high) & (count > 1) & (trained > 0)).sum())
 
 
 def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requirements) -> Batch:

@@ -184,3 +184,13 @@ def test_vespo_without_a_fading_side_is_held_to_a_number() -> None:
     # w = 1e30 ^ 2 with lam 0 would be e^138
     _, _, stats = alone([1e30], [1.0], "vespo", options={"k_pos": 2.0, "lam_pos": 0.0})
     assert stats["weight"] == pytest.approx([math.exp(40)])
+
+
+def test_topr_clips_only_where_its_bounds_leave_a_choice() -> None:
+    # Good responses have the constant weight 1, whatever their ratio of 4 is.
+    _, _, stats = alone([2.0, 2.0], [1.0, 1.0], "topr")
+    assert stats["weight"] == [1.0, 1.0] and stats["clip_fraction"] == [0.0, 0.0]
+    _, _, stats = alone([2.0, 2.0], [-1.0, -1.0], "topr")
+    assert stats["weight"] == [1.0, 1.0] and stats["clip_fraction"] == [1.0, 1.0]
+    _, _, stats = alone([0.5, 0.5], [-1.0, -1.0], "topr")
+    assert stats["weight"] == [0.25, 0.25] and stats["clip_fraction"] == [0.0, 0.0]

@@ -101,3 +101,11 @@ def test_supervised_steps_are_told_by_their_gradient() -> None:
     row = {"sft/tokens": 5.0, "policy/optimizer_steps": 1.0, "policy/grad_norm": 0.1}
     assert is_not_trained(row) is False
     assert is_not_trained({**row, "policy/grad_norm": 0.0}) is True
+
+
+def test_groups_with_equal_rewards_that_a_shaping_trains_are_no_problem() -> None:
+    shares = {"rollout__frac_reward_zero_std": 1.0, "reward__mean": 0.25}
+    assert said(Health(GROUPS), **shares, rollout__frac_reward_zero_std_trained=1.0) == []
+    assert said(Health(GROUPS), **shares, rollout__frac_reward_zero_std_trained=0.5) == []
+    (message,) = said(Health(GROUPS), **shares, rollout__frac_reward_zero_std_trained=0.25)
+    assert message.startswith("75% of groups have equal rewards")

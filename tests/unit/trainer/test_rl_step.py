@@ -25,6 +25,7 @@ from lightrft.roles import FrozenModel, Roles, TrainableModel
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.rl_step import (
+    equal_groups,
     learn,
     update_settings,
     with_advantages,
@@ -138,6 +139,38 @@ def test_the_reference_runs_only_where_a_kl_term_reads_it() -> None:
         ).ref_logprobs
         is not None
     )
+
+
+def test_the_clip_fraction_is_one_of_all_tokens_and_is_there_without_a_gradient() -> None:
+    config = config_of()
+    batch = batch_of()
+    assert batch.rewards is not None
+    equal = torch.ones_like(batch.rewards)
+    one = torch.where(batch.prompt_of == 1, equal, batch.rewards)
+    found = {}
+    for name, rewards in (("none", equal), ("some", one), ("all", batch.rewards)):
+        roles = roles_of(config, torch.float64)
+        scored = batch.replace(rewards=rewards)
+        requirements = Requirements.of(config.algorithm)
+        controls = Controllers.of(config.algorithm)
+        with_all = with_advantages(scored, config, controls, requirements)
+        metrics = update(roles, with_all, update_settings(config, requirements), controls, 0)
+        found[name] = metrics.compute()
+    assert found["none"]["policy/clip_fraction"] == 0.0
+    assert all("policy/clip_fraction" in values for values in found.values())
+    assert found["none"]["policy/frac_rows_with_loss"] == 0.0
+
+
+def test_a_group_of_equal_rewards_counts_as_trained_once_a_response_has_an_advantage() -> None:
+    batch = batch_of(groups=3, samples=4)
+    assert batch.rewards is not None
+    outcomes = torch.where(batch.prompt_of == 1, torch.ones(12), batch.rewards).double()
+    outcomes = torch.where(batch.prompt_of == 2, torch.zeros(12).double(), outcomes)
+    batch = batch.replace(outcomes=outcomes)
+    some = torch.tensor([True] * 5 + [False] * 7)
+    assert equal_groups(batch, torch.zeros(12, dtype=torch.bool)) == 0
+    assert equal_groups(batch, some) == 1  # the first group is unequal, the last has no advantage
+    assert equal_groups(batch, torch.ones(12, dtype=torch.bool)) == 2
 
 
 @pytest.mark.usefixtures("exact")

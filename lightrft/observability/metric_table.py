@@ -1,0 +1,168 @@
+"""The metrics of a step and of an evaluation: over what each is a mean, and its meaning."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+TRAINED = "trained tokens of responses that can get a gradient"
+ALL_TRAINED = "trained tokens"
+SCORED = "scored responses"
+RESPONSES = "responses"
+GROUPS = "groups of at least two scored responses, before filters"
+STEP = "one number"
+SUM = "sum"
+PROMPTS = "eval prompts whose data source has an outcome"
+EVAL = "responses to the eval set"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """One metric, or one family of metrics.
+
+    Attributes:
+        name: Its name, with ``<...>`` for a part that varies.
+        over: The set that it is a mean over, or another reduction.
+        meaning: Its meaning, in Markdown.
+        when: The steps that lack it. Empty if every step has it.
+    """
+
+    name: str
+    over: str
+    meaning: str
+    when: str = ""
+
+
+_NO_GRADIENT = "no response can get a gradient"
+METRICS: tuple[MetricRow, ...] = (
+    MetricRow("reward/mean", SCORED, "reward, before shaping", "no response is scored"),
+    MetricRow("reward/std", SCORED, "standard deviation of the reward", "no response is scored"),
+    MetricRow("reward/max", "largest", "largest reward", "no response is scored"),
+    MetricRow("reward/min", "smallest", "smallest reward", "no response is scored"),
+    MetricRow("reward/seen", STEP, "number of rewards that normalization has seen", "without it"),
+    MetricRow("reward/<term>", "scored responses with the term", "a term, without its weight"),
+    MetricRow("response/length", RESPONSES, "length in tokens"),
+    MetricRow("response/max_length", "largest", "longest response, in tokens"),
+    MetricRow("response/clip_ratio", RESPONSES, "share that `sampling.max_new_tokens` cut"),
+    MetricRow(
+        "rollout/entropy",
+        "sampled tokens of all responses",
+        "minus the log-prob of the sampler: an estimate of the entropy that it samples with, in "
+        "every step and without a forward pass",
+    ),
+    MetricRow("rollout/frac_reward_failed", RESPONSES, "share without a reward; not trained on"),
+    MetricRow("rollout/frac_reward_zero_std", GROUPS, "share with equal rewards"),
+    MetricRow(
+        "rollout/frac_reward_zero_std_trained",
+        GROUPS,
+        "share with equal rewards that has a gradient nevertheless, by a shaping or a baseline",
+    ),
+    MetricRow("rollout/frac_dropped", "sampled tokens", "share in dropped groups"),
+    MetricRow("rollout/baseline", "greedy responses", "reward of the greedy responses", "none"),
+    MetricRow("rollout/groups", SUM, "groups trained on"),
+    MetricRow("rollout/rounds", SUM, "rounds of generation"),
+    MetricRow("rollout/num_failed", SUM, "responses that were not scored"),
+    MetricRow("rollout/num_aborted", SUM, "responses that were cut off"),
+    MetricRow("rollout/num_ungraded", SUM, "responses that take too long to grade"),
+    MetricRow("rollout/steps_reward_zero", STEP, "newest steps in a row without any reward"),
+    MetricRow("rollout/steps_not_trained", STEP, "newest steps in a row that learned nothing"),
+    MetricRow("rollout/tokens_<kind>", SUM, "tokens sampled, trained, filtered, failed, carried"),
+    MetricRow("rollout/tokens_filtered/<reason>", SUM, "filtered tokens by reason"),
+    MetricRow("rollout/dropped/<reason>", SUM, "dropped groups by reason"),
+    MetricRow("rollout/draft_acceptance", "drafted tokens", "share accepted", "no drafts"),
+    MetricRow("rollout/drafted_tokens", SUM, "drafted tokens", "no drafts"),
+    MetricRow("rollout/compile<...>", STEP, "compiled decoding so far", "not compiled"),
+    MetricRow("policy/loss", STEP, "the loss, as `algorithm.aggregation` divides it"),
+    MetricRow("policy/frac_rows_with_advantage", "responses of the batch", "share with one"),
+    MetricRow("policy/frac_rows_with_loss", "responses of the batch", "share in the loss"),
+    MetricRow(
+        "policy/clip_fraction",
+        ALL_TRAINED,
+        "share whose gradient is clipped; tokens without a gradient are not clipped",
+    ),
+    MetricRow("policy/token_mask", ALL_TRAINED, "weight of the token masks", "without masks"),
+    MetricRow(
+        "policy/entropy",
+        TRAINED,
+        "entropy of the policy; responses without a gradient are not run, so `rollout/entropy` is "
+        "the one over all responses",
+        _NO_GRADIENT,
+    ),
+    MetricRow("policy/ratio", TRAINED, "new probability by old", _NO_GRADIENT),
+    MetricRow("policy/weight", TRAINED, "weight of a token in the loss", _NO_GRADIENT),
+    MetricRow("policy/correction", TRAINED, "importance weight", _NO_GRADIENT),
+    MetricRow("policy/<name>", TRAINED, "further numbers of the policy loss", _NO_GRADIENT),
+    MetricRow("policy/old_kl", TRAINED, "KL of the policy from the old one", _NO_GRADIENT),
+    MetricRow("policy/kl", TRAINED, "KL of the policy from the reference", _NO_GRADIENT),
+    MetricRow("policy/teacher_kl", TRAINED, "log-prob minus the teacher's", _NO_GRADIENT),
+    MetricRow("policy/divergence", TRAINED, "divergence from the teacher", _NO_GRADIENT),
+    MetricRow(
+        "policy/rollout_logprob_diff",
+        TRAINED,
+        "distance of the old log-prob from the sampler's",
+        _NO_GRADIENT,
+    ),
+    MetricRow("policy/positive_nll", "trained tokens of right responses", "minus the log-prob"),
+    MetricRow("policy/nonfinite_tokens", SUM, "tokens whose log-prob is not finite"),
+    MetricRow("policy/kl_coef", STEP, "coefficient of the KL term"),
+    MetricRow("policy/kl_per_answer", RESPONSES, "KL of a whole response from the reference"),
+    MetricRow("policy/entropy_coef", STEP, "coefficient of the entropy bonus"),
+    *(
+        MetricRow(f"{who}/{name}", over, meaning)
+        for who in ("policy", "critic", "cost_critic")
+        for name, over, meaning in (
+            ("grad_norm", "largest", "norm of the gradient, before it is clipped"),
+            ("lr", STEP, "learning rate of the last optimizer step"),
+            ("skipped_steps", SUM, "optimizer steps with a gradient that is not finite"),
+            ("optimizer_steps", SUM, "optimizer steps taken"),
+        )
+    ),
+    *(
+        MetricRow(f"{who}/{name}", over, meaning)
+        for who in ("critic", "cost_critic")
+        for name, over, meaning in (
+            ("loss", STEP, "loss of the critic"),
+            ("values", ALL_TRAINED, "value"),
+            ("returns", ALL_TRAINED, "target of the value"),
+            ("seen", STEP, "number of targets that normalization has seen"),
+        )
+    ),
+    MetricRow("lagrangian/cost<name>", SCORED, "a cost"),
+    MetricRow("lagrangian/cost_window<name>", "responses of the window", "a cost"),
+    MetricRow("lagrangian/lambda<name>", STEP, "multiplier of a cost"),
+    MetricRow("curriculum/<name>", "prompts of the data", "what the curriculum has seen"),
+    MetricRow("staleness/mean", ALL_TRAINED, "age of the weights that sampled, in steps"),
+    MetricRow("staleness/max", "largest", "age of the weights that sampled, in steps"),
+    MetricRow("eval/accuracy", PROMPTS, "share of right responses"),
+    MetricRow("eval/accuracy_<end>", PROMPTS, "95 % interval and standard error"),
+    MetricRow("eval/pass", PROMPTS, "share with a right response", "`eval.samples` is 1"),
+    MetricRow("eval/pass@<k>", PROMPTS, "any of k responses is right", "`eval.samples` is 1"),
+    MetricRow("eval/pass^<k>", PROMPTS, "all of k responses are right", "`eval.samples` is 1"),
+    MetricRow("eval/reward", "scored responses to the eval set", "reward"),
+    MetricRow("eval/length", EVAL, "length in tokens"),
+    MetricRow("eval/truncated", EVAL, "share that `eval.sampling.max_new_tokens` cut"),
+    MetricRow("eval/failed", SUM, "responses that could not be scored; they are wrong"),
+    MetricRow("eval/media_errors", SUM, "prompts whose media are gone"),
+    MetricRow("eval/terms/<term>", "scored responses to the eval set", "a term of the reward"),
+    MetricRow("time/<phase>", SUM, "seconds of a phase"),
+)
+"""Metrics of ``rl`` and of evaluations. A mean of several optimizer steps is over their tokens."""
+
+
+def metric_row(name: str) -> MetricRow | None:
+    """Return the row of a metric, or ``None`` if the table lacks it."""
+    return next((row for row, pattern in _patterns() if pattern.fullmatch(name)), None)
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> list[tuple[MetricRow, re.Pattern[str]]]:
+    # Exact names first: ``reward/<term>`` fits ``reward/mean``, too.
+    rows = sorted(METRICS, key=lambda row: ("<" in row.name, -len(row.name)))
+    return [(row, re.compile(_pattern(row.name))) for row in rows]
+
+
+def _pattern(name: str) -> str:
+    return "".join(
+        ".+" if part.startswith("<") else re.escape(part) for part in re.split("(<[^>]*>)", name)
+    )
