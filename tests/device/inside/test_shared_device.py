@@ -120,7 +120,8 @@ def test_ranks_on_the_cpu_ignore_the_device_of_their_machine() -> None:
 def test_ranks_without_a_device_each_are_refused(
     device: str, more: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", **more}.items():
+    given = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**given, "MASTER_PORT": "1", **more}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=problem), init_process_group(1.0, device):
         pass
