@@ -43,7 +43,7 @@ class WeightUpdates:
         tokens: Who may update the weights.
         largest: Most bytes of a bucket.
         patience: Seconds after the last request of an update in which the next one must come.
-        start_weights: Returns the weights that the server started with, read anew.
+        start_weights: Returns the weights that the server started with, read again.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def build(
     shared = {name: value for name, value in fields.items() if name in known}
     clip: dict[str, Any] = {"written": video, "fields": fields}
     plain = QwenVideo(_frames(_QWEN2_CLIPS, shared), **clip, around=marks, per_second=0.0)
-    each = getattr(settings.vision_config, "tokens_per_second", None)
+    each = settings.vision_config.to_dict().get("tokens_per_second")
     timed = replace(plain, timed=True, per_second=each)
     kinds: dict[str, QwenVideo] = {
         "qwen2_vl": plain,
