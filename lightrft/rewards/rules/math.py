@@ -64,7 +64,7 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
     compared within ``CPU_SECONDS`` or the worker's memory counts as wrong, with the term
     ``ungraded``.
 
-    A unit beside a number does not change it: ``12 apples`` is 12. Words such as ``dozen``,
+    A unit next to a number does not change it: ``12 apples`` is 12. Words such as ``dozen``,
     ``squared``, ``half`` or ``more`` do, and so does a second quantity, as in ``6 hours and 30
     minutes``.
 
