@@ -22,12 +22,8 @@ import lightrft.datasets.open_source  # noqa: F401  fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.config import model, serving, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
-from lightrft.config.other_names import (
-    OTHER_NAMES,
-    PREFERENCE_NAMES,
-    REWARD_MODEL_NAMES,
-    SUPERVISED_NAMES,
-)
+from lightrft.config.other_names.rows import FRAMEWORKS
+from lightrft.config.other_names.table import ROWS
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PAPERS, PRESETS
 from lightrft.datasets.row_readers import READERS
@@ -68,6 +64,7 @@ VERBS: dict[str, type[Settings]] = {
     "export": verbs.ExportConfig,
     "merge": model.MergeConfig,
     "convert": model.ConvertConfig,
+    "import-config": verbs.ImportConfig,
     "doctor": Examined,
     "demo": verbs.DemoConfig,
 }
@@ -526,33 +523,39 @@ def preferences_page() -> str:
 
 
 def other_names_page() -> str:
-    """Return the page of names of settings in other programs."""
-    rows = []
-    for name in sorted({*OTHER_NAMES, *PREFERENCE_NAMES, *REWARD_MODEL_NAMES}):
-        usual, supervised = OTHER_NAMES.get(name, ""), SUPERVISED_NAMES.get(name, "")
-        own = (
-            usual,
-            supervised,
-            PREFERENCE_NAMES.get(name, supervised),
-            REWARD_MODEL_NAMES.get(name, supervised),
-        )
-        cells = [f"`{setting}`" if setting else "" for setting in own]
-        rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(
-        [
-            "# Names of settings in other programs\n",
-            MADE_BY,
-            "Names in TRL, verl, OpenRLHF, LLaMA-Factory and LightRFT, with the setting that does the "
-            "same here. Units may differ: [configuration](configuration.md) describes each setting. An "
-            "error about an unknown setting gives the name of this table. An empty cell is the same "
-            "as the first one of its row, where the verb has this setting. "
-            "[Coming from another framework](migration.md) lists commands.\n",
-            "| name | here | in `sft` and `distill` | in `dpo` and `kto` | in `rm` |\n"
-            "|---|---|---|---|---|",
-            *rows,
-            "",
+    """Return the page of names of settings in other frameworks."""
+    here: dict[str, dict[tuple[str, str], list[str]]] = {}
+    none: dict[str, list[str]] = {}
+    for row in ROWS:
+        names = [
+            f"`{_cell(name)}`" + (f" ({FRAMEWORKS[framework]})" if framework else "")
+            for framework, name in row.each_name()
         ]
-    )
+        if row.here:
+            section = row.here.split()[0].split(".")[0]
+            here.setdefault(section, {}).setdefault((row.here, row.note), []).extend(names)
+        else:
+            none.setdefault(row.note, []).extend(names)
+    lines = [
+        "# Names of settings in other frameworks\n",
+        MADE_BY,
+        "Options of TRL, verl, OpenRLHF, LLaMA-Factory, ms-swift and LightRFT, with the setting that "
+        "does the same here, and what changes with the name: its unit, its scope, or its relation to "
+        "other options. An error about an unknown setting gives the row of this table, and "
+        "[`lightrft import-config`](verbs/import-config.md) translates a whole config by it. "
+        "[Coming from another framework](migration.md) lists commands.\n",
+        "A name is looked up whole. `*` stands for one part of a dotted name, and `**` for any. Where "
+        "several settings are listed, a verb takes the first one that it has.\n",
+    ]
+    for section in sorted(here):
+        lines += [f"## {section}\n", "| here | elsewhere | difference |\n|---|---|---|"]
+        for (settings, note), names in here[section].items():
+            own = ", ".join(f"`{one}`" for one in settings.split())
+            lines.append(f"| {own} | {', '.join(names)} | {_cell(note)} |")
+        lines.append("")
+    lines += ["## Without a counterpart\n", "| why | names |\n|---|---|"]
+    lines += [f"| {_cell(note)} | {', '.join(sorted(names))} |" for note, names in none.items()]
+    return "\n".join([*lines, ""])
 
 
 def _with(line: Line) -> str:

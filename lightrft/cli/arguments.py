@@ -13,10 +13,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from lightrft.config.base import Loaded, Settings, description_of, dotted, load_settings
+from lightrft.config.base import (
+    Loaded,
+    Settings,
+    description_of,
+    dotted,
+    has_setting,
+    load_settings,
+    section_defaults,
+    unknown_setting,
+)
 from lightrft.utils.errors import ConfigError, ResourceError, first_line
 
 S = TypeVar("S", bound=Settings)
+HELP = frozenset(("-h", "--help"))
+"""Options that print the help of a verb."""
 INDENT = 6 * " "
 """Indent of a description in the help of a verb."""
 
@@ -25,7 +36,9 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
     """Parse YAML files and ``key=value`` arguments, in any order, into settings of type ``cls``."""
     files: list[str] = []
     overrides: list[str] = []
-    for argument in arguments:
+    for k, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            raise ConfigError(_flag(cls, argument, arguments[k + 1 :]))
         # First: the value of a setting may be the name of a .yaml file.
         if "=" in argument:
             overrides.append(argument)
@@ -37,6 +50,25 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
                 "verb takes"
             )
     return load_settings(cls, files, overrides)
+
+
+def _flag(cls: type[Settings], flag: str, rest: Sequence[str]) -> str:
+    """Return what to write in place of ``flag``, an option with dashes.
+
+    Args:
+        cls: Settings of the verb.
+        flag: The option, with a value after ``=`` or in the next word.
+        rest: The words after it.
+    """
+    name, equals, value = flag[2:].partition("=")
+    if not equals:
+        value = rest[0] if rest and not rest[0].startswith("-") else "true"
+    if name in ("config", "config-file", "config_file"):
+        return f"{flag!r}: a file of settings needs no option; give its name alone: {value}"
+    how = f"{flag!r}: settings are given as name=value, without dashes"
+    if has_setting(cls, name):
+        return f"{how}: {name}={value}"
+    return f"{how}; {unknown_setting(cls, name, value)}"
 
 
 def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> list[str]:
@@ -51,6 +83,8 @@ def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> 
         ConfigError: Several folders are given, and ``several`` is False, or ``key`` is given too.
     """
     named = {}
+    if not HELP.isdisjoint(arguments):
+        return list(arguments)  # a word is then a section to print
     for word in arguments:
         # JSON quotes the path, so that YAML does not read e.g. a folder ``1e6`` as a number.
         if is_bare_word(word) and Path(word).expanduser().is_dir():
@@ -65,9 +99,31 @@ def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> 
     return [named.get(a, a) for a in arguments]
 
 
+def file_first(arguments: Sequence[str], key: str) -> list[str]:
+    """Replace the file that a verb takes by ``key=file``, and ``--from x`` by ``framework=x``.
+
+    Args:
+        arguments: A file of any kind, ``key=value`` and ``--from``.
+        key: Setting of the file.
+    """
+    words, found = list(arguments), []
+    while words and HELP.isdisjoint(arguments):
+        word = words.pop(0)
+        if word == "--from":
+            if not words:
+                raise ConfigError("--from names no framework; write e.g. --from trl")
+            word = f"framework={words.pop(0)}"
+        word = f"framework={word[7:]}" if word.startswith("--from=") else word
+        is_setting = "=" in word or word.startswith("-")
+        found.append(word if is_setting else f"{key}={json.dumps(word)}")
+    if sum(word.startswith(f"{key}=") for word in found) > 1:
+        raise ConfigError("several files are named; it takes one")
+    return [*found, *words]
+
+
 def wants_usage(words: Sequence[str]) -> bool:
     """Return True if ``words`` are none, or ask for help."""
-    return not words or not {"-h", "--help"}.isdisjoint(words)
+    return not words or not HELP.isdisjoint(words)
 
 
 def is_bare_word(argument: str) -> bool:
@@ -89,30 +145,52 @@ def settings_of(
         about: purpose of the verb, for the help.
         preset: YAML files that ``arguments`` override.
     """
-    if {"-h", "--help"} & set(arguments):
-        show_help(verb, parse(cls, preset).settings, about)
+    if not HELP.isdisjoint(arguments):
+        sections = [word for word in arguments if is_bare_word(word)]
+        show_help(verb, parse(cls, preset).settings, about, sections)
         return None
     return parse(cls, [*preset, *arguments]).settings
 
 
-def show_help(verb: str, defaults: Settings, about: str) -> None:
+def show_help(verb: str, defaults: Settings, about: str, sections: Sequence[str] = ()) -> None:
     """Print the verb's purpose and every setting with its default and its description.
 
     Args:
         verb: The verb, and the words that it takes.
         defaults: The settings whose values are the defaults.
         about: One line about the verb.
+        sections: Sections or settings to print alone, such as ``data.media``; none for all.
+
+    Raises:
+        ConfigError: A section does not exist.
     """
-    lines = "\n".join(_setting_lines(defaults, shutil.get_terminal_size().columns))
+    cls = type(defaults)
+    for section in sections:
+        if not has_setting(cls, section):
+            raise ConfigError(f"--help {section}: {unknown_setting(cls, section, None)}")
+    lines = "\n".join(_setting_lines(defaults, shutil.get_terminal_size().columns, sections))
     sys.stdout.write(
         f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their "
         f"defaults\n{lines}\n"
     )
 
 
-def _setting_lines(defaults: Settings, columns: int) -> Generator[str]:
-    """Yield each key with its value, then its description in lines of ``columns`` characters."""
+def _setting_lines(
+    defaults: Settings, columns: int, sections: Sequence[str] = ()
+) -> Generator[str]:
+    """Yield each key with its value, then its description in lines of ``columns`` characters.
+
+    Args:
+        defaults: The settings.
+        columns: Width of the terminal.
+        sections: Sections to keep; none keeps all.
+    """
     rows = list(dotted(defaults.model_dump(mode="json")))
+    if sections:
+        starts = tuple(f"{section}." for section in sections)
+        rows = [(key, value) for key, value in rows if f"{key}.".startswith(starts)]
+        # A section that is null by default, such as ``model.lora``, has the defaults of its class.
+        rows = rows if rows[1:] else list(section_defaults(type(defaults), sections[0]).items())
     width = max(len(key) for key, _ in rows)
     wrapper = textwrap.TextWrapper(
         width=max(columns, len(INDENT) + 30),

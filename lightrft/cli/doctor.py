@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.arguments import memory_errors, parse, quick_imports, set_threads, show_help
+from lightrft.cli.arguments import HELP, memory_errors, parse, quick_imports, set_threads, show_help
 from lightrft.cli.verbs import config_of
 from lightrft.config.verbs import DoctorConfig
 
@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print the needs and problems of a run before it starts. The exit status is 2 for a bad
     finding.
     """
-    if {"-h", "--help"} & set(arguments):
+    if not HELP.isdisjoint(arguments):
         about = (
             "Estimate the memory and time of a run of this config, and find problems, before it "
             "starts."

@@ -41,6 +41,7 @@ VERBS = {
     "export": "write a Hugging Face folder from a run or a checkpoint",
     "merge": "write one model folder from several models, or from adapters",
     "convert": "write a model folder with another type of weights, or size of files",
+    "import-config": "write a config of TRL, verl, OpenRLHF, LLaMA-Factory ... as one of lightrft",
     "report": "write a page about a run: curves, groups, advantages and responses",
     "explain": "print the objective of a preset or a config",
     "doctor": "estimate memory and time, and find problems, before a run starts",
@@ -50,7 +51,7 @@ VERBS = {
 
 IN_TABLE = (
     *("rl", "sft", "dpo", "kto", "rm", "prm", "distill"),
-    *("eval", "eval-rm", "generate", "label-steps", "export", "merge", "convert"),
+    *("eval", "eval-rm", "generate", "label-steps", "export", "merge", "convert", "import-config"),
     *("serve", "serve-rm"),
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
@@ -82,6 +83,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("serve_rm", "reward-server", "serve-reward", "get_reward"), "serve-rm"),
     **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
     **dict.fromkeys(("describe", "formula"), "explain"),
+    **dict.fromkeys(("import", "import_config", "translate", "migrate"), "import-config"),
     **dict.fromkeys(("merge-lora", "merge_lora", "mergekit", "mergekit-yaml", "soup"), "merge"),
 }
 """Name that another tool uses for a verb, to the verb, for suggestions."""
@@ -107,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = words
     if verb not in VERBS:
-        meant = OTHER_VERBS.get(verb.lower(), verb)
-        hint = did_you_mean(meant, VERBS)
-        sys.stderr.write(f"lightrft: there is no verb {verb!r}{hint}\n\n{usage()}")
+        sys.stderr.write(f"{usage()}\nlightrft: there is no verb {verb!r}{verb_hint(verb)}\n")
         return 2
     # Before the import of torch, as is any import of a verb.
     set_thread_policy()
@@ -148,6 +148,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop_logging(shown)
 
 
+def verb_hint(word: str) -> str:
+    """Return ``; did you mean ...?`` for a word that is no verb, or ""."""
+    from lightrft.config.preference.presets import PREFERENCE_PRESETS
+    from lightrft.config.presets import PRESETS
+
+    name = word.lower()
+    if name in PRESETS:
+        return f"; did you mean 'lightrft rl algorithm={name}'?"
+    if name in PREFERENCE_PRESETS and name not in VERBS:
+        verb = "kto" if name == "bco" else "dpo"
+        return f"; did you mean 'lightrft {verb} preference={name}'?"
+    return did_you_mean(OTHER_VERBS.get(name, word), VERBS)
+
+
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
     """Import the module of ``verb``, run the verb and return the exit status."""
     # Imported here: the help and the errors of one verb need not wait for torch.
@@ -158,7 +172,7 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
 
 def usage() -> str:
     """Return the table of verbs."""
-    rows = "\n".join(f"  {verb:<11} {what}" for verb, what in VERBS.items())
+    rows = "\n".join(f"  {verb:<13} {what}" for verb, what in VERBS.items())
     return (
         f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> "
         "--help lists its settings.\n"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightrft.algorithms.preference.requirements import preference_requirements
-from lightrft.cli.arguments import memory_errors, parse, positional, settings_of
+from lightrft.cli.arguments import file_first, memory_errors, parse, positional, settings_of
 from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching, with_report
 from lightrft.config.base import Loaded
@@ -22,6 +22,7 @@ from lightrft.config.verbs import (
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
+    ImportConfig,
     JudgeDPOConfig,
     JudgeRLConfig,
     JudgeSFTConfig,
@@ -36,8 +37,8 @@ from lightrft.config.verbs import (
 from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.utils.errors import ConfigError, did_you_mean
 
-FolderConfig: TypeAlias = ExportConfig | MergeConfig | ConvertConfig
-"""The settings of a verb that writes a model folder, and runs no model."""
+FolderConfig: TypeAlias = ExportConfig | MergeConfig | ConvertConfig | ImportConfig
+"""The settings of a verb that writes files, and runs no model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class OneProcessVerb:
     ``function``, given as ``module:name``, takes the settings. ``lines`` formats its result for
     standard output, and ``notes`` for standard error. ``path_setting`` is the setting for a folder
     that is given without a key, or for several with ``several_paths``. With ``has_report``, the
-    report of the run folder is written.
+    report of the run folder is written. With ``takes_file``, the first word is a file for
+    ``path_setting``, and none is a file of settings.
     """
 
     settings: type[EvaluateConfig | EvalRMConfig | GenerateConfig | LabelStepsConfig | FolderConfig]
@@ -70,6 +72,7 @@ class OneProcessVerb:
     notes: Callable[[Any], str] | None = None
     several_paths: bool = False
     has_report: bool = False
+    takes_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,15 @@ ONE_PROCESS = {
         "path",
         lambda config, written: written.line(),
     ),
+    "import-config": OneProcessVerb(
+        ImportConfig,
+        "Write a config of TRL, verl, OpenRLHF, LLaMA-Factory, ms-swift or LightRFT as a config of "
+        "lightrft, with a comment for each difference: lightrft import-config FILE --from trl",
+        "lightrft.diagnostics.importing.writing:run_import",
+        "path",
+        lambda config, result: result.lines(config.output),
+        takes_file=True,
+    ),
 }
 SERVING = {
     "serve": ServingVerb(
@@ -308,7 +320,10 @@ def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
         row: definition of the verb.
         arguments: YAML files and ``key=value``.
     """
-    words = positional(arguments, row.path_setting, several=row.several_paths)
+    if row.takes_file:
+        words = file_first(arguments, row.path_setting)
+    else:
+        words = positional(arguments, row.path_setting, several=row.several_paths)
     config = settings_of(verb, row.settings, words, row.about)
     if config is None:
         return 0

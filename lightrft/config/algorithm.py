@@ -15,7 +15,8 @@ from lightrft.config.base import (
     deep_merge,
     is_branch,
 )
-from lightrft.config.presets import PRESETS
+from lightrft.config.preference.presets import PREFERENCE_PRESETS
+from lightrft.config.presets import PRESETS, other_verb
 from lightrft.utils.errors import did_you_mean
 
 
@@ -390,7 +391,8 @@ class AlgorithmConfig(Settings):
             return given
         row = PRESETS.get(str(name))
         if row is None:
-            hint = did_you_mean(str(name), PRESETS) or "."
+            hint = other_verb(str(name), PREFERENCE_PRESETS, "dpo", "preference")
+            hint = hint or did_you_mean(str(name), PRESETS) or "."
             raise ValueError(f"unknown preset {name!r}{hint} Known: {', '.join(sorted(PRESETS))}")
         kept = {key: part for key, part in row.items() if not _renamed(part, given.get(key))}
         return deep_merge(kept, given)

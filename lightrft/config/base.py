@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lightrft.config.other_names import own_name, why_removed
+from lightrft.config.other_names.lookup import answer
 from lightrft.config.setting_paths import branch_of, read_beside
 from lightrft.utils.atomic_files import nearest_name
 from lightrft.utils.errors import ConfigError
@@ -177,6 +177,14 @@ def to_yaml(settings: Settings) -> str:
 def tree_to_yaml(tree: Tree) -> str:
     """Return a tree of plain values as YAML that ``parse_yaml`` reads back equal."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def inline_yaml(value: object) -> str:
+    """Return ``value`` as YAML on one line, as on the command line."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf")
+    )
+    return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
 def parse_yaml(text: str) -> Any:
@@ -387,34 +395,58 @@ def _parse_override(text: str) -> Tree:
     try:
         leaf = parse_yaml(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {value!r} is not a YAML value: {error}") from None
+        raise ConfigError(
+            f"{key}: {value!r} is not a YAML value: {error}; to give it as text, put quotes inside "
+            f"the quotes: {key}='\"...\"'"
+        ) from None
     first, *below = key.split(".")
     for part in reversed(below):
         leaf = {part: leaf}
     return {first: leaf}
 
 
-def _translated(cls: type[Settings], name: str, given: object) -> str:
-    """Return which settings of ``cls`` do what ``name`` does elsewhere, as text.
-
-    Names below ``name`` count too. Empty if none is known.
-    """
-    translations = []
-    for key, _ in dotted({name: given}):
-        # Not every verb has every setting.
-        found = own_name(key, lambda name: _exists(cls, name.split(".")))
-        if found:
-            translations.append(f"{key} is {found} here")
-    return ", ".join(translations)
-
-
-def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
-    owner = cls
-    for part in path:
-        if part not in owner.model_fields:
+def has_setting(cls: type[Settings], name: str) -> bool:
+    """Return True if the tree of ``cls`` has the section or setting ``name``, such as ``a.b``."""
+    owner: type[Settings] | None = cls
+    for part in name.split("."):
+        if owner is None or part not in owner.model_fields:
             return False
-        owner = branch_of(owner, part)
+        below = branch_of(owner, part)
+        owner = None if below is owner else below
     return True
+
+
+def section_defaults(cls: type[Settings], name: str) -> dict[str, object]:
+    """Return the defaults of the settings below ``name``, or of the setting itself, by full name."""
+    *above, last = name.split(".")
+    owner = functools.reduce(branch_of, above, cls)
+    below = branch_of(owner, last)
+    if below is owner:
+        return {name: owner.model_fields[last].get_default(call_default_factory=True)}
+    return {
+        f"{name}.{key}": info.get_default(call_default_factory=True)
+        for key, info in below.model_fields.items()
+    }
+
+
+def _verbs_with(name: str) -> str:
+    """Return the verbs that have the setting ``name``, as text. Their classes must be loaded."""
+    verbs = []
+    waiting: list[type[Settings]] = [Settings]
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        found = _OF_VERB.match(cls.__doc__ or "")
+        if found and has_setting(cls, name):
+            verbs.append(found[1])
+    order = ("rl", "dpo", "sft", "rm")
+    verbs.sort(key=lambda verb: (order.index(verb) if verb in order else len(order), verb))
+    return f"lightrft {' and '.join(verbs[:2])}" if verbs else _NO_VERB
+
+
+_NO_VERB = "another verb"
+_OF_VERB = re.compile(r"The settings of ``lightrft ([a-z-]+)``")
+"""First words of the docstring of a verb's class."""
 
 
 def _causes(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
@@ -425,19 +457,99 @@ def _causes(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
 
 def _explain(cls: type[Settings], error: ErrorDetails, sources: Mapping[str, str]) -> str:
     """Return the sentence about one ``error`` of pydantic, with the source of the setting."""
-    path = list(map(str, error["loc"]))
+    place = _place(cls, error)
+    path = list(map(str, place))
     name = ".".join(path)
     where = _origin(name, sources)
     if error["type"] == "extra_forbidden":
-        return f"unknown setting {name}{where}; {_advice(cls, path, error['input'])}"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "string_type" and isinstance(error["input"], int | float):
-        message += f"; to give it as text, put quotes inside the quotes: {_as_text(error['loc'])}"
+        return unknown_setting(cls, name, error["input"], where)
     given = f" = {error['input']!r}"
     # A message of our own names the value. An environment may hold secrets.
     if error["type"] in {"missing", "value_error"} or "environment" in path:
         given = ""
-    return f"{name or 'config'}{given}{where}: {message}"
+    return f"{name or 'config'}{given}{where}: {_reason(cls, error, place)}"
+
+
+def _place(cls: type[Settings], error: ErrorDetails) -> list[int | str]:
+    """Return the keys and indices of the setting that ``error`` is about.
+
+    Pydantic also lists the member of a union that it tried, such as a type or a class.
+    """
+    kept: list[int | str] = []
+    owner, is_entry = cls, False
+    for part in error["loc"]:
+        if isinstance(part, int) or is_entry:
+            kept.append(part)
+            is_entry = is_entry and isinstance(part, int)
+        elif part in owner.model_fields:
+            kept.append(part)
+            is_entry = "dict[" in str(owner.model_fields[part].annotation)
+            owner = branch_of(owner, part)
+    is_key = error["type"] in ("extra_forbidden", "missing")
+    if is_key and kept[-1:] != list(error["loc"][-1:]):
+        kept.append(error["loc"][-1])
+    return kept
+
+
+def _reason(cls: type[Settings], error: ErrorDetails, place: Sequence[int | str]) -> str:
+    """Return what is wrong with the value at ``place``, and what fits there."""
+    kind, value = error["type"], error["input"]
+    if kind in _NO_BRANCH:
+        return _section(cls, [part for part in place if isinstance(part, str)])
+    message = _IN_WORDS.get(kind, error["msg"].removeprefix("Value error, "))
+    if kind == "string_type" and isinstance(value, bool):
+        # The word is read as a flag. Text that may be null is turned on by giving it.
+        message += f", not {str(value).lower()}"
+        if text := description_of(cls, ".".join(one for one in place if isinstance(one, str))):
+            message += f"; {text.removesuffix('.')}"
+        if _is_nullable(cls, place):
+            return message
+    if kind == "string_type" and isinstance(value, int | float):
+        message += f"; to give it as text, put quotes inside the quotes: {_as_text(place)}"
+    return message
+
+
+def _is_nullable(cls: type[Settings], place: Sequence[int | str]) -> bool:
+    """Return True if the setting at ``place`` may be null."""
+    *above, last = map(str, place)
+    field_info = functools.reduce(branch_of, above, cls).model_fields.get(last)
+    return field_info is not None and types.NoneType in typing.get_args(field_info.annotation)
+
+
+_NO_BRANCH = frozenset(("model_type", "model_attributes_type", "dataclass_type"))
+"""Errors of pydantic about a value in place of a section. Their text names classes."""
+
+
+_IN_WORDS = {
+    **dict.fromkeys(("tuple_type", "list_type"), "Input should be a list, as in [a, b]"),
+    "dict_type": "Input should be a table, as in {a: 1}",
+}
+"""Errors of pydantic that name types of Python, in words of YAML."""
+
+
+def _section(cls: type[Settings], path: Sequence[str]) -> str:
+    """Return the settings of the section ``path``, which got a value in its place."""
+    name = ".".join(path)
+    known = functools.reduce(branch_of, path, cls).model_fields
+    shown = [f"{name}.{key}" for key in known]
+    return f"it is a section; set the settings below it: {', '.join(shown)}"
+
+
+def unknown_setting(cls: type[Settings], name: str, given: object, where: str = "") -> str:
+    """Return the sentence about a setting that does not exist.
+
+    Args:
+        cls: Settings class of the whole tree.
+        name: The dotted key.
+        given: The value of the setting.
+        where: Its source, as `` (from ...)``.
+    """
+    found = answer(name, given, functools.partial(has_setting, cls), _verbs_with)
+    if found.startswith(f"{name} "):
+        return f"{found}{where}"
+    if found.startswith(f"{name}."):
+        return f"{name}{where}: {found}"
+    return f"unknown setting {name}{where}; {found or _nearest(cls, name.split('.'))}"
 
 
 def _as_text(place: Sequence[int | str]) -> str:
@@ -463,22 +575,30 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
     return ""
 
 
-def _advice(cls: type[Settings], path: Sequence[str], given: object) -> str:
-    """Return what to write in place of the unknown setting ``path``.
-
-    Args:
-        cls: settings class of the whole tree.
-        path: parts of the dotted key.
-        given: the value of the setting.
-    """
-    name = ".".join(path)
-    if found := why_removed(name) or _translated(cls, name, given):
-        return found
+def _nearest(cls: type[Settings], path: Sequence[str]) -> str:
+    """Return the setting that the unknown ``path`` may mean, or else the known ones."""
     *above, last = path
     known = functools.reduce(branch_of, above, cls).model_fields
+    # A setting without its section, as in ``group_size=8``.
+    below = [key for key in _leaves(cls) if key.endswith(f".{last}")] if not above else []
+    if len(below) == 1:
+        return f"did you mean {below[0]}?"
     if near := difflib.get_close_matches(last, known, n=1):
         return f"did you mean {'.'.join([*above, near[0]])}?"
+    if below:
+        return f"did you mean one of {', '.join(below[:6])}?"
+    if (others := _verbs_with(".".join(path))) != _NO_VERB:
+        return f"it is a setting of {others}, and not of this verb"
     return f"known here: {', '.join(known)}"
+
+
+def _leaves(cls: type[Settings], above: str = "") -> Iterator[str]:
+    """Yield the dotted names of all settings of ``cls``, lists of tables included."""
+    for name in cls.model_fields:
+        yield f"{above}{name}"
+        below = branch_of(cls, name)
+        if below is not cls:
+            yield from _leaves(below, f"{above}{name}.")
 
 
 class ComponentConfig(NamedFunction):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 SAFE_RLHF_MULTIPLIER: dict[str, object] = {
     "costs": [{"name": "cost", "threshold": 0.0}],
@@ -527,3 +527,32 @@ def source_of(
     while key and key not in known:
         key = key.rpartition(".")[0]
     return known.get(key)
+
+
+METHOD_VERBS = {
+    **dict.fromkeys(("sft", "finetune", "pretrain"), "sft"),
+    **dict.fromkeys(("rm", "reward", "reward_model", "bradley_terry"), "rm"),
+    **dict.fromkeys(("gkd", "distill", "distillation", "kd", "uld"), "distill"),
+    **dict.fromkeys(("prm", "process_reward_model"), "prm"),
+    **dict.fromkeys(("online_dpo", "iterative_dpo", "nash_md", "xpo"), "dpo"),
+}
+"""Name of a method that is no preset to the verb that trains by it."""
+
+
+def other_verb(name: str, presets: Iterable[str], verb: str, section: str) -> str:
+    """Return ``; `` and the verb that trains by the method ``name``, or "".
+
+    Args:
+        name: Name of a method, given as a preset of another verb.
+        presets: Presets of ``verb``.
+        verb: Verb that may have it.
+        section: Section of ``verb`` that takes the name of a preset.
+    """
+    method = name.lower()
+    # The losses of responses that are labelled one by one.
+    verb = "kto" if method in ("kto", "bco") and verb == "dpo" else verb
+    if method in presets:
+        return f"; it is a preset of another verb: lightrft {verb} {section}={method}."
+    if method in METHOD_VERBS:
+        return f"; another verb trains by it: lightrft {METHOD_VERBS[method]}."
+    return ""

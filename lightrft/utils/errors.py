@@ -98,6 +98,23 @@ def before_update() -> Generator[None]:
         raise
 
 
+@contextmanager
+def path_of(setting: str) -> Generator[None]:
+    """Name ``setting`` in place of ``model.path`` in user errors of the body.
+
+    A function that loads a model knows a path, and not the setting that it comes from.
+
+    Args:
+        setting: Dotted name of the setting; empty keeps ``model.path``.
+    """
+    try:
+        yield
+    except UserError as error:
+        if setting:
+            error.args = (str(error).replace("model.path", setting), *error.args[1:])
+        raise
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` with the word of ``known`` closest to ``word``, or ""."""
     near = difflib.get_close_matches(word, known, n=1)

@@ -126,18 +126,17 @@ class RemoteRoleBuilder:
 
     def reference(self) -> RemoteReference:
         """Build the reference."""
-        make = partial(
-            frozen_model_worker, reference_model(self.config), self.strategy, self.threads
-        )
+        setting = "reference" if self.config.reference else ""
+        model = reference_model(self.config)
+        make = partial(frozen_model_worker, model, self.strategy, self.threads, setting)
         return RemoteReference(self.hire("reference", make), self.limits)
 
     def teacher(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> RemoteTeacher:
         """Build the teacher."""
         config = self.config
         model = teacher_model(config.model, config.teacher, tokenizer)
-        workers = self.hire(
-            "teacher", partial(frozen_model_worker, model, self.strategy, self.threads)
-        )
+        make = partial(frozen_model_worker, model, self.strategy, self.threads, "teacher.path")
+        workers = self.hire("teacher", make)
         return RemoteTeacher(workers, self.limits, strategy.device)
 
     def reward_model(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ from lightrft.rewards.scorer import Scorer
 from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, ModelError, path_of
 from lightrft.workers.local_draft import draft_decoder
 from lightrft.workers.local_served import async_served, check_served_weights, local_served
 from lightrft.workers.local_vllm import async_vllm, local_vllm
@@ -310,12 +310,10 @@ def local_roles(
             else local_async_engine(config, policy, tokenizer, strategy),
             async_process_group=ranks.duplicate() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
-            critic=local_critic(config.model, config.critic, strategy, max(1, steps * per_step))
+            critic=local_critic(config, "critic", strategy, max(1, steps * per_step))
             if requirements.critic
             else None,
-            cost_critic=local_critic(
-                config.model, config.cost_critic, strategy, max(1, steps * per_step)
-            )
+            cost_critic=local_critic(config, "cost_critic", strategy, max(1, steps * per_step))
             if requirements.cost_critic
             else None,
             prm=local_process(config, strategy, steps) if requirements.prm else None,
@@ -355,7 +353,7 @@ def local_reference(
         return None
     if config.model.lora is not None and config.reference is None:
         return AdapterFreeReference(policy.model)
-    frozen, kl = local_frozen(reference_model(config), strategy), config.algorithm.kl
+    frozen, kl = frozen_reference(config, strategy), config.algorithm.kl
     return (
         MovingReference.of(frozen, policy.state.shapes, strategy, kl)
         if kl.refresh_every
@@ -383,7 +381,7 @@ def preference_reference(
         return AdapterFreeReference(policy.model)
     if source == "cached" and config.reference is None:
         return FrozenModel(policy.model)
-    frozen = local_frozen(reference_model(config), strategy)
+    frozen = frozen_reference(config, strategy)
     settings = config.preference.reference
     if settings.refresh_every:
         return MovingReference.of(frozen, policy.state.shapes, strategy, settings)
@@ -395,6 +393,12 @@ def reference_model(config: RLConfig | DPOConfig) -> ModelConfig:
     return config.model.model_copy(
         update={"path": config.reference or config.model.path, "lora": None}
     )
+
+
+def frozen_reference(config: RLConfig | DPOConfig, strategy: Strategy) -> Actor:
+    """Load a separate reference in eval mode, without gradients."""
+    with path_of("reference" if config.reference else ""):
+        return local_frozen(reference_model(config), strategy)
 
 
 def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
@@ -472,7 +476,8 @@ def local_teacher(
     if config.algorithm.distill.kind == "none":
         return None
     model = teacher_model(config.model, config.teacher, tokenizer)
-    return FrozenModel(local_frozen(model, strategy))
+    with path_of("teacher.path"):
+        return FrozenModel(local_frozen(model, strategy))
 
 
 def self_teacher(
@@ -514,11 +519,10 @@ def teacher_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
     Raises ``ConfigError``, which names the setting ``key``, if there is none.
     """
     try:
-        return load_tokenizer(model)
+        with path_of(f"{key}.path"):
+            return load_tokenizer(model)
     except ModelError as error:
-        raise ConfigError(
-            f"{key}.path = {model.path!r}: its tokens must be known, to be compared ({error})"
-        ) from error
+        raise ConfigError(f"{error}; its tokens must be known, to be compared") from error
 
 
 def teacher_model(
@@ -552,18 +556,24 @@ def teacher_model(
 
 
 def local_critic(
-    policy: ModelConfig, settings: ValueModelConfig, strategy: Strategy, optimizer_steps: int
+    config: RLConfig,
+    key: Literal["critic", "cost_critic"],
+    strategy: Strategy,
+    optimizer_steps: int,
 ) -> TrainableModel:
     """Build a critic with its optimizer.
 
     Args:
-        policy: settings of the policy.
-        settings: settings of the critic.
+        config: settings of the run.
+        key: section of the critic.
         strategy: strategy that places and trains it.
         optimizer_steps: number of optimizer steps of the run, for the learning-rate schedule.
     """
-    model = policy.model_copy(update={"path": settings.path or policy.path, "lora": None})
-    with strategy.loading() as device:
+    settings: ValueModelConfig = getattr(config, key)
+    model = config.model.model_copy(
+        update={"path": settings.path or config.model.path, "lora": None}
+    )
+    with path_of(f"{key}.path" if settings.path else ""), strategy.loading() as device:
         critic = Critic.load(model, device=device)
     return TrainableModel(critic, strategy.prepare(critic, settings.optimizer, optimizer_steps))
 
@@ -579,6 +589,6 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trainable
     model = config.model.model_copy(
         update={"path": config.prm.path or config.model.path, "lora": None}
     )
-    with strategy.loading() as device:
+    with path_of("prm.path" if config.prm.path else ""), strategy.loading() as device:
         actor = Actor.load(model, device=device)
     return TrainableModel(actor, strategy.prepare(actor, config.prm.optimizer, steps))

@@ -12,7 +12,7 @@ from lightrft.config.strategy import EngineConfig
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, path_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,16 +47,14 @@ def draft_decoder(
     if settings is None or settings.kind != "draft":
         return None
     model = draft_settings(settings, policy)
-    try:
+    with path_of("engine.speculative.path"):
         vocabulary = load_tokenizer(model).get_vocab()
-    except ModelError as error:
-        raise ModelError(f"engine.speculative.path = {settings.path!r}: {error}") from error
     if vocabulary != tokenizer.get_vocab():
         raise ConfigError(
             f"engine.speculative.path = {settings.path!r} has another vocabulary than the policy; "
             "take a model of the same family, or set engine.speculative.kind=ngram"
         )
     # loading must not advance the random generator of the run
-    with torch.random.fork_rng():
+    with path_of("engine.speculative.path"), torch.random.fork_rng():
         draft = Actor.load(model, device=device).requires_grad_(False).eval()
     return KVDecoder(draft.model)

@@ -20,7 +20,7 @@ from lightrft.roles import FrozenModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Batch
-from lightrft.utils.errors import ModelError
+from lightrft.utils.errors import ModelError, path_of
 from lightrft.workers.local import local_frozen
 from lightrft.workers.worker_group import FaultPolicy, WorkerGroup
 
@@ -34,7 +34,7 @@ def without_columns(batch: Batch) -> Batch:
 
 
 def frozen_model_worker(
-    model: ModelConfig, strategy: StrategyConfig, threads: int
+    model: ModelConfig, strategy: StrategyConfig, threads: int, setting: str = ""
 ) -> FrozenModelWorker:
     """Make the object of a worker with a frozen model.
 
@@ -42,10 +42,12 @@ def frozen_model_worker(
         model: the model to load.
         strategy: settings that give the device.
         threads: number of CPU threads.
+        setting: setting of the model's path, for messages; empty for ``model.path``.
     """
     torch.set_num_threads(threads)
     placed = SingleStrategy(strategy)
-    return FrozenModelWorker(FrozenModel(local_frozen(model, placed)), placed)
+    with path_of(setting):
+        return FrozenModelWorker(FrozenModel(local_frozen(model, placed)), placed)
 
 
 class HeadForm(NamedTuple):

@@ -13,14 +13,7 @@ from lightrft.config import model, serving
 from lightrft.config import verbs as configs
 from lightrft.config.base import Settings
 from lightrft.config.data import ProcessDataConfig
-from lightrft.config.other_names import (
-    OLD_NAMES,
-    OTHER_NAMES,
-    PREFERENCE_NAMES,
-    REWARD_MODEL_NAMES,
-    SELECT_NAMES,
-    SUPERVISED_NAMES,
-)
+from lightrft.config.other_names.earlier import OLD_NAMES
 from tests.architecture.tree import modules
 
 VERBS = (
@@ -135,14 +128,6 @@ def test_every_setting_that_a_message_names_exists() -> None:
 )
 def test_a_name_that_does_not_exist_is_found(text: str, found: list[str]) -> None:
     assert [name for _, name in unknown_settings(text)] == found
-
-
-def test_every_name_of_another_program_stands_for_a_setting() -> None:
-    assert sorted(set(OTHER_NAMES.values()) - set(PATHS)) == []
-    assert sorted(set(PREFERENCE_NAMES.values()) - set(PATHS)) == []
-    assert sorted(set(REWARD_MODEL_NAMES.values()) - set(PATHS)) == []
-    assert sorted(set(SUPERVISED_NAMES.values()) - set(PATHS)) == []
-    assert sorted(set(SELECT_NAMES.values()) - set(PATHS)) == []
 
 
 def test_every_name_of_an_earlier_version_stands_for_a_setting_and_is_one_no_more() -> None:

@@ -46,6 +46,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
         "compare": "confidence",
         "merge": "merge_method",
         "convert": "max_shard_size",
+        "import-config": "framework",
         "serve": "max_body_mb",
         "serve-rm": "max_body_mb",
     }

@@ -161,7 +161,11 @@ def format_of(
         layouts = [*FORMATS.values(), SCORED, COST] if scored else FORMATS.values()
         known = "; ".join(f"{one.name}: {one.columns}" for one in layouts)
         have = ", ".join(row) or "nothing"
-        raise MalformedRow(f"{where}: no preference in the row, which has: {have}. Known: {known}")
+        raise MalformedRow(
+            f"{where}: no preference in the row, which has: {have}. Name the columns of "
+            "the two responses in data.columns.chosen and data.columns.rejected. Known without "
+            f"that: {known}"
+        )
     names = [known.name for known in fitting]
     way_out = f"set data.columns.layout: {names[0]} (or another of them)"
     raise MalformedRow(f"{where}: the row fits {' and '.join(names)}; {way_out}")

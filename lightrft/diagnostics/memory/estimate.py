@@ -50,7 +50,7 @@ from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.cpu_memory import products_bytes
-from lightrft.utils.errors import ModelError
+from lightrft.utils.errors import ModelError, path_of
 from lightrft.workers.build_remote import most_senders
 from lightrft.workers.local import teacher_settings
 from lightrft.workers.local_draft import draft_settings
@@ -306,12 +306,24 @@ def _scoring_model(config: ScoringConfig) -> Model:
 
 
 def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:
-    model = kind(meta_model(config), config)
+    # The policy is read first, so a later problem is one of another path.
+    with path_of(_PATHS.get(name, f"{name}.path" if "teacher" in name else "")):
+        model = kind(meta_model(config), config)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if not trained:
         model.requires_grad_(False)
     return Model(name, model, trained, config.load_in_4bit)
+
+
+_PATHS = {
+    "reference": "reference",
+    "critic": "critic.path",
+    "cost critic": "cost_critic.path",
+    "process model": "prm.path",
+    "draft model": "engine.speculative.path",
+}
+"""Setting of the path of a model."""
 
 
 def _draft(config: TrainingConfig) -> Model | None:

@@ -46,7 +46,7 @@ from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.sft import load_validation
 from lightrft.trainer.supervised import loaded_eval_prompts, run_supervised, supervised_policy
 from lightrft.types import Batch, Prompt, Rollout
-from lightrft.utils.errors import before_update
+from lightrft.utils.errors import before_update, path_of
 from lightrft.utils.seeding import derive_seed, torch_generator
 from lightrft.utils.state_io import State
 from lightrft.workers.local import (
@@ -337,7 +337,8 @@ def local_students_and_teachers(
         if own.settings.url is not None:
             loaded[name] = ServedTeacher.of(own.settings, own.key, len(tokenizer))
         else:
-            loaded[name] = FrozenModel(local_frozen(own.model, strategy))
+            with path_of(f"{own.key}.path"):
+                loaded[name] = FrozenModel(local_frozen(own.model, strategy))
     return Roles(
         strategy=strategy,
         policy=policy,

@@ -26,7 +26,7 @@ from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
 from lightrft.rewards.rules.verdicts import VerdictForm
 from lightrft.types import Batch, Prompt, Request, Rollout, Segments
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, ModelError, path_of
 from lightrft.utils.http_client.server_client import Unanswered
 from lightrft.workers.scoring.collecting import batch_of
 from lightrft.workers.scoring.decisive_token import (
@@ -275,11 +275,11 @@ def local_judge(
     model = model_settings(policy, term.path)
     place = torch.device("cpu") if term.offload else device
     try:
-        tokenizer: Any = load_tokenizer(model)
-        actor = Actor.load(model, device=place).requires_grad_(False).eval()
+        with path_of(f"{key}.path"):
+            tokenizer: Any = load_tokenizer(model)
+            actor = Actor.load(model, device=place).requires_grad_(False).eval()
     except ModelError as error:
-        # The message names ``model.path``, which is the policy's.
-        raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
+        raise ConfigError(str(error)) from error
     encoder = ChatEncoder(DataConfig(), tokenizer, load_processor(model, tokenizer))
     engine = NativeEngine(KVDecoder(actor.model), tokenizer, EngineConfig())
     return LocalJudge(term, actor, encoder, engine, device)

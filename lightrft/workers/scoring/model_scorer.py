@@ -22,7 +22,7 @@ from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.rewards.base import RewardScorer
 from lightrft.types import Batch, Rollout
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, ModelError, path_of
 from lightrft.workers.scoring.collecting import CollectingScorer, add_term, batch_of
 from lightrft.workers.scoring.own_tokens import OwnTokens, own_tokens
 from lightrft.workers.scoring.process_scorer import StepScoringModel, step_scoring_model
@@ -266,10 +266,10 @@ def scalar_scoring_model(
             tokens and must.
     """
     try:
-        model = RewardModel.load(config, device=device).requires_grad_(False).eval()
+        with path_of(f"{key}.path"):
+            model = RewardModel.load(config, device=device).requires_grad_(False).eval()
     except ModelError as error:
-        # The message names ``model.path``, which is the policy's.
-        raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
+        raise ConfigError(str(error)) from error
     if term.aggregate is not None:
         raise ConfigError(
             f"{key}.aggregate = {term.aggregate!r}: {term.path} scores whole responses, not steps; "

@@ -20,7 +20,7 @@ from lightrft.models.families import context_length
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.process_form import Separator
 from lightrft.types import Batch, Rollout, Segments
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, ModelError, path_of
 from lightrft.workers.scoring.own_tokens import OwnTokens, own_tokens
 
 
@@ -160,10 +160,10 @@ def step_scoring_model(
             aggregated as ``term`` asks for.
     """
     try:
-        model = ProcessRewardModel.load(config, device=device).requires_grad_(False).eval()
+        with path_of(f"{key}.path"):
+            model = ProcessRewardModel.load(config, device=device).requires_grad_(False).eval()
     except ModelError as error:
-        # The message names ``model.path``, which is the policy's.
-        raise ConfigError(f"{key}.path = {term.path!r} cannot be loaded: {error}") from error
+        raise ConfigError(str(error)) from error
     if term.aggregate is None:
         raise ConfigError(
             f"{key}.path = {term.path!r} is a process reward model, which scores steps; say how "

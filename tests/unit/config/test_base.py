@@ -353,7 +353,10 @@ def test_leaves_are_listed_and_merged() -> None:
         ("rollout.samples=8", "rollout.samples is rollout.group_size here"),
         ("eval.data.chat=true", "eval.data.chat is eval.data.apply_chat_template here"),
         ("process.path=x", "process.path is prm.path here"),
-        ("critic.optimizer.warmup=3", "set optimizer.warmup_steps, or optimizer.warmup_ratio"),
+        (
+            "critic.optimizer.warmup=3",
+            "set critic.optimizer.warmup_steps, or critic.optimizer.warmup_ratio",
+        ),
         ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is rollout.group_size here"),
         ("rollout.n=8", "rollout.n is rollout.group_size here"),
         (

@@ -1,0 +1,1 @@
+"""Names of settings in other frameworks and in earlier versions, with the names they have here."""

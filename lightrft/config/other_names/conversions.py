@@ -1,0 +1,429 @@
+"""Conversions of values whose meaning depends on other options of the same config."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import Any
+
+from lightrft.config.other_names.rows import Choice, NoValue, Options, Settings, Unclear
+
+BF16, FP16, FP32 = "bfloat16", "float16", "float32"
+DTYPES = Choice(
+    {
+        **dict.fromkeys(("bf16", BF16, "torch.bfloat16"), BF16),
+        **dict.fromkeys(("fp16", FP16, "half", "torch.float16"), FP16),
+        **dict.fromkeys(("fp32", FP32, "float", "torch.float32"), FP32),
+        "auto": "auto",
+        None: Settings(),
+    }
+)
+SCHEDULES = Choice(
+    {
+        **dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
+        **dict.fromkeys(("linear", "linear_with_warmup"), "linear"),
+        **dict.fromkeys(("cosine", "cosine_with_warmup", "cosine_with_min_lr"), "cosine"),
+    }
+)
+ESTIMATORS = Choice(
+    {
+        **dict.fromkeys(("k1", "kl"), "k1"),
+        **dict.fromkeys(("k2", "mse"), "k2"),
+        **dict.fromkeys(("k3", "low_var_kl"), "k3"),
+        **dict.fromkeys(("k3+", "low_var_kl+"), "k3_straight"),
+    }
+)
+AGGREGATIONS = Choice(
+    {
+        "token-mean": "token",
+        "seq-mean-token-mean": "sequence",
+        "seq-mean-token-sum": "sequence_sum",
+        "seq-mean-token-sum-norm": "constant",
+    }
+)
+ESTIMATES = Choice(
+    {
+        "gae": "ppo",
+        **dict.fromkeys(("grpo", "group_norm"), "grpo"),
+        "grpo_passk": "pass_at_k",
+        **dict.fromkeys(("reinforce", "reinforce++", "reinforce_plus_plus"), "reinforce++"),
+        **dict.fromkeys(
+            ("reinforce_baseline", "reinforce_plus_plus_baseline"), "reinforce++_baseline"
+        ),
+        **{name: name for name in ("rloo", "remax", "opo", "gpg", "cpgd", "dr_grpo")},
+        "optimal_token_baseline": "otb",
+    }
+)
+"""Advantage estimators to presets."""
+VERL_LOSSES = Choice(
+    {
+        "vanilla": Settings(),
+        **{name: Settings({"algorithm.loss.name": name}) for name in ("cispo", "gmpo", "sapo")},
+        "geo_mean": Settings({"algorithm.loss.name": "gmpo"}),
+        "ppo": Settings(),
+        "gspo": Settings({"algorithm.loss.ratio": "sequence"}),
+        "clip_cov": Settings({"algorithm.token_masks": ["clip_cov"]}),
+        "kl_cov": Settings({"algorithm.token_masks": ["kl_cov"]}),
+        "gpg": Settings({"algorithm.loss.name": "reinforce"}),
+    }
+)
+_POLICY = {
+    **{k: Settings({"algorithm.aggregation": "sequence"}) for k in ("grpo",)},
+    **{k: Settings({"algorithm.aggregation": "token"}) for k in ("bnpo", "dapo")},
+    "dr_grpo": Settings({"algorithm.aggregation": "constant"}),
+    **{
+        k: Settings({"algorithm.loss.name": k, "algorithm.aggregation": "token"})
+        for k in ("cispo", "sapo", "vespo")
+    },
+    "luspo": Settings({"algorithm.preset": "luspo"}),
+}
+_PAIRS = {
+    **{k: k for k in ("sigmoid", "hinge", "ipo", "robust", "bco_pair", "sppo_hard", "aot")},
+    **{k: k for k in ("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")},
+    **{k: k for k in ("orpo", "simpo", "kto", "apo_zero_unpaired", "bco", "cpo")},
+    "exo_pair": "exo",
+    "nca_pair": "nca",
+    "aot_pair": "aot_unpaired",
+    "kto_pair": "kto",
+    "dpo": "sigmoid",
+}
+_REWARDS = {"sigmoid": "bradley_terry", "logexp": "log_exp", "log_exp": "log_exp"}
+
+
+def loss_type(value: Any, _: Options) -> Any:
+    """Convert TRL's ``loss_type``, which names a loss of the policy, of pairs, or of rewards."""
+    names = value if isinstance(value, list) else [value]
+    known = [str(name).lower() for name in names]
+    if len(known) == 1 and known[0] in _POLICY:
+        return _POLICY[known[0]]
+    if all(name in _PAIRS for name in known):
+        return [_PAIRS[name] for name in known]
+    raise NoValue(f"{value!r} is no loss here; docs/parts.md lists them")
+
+
+def reward_loss(value: Any, options: Options) -> Any:
+    """Convert the loss of a reward model."""
+    return [Choice(_REWARDS)(value, options)]
+
+
+def trackers(value: Any, options: Options) -> Settings:
+    """Convert a list of places to log to: each has a setting of its own."""
+    names = value if isinstance(value, list | tuple) else [value]
+    names = ["none" if name is None else str(name).lower() for name in names]
+    found = Settings()
+    for name in names:
+        if name in ("wandb", "all"):
+            found["log.wandb"] = wandb(True, options)
+        elif name not in ("tensorboard", "none", "console", "stdout"):
+            raise NoValue(f"{name!r} is not supported; metrics are in metrics.jsonl of the run")
+    found["log.tensorboard"] = bool({"tensorboard", "all"} & set(names))
+    return found
+
+
+def wandb(value: Any, options: Options) -> Any:
+    """Convert ``use_wandb``, which is a flag or a key, to the name of the project."""
+    if value in (None, False, "", "None"):
+        return Settings()
+    names = ("wandb_project", "logger.wandb.project", "trainer.project_name", "project")
+    return next((options[name] for name in names if name in options), None) or "lightrft"
+
+
+def first(options: Options, *names: str) -> Any:
+    """Return the first value of ``names`` that is given and not null, else None."""
+    return next((options[name] for name in names if options.get(name) is not None), None)
+
+
+def number(options: Options, *names: str, default: float = 1) -> float:
+    """Return the first number among the options ``names``."""
+    value = first(options, *names)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+
+def processes_in(options: Options) -> int | None:
+    """Return the number of processes over all nodes that a config states, or None."""
+    counts = ("num_processes", "nproc_per_node", "trainer.n_gpus_per_node")
+    count = first(options, *counts, "actor.num_gpus_per_node", "actor_num_gpus_per_node")
+    nodes = ("nnodes", "trainer.nnodes", "num_machines", "actor.num_nodes", "actor_num_nodes")
+    if not isinstance(count, int):
+        return None
+    # The processes of accelerate are those of all nodes already.
+    return count if "num_processes" in options else int(count * number(options, *nodes))
+
+
+def processes(value: Any, options: Options) -> Any:
+    """Convert a number of nodes or of processes of a node to the number of processes."""
+    return processes_in(options) or value
+
+
+GROUP = ("num_generations", "n_samples_per_prompt", "rollout.n_samples_per_prompt", "rloo_k")
+"""Options that count the responses to a prompt."""
+
+
+def device_batch(value: Any, options: Options) -> Settings:
+    """Convert the rows of a device to the rows of a step, for rows and for prompts alike.
+
+    GRPO of TRL and ms-swift counts responses: ``num_generations`` of them share a prompt.
+    """
+    ranks = processes_in(options) or 1
+    accumulated = number(options, "gradient_accumulation_steps")
+    generations = number(options, "steps_per_generation", default=accumulated)
+    group = number(options, *GROUP, default=8)
+    responses = number(options, "generation_batch_size", default=value * ranks * generations)
+    prompts = responses / group
+    if prompts != int(prompts) or prompts < 1:
+        prompts = 0  # left out below
+    found = Settings({"batch_size": int(value * ranks * accumulated)})
+    if prompts:
+        found["rollout.prompts_per_step"] = int(prompts)
+        found["train.num_mini_batches"] = max(1, round(responses / (value * ranks * accumulated)))
+    return found
+
+
+def mini_batches_of(*rollout: str) -> Any:
+    """Return a conversion of the prompts of a mini-batch to the number of mini-batches.
+
+    Args:
+        rollout: Options that count the prompts of a step.
+    """
+
+    def convert(value: Any, options: Options) -> Any:
+        total = number(options, *rollout, default=0)
+        if not total or not value:
+            raise Unclear(f"it needs {rollout[0]}")
+        if total % value:
+            raise Unclear(f"{rollout[0]} = {total:g} is not a multiple of {value}")
+        return int(total // value)
+
+    return convert
+
+
+def responses_of_mini_batch(value: Any, options: Options) -> Any:
+    """Convert the responses of an optimizer step (OpenRLHF) to the number of mini-batches."""
+    prompts = number(options, "rollout_batch_size", "rollout.batch_size", default=0)
+    group = number(options, *GROUP)
+    if not prompts:
+        return Settings({"batch_size": value})
+    if prompts * group % value:
+        raise Unclear(f"{prompts * group:g} responses of a step are no multiple of {value}")
+    return Settings({"train.num_mini_batches": int(prompts * group // value), "batch_size": value})
+
+
+def betas(value: Any, options: Options) -> Any:
+    """Convert one of ``adam_beta1`` and ``adam_beta2``, or a pair of them."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [
+        number(options, "adam_beta1", default=0.9),
+        number(options, "adam_beta2", default=0.999),
+    ]
+
+
+def clip_range(value: Any, _: Options) -> Settings:
+    """Convert a symmetric clip range, or a pair."""
+    low, high = value if isinstance(value, list | tuple) else (value, value)
+    return Settings({"algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high})
+
+
+def kl_in(where: str, *flags: str) -> Any:
+    """Return a conversion of a coefficient that acts at ``where``, if one of ``flags`` is on.
+
+    Without flags it always acts.
+    """
+
+    def convert(value: Any, options: Options) -> Any:
+        if (flags and not first(options, *flags)) or not value:
+            return Settings()
+        return Settings({"algorithm.kl.coef": value, "algorithm.kl.where": where})
+
+    return convert
+
+
+def no_kl(where: str, *others: str) -> Any:
+    """Return a conversion of a flag that puts the KL at ``where``.
+
+    Args:
+        where: Place of the KL if the flag is true.
+        others: Flags for other places. Without any, there is no KL.
+    """
+
+    def convert(value: Any, options: Options) -> Settings:
+        if value:
+            return Settings({"algorithm.kl.where": where})
+        if first(options, *others):
+            return Settings()
+        return Settings({"algorithm.kl.where": "none", "algorithm.kl.coef": 0.0})
+
+    return convert
+
+
+def kl_of_trl(value: Any, options: Options) -> Settings:
+    """Convert ``beta`` of TRL: of GRPO a coefficient in the loss, elsewhere its own beta."""
+    in_reward = "rloo_k" in options or options.get("kl_in_reward")
+    kl = {"algorithm.kl.where": "none", "algorithm.kl.coef": 0.0}
+    if value:
+        kl = {"algorithm.kl.where": "reward" if in_reward else "loss", "algorithm.kl.coef": value}
+    return Settings({**kl, "preference.beta": value, "distill.beta": value})
+
+
+def kl_of_openrlhf(value: Any, options: Options) -> Any:
+    """Convert ``init_kl_coef``, which acts in the loss with ``use_kl_loss``, else in the reward."""
+    if not value:
+        return Settings({"algorithm.kl.where": "none", "algorithm.kl.coef": 0.0})
+    in_loss = first(options, "use_kl_loss", "algo.kl.use_loss")
+    where = "loss" if in_loss else "reward"
+    return Settings({"algorithm.kl.where": where, "algorithm.kl.coef": value})
+
+
+def frozen(part: str, *others: str) -> Any:
+    """Return a conversion of a flag that freezes ``part``.
+
+    Args:
+        part: Part that the flag freezes.
+        others: ``option=part`` of flags that freeze other parts of the same model.
+    """
+
+    def convert(value: Any, options: Options) -> Any:
+        if not value:
+            return Settings()
+        pairs = [other.split("=") for other in others]
+        return [part, *(name for option, name in pairs if options.get(option))]
+
+    return convert
+
+
+OPENRLHF_KL = ("init_kl_coef", "algo.kl.init_coef")
+"""Coefficients that act in the reward without ``use_kl_loss``."""
+RANKS = ("lora_rank", "lora_r", "ds.lora.rank", "model.lora_rank")
+RANKS += tuple(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora.rank"))
+
+
+def uses_lora(options: Options) -> bool:
+    """Return True if a config trains adapters."""
+    if kind := first(options, "finetuning_type", "tuner_type", "train_type"):
+        return str(kind).lower() == "lora"
+    if (flag := options.get("use_peft")) is not None:
+        return bool(flag)
+    return number(options, *RANKS, default=0) > 0
+
+
+def of_lora(value: Any, options: Options) -> Any:
+    """Convert a number of adapters, which counts only where a config trains some."""
+    return value if value is not None and uses_lora(options) else Settings()
+
+
+def lora_targets(value: Any, options: Options) -> Any:
+    """Convert the modules of adapters: ``all``, a regular expression, or names with commas."""
+    if not uses_lora(options):
+        return Settings()
+    if value in (None, "all", "all-linear", ["all-linear"], ["all"]):
+        return "all-linear"
+    if isinstance(value, str) and not re.search(r"[\\^$*+?()\[\]|]", value):
+        return [part.strip() for part in re.split(r"[,\s]+", value) if part.strip()]
+    return value
+
+
+def folder(value: Any, _: Options) -> Settings:
+    """Convert an output folder to the folder of runs and the name of this run."""
+    path = PurePath(str(value))
+    if not path.name or path.name == "..":
+        raise Unclear(f"{value!r} names no folder of its own")
+    return Settings({"run.dir": str(path.parent), "run.name": path.name, "output": str(value)})
+
+
+def resume(value: Any, _: Options) -> Any:
+    """Convert ``resume_from_checkpoint`` and ``resume_mode``: a flag, a word or a path."""
+    words = {True: "auto", False: "never", None: "auto", "auto": "auto", "disable": "never"}
+    if isinstance(value, bool | None) or value in ("auto", "disable"):
+        return words[value]
+    if value == "resume_path":
+        return Settings()
+    return value
+
+
+def reward_function(value: Any, options: Options) -> Any:
+    """Convert a file with a reward function, and the name of the function in another option."""
+    if value in (None, ""):
+        return Settings()
+    names = ("custom_reward_function.name", "reward.custom_reward_function.name")
+    if str(value).endswith(".py"):
+        return [f"{value}:{first(options, *names) or 'reward_func'}"]
+    if str(value).startswith(("http://", "https://")):
+        raise Unclear("a server has another protocol here: lightrft serve-rm, in reward.models.url")
+    raise Unclear("give the function as file.py:function")
+
+
+def template(value: Any, _: Options) -> Any:
+    """Convert ``input_template``: ``{}`` stands for the prompt."""
+    if value is None or "{}" not in str(value):
+        raise Unclear("a text with {} is needed")
+    return str(value).replace("{}", "{prompt}")
+
+
+def share_of_steps(value: Any, _: Options) -> Settings:
+    """Convert ``warmup_steps``, which below 1 is a share of all steps."""
+    if value is None or value < 0:
+        return Settings()
+    if 0 < value < 1:
+        return Settings({"optimizer.warmup_ratio": value})
+    return Settings({"optimizer.warmup_steps": int(value)})
+
+
+def every(value: Any, _: Options) -> Any:
+    """Convert a number of steps between two events; -1 or 0 turns it off, below 1 is a share."""
+    if value is None or value <= 0:
+        return Settings()
+    if value < 1:
+        raise Unclear("a share of all steps; give a number of steps")
+    return int(value)
+
+
+def masked(value: Any, _: Options) -> Any:
+    """Convert a share of tokens with the highest entropy; 1, or 0 of LightRFT, keeps all."""
+    if not value or value >= 1:
+        return Settings()
+    return [{"name": "high_entropy", "options": {"rho": value}}]
+
+
+def on_flag(name: str, value: Any, *options_of: str) -> Any:
+    """Return a conversion of a flag to a list of components, with an option from elsewhere.
+
+    Args:
+        name: Name of the component.
+        value: Its further options.
+        options_of: ``ours=theirs`` of options.
+    """
+
+    def convert(flag: Any, options: Options) -> Any:
+        if not flag:
+            return Settings()
+        found = dict(value)
+        for pair in options_of:
+            own, _, other = pair.partition("=")
+            if options.get(other) is not None:
+                found[own] = options[other]
+        return [{"name": name, "options": found}] if found else [name]
+
+    return convert
+
+
+def overlong(*factors: str) -> Any:
+    """Return a conversion of the buffer of DAPO's penalty, in tokens.
+
+    Args:
+        factors: Options with the largest penalty.
+    """
+
+    def convert(value: Any, options: Options) -> Any:
+        # A flag may turn the length off.
+        flags = ("overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
+        if not value or any(options.get(flag) is False for flag in flags):
+            return Settings()
+        penalty = number(options, *factors)
+        return [{"name": "overlong", "options": {"buffer": value, "penalty": penalty}}]
+
+    return convert
+
+
+def entropy_filter(value: Any, _: Options) -> Any:
+    """Convert the flag of dynamic sampling."""
+    return ["zero_variance"] if value else Settings()

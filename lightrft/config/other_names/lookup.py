@@ -1,0 +1,158 @@
+"""Answers to settings that do not exist: the names of other frameworks and of earlier versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from lightrft.config.other_names.earlier import new_name, why_removed
+from lightrft.config.other_names.rows import FRAMEWORKS, NoValue, Row, Settings, Unclear
+from lightrft.config.other_names.table import rows_of
+
+Exists = Callable[[str], bool]
+"""Return True for a setting of the verb, by its dotted name."""
+
+
+class _Unread(Mapping[str, Any]):
+    """Options that no conversion may read: its result then depends on its value alone."""
+
+    def __getitem__(self, name: str) -> NoReturn:
+        raise Unclear(f"it depends on {name}")
+
+    def get(self, key: object, default: Any = None, /) -> NoReturn:
+        raise Unclear(f"it depends on {key}")
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def options_in(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the options below ``name`` with their values.
+
+    A mapping is one option if its name is known and no name below it is.
+    """
+    if not isinstance(value, Mapping) or not value:
+        yield name, value
+        return
+    below = [pair for key, one in value.items() for pair in options_in(f"{name}.{key}", one)]
+    if rows_of(name) and not any(rows_of(leaf) for leaf, _ in below):
+        yield name, value
+    else:
+        yield from below
+
+
+def setting_of(row: Row, exists: Exists) -> str:
+    """Return the setting of the verb that does what ``row`` does, or ""."""
+    return next((here for here in row.here.split() if exists(here)), "")
+
+
+def answer(name: str, value: object, exists: Exists, verbs_with: Callable[[str], str]) -> str:
+    """Return what an option of another framework or an earlier version is here, or "".
+
+    Args:
+        name: The whole dotted name.
+        value: Its value; a mapping has options below it.
+        exists: Returns True for a setting of the verb.
+        verbs_with: Returns the verbs that have a setting, as text.
+    """
+    if advice := why_removed(name, exists):
+        return advice
+    found = [
+        one
+        for leaf, given in options_in(name, value)
+        if (one := _answer(leaf, given, exists, verbs_with))
+    ]
+    return "\n  ".join(found) if any(": " in one for one in found) else ", ".join(found)
+
+
+def _answer(name: str, value: object, exists: Exists, verbs_with: Callable[[str], str]) -> str:
+    """Return the answer for one option, or ""."""
+    if now := new_name(name, exists):
+        return f"{name} is {now} here"
+    rows = rows_of(name)
+    # The first of several rows for all frameworks: a row for another verb may fit too.
+    fitting: list[tuple[str, Row]] = []
+    for of, row in rows:
+        if setting_of(row, exists) and of not in [one for one, _ in fitting]:
+            fitting.append((of, row))
+    if not rows:
+        return _in_its_section(name, exists)
+    texts = []
+    for framework, row in fitting or rows:
+        text = _text(row, value, exists, verbs_with)
+        texts.append(f"{text} ({FRAMEWORKS[framework]})" if framework and len(rows) > 1 else text)
+    if not fitting and rows[0][1].here:
+        texts.append("this verb has no such setting")
+    return f"{name} {'; '.join(texts)}"
+
+
+def _text(row: Row, value: object, exists: Exists, verbs_with: Callable[[str], str]) -> str:
+    """Return what ``row`` says about a value, as the rest of a sentence."""
+    if not row.here:
+        return f"has no counterpart here: {row.note}"
+    note = f": {row.note}" if row.note else ""
+    here = setting_of(row, exists)
+    if not here:
+        others = ", ".join(f"{one} in {verbs_with(one)}" for one in row.here.split())
+        return f"is {others}{note}"
+    try:
+        new = _converted(row, here, value, exists)
+    except NoValue as reason:
+        return f"is {here} here, without this value: {reason}{note}"
+    shown = ", ".join(f"{one}={as_yaml(part)}" for one, part in new.items())
+    return f"is {next(iter(new), here)} here{f' ({shown})' if shown else ''}{note}"
+
+
+def _converted(row: Row, here: str, value: object, exists: Exists) -> dict[str, Any]:
+    """Return the settings of a value that do not depend on other options, if it changes."""
+    if row.convert is None or isinstance(value, Mapping):
+        return {}
+    try:
+        new = row.convert(value, _Unread())
+    except NoValue:
+        raise
+    except (Unclear, TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+        return {}
+    if isinstance(new, Settings):
+        return {one: part for one, part in new.items() if exists(one)}
+    return {} if new == value else {here: new}
+
+
+def _in_its_section(name: str, exists: Exists) -> str:
+    """Return the answer for an unknown name in a section that exists: ``optimizer.learning_rate``.
+
+    The setting must be in that very section: ``critic.lr`` is ``critic.optimizer.lr``, and never
+    ``optimizer.lr``.
+    """
+    parts = name.split(".")
+    for k in range(len(parts) - 1, 0, -1):
+        section, rest = ".".join(parts[:k]), ".".join(parts[k:])
+        if not exists(section):
+            continue
+        for _, row in rows_of(rest):
+            for here in row.here.split():
+                for own in (here, f"{section}.{here}"):
+                    if own.startswith(f"{section}.") and exists(own):
+                        note = f": {row.note}" if row.note else ""
+                        return f"{name} is {own} here{note}"
+        return ""
+    return ""
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {as_yaml(one)}' for key, one in value.items())}}}"
+    return str(value)

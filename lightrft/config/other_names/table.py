@@ -1,0 +1,49 @@
+"""The table of names in other frameworks, looked up by whole names."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from lightrft.config.other_names import translated, translated_training, untranslated
+from lightrft.config.other_names.rows import Row, pattern_of
+
+ROWS: tuple[Row, ...] = (
+    *translated.MODELS,
+    *translated.DATA,
+    *translated.SAMPLING,
+    *translated.REWARD,
+    *translated_training.ALGORITHM,
+    *translated_training.PREFERENCE,
+    *translated_training.STEPS,
+    *translated_training.PLACES,
+    *translated_training.RUN,
+    *translated_training.MERGING,
+    *untranslated.ROWS,
+)
+"""Names with a counterpart first, so that they come before patterns without one."""
+
+
+@functools.cache
+def _by_name() -> tuple[dict[str, list[tuple[str, Row]]], list[tuple[re.Pattern[str], Row]]]:
+    """Return the rows by exact name, each with its framework, and the rows with patterns."""
+    exact: dict[str, list[tuple[str, Row]]] = {}
+    patterns = []
+    for row in ROWS:
+        for framework, name in row.each_name():
+            if "*" in name:
+                patterns.append((pattern_of(name), row))
+            else:
+                exact.setdefault(name, []).append((framework, row))
+    return exact, patterns
+
+
+@functools.cache
+def rows_of(name: str) -> list[tuple[str, Row]]:
+    """Return the rows of a whole name, each with the framework that it holds for, or "" for all."""
+    exact, patterns = _by_name()
+    # As they are typed: ``--learning-rate``, in capitals, or ``+trainer.x`` of Hydra.
+    name = name.lower().replace("-", "_").lstrip("+~_")
+    if found := exact.get(name):
+        return found
+    return [("", row) for pattern, row in patterns if pattern.fullmatch(name)][:1]

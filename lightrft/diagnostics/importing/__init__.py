@@ -1,0 +1,1 @@
+"""Translation of configs of other frameworks."""

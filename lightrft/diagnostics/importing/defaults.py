@@ -1,0 +1,78 @@
+"""Defaults of other frameworks that differ from ours and change what is learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TRAINER = {
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": 3,
+    "lr_scheduler_type": "linear",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+}
+_TRL = {**_TRAINER, "gradient_checkpointing": True}
+_LLAMA = {
+    **_TRAINER,
+    "learning_rate": 5e-5,
+    "cutoff_len": 2048,
+    "lora_rank": 8,
+    "finetuning_type": "lora",
+}
+_OPENRLHF = {
+    "train_batch_size": 128,
+    "adam_betas": [0.9, 0.95],
+    "max_norm": 1.0,
+    "lr_scheduler": "cosine_with_min_lr",
+    "lr_warmup_ratio": 0.03,
+}
+_ACTOR = "actor_rollout_ref.actor"
+
+DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("trl", "sft"): {**_TRL, "learning_rate": 2e-5, "max_length": 1024},
+    ("trl", "dpo"): {**_TRL, "learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
+    ("trl", "kto"): {**_TRL, "learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
+    ("trl", "rm"): {**_TRL, "learning_rate": 1e-4, "max_length": 1024},
+    ("trl", "rl"): {
+        **_TRL,
+        "learning_rate": 1e-6,
+        "num_generations": 8,
+        "max_completion_length": 512,
+        "beta": 0.0,
+        "loss_type": "dapo",
+    },
+    ("openrlhf", "rl"): {
+        **_OPENRLHF,
+        "actor_learning_rate": 1e-6,
+        "advantage_estimator": "gae",
+        "rollout_batch_size": 1024,
+        "n_samples_per_prompt": 1,
+        "generate_max_len": 1024,
+        "init_kl_coef": 0.01,
+        "kl_estimator": "k1",
+        "lambd": 1.0,
+    },
+    ("openrlhf", "sft"): {**_OPENRLHF, "learning_rate": 5e-6, "max_len": 2048, "max_epochs": 2},
+    ("openrlhf", "dpo"): {**_OPENRLHF, "learning_rate": 1e-5, "max_len": 512, "beta": 0.1},
+    ("openrlhf", "rm"): {**_OPENRLHF, "learning_rate": 9e-6, "max_len": 512},
+    ("verl", "rl"): {
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "algorithm.adv_estimator": "gae",
+        "algorithm.use_kl_in_reward": False,
+        f"{_ACTOR}.use_kl_loss": False,
+        f"{_ACTOR}.ppo_mini_batch_size": 256,
+        f"{_ACTOR}.loss_agg_mode": "token-mean",
+        f"{_ACTOR}.optim.lr": 1e-6,
+        f"{_ACTOR}.optim.weight_decay": 0.01,
+        f"{_ACTOR}.optim.betas": [0.9, 0.999],
+        "actor_rollout_ref.rollout.n": 1,
+        "trainer.total_epochs": 30,
+    },
+    ("llamafactory", "sft"): _LLAMA,
+    ("llamafactory", "dpo"): {**_LLAMA, "pref_beta": 0.1},
+    ("llamafactory", "kto"): {**_LLAMA, "pref_beta": 0.1},
+    ("llamafactory", "rm"): _LLAMA,
+}
+"""Options that a config leaves out, by framework and verb."""

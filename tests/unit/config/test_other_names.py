@@ -1,0 +1,302 @@
+"""Names of settings in other frameworks: each has an answer, and no answer is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+from lightrft.config import model, serving, verbs
+from lightrft.config.base import Settings, build, has_setting, load_settings
+from lightrft.config.other_names.earlier import OLD_NAMES
+from lightrft.config.other_names.lookup import answer
+from lightrft.config.other_names.rows import Choice
+from lightrft.config.other_names.rows import Settings as Converted
+from lightrft.config.other_names.table import ROWS, rows_of
+from lightrft.utils.errors import ConfigError
+
+LISTS = Path(__file__).parent / "option_names"
+FRAMEWORKS = sorted(path.stem for path in LISTS.glob("*.txt"))
+VERBS: dict[str, type[Settings]] = {
+    "rl": verbs.RLConfig,
+    "sft": verbs.SFTConfig,
+    "dpo": verbs.DPOConfig,
+    "kto": verbs.KTOConfig,
+    "rm": verbs.RMConfig,
+    "prm": verbs.PRMVerbConfig,
+    "distill": verbs.DistillVerbConfig,
+    "eval": verbs.EvaluateConfig,
+    "generate": verbs.GenerateConfig,
+    "iterate": verbs.IterateConfig,
+    "chat": verbs.ChatConfig,
+    "export": verbs.ExportConfig,
+    "merge": model.MergeConfig,
+    "serve": serving.ServeConfig,
+    "serve-rm": serving.ServeRMConfig,
+}
+
+
+@cache
+def option_names(framework: str) -> tuple[str, ...]:
+    """All option names of a framework, from ``option_names``."""
+    text = (LISTS / f"{framework}.txt").read_text(encoding="utf-8").replace("\n  ", " ")
+    names = []
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        sections, _, options = line.rpartition(":")
+        for section in sections.split(","):
+            names += [f"{section}.{option}".lstrip(".") for option in options.split()]
+    return tuple(names)
+
+
+def said(verb: str, name: str, value: object = "x") -> str:
+    return answer(name, value, partial(has_setting, VERBS[verb]), lambda name: "another verb")
+
+
+def message(verb: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(VERBS[verb], overrides=overrides)
+    return str(refused.value)
+
+
+def test_the_lists_are_read_whole() -> None:
+    assert FRAMEWORKS == ["lightrft", "llamafactory", "ms-swift", "openrlhf", "trl", "verl"]
+    assert {name: len(option_names(name)) for name in FRAMEWORKS} == {
+        "lightrft": 149,
+        "llamafactory": 273,
+        "ms-swift": 647,
+        "openrlhf": 369,
+        "trl": 458,
+        "verl": 1429,
+    }
+    assert "actor_rollout_ref.actor.optim.lr" in option_names("verl")
+    assert "learning_rate" in option_names("trl")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_option_of_every_framework_is_known_in_every_verb(framework: str, verb: str) -> None:
+    """It is a setting of the verb, or has an answer that names one, or says why there is none."""
+    for name in option_names(framework):
+        if has_setting(VERBS[verb], name):
+            continue
+        text = said(verb, name)
+        assert text.startswith((f"{name} is ", f"{name} has no counterpart here: ")), (name, text)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_option_of_another_framework_is_never_called_unknown(framework: str) -> None:
+    for name in option_names(framework)[::7]:
+        if not has_setting(verbs.RLConfig, name):
+            assert "unknown setting" not in message("rl", f"{name}=1"), name
+
+
+def settings_named(text: str) -> list[str]:
+    """The settings that the answer ``text`` translates a name to."""
+    return re.findall(r"\bis ([\w.]+) here|[(,] ?([\w.]+)=", text) and [
+        one or other for one, other in re.findall(r"\bis ([\w.]+) here|[(,] ?([\w.]+)=", text)
+    ]
+
+
+@pytest.mark.parametrize("verb", ["rl", "sft", "dpo", "rm", "distill", "generate", "serve"])
+def test_an_answer_names_settings_of_the_very_verb(verb: str) -> None:
+    names = {name for framework in FRAMEWORKS for name in option_names(framework)}
+    found = 0
+    for name in sorted(names):
+        for value in (True, "x"):
+            for setting in settings_named(said(verb, name, value).partition(": ")[0]):
+                assert has_setting(VERBS[verb], setting), (name, value, setting)
+                found += 1
+    assert found > 20
+
+
+def test_every_setting_of_the_table_exists_in_a_verb() -> None:
+    targets = {here for row in ROWS for here in row.here.split()}
+    missing = [one for one in targets if not any(has_setting(cls, one) for cls in VERBS.values())]
+    # Process data alone has the separator and the placeholder.
+    assert sorted(missing) == []
+
+
+def test_every_row_says_what_changes_or_why_there_is_no_counterpart() -> None:
+    for row in ROWS:
+        assert row.here or row.note, row.names
+        assert not row.note.endswith("."), row.note
+
+
+@pytest.mark.parametrize("verb", ["rl", "sft", "dpo", "rm"])
+def test_no_name_has_two_answers_in_one_verb(verb: str) -> None:
+    for name in {name for framework in FRAMEWORKS for name in option_names(framework)}:
+        text = said(verb, name)
+        # Frameworks that mean different things by a name are named.
+        assert len(re.findall(r" is [\w.]+ here", text)) <= 1 or re.search(
+            r"\((TRL|verl|ms-swift|OpenRLHF)", text
+        ), text
+
+
+def test_a_name_of_ours_is_translated_only_where_another_verb_has_it() -> None:
+    """A row for a setting of the verb would never be read."""
+    for row in ROWS:
+        for _, name in row.each_name():
+            if "." in name and "*" not in name and has_setting(verbs.RLConfig, name):
+                assert row.here.split()[0].split(".")[0] == name.split(".")[0], name
+
+
+SECTIONS = sorted(name for name in verbs.RLConfig.model_fields if name != "reference")
+
+
+@pytest.mark.parametrize("section", [*SECTIONS, "critic.optimizer", "eval.sampling", "nowhere"])
+def test_the_ending_of_a_name_never_answers_for_another_section(section: str) -> None:
+    """``critic.lr`` is no ``optimizer.lr``, and ``reward.temperature`` no ``sampling`` one."""
+    for name in {name for framework in FRAMEWORKS for name in option_names(framework)}:
+        whole = f"{section}.{name}"
+        if "." in name or rows_of(whole) or has_setting(verbs.RLConfig, whole):
+            continue
+        text = said("rl", whole, 1)
+        assert not text or text.startswith(f"{whole} is {section}."), text
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("critic.optim.lr=1e-5", "critic.optim.lr is critic.optimizer.lr here"),
+        ("critic.lr=1e-5", "critic.lr is critic.optimizer.lr here"),
+        ("critic.learning_rate=1e-5", "critic.learning_rate is critic.optimizer.lr here"),
+        ("critic.max_grad_norm=1", "critic.max_grad_norm is critic.optimizer.max_grad_norm here"),
+        ("cost_critic.learning_rate=1", "is cost_critic.optimizer.lr here"),
+        ("critic.model.path=x", "critic.model.path is critic.path here"),
+        ("eval.temperature=1", "eval.temperature is eval.sampling.temperature here"),
+        ("eval.max_new_tokens=9", "eval.max_new_tokens is eval.sampling.max_new_tokens here"),
+        ("eval.steps=9", "eval.steps is eval.every here"),
+        ("report_to=wandb", "report_to is log.wandb here (log.wandb=lightrft, "),
+        ("report_to=tensorboard", "report_to is log.tensorboard here (log.tensorboard=true)"),
+        ("report_to=mlflow", "'mlflow' is not supported"),
+        ("rollout.max_turns=5", "rollout.max_turns has no counterpart here: episodes of several"),
+        ("ppo_mini_batch_size=256", "a size in prompts there, and a count of optimizer steps here"),
+        ("optimizer.learning_rate=1", "optimizer.learning_rate is optimizer.lr here"),
+        ("model.lora.r=8", "model.lora.r is model.lora.rank here"),
+        ("actor_init_on_gpu=true", "actor_init_on_gpu has no counterpart here: fsdp2"),
+        ("ref.lr=1", "unknown setting ref "),
+        ("reward.temperature=1", "unknown setting reward.temperature "),
+        ("foo.learning_rate=1", "unknown setting foo "),
+        ("leraning_rate=1", "unknown setting leraning_rate "),
+        ("actor_rollout_ref.rollout.temprature=1", "unknown setting actor_rollout_ref "),
+        ("group_sise=8", "unknown setting group_sise"),
+        ("prompts_per_step=8", "did you mean rollout.prompts_per_step?"),
+        ("num_mini_batch=8", "unknown setting num_mini_batch"),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_answered(given: str, expected: str) -> None:
+    assert expected in message("rl", given)
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "expected"),
+    [
+        ("sft", "per_device_train_batch_size=8", "batch_size here: rows of one device"),
+        ("rl", "per_device_train_batch_size=8", "rollout.prompts_per_step here: responses of one"),
+        ("sft", "gradient_accumulation_steps=4", "is batch_size here: a factor there"),
+        ("sft", "micro_train_batch_size=4", "a bound in tokens of a forward pass on one device"),
+        ("sft", "num_generations=4", "rollout.group_size in lightrft rl"),
+        ("dpo", "num_generations=4", "num_generations is online.group_size here"),
+        ("generate", "num_generations=4", "num_generations is samples here"),
+        ("dpo", "beta=0.1", "beta is preference.beta here"),
+        ("distill", "beta=0.1", "beta is distill.beta here"),
+        ("rl", "beta=0.1", "beta is algorithm.kl.coef here"),
+        ("dpo", "loss_type=exo_pair", "(preference.losses=[exo])"),
+        ("rl", "loss_type=dr_grpo", "(algorithm.aggregation=constant)"),
+        ("rm", "loss_type=sigmoid", "(reward_model.losses=[bradley_terry])"),
+        ("serve", "port=8000", "port is http.port here"),
+        ("serve-rm", "host=0.0.0.0", "host is http.host here"),
+        ("serve", "gpu_memory_utilization=0.9", "not a share of it"),
+        ("chat", "system_prompt=x", "system_prompt is system here"),
+    ],
+)
+def test_the_answer_is_the_one_of_the_verb(verb: str, given: str, expected: str) -> None:
+    assert expected in message(verb, given)
+
+
+def test_a_whole_config_of_another_framework_is_answered_option_by_option() -> None:
+    told = message(
+        "rl",
+        "actor_rollout_ref={actor: {optim: {lr: 1e-6}, ppo_mini_batch_size: 64}, rollout: {n: 8}}",
+    )
+    for part in (
+        "actor_rollout_ref.actor.optim.lr is optimizer.lr here",
+        "actor_rollout_ref.actor.ppo_mini_batch_size is train.num_mini_batches here: a size",
+        "actor_rollout_ref.rollout.n is rollout.group_size here",
+    ):
+        assert part in told
+
+
+def test_every_value_of_a_table_of_values_is_accepted() -> None:
+    found = 0
+    for row in ROWS:
+        if not isinstance(row.convert, Choice):
+            continue
+        for value in row.convert.values.values():
+            settings = value if isinstance(value, Converted) else {row.here.split()[0]: value}
+            for name, new in settings.items():
+                cls = next(cls for cls in VERBS.values() if has_setting(cls, name))
+                build(cls, accepted_with(name, new))
+                found += 1
+    assert found > 100
+
+
+NEEDS = {
+    "model.load_in_4bit": {"model.lora.rank": 8},
+    "strategy.sequence_parallel": {"launch.processes": 2},
+    "engine.kind": {"engine.url": "http://127.0.0.1:8000"},
+    "algorithm.kl.estimator": {"algorithm.kl.where": "reward"},
+    "engine.quantization": {"engine.kind": "vllm"},
+}
+
+
+def accepted_with(name: str, value: object) -> dict[str, object]:
+    """The tree with ``name`` and what it needs."""
+    tree: dict[str, object] = {}
+    needed = NEEDS.get(name, {}) if value not in ("native", "vllm") else {}
+    for key, new in {**needed, name: value}.items():
+        branch = tree
+        *above, last = key.split(".")
+        for part in above:
+            branch = branch.setdefault(part, {})  # ty: ignore[invalid-assignment]
+        branch[last] = new
+    return tree
+
+
+def fields(cls: type[Settings]) -> Iterator[str]:
+    from lightrft.config.base import _leaves
+
+    return _leaves(cls)
+
+
+def class_names() -> set[str]:
+    waiting, found = [Settings], set()
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        found |= {cls.__name__} if cls.__module__.startswith("lightrft.") else set()
+    return found
+
+
+@pytest.mark.parametrize("verb", ["rl", "dpo", "rm", "distill", "serve", "merge"])
+def test_no_message_names_a_class_of_the_code(verb: str) -> None:
+    names = class_names()
+    for field in fields(VERBS[verb]):
+        for value in ("3", "0.01", "true", "word", "[1, {a: 2}]", "{no: 1}", "null"):
+            try:
+                load_settings(VERBS[verb], overrides=[f"{field}={value}"])
+            except ConfigError as error:
+                words = set(re.findall(r"\w+", str(error)))
+                assert not words & names, str(error)
+                assert not re.search(r"instance of|function-|tuple\b", str(error)), str(error)
+
+
+def test_a_name_of_an_earlier_version_is_answered_where_the_verb_has_its_setting() -> None:
+    assert said("rl", "rollout.prompts") == "rollout.prompts is rollout.prompts_per_step here"
+    assert said("sft", "rollout.prompts") == ""
+    assert OLD_NAMES["reward.deadline"] == "reward.timeout"

@@ -1,0 +1,311 @@
+"""``lightrft import-config``: configs of other frameworks become configs that are accepted."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightrft.cli.main import main
+from lightrft.config.base import has_setting, load_settings
+from lightrft.config.other_names.rows import FRAMEWORKS
+from lightrft.diagnostics.importing.reading import Foreign, read_foreign
+from lightrft.diagnostics.importing.writing import VERBS, collect, translate
+from tests.unit.config.test_other_names import option_names
+
+TRL = """
+model_name_or_path: Qwen/Qwen2.5-0.5B
+dataset_name: trl-lib/tldr
+num_generations: 8
+per_device_train_batch_size: 16
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-5
+beta: 0.04
+use_peft: true
+lora_r: 8
+report_to: wandb
+run_name: first
+bf16: true
+output_dir: out/grpo
+push_to_hub: true
+max_completion_lenght: 33
+chat_template_kwargs: {enable_thinking: false}
+"""
+VERL = r"""
+set -x
+rollout_n=8
+batch=$((32 * 4))
+export MODEL=Qwen/Qwen2.5-7B  # the start model
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files=train.parquet data.val_files="['a.parquet','b.parquet']" \
+    data.train_batch_size=$batch \
+    data.max_prompt_length=512 data.max_response_length=1024 \
+    actor_rollout_ref.model.path=${MODEL} \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.rollout.n=${rollout_n} \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.logger='["console","wandb"]' \
+    trainer.save_freq=$SAVE trainer.total_epochs=15 $@ 2>&1 | tee log.txt
+"""
+OPENRLHF = r"""
+ray job submit --address="http://127.0.0.1:8265" -- python3 -m openrlhf.cli.train_ppo_ray \
+   --pretrain meta/llama --prompt_data prompts.jsonl --input_key question --apply_chat_template \
+   --rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 256 \
+   --prompt_max_len 1024 --generate_max_len 512 --advantage_estimator rloo \
+   --init_kl_coef 1e-3 --kl_estimator k2 --use_kl_loss --actor_learning_rate 5e-7 \
+   --eps_clip_low_high 0.2 0.27 --dynamic_filtering --lora_rank 0 --lora_alpha 16 --zero_stage 3
+"""
+LLAMA = """
+stage: dpo
+do_train: true
+model_name_or_path: meta/llama
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+pref_beta: 0.2
+pref_loss: sigmoid
+dataset: dpo_en_demo
+template: llama3
+cutoff_len: 1024
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+output_dir: saves/llama/dpo
+"""
+SWIFT = r"""
+NPROC_PER_NODE=4 swift sft --model Qwen/Qwen3-8B --train_type full --dataset a.jsonl b.jsonl \
+    --torch_dtype bfloat16 --per_device_train_batch_size 2 --gradient_accumulation_steps 4 \
+    --learning_rate 1e-5 --max_length 4096 --system 'Answer: be brief.' --num_train_epochs 1
+"""
+LIGHTRFT = r"""
+N_SAMPLES=8
+torchrun --nproc-per-node 8 examples/gsm8k_geo3k/train_colocate.py --pretrain m \
+   --prompt_data p.jsonl --n_samples_per_prompt $N_SAMPLES --rollout_batch_size 128 \
+   --train_batch_size 128 --engine_type vllm --use_gspo --overlong_buffer \
+   --overlong_buffer_len 256 --generate_max_len 1024 --init_kl_coef 0 --images_key image
+"""
+EXAMPLES = {
+    "trl": ("a.yaml", TRL, "rl"),
+    "verl": ("run.sh", VERL, "rl"),
+    "openrlhf": ("run.sh", OPENRLHF, "rl"),
+    "llamafactory": ("a.yaml", LLAMA, "dpo"),
+    "ms-swift": ("run.sh", SWIFT, "sft"),
+    "lightrft": ("run.sh", LIGHTRFT, "rl"),
+}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "trl": {
+        "model.path": "Qwen/Qwen2.5-0.5B",
+        "rollout.group_size": 8,
+        # 16 rows x 2 micro-batches x 1 process are 32 responses to 4 prompts.
+        "rollout.prompts_per_step": 4,
+        "train.num_mini_batches": 1,
+        "algorithm.kl.coef": 0.04,
+        "algorithm.kl.where": "loss",
+        "algorithm.aggregation": "token",  # dapo, the default of loss_type
+        "model.lora.rank": 8,
+        "log.wandb": "lightrft",
+        "run.dir": "out",
+        "run.name": "grpo",
+        "model.dtype": "bfloat16",
+        "data.chat_template_options": {"enable_thinking": False},
+        "sampling.max_new_tokens": 512,
+    },
+    "verl": {
+        "model.path": "Qwen/Qwen2.5-7B",
+        "algorithm.preset": "grpo",
+        "rollout.prompts_per_step": 128,
+        "train.num_mini_batches": 4,
+        "rollout.group_size": 8,
+        "algorithm.kl.where": "loss",
+        "algorithm.kl.coef": 0.001,
+        "algorithm.kl.estimator": "k3",
+        "launch.processes": 16,
+        "eval.data.sources": ["a.parquet", "b.parquet"],
+        "log.wandb": "lightrft",
+        "log.tensorboard": False,
+    },
+    "openrlhf": {
+        "data.columns.prompt": "question",
+        "data.apply_chat_template": True,
+        "rollout.prompts_per_step": 128,
+        "train.num_mini_batches": 4,
+        "algorithm.preset": "rloo",
+        "algorithm.kl.where": "loss",
+        "algorithm.kl.coef": 0.001,
+        "algorithm.loss.clip_low": 0.2,
+        "algorithm.loss.clip_high": 0.27,
+        "algorithm.filters": ["zero_variance"],
+        "strategy.kind": "deepspeed",
+        "strategy.zero_stage": 3,
+    },
+    "llamafactory": {
+        "preference.losses": ["sigmoid"],
+        "preference.beta": 0.2,
+        "batch_size": 8,
+        "max_tokens": 1024,
+        "model.lora.rank": 8,
+        "model.lora.targets": "all-linear",
+        "optimizer.schedule": "cosine",
+        "run.name": "dpo",
+    },
+    "ms-swift": {
+        "model.path": "Qwen/Qwen3-8B",
+        "data.sources": ["a.jsonl", "b.jsonl"],
+        "data.system": "Answer: be brief.",
+        "batch_size": 32,
+        "max_tokens": 4096,
+        "train.epochs": 1,
+    },
+    "lightrft": {
+        "rollout.group_size": 8,
+        "algorithm.preset": "gspo",
+        "algorithm.kl.coef": 0.0,
+        "algorithm.shaping": [{"name": "overlong", "options": {"buffer": 256, "penalty": 1}}],
+        "engine.kind": "vllm",
+        "launch.processes": 8,
+        "train.num_mini_batches": 8,
+        "data.columns.images": "image",
+    },
+}
+
+
+@pytest.fixture(params=EXAMPLES)
+def example(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, str]:
+    name, text, verb = EXAMPLES[request.param]
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(text))
+    return request.param, path, verb
+
+
+def test_framework_and_verb_are_found(example: tuple[str, Path, str]) -> None:
+    framework, path, verb = example
+    foreign = read_foreign(path)
+    assert (foreign.framework(), foreign.verb()) == (framework, verb)
+
+
+def test_a_config_becomes_one_that_is_accepted(example: tuple[str, Path, str]) -> None:
+    framework, path, verb = example
+    result = translate(read_foreign(path), framework, verb)
+    assert result.problems == []
+    assert {name: result.tree.get(name) for name in EXPECTED[framework]} == EXPECTED[framework]
+    written = path.with_suffix(".out.yaml")
+    written.write_text(result.text())
+    load_settings(VERBS[verb], [written])
+
+
+def test_every_option_is_in_the_result_or_named_in_a_comment(
+    example: tuple[str, Path, str],
+) -> None:
+    framework, path, verb = example
+    foreign = read_foreign(path)
+    text = translate(foreign, framework, verb).text()
+    lost = [name for name in foreign.options if name not in text]
+    # Options that another one counts with; their numbers are in its settings.
+    assert set(lost) <= {"gradient_accumulation_steps", "overlong_buffer", "n_samples_per_prompt"}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("verb", ["rl", "dpo"])
+def test_every_option_of_a_framework_is_translated_or_has_a_reason(
+    framework: str, verb: str
+) -> None:
+    """Alone, with a value that may not fit: it sets something, or it is named."""
+    exists = VERBS[verb]
+    for k, name in enumerate(option_names(framework)):
+        for value in (1, "word", True, [1, 2]) if k % 25 == 0 else (1,):
+            result = collect(Foreign({name: value}), framework, verb)
+            assert all(has_setting(exists, setting) for setting in result.tree), name
+            assert not any("unknown; check" in line for line in result.left), name
+
+
+def test_options_that_are_unknown_or_set_nothing_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(TRL)
+    text = translate(read_foreign(path), "trl", "rl").text()
+    assert "max_completion_lenght = 33: unknown; check its spelling" in text
+    assert "push_to_hub = true: hubs and accounts are those of the environment" in text
+    assert "default of TRL: num_train_epochs = 3" in text
+    assert "the number of processes is not given, and 1 is taken" in text
+
+
+def test_the_number_of_processes_multiplies_rows_of_a_device(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(LLAMA)
+    result = translate(read_foreign(path), "llamafactory", "dpo", processes=4)
+    assert result.tree["batch_size"] == 32
+    assert "the number of processes is not given" not in result.text()
+
+
+def test_adapters_that_are_off_are_not_turned_on() -> None:
+    off = {"lora_rank": 0, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    assert not [k for k in translate(Foreign(off), "openrlhf", "sft").tree if "lora" in k]
+    full = {"finetuning_type": "full", "lora_rank": 8, "lora_alpha": 16}
+    assert not [k for k in translate(Foreign(full), "llamafactory", "sft").tree if "lora" in k]
+
+
+def test_a_kl_that_is_off_stays_off() -> None:
+    verl = translate(Foreign({"actor_rollout_ref.actor.kl_loss_coef": 0.001}), "verl", "rl")
+    assert verl.tree["algorithm.kl.where"] == "none"
+    assert verl.tree["algorithm.kl.coef"] == 0.0
+    assert translate(Foreign({"num_generations": 4}), "trl", "rl").tree["algorithm.kl.coef"] == 0.0
+
+
+def test_values_that_do_not_fit_together_are_reported(tmp_path: Path) -> None:
+    options = {
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.kl_loss_type": "kl",
+    }
+    result = translate(Foreign({**options, "algorithm.adv_estimator": "grpo"}), "verl", "rl")
+    assert "zero expected gradient" in result.text()
+    assert "# This config is refused as it is:" in result.text()
+
+
+def test_the_verb_prints_a_config_or_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(TRL)
+    assert main(["import-config", str(path), "--from", "trl"]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["rollout"]["prompts_per_step"] == 4
+    output = tmp_path / "ours.yaml"
+    assert main(["import-config", str(path), f"output={output}"]) == 0
+    assert f"lightrft rl {output}" in capsys.readouterr().out
+    assert output.read_text() == printed
+    assert main(["import-config", str(path), f"output={output}"]) == 2
+    assert "exists; set overwrite=true" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a file"),
+        (["nowhere.yaml"], "there is no such file"),
+        (["{tmp}/empty.yaml"], "must hold keys and values"),
+        (["{tmp}/other.yaml"], "no option tells its framework"),
+        (["{tmp}/other.yaml", "--from"], "--from names no framework"),
+        (["{tmp}/other.yaml", "--from", "tlr"], "Input should be 'auto', 'trl'"),
+        (["{tmp}/other.yaml", "{tmp}/empty.yaml"], "several files are named"),
+        (["{tmp}/bad.yaml"], "is not YAML"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "other.yaml").write_text("colour: red\n")
+    (tmp_path / "bad.yaml").write_text("a: [\n")
+    assert main(["import-config", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    assert said in capsys.readouterr().err
