@@ -69,7 +69,7 @@ def test_the_lists_are_read_whole() -> None:
         "lightrft": 149,
         "llamafactory": 273,
         "ms-swift": 647,
-        "openrlhf": 369,
+        "openrlhf": 397,
         "trl": 458,
         "verl": 1429,
     }
@@ -251,6 +251,7 @@ NEEDS = {
     "strategy.sequence_parallel": {"launch.processes": 2},
     "engine.kind": {"engine.url": "http://127.0.0.1:8000"},
     "algorithm.kl.estimator": {"algorithm.kl.where": "reward"},
+    "distill.tail": {"distill.top_k": 5},
     "engine.quantization": {"engine.kind": "vllm"},
 }
 
