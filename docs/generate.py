@@ -22,6 +22,7 @@ import lightrft.datasets.open_source  # noqa: F401  fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.config import model, serving, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
+from lightrft.config.import_config import ImportConfig
 from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.other_names.table import ROWS
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
@@ -64,7 +65,7 @@ VERBS: dict[str, type[Settings]] = {
     "export": verbs.ExportConfig,
     "merge": model.MergeConfig,
     "convert": model.ConvertConfig,
-    "import-config": verbs.ImportConfig,
+    "import-config": ImportConfig,
     "doctor": Examined,
     "demo": verbs.DemoConfig,
 }

@@ -13,6 +13,7 @@ from lightrft.cli.arguments import file_first, memory_errors, parse, positional,
 from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching, with_report
 from lightrft.config.base import Loaded
+from lightrft.config.import_config import ImportConfig
 from lightrft.config.model import ConvertConfig, MergeConfig
 from lightrft.config.serving import ServeConfig, ServeRMConfig
 from lightrft.config.verbs import (
@@ -22,7 +23,6 @@ from lightrft.config.verbs import (
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
-    ImportConfig,
     JudgeDPOConfig,
     JudgeRLConfig,
     JudgeSFTConfig,

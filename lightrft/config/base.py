@@ -417,7 +417,7 @@ def has_setting(cls: type[Settings], name: str) -> bool:
 
 
 def section_defaults(cls: type[Settings], name: str) -> dict[str, object]:
-    """Return the defaults of the settings below ``name``, or of the setting itself, by full name."""
+    """Return the defaults of the settings below ``name``, or of itself, by full name."""
     *above, last = name.split(".")
     owner = functools.reduce(branch_of, above, cls)
     below = branch_of(owner, last)

@@ -6,26 +6,26 @@ import re
 from pathlib import PurePath
 from typing import Any
 
-from lightrft.config.other_names.rows import Choice, NoValue, Options, Settings, Unclear
+from lightrft.config.other_names.rows import Converted, NoValue, Options, Unclear, ValueTable
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
-DTYPES = Choice(
+DTYPES = ValueTable(
     {
         **dict.fromkeys(("bf16", BF16, "torch.bfloat16"), BF16),
         **dict.fromkeys(("fp16", FP16, "half", "torch.float16"), FP16),
         **dict.fromkeys(("fp32", FP32, "float", "torch.float32"), FP32),
         "auto": "auto",
-        None: Settings(),
+        None: Converted(),
     }
 )
-SCHEDULES = Choice(
+SCHEDULES = ValueTable(
     {
         **dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
         **dict.fromkeys(("linear", "linear_with_warmup"), "linear"),
         **dict.fromkeys(("cosine", "cosine_with_warmup", "cosine_with_min_lr"), "cosine"),
     }
 )
-ESTIMATORS = Choice(
+ESTIMATORS = ValueTable(
     {
         **dict.fromkeys(("k1", "kl"), "k1"),
         **dict.fromkeys(("k2", "mse"), "k2"),
@@ -33,7 +33,7 @@ ESTIMATORS = Choice(
         **dict.fromkeys(("k3+", "low_var_kl+"), "k3_straight"),
     }
 )
-AGGREGATIONS = Choice(
+AGGREGATIONS = ValueTable(
     {
         "token-mean": "token",
         "seq-mean-token-mean": "sequence",
@@ -41,7 +41,7 @@ AGGREGATIONS = Choice(
         "seq-mean-token-sum-norm": "constant",
     }
 )
-ESTIMATES = Choice(
+ESTIMATES = ValueTable(
     {
         "gae": "ppo",
         **dict.fromkeys(("grpo", "group_norm"), "grpo"),
@@ -55,27 +55,27 @@ ESTIMATES = Choice(
     }
 )
 """Advantage estimators to presets."""
-VERL_LOSSES = Choice(
+VERL_LOSSES = ValueTable(
     {
-        "vanilla": Settings(),
-        **{name: Settings({"algorithm.loss.name": name}) for name in ("cispo", "gmpo", "sapo")},
-        "geo_mean": Settings({"algorithm.loss.name": "gmpo"}),
-        "ppo": Settings(),
-        "gspo": Settings({"algorithm.loss.ratio": "sequence"}),
-        "clip_cov": Settings({"algorithm.token_masks": ["clip_cov"]}),
-        "kl_cov": Settings({"algorithm.token_masks": ["kl_cov"]}),
-        "gpg": Settings({"algorithm.loss.name": "reinforce"}),
+        "vanilla": Converted(),
+        **{name: Converted({"algorithm.loss.name": name}) for name in ("cispo", "gmpo", "sapo")},
+        "geo_mean": Converted({"algorithm.loss.name": "gmpo"}),
+        "ppo": Converted(),
+        "gspo": Converted({"algorithm.loss.ratio": "sequence"}),
+        "clip_cov": Converted({"algorithm.token_masks": ["clip_cov"]}),
+        "kl_cov": Converted({"algorithm.token_masks": ["kl_cov"]}),
+        "gpg": Converted({"algorithm.loss.name": "reinforce"}),
     }
 )
 _POLICY = {
-    **{k: Settings({"algorithm.aggregation": "sequence"}) for k in ("grpo",)},
-    **{k: Settings({"algorithm.aggregation": "token"}) for k in ("bnpo", "dapo")},
-    "dr_grpo": Settings({"algorithm.aggregation": "constant"}),
+    **{k: Converted({"algorithm.aggregation": "sequence"}) for k in ("grpo",)},
+    **{k: Converted({"algorithm.aggregation": "token"}) for k in ("bnpo", "dapo")},
+    "dr_grpo": Converted({"algorithm.aggregation": "constant"}),
     **{
-        k: Settings({"algorithm.loss.name": k, "algorithm.aggregation": "token"})
+        k: Converted({"algorithm.loss.name": k, "algorithm.aggregation": "token"})
         for k in ("cispo", "sapo", "vespo")
     },
-    "luspo": Settings({"algorithm.preset": "luspo"}),
+    "luspo": Converted({"algorithm.preset": "luspo"}),
 }
 _PAIRS = {
     **{k: k for k in ("sigmoid", "hinge", "ipo", "robust", "bco_pair", "sppo_hard", "aot")},
@@ -103,14 +103,14 @@ def loss_type(value: Any, _: Options) -> Any:
 
 def reward_loss(value: Any, options: Options) -> Any:
     """Convert the loss of a reward model."""
-    return [Choice(_REWARDS)(value, options)]
+    return [ValueTable(_REWARDS)(value, options)]
 
 
-def trackers(value: Any, options: Options) -> Settings:
+def trackers(value: Any, options: Options) -> Converted:
     """Convert a list of places to log to: each has a setting of its own."""
     names = value if isinstance(value, list | tuple) else [value]
     names = ["none" if name is None else str(name).lower() for name in names]
-    found = Settings()
+    found = Converted()
     for name in names:
         if name in ("wandb", "all"):
             found["log.wandb"] = wandb(True, options)
@@ -123,7 +123,7 @@ def trackers(value: Any, options: Options) -> Settings:
 def wandb(value: Any, options: Options) -> Any:
     """Convert ``use_wandb``, which is a flag or a key, to the name of the project."""
     if value in (None, False, "", "None"):
-        return Settings()
+        return Converted()
     names = ("wandb_project", "logger.wandb.project", "trainer.project_name", "project")
     return next((options[name] for name in names if name in options), None) or "lightrft"
 
@@ -159,7 +159,7 @@ GROUP = ("num_generations", "n_samples_per_prompt", "rollout.n_samples_per_promp
 """Options that count the responses to a prompt."""
 
 
-def device_batch(value: Any, options: Options) -> Settings:
+def device_batch(value: Any, options: Options) -> Converted:
     """Convert the rows of a device to the rows of a step, for rows and for prompts alike.
 
     GRPO of TRL and ms-swift counts responses: ``num_generations`` of them share a prompt.
@@ -172,7 +172,7 @@ def device_batch(value: Any, options: Options) -> Settings:
     prompts = responses / group
     if prompts != int(prompts) or prompts < 1:
         prompts = 0  # left out below
-    found = Settings({"batch_size": int(value * ranks * accumulated)})
+    found = Converted({"batch_size": int(value * ranks * accumulated)})
     if prompts:
         found["rollout.prompts_per_step"] = int(prompts)
         found["train.num_mini_batches"] = max(1, round(responses / (value * ranks * accumulated)))
@@ -202,10 +202,10 @@ def responses_of_mini_batch(value: Any, options: Options) -> Any:
     prompts = number(options, "rollout_batch_size", "rollout.batch_size", default=0)
     group = number(options, *GROUP)
     if not prompts:
-        return Settings({"batch_size": value})
+        return Converted({"batch_size": value})
     if prompts * group % value:
         raise Unclear(f"{prompts * group:g} responses of a step are no multiple of {value}")
-    return Settings({"train.num_mini_batches": int(prompts * group // value), "batch_size": value})
+    return Converted({"train.num_mini_batches": int(prompts * group // value), "batch_size": value})
 
 
 def betas(value: Any, options: Options) -> Any:
@@ -218,10 +218,10 @@ def betas(value: Any, options: Options) -> Any:
     ]
 
 
-def clip_range(value: Any, _: Options) -> Settings:
+def clip_range(value: Any, _: Options) -> Converted:
     """Convert a symmetric clip range, or a pair."""
     low, high = value if isinstance(value, list | tuple) else (value, value)
-    return Settings({"algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high})
+    return Converted({"algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high})
 
 
 def kl_in(where: str, *flags: str) -> Any:
@@ -232,8 +232,8 @@ def kl_in(where: str, *flags: str) -> Any:
 
     def convert(value: Any, options: Options) -> Any:
         if (flags and not first(options, *flags)) or not value:
-            return Settings()
-        return Settings({"algorithm.kl.coef": value, "algorithm.kl.where": where})
+            return Converted()
+        return Converted({"algorithm.kl.coef": value, "algorithm.kl.where": where})
 
     return convert
 
@@ -246,32 +246,32 @@ def no_kl(where: str, *others: str) -> Any:
         others: Flags for other places. Without any, there is no KL.
     """
 
-    def convert(value: Any, options: Options) -> Settings:
+    def convert(value: Any, options: Options) -> Converted:
         if value:
-            return Settings({"algorithm.kl.where": where})
+            return Converted({"algorithm.kl.where": where})
         if first(options, *others):
-            return Settings()
-        return Settings({"algorithm.kl.where": "none", "algorithm.kl.coef": 0.0})
+            return Converted()
+        return Converted({"algorithm.kl.where": "none", "algorithm.kl.coef": 0.0})
 
     return convert
 
 
-def kl_of_trl(value: Any, options: Options) -> Settings:
+def kl_of_trl(value: Any, options: Options) -> Converted:
     """Convert ``beta`` of TRL: of GRPO a coefficient in the loss, elsewhere its own beta."""
     in_reward = "rloo_k" in options or options.get("kl_in_reward")
     kl = {"algorithm.kl.where": "none", "algorithm.kl.coef": 0.0}
     if value:
         kl = {"algorithm.kl.where": "reward" if in_reward else "loss", "algorithm.kl.coef": value}
-    return Settings({**kl, "preference.beta": value, "distill.beta": value})
+    return Converted({**kl, "preference.beta": value, "distill.beta": value})
 
 
 def kl_of_openrlhf(value: Any, options: Options) -> Any:
     """Convert ``init_kl_coef``, which acts in the loss with ``use_kl_loss``, else in the reward."""
     if not value:
-        return Settings({"algorithm.kl.where": "none", "algorithm.kl.coef": 0.0})
+        return Converted({"algorithm.kl.where": "none", "algorithm.kl.coef": 0.0})
     in_loss = first(options, "use_kl_loss", "algo.kl.use_loss")
     where = "loss" if in_loss else "reward"
-    return Settings({"algorithm.kl.where": where, "algorithm.kl.coef": value})
+    return Converted({"algorithm.kl.where": where, "algorithm.kl.coef": value})
 
 
 def frozen(part: str, *others: str) -> Any:
@@ -284,7 +284,7 @@ def frozen(part: str, *others: str) -> Any:
 
     def convert(value: Any, options: Options) -> Any:
         if not value:
-            return Settings()
+            return Converted()
         pairs = [other.split("=") for other in others]
         return [part, *(name for option, name in pairs if options.get(option))]
 
@@ -308,13 +308,13 @@ def uses_lora(options: Options) -> bool:
 
 def of_lora(value: Any, options: Options) -> Any:
     """Convert a number of adapters, which counts only where a config trains some."""
-    return value if value is not None and uses_lora(options) else Settings()
+    return value if value is not None and uses_lora(options) else Converted()
 
 
 def lora_targets(value: Any, options: Options) -> Any:
     """Convert the modules of adapters: ``all``, a regular expression, or names with commas."""
     if not uses_lora(options):
-        return Settings()
+        return Converted()
     if value in (None, "all", "all-linear", ["all-linear"], ["all"]):
         return "all-linear"
     if isinstance(value, str) and not re.search(r"[\\^$*+?()\[\]|]", value):
@@ -322,12 +322,12 @@ def lora_targets(value: Any, options: Options) -> Any:
     return value
 
 
-def folder(value: Any, _: Options) -> Settings:
+def folder(value: Any, _: Options) -> Converted:
     """Convert an output folder to the folder of runs and the name of this run."""
     path = PurePath(str(value))
     if not path.name or path.name == "..":
         raise Unclear(f"{value!r} names no folder of its own")
-    return Settings({"run.dir": str(path.parent), "run.name": path.name, "output": str(value)})
+    return Converted({"run.dir": str(path.parent), "run.name": path.name, "output": str(value)})
 
 
 def resume(value: Any, _: Options) -> Any:
@@ -336,14 +336,14 @@ def resume(value: Any, _: Options) -> Any:
     if isinstance(value, bool | None) or value in ("auto", "disable"):
         return words[value]
     if value == "resume_path":
-        return Settings()
+        return Converted()
     return value
 
 
 def reward_function(value: Any, options: Options) -> Any:
     """Convert a file with a reward function, and the name of the function in another option."""
     if value in (None, ""):
-        return Settings()
+        return Converted()
     names = ("custom_reward_function.name", "reward.custom_reward_function.name")
     if str(value).endswith(".py"):
         return [f"{value}:{first(options, *names) or 'reward_func'}"]
@@ -359,19 +359,19 @@ def template(value: Any, _: Options) -> Any:
     return str(value).replace("{}", "{prompt}")
 
 
-def share_of_steps(value: Any, _: Options) -> Settings:
+def share_of_steps(value: Any, _: Options) -> Converted:
     """Convert ``warmup_steps``, which below 1 is a share of all steps."""
     if value is None or value < 0:
-        return Settings()
+        return Converted()
     if 0 < value < 1:
-        return Settings({"optimizer.warmup_ratio": value})
-    return Settings({"optimizer.warmup_steps": int(value)})
+        return Converted({"optimizer.warmup_ratio": value})
+    return Converted({"optimizer.warmup_steps": int(value)})
 
 
 def every(value: Any, _: Options) -> Any:
     """Convert a number of steps between two events; -1 or 0 turns it off, below 1 is a share."""
     if value is None or value <= 0:
-        return Settings()
+        return Converted()
     if value < 1:
         raise Unclear("a share of all steps; give a number of steps")
     return int(value)
@@ -380,7 +380,7 @@ def every(value: Any, _: Options) -> Any:
 def masked(value: Any, _: Options) -> Any:
     """Convert a share of tokens with the highest entropy; 1, or 0 of LightRFT, keeps all."""
     if not value or value >= 1:
-        return Settings()
+        return Converted()
     return [{"name": "high_entropy", "options": {"rho": value}}]
 
 
@@ -395,7 +395,7 @@ def on_flag(name: str, value: Any, *options_of: str) -> Any:
 
     def convert(flag: Any, options: Options) -> Any:
         if not flag:
-            return Settings()
+            return Converted()
         found = dict(value)
         for pair in options_of:
             own, _, other = pair.partition("=")
@@ -417,7 +417,7 @@ def overlong(*factors: str) -> Any:
         # A flag may turn the length off.
         flags = ("overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
         if not value or any(options.get(flag) is False for flag in flags):
-            return Settings()
+            return Converted()
         penalty = number(options, *factors)
         return [{"name": "overlong", "options": {"buffer": value, "penalty": penalty}}]
 
@@ -426,4 +426,4 @@ def overlong(*factors: str) -> Any:
 
 def entropy_filter(value: Any, _: Options) -> Any:
     """Convert the flag of dynamic sampling."""
-    return ["zero_variance"] if value else Settings()
+    return ["zero_variance"] if value else Converted()

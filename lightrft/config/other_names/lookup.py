@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from lightrft.config.other_names.earlier import new_name, why_removed
-from lightrft.config.other_names.rows import FRAMEWORKS, NoValue, Row, Settings, Unclear
+from lightrft.config.other_names.rows import FRAMEWORKS, Converted, NameRow, NoValue, Unclear
 from lightrft.config.other_names.table import rows_of
 
 Exists = Callable[[str], bool]
@@ -47,7 +47,7 @@ def options_in(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield from below
 
 
-def setting_of(row: Row, exists: Exists) -> str:
+def setting_of(row: NameRow, exists: Exists) -> str:
     """Return the setting of the verb that does what ``row`` does, or ""."""
     return next((here for here in row.here.split() if exists(here)), "")
 
@@ -77,7 +77,7 @@ def _answer(name: str, value: object, exists: Exists, verbs_with: Callable[[str]
         return f"{name} is {now} here"
     rows = rows_of(name)
     # The first of several rows for all frameworks: a row for another verb may fit too.
-    fitting: list[tuple[str, Row]] = []
+    fitting: list[tuple[str, NameRow]] = []
     for of, row in rows:
         if setting_of(row, exists) and of not in [one for one, _ in fitting]:
             fitting.append((of, row))
@@ -92,7 +92,7 @@ def _answer(name: str, value: object, exists: Exists, verbs_with: Callable[[str]
     return f"{name} {'; '.join(texts)}"
 
 
-def _text(row: Row, value: object, exists: Exists, verbs_with: Callable[[str], str]) -> str:
+def _text(row: NameRow, value: object, exists: Exists, verbs_with: Callable[[str], str]) -> str:
     """Return what ``row`` says about a value, as the rest of a sentence."""
     if not row.here:
         return f"has no counterpart here: {row.note}"
@@ -109,7 +109,7 @@ def _text(row: Row, value: object, exists: Exists, verbs_with: Callable[[str], s
     return f"is {next(iter(new), here)} here{f' ({shown})' if shown else ''}{note}"
 
 
-def _converted(row: Row, here: str, value: object, exists: Exists) -> dict[str, Any]:
+def _converted(row: NameRow, here: str, value: object, exists: Exists) -> dict[str, Any]:
     """Return the settings of a value that do not depend on other options, if it changes."""
     if row.convert is None or isinstance(value, Mapping):
         return {}
@@ -119,7 +119,7 @@ def _converted(row: Row, here: str, value: object, exists: Exists) -> dict[str, 
         raise
     except (Unclear, TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
         return {}
-    if isinstance(new, Settings):
+    if isinstance(new, Converted):
         return {one: part for one, part in new.items() if exists(one)}
     return {} if new == value else {here: new}
 

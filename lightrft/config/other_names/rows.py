@@ -19,8 +19,8 @@ FRAMEWORKS = {
 """Key of a framework in ``import-config`` to its name in texts."""
 
 
-class Settings(dict[str, Any]):
-    """Settings of ours, by dotted name, that one option of another framework becomes."""
+class Converted(dict[str, Any]):
+    """Converted of ours, by dotted name, that one option of another framework becomes."""
 
 
 class Unclear(Exception):
@@ -34,20 +34,20 @@ class NoValue(Unclear):
 Options = Mapping[str, Any]
 """All options of a config of another framework, by whole name."""
 Convert = Callable[[Any, Options], Any]
-"""Return the value of ``Row.here``, or ``Settings``, from a value and all options.
+"""Return the value of ``NameRow.here``, or ``Converted``, from a value and all options.
 
-``Settings()`` without entries leaves the setting at its default. Raises ``Unclear``.
+``Converted()`` without entries leaves the setting at its default. Raises ``Unclear``.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NameRow:
     """A row of the table: names in other frameworks, and what they are here.
 
     Args:
         names: Whole names, separated by spaces. ``{a,b}.c`` stands for ``a.c`` and ``b.c``, ``*``
             for one part of a dotted name, and ``**`` for any parts. ``trl:a`` holds for TRL alone.
-        here: Settings that do the same, in order of preference, separated by spaces. A verb has
+        here: Converted that do the same, in order of preference, separated by spaces. A verb has
             the first one that exists in it. Empty if there is none.
         note: The unit, scope or relation that changes with the name, or why there is none here.
         convert: The value here from the value there; None copies it.
@@ -81,7 +81,7 @@ def pattern_of(name: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ValueTable:
     """A conversion that looks values up in a table. Text is compared in lower case."""
 
     values: Mapping[Any, Any]
@@ -96,19 +96,19 @@ class Choice:
         raise NoValue(f"{value!r} is none of {', '.join(str(one) for one in self.values)}")
 
 
-def when(setting: str, value: Any) -> Choice:
+def when(setting: str, value: Any) -> ValueTable:
     """Return a conversion of a flag: true sets ``setting`` to ``value``, false sets nothing."""
-    return Choice({True: Settings({setting: value}), False: Settings(), None: Settings()})
+    return ValueTable({True: Converted({setting: value}), False: Converted(), None: Converted()})
 
 
-def ignore(_: Any, __: Options) -> Settings:
+def ignore(_: Any, __: Options) -> Converted:
     """Convert any value to no setting: the default here does it already."""
-    return Settings()
+    return Converted()
 
 
-def counted(_: Any, __: Options) -> Settings:
+def counted(_: Any, __: Options) -> Converted:
     """Convert any value to no setting: the conversion of another option reads it."""
-    return Settings()
+    return Converted()
 
 
 def by_hand(_: Any, __: Options) -> Any:
@@ -119,7 +119,7 @@ def by_hand(_: Any, __: Options) -> Any:
 def positive(value: Any, _: Options) -> Any:
     """Convert a number that turns something off at 0, -1 or null."""
     if value is None or (isinstance(value, int | float) and value <= 0):
-        return Settings()
+        return Converted()
     return value
 
 
@@ -133,7 +133,7 @@ def inverse(value: Any, _: Options) -> bool:
 def as_list(value: Any, _: Options) -> Any:
     """Convert text with commas between items, or one item, to a list. Nothing is no setting."""
     if value in (None, "", [], {}):
-        return Settings()
+        return Converted()
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return list(value) if isinstance(value, list | tuple) else [value]

@@ -5,16 +5,22 @@ from __future__ import annotations
 import functools
 import re
 
-from lightrft.config.other_names import translated, translated_training, untranslated
-from lightrft.config.other_names.rows import Row, pattern_of
+from lightrft.config.other_names import (
+    translated,
+    translated_losses,
+    translated_rewards,
+    translated_training,
+    untranslated,
+)
+from lightrft.config.other_names.rows import NameRow, pattern_of
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[NameRow, ...] = (
     *translated.MODELS,
     *translated.DATA,
     *translated.SAMPLING,
-    *translated.REWARD,
-    *translated_training.ALGORITHM,
-    *translated_training.PREFERENCE,
+    *translated_rewards.REWARD,
+    *translated_losses.ALGORITHM,
+    *translated_losses.PREFERENCE,
     *translated_training.STEPS,
     *translated_training.PLACES,
     *translated_training.RUN,
@@ -25,9 +31,11 @@ ROWS: tuple[Row, ...] = (
 
 
 @functools.cache
-def _by_name() -> tuple[dict[str, list[tuple[str, Row]]], list[tuple[re.Pattern[str], Row]]]:
+def _by_name() -> tuple[
+    dict[str, list[tuple[str, NameRow]]], list[tuple[re.Pattern[str], NameRow]]
+]:
     """Return the rows by exact name, each with its framework, and the rows with patterns."""
-    exact: dict[str, list[tuple[str, Row]]] = {}
+    exact: dict[str, list[tuple[str, NameRow]]] = {}
     patterns = []
     for row in ROWS:
         for framework, name in row.each_name():
@@ -39,7 +47,7 @@ def _by_name() -> tuple[dict[str, list[tuple[str, Row]]], list[tuple[re.Pattern[
 
 
 @functools.cache
-def rows_of(name: str) -> list[tuple[str, Row]]:
+def rows_of(name: str) -> list[tuple[str, NameRow]]:
     """Return the rows of a whole name, each with the framework that it holds for, or "" for all."""
     exact, patterns = _by_name()
     # As they are typed: ``--learning-rate``, in capitals, or ``+trainer.x`` of Hydra.

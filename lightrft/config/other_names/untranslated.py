@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrft.config.other_names.rows import Row
+from lightrft.config.other_names.rows import NameRow
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -10,9 +10,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 
 
-def none(why: str, *names: str) -> Row:
+def none(why: str, *names: str) -> NameRow:
     """Return a row of names without a counterpart."""
-    return Row(" ".join(names), "", why)
+    return NameRow(" ".join(names), "", why)
 
 
 HARDWARE = (

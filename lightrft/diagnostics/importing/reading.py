@@ -143,10 +143,7 @@ def _command(text: str) -> Foreign:
     variables: dict[str, str] = {}
     best = Foreign({})
     for line in re.sub(r"\\\s*\n", " ", text).splitlines():
-        try:
-            words = shlex.split(_summed(line, variables), comments=True)
-        except ValueError:  # a quote that ends on another line
-            continue
+        words = _words(_summed(line, variables))
         words = [_filled(word, variables) for word in words if word not in ("export", "local")]
         if words and all(_ASSIGNMENT.match(word) for word in words):
             variables |= dict(word.split("=", 1) for word in words)
@@ -158,6 +155,14 @@ def _command(text: str) -> Foreign:
             plain = [word for word in words if not word.startswith("-") and "=" not in word]
             best = Foreign(options, " ".join(plain))
     return best
+
+
+def _words(line: str) -> list[str]:
+    """Return the words of a line of a shell; none if a quote of it ends on another line."""
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:
+        return []
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")

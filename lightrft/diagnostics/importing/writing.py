@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.base import Settings, Tree, build, has_setting, inline_yaml
+from lightrft.config.import_config import ImportConfig
 from lightrft.config.other_names.conversions import processes_in
 from lightrft.config.other_names.lookup import setting_of
-from lightrft.config.other_names.rows import FRAMEWORKS, Row, Unclear, counted
-from lightrft.config.other_names.rows import Settings as Converted
+from lightrft.config.other_names.rows import FRAMEWORKS, Converted, NameRow, Unclear, counted
 from lightrft.config.other_names.table import rows_of
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
-    ImportConfig,
     KTOConfig,
     RLConfig,
     RMConfig,
@@ -180,7 +179,7 @@ def _whole_tables(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from tables.items()
 
 
-def _row(name: str, framework: str, exists: Any) -> Row | None:
+def _row(name: str, framework: str, exists: Any) -> NameRow | None:
     """Return the row of a name for a framework: one whose setting the verb has, if possible."""
     rows = [row for of, row in rows_of(name) if of in ("", framework)]
     own = [row for of, row in rows_of(name) if of == framework]
@@ -191,7 +190,7 @@ def _translate(
     result: Imported,
     name: str,
     value: Any,
-    row: Row | None,
+    row: NameRow | None,
     options: Mapping[str, Any],
     exists: Any,
     is_default: bool,

@@ -13,8 +13,7 @@ from lightrft.config import model, serving, verbs
 from lightrft.config.base import Settings, build, has_setting, load_settings
 from lightrft.config.other_names.earlier import OLD_NAMES
 from lightrft.config.other_names.lookup import answer
-from lightrft.config.other_names.rows import Choice
-from lightrft.config.other_names.rows import Settings as Converted
+from lightrft.config.other_names.rows import Converted, ValueTable
 from lightrft.config.other_names.table import ROWS, rows_of
 from lightrft.utils.errors import ConfigError
 
@@ -235,7 +234,7 @@ def test_a_whole_config_of_another_framework_is_answered_option_by_option() -> N
 def test_every_value_of_a_table_of_values_is_accepted() -> None:
     found = 0
     for row in ROWS:
-        if not isinstance(row.convert, Choice):
+        if not isinstance(row.convert, ValueTable):
             continue
         for value in row.convert.values.values():
             settings = value if isinstance(value, Converted) else {row.here.split()[0]: value}
