@@ -258,7 +258,14 @@ def choose_device(device: str) -> str | None:
     if kind not in ("auto", accelerator.type):
         # By default, torch would also connect the accelerators that this run does not use.
         return "gloo"
-    local, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
+    if not os.environ.get("LOCAL_RANK", "" if count > 1 else "0").isdigit():
+        raise ConfigError(
+            f"LOCAL_RANK = {os.environ.get('LOCAL_RANK', '')!r} does not say which of the {count} "
+            f"devices of the type {accelerator.type} a process takes: a launcher such as torchrun "
+            "sets it; start the command by torchrun, or set strategy.device=cpu"
+        )
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     # A launcher without this variable may show each rank one device, whatever its local rank is.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1 if count > 1 else 1))
     if index and max(ranks, local + 1) > 1:

@@ -133,3 +133,11 @@ def test_a_rank_to_which_a_launcher_shows_one_device_uses_it(
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert choose_device("auto") is None
+
+
+def test_ranks_that_do_not_know_their_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert choose_device("auto") is None
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="does not say which of the 2 devices"):
+        choose_device("auto")
