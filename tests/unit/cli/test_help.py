@@ -9,6 +9,7 @@ from lightrft.cli.arguments import INDENT, show_help
 from lightrft.cli.main import main
 from lightrft.config.base import Settings, description_of, descriptions
 from lightrft.config.verbs import DemoConfig, RLConfig
+from lightrft.utils.errors import ModelError, path_of
 
 VERBS = ("rl", "sft", "eval", "generate", "chat", "export", "merge", "convert", "doctor", "demo")
 
@@ -115,3 +116,45 @@ def test_a_key_without_a_description_has_none(key: str) -> None:
 def test_a_class_without_source_has_no_descriptions() -> None:
     made: type[Settings] = type("Made", (Outer,), {"__module__": "nowhere"})
     assert descriptions(made) == {"inner": "The branch."}
+
+
+def test_the_help_of_a_section_lists_that_section_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--help", "data.media"]) == 0
+    rows = described_rows(capsys.readouterr().out)
+    assert len(rows) > 5
+    assert all(key.startswith("data.media.") for key in rows)
+    assert main(["rl", "model.lora", "--help"]) == 0
+    assert "model.lora.rank" in described_rows(capsys.readouterr().out)
+    assert main(["sft", "--help", "dta"]) == 2
+    assert "did you mean data?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rl", "algorithm=dpo"], "lightrft dpo preference=dpo"),
+        (["rl", "algorithm=kto"], "lightrft kto preference=kto"),
+        (["rl", "algorithm=sft"], "another verb trains by it: lightrft sft"),
+        (["dpo", "preference=grpo"], "lightrft rl algorithm=grpo"),
+        (["grpo"], "did you mean 'lightrft rl algorithm=grpo'?"),
+        (["simpo"], "did you mean 'lightrft dpo preference=simpo'?"),
+        (["rl", "--learning_rate", "1e-5"], "learning_rate is optimizer.lr here"),
+        (["rl", "--optimizer.lr=3"], "without dashes: optimizer.lr=3"),
+        (["rl", "--config", "a.yaml"], "give its name alone: a.yaml"),
+        (["serve", "--port", "8000"], "port is http.port here"),
+        (["sft", "rollout.group_size=3"], "it is a setting of lightrft rl"),
+        (["rl", "model.lora=16"], "it is a section; set the settings below it: model.lora.rank"),
+        (["rl", "log.wandb=true"], "not true; Weights & Biases project to log to"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_way_to_write_it(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("setting", "named"), [("critic.path", "critic.path"), ("", "model.path")])
+def test_an_error_about_a_model_names_the_setting_of_its_path(setting: str, named: str) -> None:
+    with pytest.raises(ModelError, match=f"^{named} = 'nope': there"), path_of(setting):
+        raise ModelError("model.path = 'nope': there is no such folder")

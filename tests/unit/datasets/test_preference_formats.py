@@ -337,7 +337,8 @@ def test_openrlhf_keys_are_settings_of_the_columns() -> None:
     row = {"ask": "What?", "good": BLUE, "bad": GREEN}
     pair = read(row, prompt="ask", chosen="good", rejected="bad")
     assert (prompt(pair), answers(pair)) == ("What?", [BLUE, GREEN])
-    with pytest.raises(MalformedRow, match="no preference in the row, which has: ask, good, bad"):
+    said = "no preference in the row, which has: ask, good, bad. Name .* data.columns.chosen and"
+    with pytest.raises(MalformedRow, match=said):
         read(row)
 
 
