@@ -23,7 +23,7 @@ class LoRAConfig(Settings):
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapters: their product counts ``alpha / rank`` times."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before the adapters, in [0, 1)."""
+    """Dropout before the adapters in training, in [0, 1), whatever ``model.dropout`` is."""
     targets: str | tuple[str, ...] = "all-linear"
     """Modules that get adapters: ``all-linear``, a regular expression of whole names, or a list of
     last parts of names."""
@@ -69,6 +69,11 @@ class ModelConfig(Settings):
     load_in_4bit: bool = False
     """Load weights in 4 bits (NF4, by bitsandbytes). Needs the extra ``quant``. Adapters cannot be
     added to such weights, so ``model/`` of a run holds the adapters alone (``lightrft merge``)."""
+    dropout: bool = False
+    """Train with the random parts of the model's forward: dropout of any kind, noise of routers and
+    layer drop, at the rates of its ``config.json``. Losses that compare log-probs read them in
+    evaluation mode, and the gradient is that of the random forward; this costs one more forward.
+    The default is true for ``sft``, which compares nothing."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     logits_mb: int | None = Field(None, ge=1)
@@ -103,6 +108,14 @@ class PolicyModelConfig(ModelConfig):
     """Train a mixture of experts with the experts that generation picked for each token (R3, arXiv
     2510.11370), since rounding can change the router's choice. It needs ``engine.kind`` native. Set
     it if ``policy/rollout_logprob_diff`` of such a model is high."""
+
+
+class SupervisedModelConfig(ModelConfig):
+    """The model that ``lightrft sft`` trains."""
+
+    dropout: bool = True
+    """Train with the random parts of the model's forward: dropout of any kind, noise of routers and
+    layer drop, at the rates of its ``config.json``."""
 
 
 def loading_settings(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lightrft.config.data import (
 )
 from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.config.launch import LaunchConfig
-from lightrft.config.model import ModelConfig, PolicyModelConfig
+from lightrft.config.model import ModelConfig, PolicyModelConfig, SupervisedModelConfig
 from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.preference.online import OnlineConfig
 from lightrft.config.reward import RewardConfig, RewardTerm
@@ -145,6 +145,8 @@ class SFTConfig(SupervisedConfig):
 
     verb: ClassVar[str] = "sft"
     """Name of the verb."""
+    model: SupervisedModelConfig = SupervisedModelConfig()
+    """Model to train."""
     data: SFTDataConfig = SFTDataConfig()
     """Conversations to learn from."""
     validation: SFTDataConfig = SFTDataConfig(shuffle=False)
@@ -292,6 +294,8 @@ class JudgeSFTConfig(JudgeTrainingConfig, SFTConfig):
 
     verb: ClassVar[str] = "sft"
     """Name of the verb."""
+    model: SupervisedModelConfig = SupervisedModelConfig()
+    """Model to train."""
     data: SFTDataConfig = SFTDataConfig()
     """Rows of responses, with a judgement or with labels."""
 

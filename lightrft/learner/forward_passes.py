@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightrft.config.strategy import SamplingConfig
 from lightrft.learner.micro_batches import MicroBatch, local_micro_batches
@@ -105,18 +104,6 @@ def compute_logprobs(
         return model.score(part, temperature=temperature).logprobs
 
     return map_micro_batches(batch, score, roles, max_tokens, model)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
-    """Put ``model`` into evaluation mode inside the context, and restore the mode of each part."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def sampling_temperature(sampling: SamplingConfig) -> float:

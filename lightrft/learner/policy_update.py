@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from lightrft.learner.distillation import distillation_targets
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.learner.micro_batches import MicroBatch, local_micro_batches, mini_batches
 from lightrft.models.actor import TokenScores
+from lightrft.models.training_mode import values_of_evaluation
 from lightrft.observability.metrics import Last, Max, Mean, Metrics, Sum
 from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.base import Strategy
@@ -430,10 +432,15 @@ def policy_step(
     target = distillation_targets(roles, settings.algorithm.distill, settings.temperature)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        scores = roles.actor.score(
-            part, temperature=settings.temperature, entropy=entropy, target=target(part)
+        compared = target(part)
+        score = partial(
+            roles.actor.score,
+            part,
+            temperature=settings.temperature,
+            entropy=entropy,
+            target=compared,
         )
-        return objective(part, scores)
+        return objective(part, values_of_evaluation(roles.actor, score))
 
     # ``loss_weights`` hold the denominator already, so leaving rows out does not change the loss.
     active = mini.select(objective.active(mini))
@@ -473,7 +480,7 @@ def critic_step(
     """
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        values, _ = critic.model.values(part)
+        values = values_of_evaluation(critic.model, lambda: critic.model.values(part))[0]
         losses = value_loss(values, require_column(part.values), require_column(part.returns), clip)
         metrics = Metrics(
             {
@@ -515,7 +522,7 @@ def optimizer_step(
         The loss summed over all ranks, and all metrics.
     """
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
-    # transformers recomputes activations (gradient checkpointing) in training mode only.
+    # Gradient checkpointing and dropout act in training mode only.
     trained.model.train()
     layout, teams = trained.model.layout, strategy.data_parallel_group
     parts: list[tuple[Batch, LossOf, MicroBatch]] = []

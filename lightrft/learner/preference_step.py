@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from lightrft.learner.preference_batch import (
 )
 from lightrft.models.actor import TokenScores
 from lightrft.models.divergence.token_divergence import Target
+from lightrft.models.training_mode import values_of_evaluation
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import Roles
 from lightrft.types import Batch, rows_of
@@ -324,9 +326,9 @@ class _Objective:
 
     def _scores(self, part: Batch, *, energy: bool = True) -> TokenScores:
         wanted = energy and self.settings.requirements.collision
-        return self.roles.actor.score(
-            part, temperature=1.0, energy=wanted, target=self.target(part)
-        )
+        actor, target = self.roles.actor, self.target(part)
+        score = partial(actor.score, part, temperature=1.0, energy=wanted, target=target)
+        return values_of_evaluation(actor, score)
 
     def data(self, part: Batch, columns: TokenColumns) -> Preferences:
         """Build the argument of the losses. ``part`` must not train on nonfinite log-probs."""

@@ -7,6 +7,8 @@ on each batch before the advantages are computed.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,6 +18,7 @@ from lightrft.config.train import PRMConfig
 from lightrft.learner.forward_passes import MicroBatches, compute_logprobs
 from lightrft.learner.micro_batches import local_micro_batches
 from lightrft.learner.policy_update import optimizer_step
+from lightrft.models.training_mode import values_of_evaluation
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.base import Strategy
@@ -89,7 +92,8 @@ def process_step(
     before: list[Tensor] = []
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        logprobs = process.model.score(part, temperature=temperature).logprobs
+        score = partial(process.model.score, part, temperature=temperature)
+        logprobs = values_of_evaluation(process.model, score).logprobs
         before.append(logprobs.detach())
         losses, right = outcome_losses(logprobs, part, settings.beta, settings.threshold)
         judged = (TokenRows.of(part).count() > 0).sum()

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 CHUNK = 128
 """Number of examples whose log-probs are computed together."""
 COLUMN = "logprobs"
-FORMAT = "1"
+FORMAT = "2"
 """Version of the entries. It changes with the meaning of their numbers."""
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -43,10 +44,13 @@ from lightrft.models.multimodal.merge_inputs import (
 )
 from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
 from lightrft.models.reward.saved_form import holds_heads
+from lightrft.models.training_mode import attention_dropout, set_training
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
 
 interface.register()
+
+log = logging.getLogger(__name__)
 
 
 class TokenScores(NamedTuple):
@@ -108,6 +112,35 @@ class Backbone(nn.Module):
         self.longest_row: int | None = None
         """Tokens of the longest row that the run allows, if known. ``check_layout`` tries no longer
         row."""
+        # New adapters and heads are in training mode, whatever the mode of the model is.
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, in which ``model.dropout`` decides about the random parts of a forward."""
+        super().train(mode)
+        if not mode:
+            return self
+        set_training(self.model, noise=self.config.dropout, adapter_noise=self._drops_adapters)
+        rate = attention_dropout(self.text_config) if self.config.dropout else None
+        if rate is not None and self._layout != "padded":
+            log.warning(
+                "model.layout: padded, since only padded rows can drop attention weights (%s of the "
+                "model's config); model.dropout=false trains in %s",
+                rate,
+                self._layout,
+            )
+            self._layout = "padded"
+        return self
+
+    @property
+    def is_random(self) -> bool:
+        """Return ``True`` in a training mode with random parts, such as dropout."""
+        return self.training and self._drops_adapters
+
+    @property
+    def _drops_adapters(self) -> bool:
+        lora = self.config.lora
+        return self.config.dropout or (lora is not None and lora.dropout > 0)
 
     def read_weights(self, held: ShardLayout = local_shard_of) -> None:
         """Fill weights that were created on the meta device and have memory by now.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lightrft.distributed.process_group import run_on_all_ranks
-from lightrft.learner.forward_passes import evaluation_mode
+from lightrft.models.training_mode import evaluation_mode
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.observability.run_health import Health
 from lightrft.observability.trackers import ReadRow, Summary
@@ -31,6 +31,7 @@ from lightrft.utils.errors import (
     RewardError,
     UserError,
 )
+from lightrft.utils.seeding import derive_seed, seed_everything
 from lightrft.utils.state_io import State
 
 log = logging.getLogger(__name__)
@@ -195,6 +196,9 @@ def run_steps(run: TrainingRun) -> Summary:
     first = run.step + 1
     while run.step < run.steps and not session.stopping() and not run.reached(values):
         try:
+            # By its place in the run: dropout is then the same after a resume, on every rank.
+            place = run.strategy.data_parallel_group.rank
+            seed_everything(derive_seed(run.seed, "step", run.step, place))
             metrics = run.train_step()
         except GenerationInterrupted:
             # The half step is thrown away. The state is that of the last whole step.

@@ -13,6 +13,7 @@ import pytest
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.models.tiny.text_families import family_model
 from tests import warm
 from tests.reward_trials import try_each_reward_once
 
@@ -53,6 +54,31 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen2", seed=1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer)
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+RANDOM: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "opt": {"dropout": 0.2, "attention_dropout": 0.1, "layerdrop": 0.3},
+    "mixtral": {"router_jitter_noise": 0.3},
+}
+"""Families with a random forward, and the fields of their config that make it random."""
+
+
+@pytest.fixture(scope="session")
+def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a tiny model with a random forward."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            tokenizer = tiny_tokenizer()
+            model = family_model(family, seed=1, vocab_size=len(tokenizer), **RANDOM[family])
+            model.save_pretrained(made[family])
+            tokenizer.save_pretrained(made[family])
+        return made[family]
+
     return folder
 
 

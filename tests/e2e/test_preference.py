@@ -128,6 +128,36 @@ def test_the_first_loss_is_that_of_a_policy_that_is_its_reference(dpo, source):
     assert first["preference/accuracy"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("family", "source", "dropout"),
+    [
+        ("gpt2", "cached", False),
+        ("gpt2", "step", True),
+        ("opt", "step", True),
+        ("mixtral", "cached", True),
+    ],
+)
+def test_a_random_forward_starts_at_the_loss_of_a_policy_that_is_its_reference(
+    dpo, random_folder, family, source, dropout
+):
+    model = {"path": str(random_folder(family)), "dropout": dropout}
+    reference = {"reference": {"source": source}}
+    first = dpo(model=model, preference=reference, train={"steps": 1})[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["preference/margin"] == pytest.approx(0, abs=1e-6)
+    assert first["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_labelled_responses_start_at_the_loss_of_a_policy_that_is_its_reference(
+    kto, random_folder, dropout
+):
+    model = {"path": str(random_folder("gpt2")), "dropout": dropout}
+    first = kto(model=model, train={"steps": 1})[0]
+    assert first["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert first["policy/grad_norm"] > 0
+
+
 def test_log_probs_kept_on_disk_and_computed_in_each_step_give_the_same_run(dpo, tmp_path):
     cached = dpo(run={"name": "cached"}, preference={"reference": {"source": "cached"}})
     step = dpo(run={"name": "step"}, preference={"reference": {"source": "step"}})

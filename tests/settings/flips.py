@@ -372,6 +372,7 @@ FLIPS: dict[str, Flip] = {
     "model.lora.dora": Flip(True, "loaded", ADAPTERS),
     "model.load_in_4bit": Flip(True, "loaded", refused=True),
     "model.gradient_checkpointing": Flip(True, "loaded"),
+    "model.dropout": Flip(True, "run", {"model": {"path": "{root}/dropout"}}),
     "model.logits_mb": Flip(1, "loaded"),
     "model.trust_remote_code": Flip(True, "asked_of_the_hub"),
     "model.replay_routes": Flip(True, "run", {"model": {"path": "{root}/experts"}}),

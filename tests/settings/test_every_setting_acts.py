@@ -140,6 +140,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     unproved_model().save_pretrained(folder / "unproved")
     family_model("qwen3_moe").save_pretrained(folder / "experts")
     tiny_tokenizer().save_pretrained(folder / "experts")
+    family_model("gpt2", vocab_size=len(tiny_tokenizer())).save_pretrained(folder / "dropout")
+    tiny_tokenizer().save_pretrained(folder / "dropout")
     backwards.save_pretrained(folder / "backwards")
     save_tiny_media("qwen2_5_vl", folder / "reader")
     rows = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from lightrft.models.divergence.token_divergence import (
     Target,
     TeacherTarget,
 )
+from lightrft.models.training_mode import values_of_evaluation
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import FrozenModel, Reference, Roles
 from lightrft.types import Batch
@@ -202,7 +204,8 @@ def _loss_of(
         if shown is not None:
             seen = shown.select(require_column(part.example).cpu()).to(roles.device)
         compared = _in_spans(target(seen), seen)
-        scores = roles.actor.score(part, temperature=1.0, target=compared)
+        score = partial(roles.actor.score, part, temperature=1.0, target=compared)
+        scores = values_of_evaluation(roles.actor, score)
         return distillation_loss(scores, part, nll_coef)
 
     return loss_of

@@ -23,7 +23,6 @@ from lightrft.algorithms.reward_model.requirements import signed_score
 from lightrft.algorithms.token_ops import require_column
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset, PreferenceExample
 from lightrft.datasets.sampler import in_order
-from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.learner.reward_model.outputs import (
     Outputs,
@@ -38,6 +37,7 @@ from lightrft.learner.reward_model.step import (
 )
 from lightrft.learner.sft_step import with_sources
 from lightrft.models.reward.reward_model import HeadOutputs, RewardModel
+from lightrft.models.training_mode import evaluation_mode
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy

@@ -26,7 +26,6 @@ from lightrft.algorithms.reward_model.objective import (
 )
 from lightrft.algorithms.token_ops import require_column
 from lightrft.config.reward_model import RewardModelConfig
-from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.learner.micro_batches import largest_group
 from lightrft.learner.policy_update import LossOf, optimizer_step
 from lightrft.learner.reward_model.outputs import (
@@ -38,6 +37,7 @@ from lightrft.learner.reward_model.outputs import (
 )
 from lightrft.models.actor import Backbone
 from lightrft.models.reward.reward_model import HeadOutputs, RewardModel
+from lightrft.models.training_mode import evaluation_mode
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy

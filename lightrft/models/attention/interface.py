@@ -12,6 +12,8 @@ from typing import Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lightrft.utils.errors import ModelError
+
 NAME = "lightrft"
 
 
@@ -54,6 +56,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     attention_plan: AttentionPlan | None = None,
+    dropout: float = 0.0,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Call the plan's ``attend``. transformers calls this function in every text attention layer.
@@ -68,13 +71,20 @@ def attention(
         sliding_window: Number of keys that a query attends to. ``None`` is unlimited.
         softcap: Soft-cap of the scores. ``None`` for none.
         attention_plan: The plan of this model call.
+        dropout: Probability of dropping a weight of attention. A plan computes no dropout.
 
     Raises:
         RuntimeError: The model was called without a plan.
+        ModelError: The dropout is not 0.
     """
     if attention_plan is None:
         raise RuntimeError(
             "the model was called without attention_plan while its attention is set to 'lightrft'"
+        )
+    if dropout:
+        raise ModelError(
+            f"the model drops {dropout:g} of its attention weights, which only padded rows can do; "
+            "set model.layout=padded, or model.dropout=false"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = attention_plan.attend(

@@ -453,8 +453,9 @@ class ModelLoader:
     def model(self, source: str | nn.Module) -> tuple[nn.Module, ModelConfig]:
         """Return the model of ``source`` and its settings."""
         if isinstance(source, nn.Module):
-            return source, ModelConfig()
-        config = ModelConfig(path=str(source), **self.settings)
+            return source, ModelConfig(dropout=True)
+        # ``train()`` and ``eval()`` of these classes mean what they mean in PyTorch.
+        config = ModelConfig(path=str(source), dropout=True, **self.settings)
         # An empty tensor shows torch's default device. Under a meta-device context no weights
         # exist that could be placed.
         device_map = None if torch.empty(0).device.type == "meta" else self.device_map

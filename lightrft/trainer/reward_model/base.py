@@ -11,9 +11,9 @@ from lightrft.config.verbs import PRMVerbConfig, RMConfig
 from lightrft.datasets.prompt_dataset import EncodedDataset
 from lightrft.datasets.sampler import PromptSampler
 from lightrft.distributed.process_group import run_on_all_ranks
-from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.training_mode import evaluation_mode
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_examples

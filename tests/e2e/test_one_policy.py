@@ -1,0 +1,82 @@
+"""At a learning rate of 0, old policy, reference and sampler are the policy: each ratio is 1 and each KL is 0."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightrft.config.base import deep_merge
+from lightrft.observability.trackers import read_rows
+from lightrft.trainer.rl import run_rl
+from tests.e2e.conftest import RANDOM
+
+EXACT = 2e-5
+"""Difference of log-probs in nats that rounding in float32 makes between the engine and the trainer."""
+
+
+def first_step(config: Any, folder: Path) -> dict[str, Any]:
+    run_rl(config)
+    return read_rows(folder / "run" / "metrics.jsonl")[0]
+
+
+def assert_one_policy(row: dict[str, Any]) -> None:
+    """Assert that no metric of ``row`` tells the policy from its old self, its sampler or its reference."""
+    ones = [name for name in row if name.endswith(("/ratio", "/correction"))]
+    nulls = ("policy/kl", "policy/old_kl", "policy/rollout_logprob_diff", "policy/teacher_kl")
+    for name in ones:
+        assert math.isclose(row[name], 1.0, abs_tol=EXACT), (name, row[name])
+    for name in nulls:
+        assert abs(row.get(name, 0.0)) <= EXACT, (name, row[name])
+    assert row.get("policy/clip_fraction", 0.0) == 0.0
+
+
+def still(**over: Any) -> dict[str, Any]:
+    """Settings of a run of one step, of two optimizer steps that move nothing."""
+    tree = {
+        "optimizer": {"lr": 0.0},
+        "train": {"steps": 1, "num_mini_batches": 2},
+        "algorithm": {"kl": {"where": "loss", "coef": 0.1}},
+    }
+    return deep_merge(tree, over)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("family", RANDOM)
+def test_a_random_forward_is_no_other_policy(
+    rl_config, random_folder, data_folder, tmp_path, family, dropout
+):
+    model = {"path": str(random_folder(family)), "dropout": dropout}
+    terms = [f"{data_folder / 'rewards.py'}:varied"]
+    row = first_step(rl_config(**still(model=model, reward={"terms": terms})), tmp_path)
+    assert_one_policy(row)
+    assert row["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("model", [{"dropout": True}, {"lora": {"rank": 2, "dropout": 0.3}}])
+def test_a_run_with_dropout_resumes_bit_for_bit(
+    rl_config, random_folder, data_folder, tmp_path, model
+):
+    def config(name: str, steps: int) -> Any:
+        tree = {
+            "run": {"name": name},
+            "model": {"path": str(random_folder("gpt2")), **model},
+            "reward": {"terms": [f"{data_folder / 'rewards.py'}:varied"]},
+            "train": {"steps": steps, "num_mini_batches": 2},
+            "optimizer": {"schedule": "constant"},
+            "algorithm": {"kl": {"where": "loss", "coef": 0.1}},
+        }
+        return rl_config(**tree)
+
+    run_rl(config("whole", 3))
+    run_rl(config("parts", 1))
+    torch.rand(7)  # another process has used its generators in another way
+    run_rl(config("parts", 3))
+    whole, parts = (
+        load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "parts")
+    )
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
