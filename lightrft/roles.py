@@ -22,6 +22,7 @@ from lightrft.models.actor import Actor, Backbone, TokenScores
 from lightrft.models.multimodal.equal_towers import has_constant_towers, has_same_towers
 from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.multimodal.merge_inputs import has_media
+from lightrft.models.sampled_distribution import Distribution
 from lightrft.observability.metrics import Max, Metrics, Sum
 from lightrft.rewards.base import RewardScorer
 from lightrft.strategy.base import Strategy, TrainState
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 class Reference(Protocol):
     """The distribution that the policy is kept close to."""
 
-    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
+    def score(self, batch: Batch, *, temperature: Distribution) -> TokenScores:
         """Return the log-probs of the response tokens at ``temperature``."""
         ...
 
@@ -56,7 +57,7 @@ class AdapterFreeReference:
 
     actor: Actor
 
-    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
+    def score(self, batch: Batch, *, temperature: Distribution) -> TokenScores:
         """Return the log-probs of the response tokens under the model without adapters."""
         with self.actor.reference():
             return self.actor.score(batch, temperature=temperature)
@@ -122,7 +123,7 @@ class FrozenModel:
     model: Actor
     layout_verified: bool = False
 
-    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
+    def score(self, batch: Batch, *, temperature: Distribution) -> TokenScores:
         """Return the log-probs of the response tokens at ``temperature``."""
         return self.model.score(batch, temperature=temperature)
 

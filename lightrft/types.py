@@ -500,6 +500,7 @@ class Batch:
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     # [B] as ``final_values``, of the cost
     cost_final_values: Tensor | None = sample_column()
+    final_returns: Tensor | None = sample_column()  # [B] targets of ``final_values``
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
     # [B] long: row of the data that the response belongs to

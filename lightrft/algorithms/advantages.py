@@ -349,11 +349,11 @@ def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
 @ADVANTAGES.register(
     "gae",
     formula="delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = "
-    "A_t + V_t",
+    "A_t + V_t;  V = 0 after the last token",
     latex=r"\delta_t=r_t+\gamma V_{t+1}-V_t,\quad \hat A_t=\delta_t+\gamma\lambda\hat A_{t+1},\quad \hat R_t=\hat A_t+V_t",
     paper="GAE, arXiv 1506.02438, eq. 16; lam_critic: VC-PPO, arXiv 2503.01491",
     needs=["critic"],
-    reads=["gamma", "gae_lambda"],
+    reads=["gamma", "gae_lambda", "bootstrap_truncated"],
 )
 def gae(
     batch: Batch,
@@ -364,13 +364,14 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Compute generalized advantage estimation (GAE).
 
-    A truncated row is bootstrapped with the value of the state after its last token.
+    The value after the last token is 0. With ``bootstrap_truncated``, a truncated row takes the
+    critic's value there.
 
     Args:
         lam_critic: Trace decay of the returns. ``None`` uses ``gae_lambda`` for advantages and
             returns.
     """
-    return traced(batch, token_rewards, settings.gamma, settings.gae_lambda, lam_critic)
+    return traced(batch, token_rewards, settings, settings.gae_lambda, lam_critic)
 
 
 @ADVANTAGES.register(
@@ -382,7 +383,7 @@ def gae(
     r"\hat R_t=V_t+\sum_{k\ge 0}(\gamma\lambda_{critic})^k\delta_{t+k}",
     paper="VAPO, arXiv 2504.05118, section 4.2; decoupled traces: VC-PPO, arXiv 2503.01491",
     needs=["critic"],
-    reads=["gamma"],
+    reads=["gamma", "bootstrap_truncated"],
 )
 def vapo(
     batch: Batch,
@@ -410,18 +411,22 @@ def vapo(
     length = TokenRows.of(batch).count().to(token_rewards.dtype)
     # A response without sampled tokens has length 0: 1 / 0 is infinite, and the clamp gives 0.
     lam = (1 - 1 / (alpha * length)).clamp(min=0)
-    return traced(batch, token_rewards, settings.gamma, lam, lam_critic)
+    return traced(batch, token_rewards, settings, lam, lam_critic)
 
 
 def traced(
-    batch: Batch, token_rewards: Tensor, gamma: float, lam: float | Tensor, lam_critic: float | None
+    batch: Batch,
+    token_rewards: Tensor,
+    settings: AdvantageConfig,
+    lam: float | Tensor,
+    lam_critic: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns from temporal differences.
 
     Args:
         batch: Has ``values [N]``, and ``final_values [B]`` to bootstrap truncated rows.
         token_rewards: ``[N]``.
-        gamma: Discount factor per token.
+        settings: Discount factor per token, and whether truncated rows are bootstrapped.
         lam: Trace decay, one number for all rows or ``[B]``.
         lam_critic: Trace decay of the returns. ``None`` uses ``gae_lambda``.
 
@@ -429,18 +434,19 @@ def traced(
         Advantages and returns, ``[N]`` each.
 
     Raises:
-        ValueError: If ``batch.values`` is missing.
+        ValueError: If ``batch.values`` is missing, or the values after truncated rows.
     """
     if batch.values is None:
         raise ValueError("a trace of temporal differences needs batch.values")
-    rows = TokenRows.of(batch)
+    rows, gamma = TokenRows.of(batch), settings.gamma
     # without the tokens that the policy did not sample: time passes at sampled tokens only
     rewards, row, column = compact(token_rewards, rows)
     values, _, _ = compact(batch.values.to(token_rewards.dtype), rows)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-    if batch.final_values is not None and batch.truncated is not None:
+    if settings.bootstrap_truncated:
+        if batch.final_values is None or batch.truncated is None:
+            raise ValueError("bootstrap_truncated needs batch.final_values and batch.truncated")
         cut = (rows.count() > 0) & batch.truncated
-        # a finished response ends in a state of value 0, a truncated one does not
         following[cut, rows.count()[cut] - 1] = batch.final_values[cut].to(values.dtype)
     inside = torch.arange(values.shape[1], device=values.device) < rows.count()[:, None]
     delta = torch.where(inside, rewards + gamma * following - values, torch.zeros_like(values))

@@ -28,6 +28,8 @@ from lightrft.utils.registry import Registry
 Stats = dict[str, Tensor]
 PolicyLoss = Callable[..., tuple[Tensor, Stats]]
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+ROUNDING = 1e-4
+"""Relative difference of two weights that comes from rounding of log-probs alone."""
 
 
 def sequence_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tensor:
@@ -443,9 +445,10 @@ def topr(
     up = advantages >= 0
     low, high = by_sign(up, pos_low, neg_low, weight), by_sign(up, pos_high, neg_high, weight)
     held = torch.minimum(torch.maximum(weight, low), high)
+    # A weight of constant size is not clipped, and rounding around a bound clips nothing.
+    clipped = (low < high) & ((held - weight).abs() > ROUNDING * weight)
     stats = {
-        # With one value for both bounds the weight is constant, and nothing is clipped.
-        "clip_fraction": ((held != weight) & (low < high)).to(logprobs.dtype),
+        "clip_fraction": clipped.to(logprobs.dtype),
         "weight": held,
         "ratio": ratio_of(logprobs.detach(), old),
     }

@@ -32,6 +32,10 @@ class AdvantageConfig(NamedFunction):
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """Trace of GAE (arXiv 1506.02438), in [0, 1]. Lower it to trust the critic more: less variance,
     more bias."""
+    bootstrap_truncated: bool = False
+    """Add the critic's value of the state after the last token of a response that was cut at the
+    length limit, as if it went on. The critic learns this value from the reward of the response.
+    Otherwise the value after the end of every response is 0. Advantages with a critic read it."""
     eps: float = Field(1e-6, ge=0)
     """Added to a standard deviation, or another denominator of the advantage, so that no division
     is by 0."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightrft.algorithms.nonfinite_tokens import readable
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.base import load_settings
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.distillation import with_teacher
-from lightrft.learner.forward_passes import sampling_temperature, verify_layouts
+from lightrft.learner.forward_passes import sampled_distribution, verify_layouts
 from lightrft.learner.policy_update import update
 from lightrft.learner.process_reward import with_process_rewards
 from lightrft.learner.reference_update import load_reference_state, update_reference
@@ -117,7 +118,7 @@ def _run(
     """
     replayed = Replayed(batch)
     max_tokens = config.train.max_tokens_per_micro_batch
-    temperature = sampling_temperature(config.sampling)
+    temperature = sampled_distribution(roles, config.sampling)
     if "policy" in phases:
         batch = with_policy(batch, roles, config, requirements)
     if "reference" in phases:
@@ -126,13 +127,15 @@ def _run(
     if "values" in phases:
         batch = with_values(batch, roles, config, controls)
     if "prm" in phases:
+        # As in a step: the model must not learn from tokens that are not finite.
+        seen = readable(batch, requirements)
         batch = with_process_rewards(
-            batch, roles, config.prm, max_tokens, temperature, replayed.metrics
+            seen, roles, config.prm, max_tokens, temperature, replayed.metrics
         )
     if "advantages" in phases:
         batch = with_advantages(batch, config, controls, requirements)
     if "update" in phases:
-        settings = update_settings(config, requirements)
+        settings = update_settings(roles, config, requirements)
         replayed.metrics.merge(update(roles, batch, settings, controls, step))
     replayed.batch = batch
     return replayed

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 
 from lightrft.config.strategy import SamplingConfig
+from lightrft.utils.token_filters import (
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalize_repetition,
+    wide_dtype,
+)
 
 # increment and multipliers of SplitMix64; other numbers would give other samples for a seed
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -42,47 +49,6 @@ def uniforms(keys: np.ndarray, steps: np.ndarray) -> np.ndarray:
     bits = _mix(keys + (steps.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     # 52 bits, so that u * total < total for every float64 total.
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Lower the logits of seen tokens by ``penalty`` (arXiv 1909.05858, section 4.1).
-
-    Args:
-        logits: ``[R, V]``. Positive logits are divided by ``penalty``, negative ones multiplied.
-        seen: ``[R, V]`` bool, tokens of the prompt and of the response so far.
-        penalty: Factor; above 1 makes seen tokens less likely.
-    """
-    # dividing a negative logit would raise it
-    lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(seen, lowered, logits)
-
-
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the ``k`` largest logits of each row, and tokens that tie with the k-th."""
-    if k >= logits.shape[-1]:
-        return logits
-    kth = torch.topk(logits, k, dim=-1).values[:, -1:]
-    return logits.masked_fill(logits < kth, -torch.inf)
-
-
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the smallest set of likeliest tokens of probability ``p`` (arXiv 1904.09751).
-
-    Among tokens of equal probability the lower id is kept.
-    """
-    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    probability = torch.softmax(ordered, dim=-1, dtype=_wide(logits))
-    # of the tokens before each, so that the first is always kept
-    before = torch.cumsum(probability, dim=-1) - probability
-    removed = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before >= p)
-    return logits.masked_fill(removed, -torch.inf)
-
-
-def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Keep tokens at least ``p`` times as likely as the most likely token (arXiv 2407.01082)."""
-    # in logits: the ratio of two probabilities is the exponential of their difference
-    bound = logits.amax(-1, keepdim=True) + float(np.log(p))
-    return logits.masked_fill(logits < bound, -torch.inf)
 
 
 def of_first_token(sampling: SamplingConfig) -> SamplingConfig:
@@ -153,7 +119,7 @@ def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     tokens, then inside the one block that was hit. So no ``[R, V]`` array is scanned in float64.
     """
     rows, vocabulary = logits.shape
-    wide = _wide(logits)
+    wide = wide_dtype(logits)
     size = 1 << max(0, (vocabulary - 1).bit_length() // 2)
     blocks = -(-vocabulary // size)
     top = logits.amax(-1, keepdim=True)
@@ -187,8 +153,3 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     found = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
     return found.clamp_(max=cumulative.shape[-1] - 1)
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    # Apple's GPUs have no float64
-    return torch.float32 if logits.device.type == "mps" else torch.float64

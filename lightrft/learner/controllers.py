@@ -69,9 +69,15 @@ class Controllers:
             return batch
         eps = self.normalize.eps
         seen = self._returns_with(batch)
-        return batch.replace(
+        found = batch.replace(
             returns=seen.standardised(batch.returns, eps),
             values=self.returns.standardised(batch.values, eps),
+        )
+        if batch.final_values is None or batch.final_returns is None:
+            return found
+        return found.replace(
+            final_returns=seen.standardised(batch.final_returns, eps),
+            final_values=self.returns.standardised(batch.final_values, eps),
         )
 
     def _returns_with(self, batch: Batch) -> RunningStats:

@@ -13,6 +13,8 @@ from lightrft.config.strategy import SamplingConfig
 from lightrft.learner.micro_batches import MicroBatch, local_micro_batches
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
+from lightrft.models.decoding.kv_decoder import eos_token_ids
+from lightrft.models.sampled_distribution import Distribution, distribution_of
 from lightrft.roles import FrozenModel, Reference, RemoteModelInfo, Roles, TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, rows_of
@@ -88,7 +90,7 @@ class MicroBatches:
 
 
 def compute_logprobs(
-    model: Reference, batch: Batch, roles: Roles, max_tokens: int, temperature: float
+    model: Reference, batch: Batch, roles: Roles, max_tokens: int, temperature: Distribution
 ) -> Tensor:
     """Return the log-probs of ``model`` for the response tokens, ``[N]``.
 
@@ -97,7 +99,7 @@ def compute_logprobs(
         batch: The batch.
         roles: Gives the strategy, the device and the layout.
         max_tokens: Largest number of tokens of a micro-batch.
-        temperature: Temperature of the log-probs.
+        temperature: Temperature of the log-probs, or the distribution with filters.
     """
 
     def score(part: Batch, _: Tensor) -> Tensor:
@@ -106,9 +108,18 @@ def compute_logprobs(
     return map_micro_batches(batch, score, roles, max_tokens, model)
 
 
-def sampling_temperature(sampling: SamplingConfig) -> float:
-    """Return the temperature of log-probs: the sampling temperature, or 1 for greedy responses."""
-    return sampling.temperature or 1.0
+def sampled_distribution(roles: Roles, sampling: SamplingConfig) -> Distribution:
+    """Return the distribution of log-probs: temperature and filters of sampling.
+
+    Args:
+        roles: The policy and its tokenizer, which tell the end tokens.
+        sampling: The sampling settings.
+    """
+    ends = [*eos_token_ids(roles.actor.model), *sampling.stop_token_ids]
+    # Models without text have no tokenizer.
+    if roles.tokenizer is not None and roles.tokenizer.eos_token_id is not None:
+        ends.append(roles.tokenizer.eos_token_id)
+    return distribution_of(sampling, tuple(dict.fromkeys(ends)))
 
 
 def verify_layout(role: TrainableModel | FrozenModel, batch: Batch, strategy: Strategy) -> None:

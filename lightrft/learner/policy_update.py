@@ -36,6 +36,7 @@ from lightrft.learner.distillation import distillation_targets
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.learner.micro_batches import MicroBatch, local_micro_batches, mini_batches
 from lightrft.models.actor import TokenScores
+from lightrft.models.sampled_distribution import Distribution
 from lightrft.models.training_mode import values_of_evaluation
 from lightrft.observability.metrics import Last, Max, Mean, Metrics, Sum
 from lightrft.roles import Roles, TrainableModel
@@ -290,7 +291,7 @@ class UpdateSettings:
         algorithm: The settings ``algorithm``.
         requirements: What the algorithm reads.
         train: The settings ``train``.
-        temperature: Temperature of log-probs.
+        temperature: Temperature of log-probs, or the distribution with filters.
         max_new_tokens: The setting ``sampling.max_new_tokens``.
         seed: The setting ``run.seed``.
         warmup_steps: The setting ``critic.warmup_steps``.
@@ -300,7 +301,7 @@ class UpdateSettings:
     algorithm: AlgorithmConfig
     requirements: Requirements
     train: RLTrainConfig
-    temperature: float
+    temperature: Distribution
     max_new_tokens: int
     seed: int
     warmup_steps: int
@@ -480,7 +481,9 @@ def critic_step(
     """
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        values = values_of_evaluation(critic.model, lambda: critic.model.values(part))[0]
+        final = part.final_returns is not None
+        given = partial(critic.model.values, part, final=final)
+        values, after = values_of_evaluation(critic.model, given)
         losses = value_loss(values, require_column(part.values), require_column(part.returns), clip)
         metrics = Metrics(
             {
@@ -488,11 +491,32 @@ def critic_step(
                 f"{who}/returns": Mean.of(require_column(part.returns), part.mask),
             }
         )
-        return weighted_sum(losses, part), metrics
+        loss = weighted_sum(losses, part)
+        if after is not None:
+            loss = loss + final_value_loss(after, part, clip)
+        return loss, metrics
 
     loss, metrics = optimizer_step(who, strategy, critic, mini, max_tokens, loss_of)
     metrics.add(f"{who}/loss", Mean(loss))
     return metrics
+
+
+def final_value_loss(values: Tensor, part: Batch, clip: float | None) -> Tensor:
+    """Return the loss of the values after truncated responses, 0-d.
+
+    Each has the weight of all tokens of its response. These learn the reward plus this value, so
+    with less weight a critic that cannot tell the states from each other would drift upwards.
+
+    Args:
+        values: ``[B]``. The critic's values after the last tokens, with gradient.
+        part: A micro-batch, with old values and targets on the critic's scale.
+        clip: The setting ``algorithm.value.clip``.
+    """
+    old, returns = require_column(part.final_values), require_column(part.final_returns)
+    losses = value_loss(values, old, returns.to(values.dtype), clip)
+    weights = TokenRows.of(part).sum(require_column(part.loss_weights))
+    weights = weights * require_column(part.truncated)
+    return weighted_sum(losses, part, weights)
 
 
 def optimizer_step(

@@ -18,6 +18,7 @@ from lightrft.config.train import PRMConfig
 from lightrft.learner.forward_passes import MicroBatches, compute_logprobs
 from lightrft.learner.micro_batches import local_micro_batches
 from lightrft.learner.policy_update import optimizer_step
+from lightrft.models.sampled_distribution import Distribution
 from lightrft.models.training_mode import values_of_evaluation
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.roles import Roles, TrainableModel
@@ -30,7 +31,7 @@ def with_process_rewards(
     roles: Roles,
     settings: PRMConfig,
     max_tokens: int,
-    temperature: float,
+    temperature: Distribution,
     metrics: Metrics,
 ) -> Batch:
     """Train the process reward model on ``batch`` and add its token rewards.
@@ -66,7 +67,7 @@ def process_step(
     batch: Batch,
     settings: PRMConfig,
     max_tokens: int,
-    temperature: float,
+    temperature: Distribution,
 ) -> tuple[Tensor, Metrics]:
     """Take one optimizer step of the process reward model.
 

@@ -44,6 +44,12 @@ from lightrft.models.multimodal.merge_inputs import (
 )
 from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
 from lightrft.models.reward.saved_form import holds_heads
+from lightrft.models.sampled_distribution import (
+    Distribution,
+    SampledDistribution,
+    TokenFilters,
+    temperature_of,
+)
 from lightrft.models.training_mode import attention_dropout, set_training
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
@@ -415,7 +421,7 @@ class Actor(Backbone):
         self,
         batch: Batch,
         *,
-        temperature: float = 1.0,
+        temperature: Distribution = 1.0,
         entropy: bool = False,
         target: AnyTarget | None = None,
         energy: bool = False,
@@ -426,7 +432,7 @@ class Actor(Backbone):
 
         Args:
             batch: Prompts and responses.
-            temperature: Divisor of the logits.
+            temperature: Divisor of the logits, or the filtered distribution of sampling.
             entropy: Also return the entropy of the softmax.
             target: Also return the divergence from this teacher. ``None`` leaves it out.
             energy: Also return the gradient norm, see ``logit_energy``.
@@ -438,7 +444,7 @@ class Actor(Backbone):
         self,
         batch: Batch,
         *,
-        temperature: float = 1.0,
+        temperature: Distribution = 1.0,
         entropy: bool = False,
         target: AnyTarget | None = None,
         energy: bool = False,
@@ -451,7 +457,7 @@ class Actor(Backbone):
 
         Args:
             batch: Prompts and responses.
-            temperature: Divisor of the logits.
+            temperature: Divisor of the logits, or the filtered distribution of sampling.
             entropy: Also return the entropy of the softmax.
             target: Also return the divergence from this teacher. ``None`` leaves it out.
             energy: Also return the gradient norm, see ``logit_energy``.
@@ -462,15 +468,22 @@ class Actor(Backbone):
         if states_alone:
             return part.whole(states)
         targets = part.of(batch.responses.tokens)
-        scores = self.score_states(states, targets, temperature=temperature, entropy=entropy)
+        filters = None
+        if isinstance(temperature, SampledDistribution):
+            filters = temperature.at_tokens(batch, part)
+        divisor = temperature_of(temperature)
+        scores = self.score_states(
+            states, targets, temperature=divisor, entropy=entropy, filters=filters
+        )
         softcap, scale = head_transform(self.base.config, self.family)
         limit = self.config.logits_limit(states.device.type)
         options = {"softcap": softcap, "scale": scale, "chunk_mb": limit}
         if energy:
             head = self.base.get_output_embeddings()
-            scores = scores._replace(
-                energy=logit_energy(states, head, targets, temperature=temperature, **options)
+            found = logit_energy(
+                states, head, targets, temperature=divisor, filters=filters, **options
             )
+            scores = scores._replace(energy=found)
         if target is not None:
             head = self.base.get_output_embeddings()
             divergence = divergence_of(states, head, target, batch, part.of, **options)
@@ -504,7 +517,13 @@ class Actor(Backbone):
         return Target(self(batch, states_alone=True), head, kind, temperature, beta, softcap, scale)
 
     def score_states(
-        self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
+        self,
+        states: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        filters: TokenFilters | None = None,
     ) -> TokenScores:
         """Return log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them.
 
@@ -513,10 +532,12 @@ class Actor(Backbone):
             targets: ``[N]`` token ids.
             temperature: Divisor of the logits.
             entropy: Also return the entropy of the softmax.
+            filters: Temperature and filters of sampling at the targets. ``None`` filters nothing.
         """
         softcap, scale = head_transform(self.base.config, self.family)
         head = self.base.get_output_embeddings()
         options = {
+            "filters": filters,
             "softcap": softcap,
             "scale": scale,
             "entropy": entropy,

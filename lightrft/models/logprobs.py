@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ from lightrft.models.onednn.products import (
 BLOCK_BYTES = 2 * 2**20
 """Bytes of logits that go through softmax at a time on a CPU. They fit in a core's cache, so
 repeated passes over them are cheap."""
+
+
+class LogitFilters(Protocol):
+    """Temperature and filters of sampling at the tokens of a call."""
+
+    def apply(self, logits: Tensor, part: slice, targets: Tensor) -> Tensor:
+        """Return the filtered ``logits [n, V]`` of the tokens ``part``, which are ``targets``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,7 @@ def token_logprobs(
     scale: float | None = None,
     entropy: bool = False,
     chunk_mb: float = 64,
+    filters: LogitFilters | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs ``[N]`` of ``targets`` and the entropy ``[N]`` of the softmax.
 
@@ -113,15 +122,16 @@ def token_logprobs(
         scale: Factor of the head's output. ``None`` for 1.
         entropy: Also compute the entropy, in nats.
         chunk_mb: Upper bound, in MiB, of the logits that exist at a time.
+        filters: Temperature and filters of sampling. ``temperature`` is then not read.
     """
-    bend = LogitTransform(scale, softcap, temperature)
-    if is_plain_linear(head):
+    bend = LogitTransform(scale, softcap, 1.0 if filters is not None else temperature)
+    if filters is None and is_plain_linear(head):
         rows = rows_per_chunk(hidden, head.out_features, chunk_mb)
         logprobs, entropies = _TokenLogprobs.apply(
             hidden, head.weight, head.bias, targets, bend, entropy, rows
         )
         return logprobs, entropies if entropy else None
-    return _generic(hidden, head, targets, bend, entropy, chunk_mb)
+    return _generic(hidden, head, targets, bend, entropy, chunk_mb, filters)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -321,23 +331,25 @@ def _generic(
     bend: LogitTransform,
     entropy: bool,
     chunk_mb: float,
+    filters: LogitFilters | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply any other head (with adapters, quantised) by plain autograd in chunks, recomputed in
-    the backward pass."""
+    """Apply filters, or any other head (with adapters, quantised), by plain autograd in chunks,
+    recomputed in the backward pass."""
 
-    def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(h: Tensor, t: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         x = head(h).to(wide(hidden.dtype))
-        logp = transform_logits(x, bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
+        x = transform_logits(x, bend.scale, bend.softcap, bend.temperature)
+        if filters is not None:
+            x = filters.apply(x, part, t)
+        logp = x.log_softmax(-1)
         entropies = -_expected_log(logp.exp(), logp) if entropy else logp.new_zeros(0)
         return logp.gather(1, t[:, None])[:, 0], entropies
 
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     # one chunk even without rows: the head must take part in the graph on every rank
     starts = range(0, max(1, hidden.shape[0]), rows)
-    parts = [
-        checkpoint(chunk, hidden[s : s + rows], targets[s : s + rows], use_reentrant=False)
-        for s in starts
-    ]
+    slices = [slice(start, start + rows) for start in starts]
+    parts = [checkpoint(chunk, hidden[s], targets[s], s, use_reentrant=False) for s in slices]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy else None
 
 
@@ -351,6 +363,7 @@ def logit_energy(
     softcap: float | None = None,
     scale: float | None = None,
     chunk_mb: float = 64,
+    filters: LogitFilters | None = None,
 ) -> Tensor:
     """Return ``[N]``, the squared norm of each log-prob's gradient in its logits.
 
@@ -364,13 +377,17 @@ def logit_energy(
         softcap: Soft-cap of the logits. ``None`` for none.
         scale: Factor of the head's output. ``None`` for 1.
         chunk_mb: Upper bound, in MiB, of the logits that exist at a time.
+        filters: Temperature and filters of sampling. ``temperature`` is then not read.
     """
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     parts = [hidden.new_empty(0, dtype=wide(hidden.dtype))]
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         x = head(hidden[part]).to(wide(hidden.dtype))
-        p = transform_logits(x, scale, softcap, temperature).softmax(-1)
+        x = transform_logits(x, scale, softcap, 1.0 if filters is not None else temperature)
+        if filters is not None:
+            x = filters.apply(x, part, targets[part])
+        p = x.softmax(-1)
         parts.append(1 - 2 * p.gather(1, targets[part, None])[:, 0] + p.square().sum(-1))
     return torch.cat(parts)
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-Scores = TypeVar("Scores", bound=NamedTuple)
+Scores = TypeVar("Scores", bound=tuple[Tensor | None, ...])
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +108,7 @@ def values_of_evaluation(model: nn.Module, compute: Callable[[], Scores]) -> Sco
 
     Args:
         model: The model that ``compute`` calls.
-        compute: Returns a named tuple of tensors, or of None.
+        compute: Returns a tuple of tensors, or of None.
     """
     given = compute()
     if not getattr(model, "is_random", False):
@@ -116,6 +116,5 @@ def values_of_evaluation(model: nn.Module, compute: Callable[[], Scores]) -> Sco
     with torch.no_grad(), evaluation_mode(model):
         exact = compute()
     pairs = zip(given, exact, strict=True)
-    return type(given)(
-        *(own if own is None else _WithValue.apply(own, value) for own, value in pairs)
-    )
+    joined = [own if own is None else _WithValue.apply(own, value) for own, value in pairs]
+    return cast(Any, type(given))(joined) if type(given) is tuple else type(given)(*joined)

@@ -23,6 +23,7 @@ from lightrft.engines.native import NativeEngine
 from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
+from lightrft.models.sampled_distribution import Distribution, steps_of
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.roles import Roles
 from lightrft.types import Batch, Prompt, Request, Rollout, Segments
@@ -246,12 +247,6 @@ def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch
     kinds = {p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING}
     kinds |= {states.dtype, torch.float32}
     return logits, max(kinds, key=ROUNDING.__getitem__)
-
-
-def steps_of(batch: Batch) -> Tensor:
-    """Return the index of each token within its response, ``[N]``."""
-    starts = batch.lengths.cumsum(0) - batch.lengths
-    return torch.arange(batch.tokens, device=starts.device) - starts[batch.row_of]
 
 
 def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> Tensor:
@@ -502,13 +497,13 @@ def check_batch(
 
 
 @torch.no_grad()
-def replay_metrics(roles: Roles, batch: Batch, temperature: float) -> Metrics:
+def replay_metrics(roles: Roles, batch: Batch, temperature: Distribution) -> Metrics:
     """Measure on a few rows what a replay of experts changes. Every rank must call it.
 
     Args:
         roles: The policy.
         batch: Has ``behavior_logprobs [N]``.
-        temperature: Divisor of the logits.
+        temperature: Divisor of the logits, or the distribution with filters.
 
     Returns:
         The mean difference of the log-probs of engine and trainer, with the replay and without it.

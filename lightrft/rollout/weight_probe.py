@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Engine
+from lightrft.models.sampled_distribution import steps_of
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import GREEDY
 from lightrft.rollout.generation import no_op
@@ -29,7 +30,6 @@ from lightrft.rollout.logprob_check import (
     refuse_weights,
     room,
     seen_before,
-    steps_of,
 )
 from lightrft.types import Request, Rollout
 

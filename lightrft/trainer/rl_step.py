@@ -28,7 +28,7 @@ from lightrft.learner.forward_passes import (
     MicroBatches,
     compute_logprobs,
     map_micro_batches,
-    sampling_temperature,
+    sampled_distribution,
     verify_layouts,
 )
 from lightrft.learner.policy_update import UpdateSettings, actor_frozen, update
@@ -107,13 +107,13 @@ def collect_settings(config: RLConfig, requirements: Requirements) -> CollectSet
     )
 
 
-def update_settings(config: RLConfig, requirements: Requirements) -> UpdateSettings:
+def update_settings(roles: Roles, config: RLConfig, requirements: Requirements) -> UpdateSettings:
     """Return the settings of the optimizer steps."""
     return UpdateSettings(
         algorithm=config.algorithm,
         requirements=requirements,
         train=config.train,
-        temperature=sampling_temperature(config.sampling),
+        temperature=sampled_distribution(roles, config.sampling),
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.run.seed,
         warmup_steps=config.critic.warmup_steps,
@@ -177,7 +177,7 @@ def _learn_from(
     """Compute the columns of ``batch`` and update the policy. See ``learn`` for the arguments."""
     metrics = Metrics()
     max_tokens = config.train.max_tokens_per_micro_batch
-    temperature = sampling_temperature(config.sampling)
+    temperature = sampled_distribution(roles, config.sampling)
     with timers("logprobs"):
         metrics.merge(replay_metrics(roles, batch, temperature))
         batch = with_policy(batch, roles, config, requirements)
@@ -208,7 +208,9 @@ def _learn_from(
         Mean(equal_groups(batch, has_advantage), collected.compared["groups"]),
     )
     with timers("update"):
-        metrics.merge(update(roles, batch, update_settings(config, requirements), controls, step))
+        metrics.merge(
+            update(roles, batch, update_settings(roles, config, requirements), controls, step)
+        )
     # After the update, which must see the coefficients that the rewards were shaped with.
     frozen = actor_frozen(roles, config.critic.warmup_steps, step)
     metrics.merge(controls.update_from_batch(batch, frozen=frozen))
@@ -254,7 +256,7 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requ
     if config.algorithm.old_logprobs == "rollout":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
     wanted = {name: MicroBatches() for name in ("entropy", "energy") if name in requirements.needs}
-    train, temperature = config.train, sampling_temperature(config.sampling)
+    train, temperature = config.train, sampled_distribution(roles, config.sampling)
     if not wanted and not requirements.old_logprobs(train.ppo_epochs * train.num_mini_batches):
         return batch
 
@@ -292,16 +294,17 @@ def with_reference(
     if reference is None or not requirements.reference:
         return batch
     max_tokens = config.train.max_tokens_per_micro_batch
-    # The temperature of sampling, so that the KL compares the distributions of both models.
-    temperature = sampling_temperature(config.sampling)
+    # As sampled, so that the KL compares the distributions of both models.
+    temperature = sampled_distribution(roles, config.sampling)
     logprobs = compute_logprobs(reference, batch, roles, max_tokens, temperature)
     return batch.replace(ref_logprobs=logprobs)
 
 
 def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controllers) -> Batch:
-    """Add the critics' values before each token and after the last one, in units of the reward.
+    """Add the critics' values before each token, in units of the reward.
 
-    Without a critic, ``batch`` is returned unchanged. A second critic gives the values of a cost.
+    With ``bootstrap_truncated``, also add the values after the last token. Without a critic,
+    ``batch`` is returned unchanged. A second critic gives the values of a cost.
 
     Args:
         batch: the batch of the step.
@@ -310,12 +313,14 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controll
         controls: scale of the values.
     """
     max_tokens = config.train.max_tokens_per_micro_batch
+    final = config.algorithm.advantage.bootstrap_truncated
     if roles.critic is not None:
-        values, after = critic_values(roles.critic.model, batch, roles, max_tokens, controls.values)
+        critic = roles.critic.model
+        values, after = critic_values(critic, batch, roles, max_tokens, final, controls.values)
         batch = batch.replace(values=values, final_values=after)
     if roles.cost_critic is not None:
         # Returns are never normalised next to costs, so its outputs have the unit of the cost.
-        values, after = critic_values(roles.cost_critic.model, batch, roles, max_tokens)
+        values, after = critic_values(roles.cost_critic.model, batch, roles, max_tokens, final)
         batch = batch.replace(cost_values=values, cost_final_values=after)
     return batch
 
@@ -325,8 +330,9 @@ def critic_values(
     batch: Batch,
     roles: Roles,
     max_tokens: int,
+    final: bool,
     unit: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Return a critic's values before each token ``[N]`` and after the last ones ``[B]``.
 
     Args:
@@ -334,17 +340,21 @@ def critic_values(
         batch: the batch of the step.
         roles: gives the strategy.
         max_tokens: largest number of tokens of a micro-batch.
+        final: compute the values after the last tokens, which are None otherwise.
         unit: converts the outputs to the unit of rewards.
     """
-    final = MicroBatches()
+    parts = MicroBatches()
 
     def score(part: Batch, index: Tensor) -> Tensor:
-        values, after = critic.values(part, final=True)
-        final.put(index, unit(after))
+        values, after = critic.values(part, final=final)
+        if after is not None:
+            parts.put(index, unit(after))
         return unit(values)
 
     values = map_micro_batches(batch, score, roles, max_tokens)
-    return values, roles.strategy.data_parallel_group.sum(final.column(len(batch)))
+    if not final:
+        return values, None
+    return values, roles.strategy.data_parallel_group.sum(parts.column(len(batch)))
 
 
 def with_advantages(
@@ -415,6 +425,9 @@ def advantages_from(batch: Batch, config: RLConfig, controls: Controllers) -> Ba
         return ADVANTAGES[settings.name](given, rewards, settings, **settings.options)
 
     advantages, returns = estimate(batch, in_reward)
+    if settings.bootstrap_truncated:
+        # The critic would otherwise never learn this value, and values would drift.
+        batch = batch.replace(final_returns=batch.rewards)
     if algorithm.lagrangian.costs:
         multipliers = controls.lagrangian.moved(require_column(batch.costs))
         views = [cost_view(batch, i) for i in range(len(multipliers))]

@@ -16,6 +16,7 @@ from lightrft.models.actor import TokenScores
 from lightrft.models.divergence.token_divergence import Target
 from lightrft.models.families import head_transform
 from lightrft.models.onednn.layers import is_plain_linear
+from lightrft.models.sampled_distribution import Distribution
 from lightrft.roles import FrozenModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy
@@ -72,7 +73,7 @@ class FrozenModelWorker:
         self.strategy = strategy
 
     @torch.no_grad()
-    def score(self, batch: Batch, temperature: float) -> Tensor:
+    def score(self, batch: Batch, temperature: Distribution) -> Tensor:
         """Return log-probs ``[N]`` of the response tokens."""
         verify_layout(self.role, batch, self.strategy)
         scores = self.role.score(batch.to(self.strategy.device), temperature=temperature)
@@ -133,7 +134,7 @@ class RemoteReference:
         """The maximum number of pending calls: two per worker, so that none waits for its next."""
         return max(1, 2 * len(self.crew.workers))
 
-    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
+    def score(self, batch: Batch, *, temperature: Distribution) -> TokenScores:
         """See ``Actor.score``."""
         if not batch.tokens:
             return TokenScores(torch.zeros(0))

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.models.actor import TokenScores
 from lightrft.models.divergence.token_divergence import TopTarget
+from lightrft.models.sampled_distribution import Distribution
 from lightrft.types import Batch
 from lightrft.utils.errors import RESUMES, ConfigError, ResourceError
 
@@ -57,7 +58,7 @@ class ServedTeacher:
         client = httpx.Client(timeout=settings.timeout, limits=limits)
         return ServedTeacher(settings, key, vocabulary, client)
 
-    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
+    def score(self, batch: Batch, *, temperature: Distribution) -> TokenScores:
         """Raise ``ConfigError``: no part of distillation by a loss reads these log-probs."""
         raise ConfigError(f"{self.key}.url: a served teacher gives its top tokens alone")
 

@@ -28,6 +28,10 @@ def varied(rollout):
     return sum(rollout.token_ids) % 7 / 7
 
 
+def seeded(rollout):
+    return float(rollout.seed % 3)
+
+
 def sometimes_hangs(rollout):
     while rollout.seed % 11 == 0:
         pass

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightrft.config.base import deep_merge
+from lightrft.config.presets import PRESETS
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from tests.e2e.conftest import RANDOM
@@ -80,3 +81,72 @@ def test_a_run_with_dropout_resumes_bit_for_bit(
         load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "parts")
     )
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"top_p": 0.8},
+    {"top_k": 5},
+    {"min_p": 0.1, "temperature": 1.3},
+    {"min_new_tokens": 4},
+    {"repetition_penalty": 1.5, "temperature": 0.7},
+    {"first_token_temperature": 4.0, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1},
+]
+"""Sampling settings with filters."""
+CORRECTIONS = {"importance_sampling": ["tis"]}
+COMMON = ("grpo", "topr", "ppo", "cispo")
+"""Presets that ``make test`` tries."""
+
+
+def needed_by(preset: str, reward: str, folder: Path) -> dict[str, Any]:
+    """Return settings that ``preset`` needs, and a correction where it may have one."""
+    algorithm: dict[str, Any] = {"preset": preset}
+    row = PRESETS[preset]
+    tree: dict[str, Any] = {"reward": {"terms": [reward]}, "algorithm": algorithm}
+    if "lagrangian" in row:
+        algorithm["lagrangian"] = {"costs": ["seeded"]}
+        cost = reward.replace("varied", "seeded")
+        tree["reward"]["terms"].append({"function": cost, "weight": 0.0})
+    if row.get("distill"):
+        tree["teacher"] = {"path": str(folder)}
+    if preset in ("ppo", "grpo", "dapo", "reinforce"):
+        algorithm |= CORRECTIONS
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("number", "preset"),
+    [
+        pytest.param(n, preset, marks=() if preset in COMMON else pytest.mark.slow, id=preset)
+        for n, preset in enumerate(PRESETS)
+    ],
+)
+def test_a_filter_of_sampling_is_part_of_the_policy_of_every_preset(
+    rl_config, model_folder, data_folder, tmp_path, preset, number
+):
+    reward = f"{data_folder / 'rewards.py'}:varied"
+    tree = needed_by(preset, reward, model_folder)
+    tree |= {
+        "optimizer": {"lr": 0.0},
+        "train": {"steps": 1, "num_mini_batches": 2},
+        "sampling": {"max_new_tokens": 8, **SAMPLING[number % len(SAMPLING)]},
+    }
+    row = first_step(rl_config(**tree), tmp_path)
+    assert_one_policy(row)
+    assert "policy/rollout_logprob_diff" in row or row["policy/frac_rows_with_loss"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SAMPLING)))
+@pytest.mark.parametrize("family", RANDOM)
+def test_a_random_forward_under_a_filter_is_one_policy(
+    rl_config, random_folder, data_folder, tmp_path, family, number
+):
+    over = {
+        "model": {"path": str(random_folder(family)), "dropout": True},
+        "reward": {"terms": [f"{data_folder / 'rewards.py'}:varied"]},
+        "sampling": {"max_new_tokens": 8, **SAMPLING[number]},
+        "algorithm": {"preset": "topr"},
+    }
+    row = first_step(rl_config(**still(**over)), tmp_path)
+    assert_one_policy(row)

@@ -155,16 +155,18 @@ def returns(case: Case, token_rewards: Rows, gamma: float) -> Rows:
     return rows
 
 
-def gae(case: Case, token_rewards: Rows, gamma: float, lam: float) -> tuple[Rows, Rows]:
+def gae(
+    case: Case, token_rewards: Rows, gamma: float, lam: float, bootstrap: bool = False
+) -> tuple[Rows, Rows]:
     """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t. GAE, arXiv 1506.02438, Eq. 16; and A + V.
 
-    Steps are the sampled tokens alone. After the last one the value is 0, or ``final_values`` where the answer was cut.
+    Steps are the sampled tokens alone. After the last one the value is 0, or with ``bootstrap`` ``final_values`` where the answer was cut.
     """
     advantages, targets = empty_rows(case), empty_rows(case)
     for i in range(len(case)):
         steps = case.sampled(i)
         v = [case.values[i][t] for t in steps] + [
-            case.final_values[i] if case.truncated[i] else 0.0
+            case.final_values[i] if bootstrap and case.truncated[i] else 0.0
         ]
         delta = [token_rewards[i][t] + gamma * v[k + 1] - v[k] for k, t in enumerate(steps)]
         for k, t in enumerate(steps):

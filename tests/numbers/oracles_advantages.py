@@ -114,15 +114,16 @@ def adaptive_lambda(length: int, alpha: float) -> float:
     return max(0.0, 1 - 1 / (alpha * length)) if length else 0.0
 
 
-def vapo(case: Case, token_rewards: Rows, gamma: float, alpha: float) -> tuple[Rows, Rows]:
+def vapo(
+    case: Case, token_rewards: Rows, gamma: float, alpha: float, bootstrap: bool = False
+) -> tuple[Rows, Rows]:
     """GAE with a lambda for each response, ``adaptive_lambda`` of its length; and the targets of the critic, which are of
     lambda = 1 (decoupled GAE). VAPO, arXiv 2504.05118; VC-PPO, arXiv 2503.01491."""
     rows = empty_rows(case)
     for i in range(len(case)):
-        rows[i] = gae(case, token_rewards, gamma, adaptive_lambda(len(case.sampled(i)), alpha))[0][
-            i
-        ]
-    return rows, gae(case, token_rewards, gamma, 1.0)[1]
+        lam = adaptive_lambda(len(case.sampled(i)), alpha)
+        rows[i] = gae(case, token_rewards, gamma, lam, bootstrap)[0][i]
+    return rows, gae(case, token_rewards, gamma, 1.0, bootstrap)[1]
 
 
 def implicit_rewards(case: Case, reward_model: Rows, beta: float) -> Rows:

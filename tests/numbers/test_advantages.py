@@ -64,17 +64,20 @@ def test_reinforce_is_the_discounted_return(gamma: float, case: Case, seed: int)
 
 
 @every_case()
+@pytest.mark.parametrize("bootstrap", [False, True])
 @pytest.mark.parametrize(
     ("gamma", "lam"),
     [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0), (0.97, 1.0), (0.5, 0.0), (0.0, 0.5)],
 )
 def test_gae_is_the_sum_of_discounted_errors(
-    gamma: float, lam: float, case: Case, seed: int
+    gamma: float, lam: float, bootstrap: bool, case: Case, seed: int
 ) -> None:
     (rewards,) = rows_for(case, seed)
-    settings = AdvantageConfig(name="gae", gamma=gamma, gae_lambda=lam)
+    settings = AdvantageConfig(
+        name="gae", gamma=gamma, gae_lambda=lam, bootstrap_truncated=bootstrap
+    )
     advantages, returns = ADVANTAGES["gae"](batch_of(case), tensor_of(rewards), settings)
-    expected = oracles.gae(case, rewards, gamma, lam)
+    expected = oracles.gae(case, rewards, gamma, lam, bootstrap)
     assert_equal(advantages, expected[0])
     assert_equal(returns, expected[1])
 
@@ -104,8 +107,7 @@ def test_gae_with_lambda_zero_is_the_temporal_difference(case: Case, seed: int) 
         found = [next(flat) for _ in range(case.lengths[i])]
         steps = case.sampled(i)
         for k, t in enumerate(steps):
-            after = case.final_values[i] if case.truncated[i] else 0.0
-            following = case.values[i][steps[k + 1]] if k + 1 < len(steps) else after
+            following = case.values[i][steps[k + 1]] if k + 1 < len(steps) else 0.0
             assert found[t] == pytest.approx(
                 rewards[i][t] + 0.9 * following - case.values[i][t], abs=1e-12
             )
@@ -239,8 +241,11 @@ def test_gae_by_hand() -> None:
     advantages, returns = ADVANTAGES["gae"](batch_of(case), rewards, settings)
     assert advantages.tolist() == [-0.1875, -0.75, -3.0]
     assert returns.tolist() == [0.8125, 1.25, 1.0]
-    # cut off in a state of value 6: delta_3 = 1 + 3 - 4 = 0
+    # A cut response ends too, whatever the critic says of the state after it.
     case.truncated, case.final_values = [True], [6.0]
+    assert ADVANTAGES["gae"](batch_of(case), rewards, settings)[0].tolist() == [-0.1875, -0.75, -3]
+    # cut off in a state of value 6: delta_3 = 1 + 3 - 4 = 0
+    settings = settings.model_copy(update={"bootstrap_truncated": True})
     assert ADVANTAGES["gae"](batch_of(case), rewards, settings)[0].tolist() == [0.0, 0.0, 0.0]
 
 

@@ -47,8 +47,13 @@ def advantages_of(config: RLConfig, given: Batch) -> Batch:
     return with_advantages(given, config, controls, Requirements.of(config.algorithm))
 
 
-def test_ppo_lag_is_safe_rlhf_by_hand() -> None:
-    config = config_of(preset="ppo_lag", lagrangian={"init": 0.7, "lr": 0.3})
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_ppo_lag_is_safe_rlhf_by_hand(bootstrap: bool) -> None:
+    config = config_of(
+        preset="ppo_lag",
+        lagrangian={"init": 0.7, "lr": 0.3},
+        advantage={"bootstrap_truncated": bootstrap},
+    )
     given = batch().replace(cost_final_values=tensor([0.1, 0.2, 0.3, 0.4, 0.5]))
     found = advantages_of(config, given)
     (multiplier,) = oracle.multipliers([given.costs[:, 0].tolist()], 0.0, 0.7, 0.3, 5.0, 0, 128)  # type: ignore[index]
@@ -65,7 +70,7 @@ def test_ppo_lag_is_safe_rlhf_by_hand() -> None:
             tokens = [sign * 0.01 * kl[t] for t in place]
             tokens[-1] += float(outcome[i])  # type: ignore[index]
             own = [float(values[t]) for t in place]  # type: ignore[index]
-            final = float(after[i]) if given.truncated[i] else 0.0  # type: ignore[index]
+            final = float(after[i]) if bootstrap and given.truncated[i] else 0.0  # type: ignore[index]
             sides.append(oracle.gae(tokens, own, final, 1.0, 0.95))
         expected = oracle.combined(sides[0][0], [sides[1][0]], [multiplier])
         assert found.advantages[place].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)  # type: ignore[index]
@@ -283,9 +288,10 @@ def test_the_view_of_a_cost_has_its_columns_in_place_of_those_of_the_reward() ->
         cost_values=torch.tensor([5.0, 6.0, 7.0]),
         cost_final_values=torch.tensor([8.0, 9.0]),
         cost_returns=torch.tensor([10.0, 11.0, 12.0]),
+        final_returns=torch.zeros(2),
     )
     view = cost_view(batch, 1)
-    for name in ("rewards", "outcomes"):
+    for name in ("rewards", "outcomes", "final_returns"):
         assert getattr(view, name).tolist() == [2.0, 4.0]
         assert getattr(view, name).dtype == torch.float64
     assert view.values is batch.cost_values

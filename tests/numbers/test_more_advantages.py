@@ -129,17 +129,18 @@ def test_remax_subtracts_the_reward_of_the_greedy_answer(
 
 
 @every_case()
+@pytest.mark.parametrize("bootstrap", [False, True])
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.05, 1.0), (0.5, 0.9), (1.0, 1.0), (40.0, 0.97)])
-def test_vapo(alpha: float, gamma: float, case: Case, seed: int) -> None:
+def test_vapo(alpha: float, gamma: float, bootstrap: bool, case: Case, seed: int) -> None:
     (token,) = rows_for(case, seed)
     found, targets = ADVANTAGES["vapo"](
         batch_of(case),
         tensor_of(token),
-        AdvantageConfig(name="vapo", gamma=gamma),
+        AdvantageConfig(name="vapo", gamma=gamma, bootstrap_truncated=bootstrap),
         alpha=alpha,
         lam_critic=1.0,
     )
-    slow, goals = oracles_advantages.vapo(case, token, gamma, alpha)
+    slow, goals = oracles_advantages.vapo(case, token, gamma, alpha, bootstrap)
     assert_equal(found, slow)
     assert_equal(targets, goals)
 

@@ -126,12 +126,12 @@ def test_gae_of_a_finished_answer() -> None:
     assert targets == [[0.75, 0.0, 1.0, 1.0, 0.0], [], [0.0, 0.0]]
 
 
-def test_gae_of_a_cut_answer_goes_on_from_its_final_value() -> None:
+def test_bootstrapped_gae_of_a_cut_answer_goes_on_from_its_final_value() -> None:
     # the last delta = 1 + 4/2 - 3 = 0, so A = 0; -1/2; 0 - 1/8.
     case = case_of(
         HOLES, values=GAE_VALUES, final_values=[4.0, 4.0, 4.0], truncated=[True, True, True]
     )
-    advantages, targets = oracles.gae(case, GAE_REWARDS, gamma=0.5, lam=0.5)
+    advantages, targets = oracles.gae(case, GAE_REWARDS, gamma=0.5, lam=0.5, bootstrap=True)
     assert advantages == [[-0.125, 0.0, -0.5, 0.0, 0.0], [], [0.0, 0.0]]
     assert targets == [[0.875, 0.0, 1.5, 3.0, 0.0], [], [0.0, 0.0]]
 

@@ -590,6 +590,7 @@ FLIPS: dict[str, Flip] = {
     "algorithm.advantage.name": Flip("rloo", "objective"),
     "algorithm.advantage.gamma": Flip(0.5, "objective", PENALTY),
     "algorithm.advantage.gae_lambda": Flip(0.5, "objective", PENALTY),
+    "algorithm.advantage.bootstrap_truncated": Flip(True, "run", CRITIC),
     "algorithm.advantage.eps": Flip(0.1, "objective"),
     "algorithm.advantage.normalize": Flip("group", "objective"),
     "algorithm.advantage.options": Flip(

@@ -77,6 +77,7 @@ def cost_view(batch: Batch, index: int) -> Batch:
         values=batch.cost_values,
         final_values=batch.cost_final_values,
         returns=batch.cost_returns,
+        final_returns=None if batch.final_returns is None else costs,
     )
 
 

@@ -19,6 +19,7 @@ from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.models.actor import Actor
 from lightrft.models.divergence.token_divergence import Target, TeacherTarget, TopTarget
 from lightrft.models.onednn.layers import is_plain_linear
+from lightrft.models.sampled_distribution import Distribution, temperature_of
 from lightrft.roles import AdapterFreeReference, FrozenModel, Roles
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
@@ -42,7 +43,7 @@ class DistillationTeacher(Protocol):
 
 
 def with_teacher(
-    batch: Batch, roles: Roles, settings: DistillConfig, max_tokens: int, temperature: float
+    batch: Batch, roles: Roles, settings: DistillConfig, max_tokens: int, temperature: Distribution
 ) -> Batch:
     """Add the teacher's log-probs of the sampled tokens, if the advantages read them.
 
@@ -84,7 +85,7 @@ def add_distillation_reward(advantages: Tensor, batch: Batch, settings: DistillC
 
 
 def distillation_targets(
-    roles: Roles, settings: DistillConfig, temperature: float
+    roles: Roles, settings: DistillConfig, temperature: Distribution
 ) -> Callable[[Batch], Target | None]:
     """Return a function from a micro-batch to the teacher's distributions at its tokens.
 
@@ -101,7 +102,10 @@ def distillation_targets(
     """
     if not settings.whole:
         return lambda part: None
-    options = {"temperature": settings.temperature or temperature, "beta": settings.beta}
+    options = {
+        "temperature": settings.temperature or temperature_of(temperature),
+        "beta": settings.beta,
+    }
     return target_of(roles.teacher, roles, settings.kind, **options)
 
 

@@ -52,6 +52,16 @@ PREFILL_TOKENS = 8192
 prefill."""
 
 
+def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+    """Return the tokens that end a response, from the generation config and the model's config."""
+    config: Any = model.config
+    sources = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
+    found: list[int] = []
+    for source in sources:
+        found += [] if source is None else end_list(source.eos_token_id)
+    return tuple(dict.fromkeys(found))
+
+
 class KVDecoder:
     """Runs a transformers causal language model for sampling, on its own weights.
 
@@ -92,11 +102,7 @@ class KVDecoder:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response, from the generation config and from the model's config."""
-        sources = (getattr(self.model, "generation_config", None), self._config)
-        found: list[int] = []
-        for source in sources:
-            found += [] if source is None else end_list(source.eos_token_id)
-        return tuple(dict.fromkeys(found))
+        return eos_token_ids(self.model)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self.model.named_parameters()

@@ -20,6 +20,7 @@ from lightrft.models.attention.layouts import Packed
 from lightrft.models.families import Family
 from lightrft.models.logprobs import entropy_from_logits
 from lightrft.models.multimodal.merge_inputs import MergedInputs
+from lightrft.models.sampled_distribution import TokenFilters
 from lightrft.utils.errors import ModelError
 
 
@@ -87,6 +88,7 @@ class ModuleActor(Actor):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        filters: TokenFilters | None = None,
     ) -> TokenScores:
         """Return log-probs of ``targets [N]`` from their logits ``[N, V]``.
 
@@ -95,8 +97,13 @@ class ModuleActor(Actor):
             targets: ``[N]`` token ids.
             temperature: Divisor of the logits.
             entropy: Also return the entropy of the softmax.
+            filters: Temperature and filters of sampling at the targets. ``None`` filters nothing.
         """
-        wide = states.to(torch.promote_types(states.dtype, torch.float32)) / temperature
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        if filters is None:
+            wide = wide / temperature
+        else:
+            wide = filters.apply(wide, slice(0, len(wide)), targets)
         logprobs = wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         return TokenScores(logprobs, entropy_from_logits(wide) if entropy else None)
 

@@ -73,15 +73,23 @@ def test_a_truncated_answer_is_bootstrapped_and_a_finished_one_is_not() -> None:
     case = plain_case([[True], [True]], [0, 0])
     case.values, case.final_values, case.truncated = [[1.0], [1.0]], [5.0, 5.0], [True, False]
     token = torch.zeros(2, dtype=torch.float64)
-    found, returns = ADVANTAGES["gae"](
-        batch_of(case), token, AdvantageConfig(name="gae", gamma=0.5)
-    )
+    settings = AdvantageConfig(name="gae", gamma=0.5, bootstrap_truncated=True)
+    found, returns = ADVANTAGES["gae"](batch_of(case), token, settings)
     assert found.tolist() == [1.5, -1.0]
     assert returns.tolist() == [2.5, 0.0]
     without = batch_of(case).replace(final_values=None)
-    assert ADVANTAGES["gae"](without, token, AdvantageConfig(name="gae", gamma=0.5))[
-        0
-    ].tolist() == [-1.0, -1.0]
+    with pytest.raises(ValueError, match=r"needs batch\.final_values"):
+        ADVANTAGES["gae"](without, token, settings)
+
+
+@pytest.mark.parametrize("name", ["gae", "vapo"])
+def test_the_value_after_the_end_of_every_answer_is_0_by_default(name: str) -> None:
+    case = plain_case([[True], [True]], [0, 0])
+    case.values, case.final_values, case.truncated = [[1.0], [1.0]], [5.0, 5.0], [True, False]
+    token = torch.full((2,), 0.25, dtype=torch.float64)
+    found, returns = ADVANTAGES[name](batch_of(case), token, AdvantageConfig(name=name))
+    assert found.tolist() == [-0.75, -0.75]
+    assert returns.tolist() == [0.25, 0.25]
 
 
 def test_columns_that_are_missing_are_named() -> None:

@@ -26,7 +26,12 @@ LOSS_SETTINGS: dict[str, Any] = {
     "dual_clip": 1.5,
     "ratio_cap": 1.4,
 }
-ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "gae_lambda": 0.5, "eps": 0.5}
+ADVANTAGE_SETTINGS: dict[str, Any] = {
+    "gamma": 0.5,
+    "gae_lambda": 0.5,
+    "eps": 0.5,
+    "bootstrap_truncated": True,
+}
 COLUMNS = {
     "critic": "values",
     "greedy": "baselines",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lightrft.algorithms.requirements import Requirements
@@ -12,7 +13,7 @@ from lightrft.config.base import build, deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.learner.policy_update import update
+from lightrft.learner.policy_update import final_value_loss, update
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.tiny.text import tiny_model
@@ -57,7 +58,11 @@ def step(
         Requirements.of(config.algorithm),
     )
     update(
-        roles, batch, update_settings(config, Requirements.of(config.algorithm)), controls, number
+        roles,
+        batch,
+        update_settings(roles, config, Requirements.of(config.algorithm)),
+        controls,
+        number,
     )
     controls.update_from_batch(batch)
     return batch
@@ -114,3 +119,46 @@ def test_on_a_scale_of_its_own_the_critic_learns_the_same_whatever_the_unit_of_r
     roles = roles_of()
     step(roles, plain, Controllers.of(plain.algorithm), batch_of())
     assert not torch.allclose(weights(roles.critic), learned[0])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_critic_learns_the_value_after_a_cut_response_from_its_reward(scaled: bool) -> None:
+    over = {"normalize": {"values": True}} if scaled else {}
+    config = config_of(
+        algorithm={"advantage": {"bootstrap_truncated": True}, "value": {"clip": None}, **over},
+        train={"num_mini_batches": 1},
+    )
+    roles, controls = roles_of(), Controllers.of(config.algorithm)
+    batch = batch_of().replace(truncated=torch.ones(12, dtype=torch.bool))
+    batch = batch.replace(rewards=torch.full((12,), 3.0))
+    gaps = []
+    for number in range(40):
+        made = step(roles, config, controls, batch, number)
+        assert made.final_values is not None
+        gaps.append(float((made.final_values - 3.0).abs().mean()))
+    assert gaps[-1] < gaps[0] / 2
+
+
+def test_the_loss_of_a_value_after_a_response_has_the_weight_of_its_tokens() -> None:
+    batch = batch_of().replace(
+        truncated=torch.arange(12) % 3 == 0,
+        final_values=torch.linspace(-1, 1, 12),
+        final_returns=torch.linspace(2, 0, 12),
+    )
+    weights = torch.where(batch.mask, torch.linspace(0.1, 1, batch.tokens), 0.0)
+    values = torch.linspace(0, 3, 12)
+    expected, start = 0.0, 0
+    for i, length in enumerate(batch.lengths.tolist()):
+        if i % 3 == 0:
+            weight = float(weights[start : start + length].sum())
+            expected += weight * float(values[i] - batch.final_returns[i]) ** 2 / 2
+        start += length
+    found = final_value_loss(values, batch.replace(loss_weights=weights), None)
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_by_default_nothing_computes_or_learns_a_value_after_a_response() -> None:
+    config = config_of()
+    roles, controls = roles_of(), Controllers.of(config.algorithm)
+    made = step(roles, config, controls, batch_of())
+    assert made.final_values is None and made.final_returns is None

@@ -75,7 +75,8 @@ def test_training_with_dropout_is_random_and_evaluation_is_not(family, checkpoin
     actor = actor_of(family, dropout=True)
     if checkpointing:
         actor.gradient_checkpointing_enable()
-    expected = logprobs(actor)
+    # Dropout of attention weights takes padded rows, which round differently.
+    expected = logprobs(actor.train().eval())
     actor.train()
     assert actor.is_random
     assert not torch.equal(logprobs(actor), expected)
@@ -135,7 +136,7 @@ def test_compared_scores_have_the_value_of_evaluation_and_the_gradient_of_the_ra
 ):
     actor, batch = actor_of(family, dropout=True), BATCH
     weights = torch.linspace(-1, 1, batch.tokens)
-    expected = logprobs(actor)
+    expected = logprobs(actor.train().eval())
     actor.train()
 
     def gradients() -> list[torch.Tensor]:

@@ -99,7 +99,13 @@ def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor
         config.sampling.temperature,
     )
     batch = with_advantages(batch, config, Controllers.of(config.algorithm), requirements)
-    update(roles, batch, update_settings(config, requirements), Controllers.of(config.algorithm), 0)
+    update(
+        roles,
+        batch,
+        update_settings(roles, config, requirements),
+        Controllers.of(config.algorithm),
+        0,
+    )
     return {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
 
 
