@@ -42,7 +42,7 @@ from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import resume_from_checkpoint, run_steps
 from lightrft.utils.errors import UserError, before_update
 from lightrft.workers.build_remote import remote_roles
-from lightrft.workers.local import local_roles, local_tokenizer
+from lightrft.workers.local import check_reference_tokenizer, local_roles, local_tokenizer
 from lightrft.workers.media_checks import check_media, check_server_media, kinds_to_check
 
 log = logging.getLogger(__name__)
@@ -240,6 +240,7 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         session: folder, metrics and timers of the run.
     """
     tokenizer = local_tokenizer(config.model)
+    check_reference_tokenizer(config, tokenizer)
     processor = load_processor(config.model, tokenizer, config.data.media)
     stream = PromptStream.of(
         config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor

@@ -34,7 +34,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.expert_replay import ExpertReplay
-from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.loading.from_pretrained import load_tokenizer, saved_adapters
 from lightrft.models.processors import Processor
 from lightrft.rewards.base import NullScorer, RewardScorer
 from lightrft.rewards.scorer import Scorer
@@ -513,13 +513,13 @@ def teacher_settings(policy: ModelConfig, teacher: TeacherConfig) -> ModelConfig
     return policy.model_copy(update={**own, **named})
 
 
-def teacher_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the teacher ``model``.
+def compared_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model that the policy is compared with.
 
     Raises ``ConfigError``, which names the setting ``key``, if there is none.
     """
     try:
-        with path_of(f"{key}.path"):
+        with path_of(key):
             return load_tokenizer(model)
     except ModelError as error:
         raise ConfigError(f"{error}; its tokens must be known, to be compared") from error
@@ -545,14 +545,55 @@ def teacher_model(
         ConfigError: the vocabularies of teacher and policy differ.
     """
     model = teacher_settings(policy, teacher)
-    ours, theirs = tokenizer.get_vocab(), teacher_tokenizer(model, key).get_vocab()
-    if ours != theirs:
-        raise ConfigError(
-            f"{key}.path = {teacher.path!r}: its tokenizer has {len(theirs)} tokens, "
-            f"the policy's has {len(ours)}, and {len(ours.items() ^ theirs.items())} differ; "
-            f"tokens are compared one by one, so take a teacher of the same tokenizer{way_out}"
-        )
+    check_tokenizer(model, tokenizer, f"{key}.path", f"a teacher of the same tokenizer{way_out}")
     return model
+
+
+def check_tokenizer(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, key: str, way_out: str
+) -> None:
+    """Refuse a model whose tokens are not those of the policy.
+
+    A folder of adapters must have the tokens in its base, and in a tokenizer of its own if there is
+    one.
+
+    Args:
+        model: settings of the model that is compared with the policy.
+        tokenizer: tokenizer of the policy.
+        key: name of the setting, for messages.
+        way_out: a model to take instead, for messages.
+
+    Raises:
+        ConfigError: the vocabularies differ, or the model has no tokenizer.
+    """
+    adapters = saved_adapters(model)
+    models = [model]
+    if adapters is not None:
+        models.append(model.model_copy(update={"path": adapters[0]}))
+        if not any(adapters[1].glob("tokenizer*")):
+            models.remove(model)
+    ours = tokenizer.get_vocab()
+    for each in models:
+        theirs = compared_tokenizer(each, key).get_vocab()
+        if ours == theirs:
+            continue
+        whose = "its tokenizer" if each is model else f"the tokenizer of its base {each.path!r}"
+        raise ConfigError(
+            f"{key} = {model.path!r}: {whose} has {len(theirs)} tokens, "
+            f"the policy's has {len(ours)}, and {len(ours.items() ^ theirs.items())} differ; "
+            f"tokens are compared one by one, so take {way_out}"
+        )
+
+
+def check_reference_tokenizer(
+    config: RLConfig | DPOConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise ``ConfigError`` if ``reference`` names a model of another tokenizer."""
+    if config.reference is None:
+        return
+    own = {"tokenizer": None, "chat_template": None}
+    model = reference_model(config).model_copy(update=own)
+    check_tokenizer(model, tokenizer, "reference", "a reference of the same tokenizer")
 
 
 def local_critic(

@@ -12,7 +12,7 @@ from lightrft.config.verbs import DistillVerbConfig
 from lightrft.models.processors import Processor
 from lightrft.trainer.distill.checks import named_teachers
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.local import teacher_model, teacher_settings, teacher_tokenizer
+from lightrft.workers.local import compared_tokenizer, teacher_model, teacher_settings
 
 
 class NamedTeacher(NamedTuple):
@@ -82,7 +82,7 @@ def find_teacher(
         model = teacher_model(config.model, settings, tokenizer, key, way_out)
         return NamedTeacher(key, settings, model, None)
     model = teacher_settings(config.model, settings)
-    theirs = teacher_tokenizer(model, key)
+    theirs = compared_tokenizer(model, f"{key}.path")
     is_same = theirs.get_vocab() == tokenizer.get_vocab()
     return NamedTeacher(key, settings, model, None if is_same else theirs)
 

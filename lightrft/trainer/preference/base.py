@@ -30,7 +30,11 @@ from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import supervised_policy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.state_io import State
-from lightrft.workers.local import policy_scorer, preference_reference
+from lightrft.workers.local import (
+    check_reference_tokenizer,
+    policy_scorer,
+    preference_reference,
+)
 
 log = logging.getLogger(__name__)
 
@@ -214,6 +218,7 @@ def load_roles(
         asked: Prompts that the policy responds to.
     """
     log.info("preference.reference.source: %s", source)
+    check_reference_tokenizer(config, tokenizer)
     strategy, actor, engine = supervised_policy(config, session, tokenizer, asked)
     policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps))
     return Roles(
