@@ -326,11 +326,12 @@ def update(
     objective = Objective.of(algorithm, requirements, controls, batch, step)
     frozen = actor_frozen(roles, settings.warmup_steps, step)
     batch = controls.for_critic(batch)
-    metrics = Metrics()
+    metrics, taken = Metrics(), 0
     for epoch in range(train.ppo_epochs):
         # From the step, not from one running generator: a resumed run makes the same choices.
         generator = torch_generator(derive_seed(settings.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, train.num_mini_batches, generator):
+            taken += 1
             # Weights first: tokens that are dropped below stay in the denominator of the loss.
             mini = with_loss_weights(batch.select(index), algorithm, settings.max_new_tokens)
             mini = readable(with_current(mini, roles, settings, step), requirements)
@@ -347,7 +348,25 @@ def update(
                     roles.strategy, roles.cost_critic, seen, clip, max_tokens, "cost_critic"
                 )
                 metrics.merge(found)
+    # A batch of few responses has fewer mini-batches.
+    steps = train.ppo_epochs * train.num_mini_batches
+    advance_schedules(roles, settings.warmup_steps, step, steps - taken)
     return metrics
+
+
+def advance_schedules(roles: Roles, warmup_steps: int, step: int, optimizer_steps: int) -> None:
+    """Advance the learning-rate schedules of policy and critics by steps that trained nothing.
+
+    Args:
+        roles: The models and the strategy.
+        warmup_steps: The setting ``critic.warmup_steps``.
+        step: Number of completed steps.
+        optimizer_steps: Number of optimizer steps that a batch would have given.
+    """
+    policy = None if actor_frozen(roles, warmup_steps, step) else roles.policy
+    for role in (policy, roles.critic, roles.cost_critic):
+        if role is not None and optimizer_steps:
+            roles.strategy.advance(role.state, optimizer_steps)
 
 
 def actor_frozen(roles: Roles, warmup_steps: int, step: int) -> bool:
@@ -562,6 +581,7 @@ def optimizer_step(
     trained.model.eval()
     metrics = all_reduce_metrics(metrics, teams)
     # Every rank has the same number of parts, so all take the step or none does.
+    skipped = False
     if parts:
         info = strategy.step(trained.state)
         metrics.add(f"{who}/grad_norm", Max(info.grad_norm))
@@ -570,6 +590,9 @@ def optimizer_step(
         skipped = bool(info.skipped)
         metrics.add(f"{who}/skipped_steps", Sum(int(skipped)))
         metrics.add(f"{who}/optimizer_steps", Sum(int(not skipped)))
+    if not parts or skipped:
+        # The schedule of a run ends with its last step, whichever steps trained nothing.
+        strategy.advance(trained.state, 1)
     return teams.sum(total), metrics
 
 

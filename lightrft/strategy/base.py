@@ -135,6 +135,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def advance(self, state: TrainState, steps: int) -> None:
+        """Advance the learning-rate schedule by ``steps`` that trained nothing."""
+        ...
+
     def offloaded(
         self, states: Iterable[TrainState], frozen: Iterable[nn.Module]
     ) -> AbstractContextManager[None]:

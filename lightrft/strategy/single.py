@@ -154,6 +154,10 @@ class SingleStrategy:
         state.optimizer.zero_grad(set_to_none=True)
         return info
 
+    def advance(self, state: TrainState, steps: int) -> None:
+        state.inner.step += steps
+        set_lr(state.optimizer, state.config, state.inner.step, state.inner.total)
+
     @contextmanager
     def offloaded(
         self, states: Iterable[TrainState], frozen: Iterable[nn.Module]

@@ -31,7 +31,12 @@ from lightrft.learner.forward_passes import (
     sampled_distribution,
     verify_layouts,
 )
-from lightrft.learner.policy_update import UpdateSettings, actor_frozen, update
+from lightrft.learner.policy_update import (
+    UpdateSettings,
+    actor_frozen,
+    advance_schedules,
+    update,
+)
 from lightrft.learner.process_reward import with_process_rewards
 from lightrft.learner.reference_update import update_reference
 from lightrft.models.critic import Critic
@@ -147,8 +152,11 @@ def learn(
     if not collected.groups:
         if probe is not None and roles.policy.layout_verified:
             probe.expect(roles)
-        # The schedule counts steps that learn nothing too.
+        # Schedules count steps that learn nothing too.
         update_reference(roles, config.algorithm.kl, step)
+        if roles.prm is not None:
+            roles.strategy.advance(roles.prm.state, 1)
+        advance_all(roles, config, step)
         return StepResult(collected, None, rollout_metrics(collected))
     costs = [cost.name for cost in config.algorithm.lagrangian.costs]
     batch = collate(collected.groups, costs=costs)
@@ -197,6 +205,7 @@ def _learn_from(
         batch, kept = with_shaped_rewards(batch, config, controls, requirements)
         collected.keep(kept.tolist())
         if not collected.groups:
+            advance_all(roles, config, step)
             return StepResult(collected, None, rollout_metrics(collected))
         batch = advantages_from(batch, config, controls)
     metrics.merge(rollout_metrics(collected))
@@ -215,6 +224,18 @@ def _learn_from(
     frozen = actor_frozen(roles, config.critic.warmup_steps, step)
     metrics.merge(controls.update_from_batch(batch, frozen=frozen))
     return StepResult(collected, batch, metrics)
+
+
+def advance_all(roles: Roles, config: RLConfig, step: int) -> None:
+    """Advance the learning-rate schedules of policy and critics by a step without a batch.
+
+    Args:
+        roles: the models and the strategy.
+        config: settings of the run.
+        step: number of completed steps.
+    """
+    optimizer_steps = config.train.ppo_epochs * config.train.num_mini_batches
+    advance_schedules(roles, config.critic.warmup_steps, step, optimizer_steps)
 
 
 def rows_with_advantage(batch: Batch) -> Tensor:

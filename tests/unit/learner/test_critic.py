@@ -17,9 +17,11 @@ from lightrft.learner.policy_update import final_value_loss, update
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.tiny.text import tiny_model
+from lightrft.observability.timers import Timers
 from lightrft.roles import Roles, TrainableModel
+from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.rl_step import update_settings, with_advantages, with_values
+from lightrft.trainer.rl_step import learn, update_settings, with_advantages, with_values
 from lightrft.types import Batch
 from lightrft.workers.local import local_roles
 from tests.unit.trainer.test_rl_step import Unused, batch_of
@@ -162,3 +164,23 @@ def test_by_default_nothing_computes_or_learns_a_value_after_a_response() -> Non
     roles, controls = roles_of(), Controllers.of(config.algorithm)
     made = step(roles, config, controls, batch_of())
     assert made.final_values is None and made.final_returns is None
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1])
+def test_a_step_without_a_batch_advances_the_schedules_that_it_would_have_trained(
+    warmup_steps: int,
+) -> None:
+    config = config_of(critic={"warmup_steps": warmup_steps}, train={"ppo_epochs": 2})
+    roles = roles_of()
+    learn(
+        roles,
+        config,
+        Requirements.of(config.algorithm),
+        0,
+        Controllers.of(config.algorithm),
+        CollectedRollouts(),
+        Timers(),
+    )
+    assert roles.critic is not None
+    assert roles.policy.state.inner.step == (0 if warmup_steps else 4)
+    assert roles.critic.state.inner.step == 4

@@ -342,3 +342,34 @@ def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_th
     assert metrics["rollout/num_failed"] == 2
     assert (metrics["rollout/tokens_trained"], metrics["rollout/tokens_failed"]) == (trained, 2)
     assert (0 if result.batch is None else len(result.batch)) == trained
+
+
+@pytest.mark.parametrize(
+    ("rewards", "num_mini_batches"),
+    [
+        ([1.0, 1.0], 2),
+        ([0.0, 1.0], 2),
+        ([0.0, 1.0], 9),
+        ([torch.nan, torch.nan], 3),
+        ([], 2),
+    ],
+)
+def test_a_schedule_advances_in_every_step_whatever_the_step_trains(
+    rewards: list[float], num_mini_batches: int
+) -> None:
+    train = {"num_mini_batches": num_mini_batches}
+    config = config_of(train=train, engine={"check_logprobs": False})
+    roles = roles_of(config)
+    roles.engine = Told()  # type: ignore[assignment]
+    got = CollectedRollouts()
+    for p in range(2 if rewards else 0):
+        group = [
+            Rollout(
+                Prompt(str(p), [5, 6 + p]), [7 + i], [True], [-1.0], [0], "stop", i, i, reward=r
+            )
+            for i, r in enumerate(rewards)
+        ]
+        got.add_group(group, FilterResult(group))
+    controls = Controllers.of(config.algorithm)
+    learn(roles, config, Requirements.of(config.algorithm), 0, controls, got, Timers())
+    assert roles.policy.state.inner.step == num_mini_batches
