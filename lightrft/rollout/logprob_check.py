@@ -63,14 +63,25 @@ def coarsest(dtype: torch.dtype, engine: EngineConfig | None) -> torch.dtype:
     return dtype if quantization is None else ROW_FORMATS[quantization].dtype
 
 
-def gap_bound(dtype: torch.dtype, layers: int) -> float:
+def gap_bound(
+    dtype: torch.dtype, layers: int, spread: float = 1.0, temperature: float = 1.0
+) -> float:
     """Return the difference in nats that rounding explains in a model of ``layers`` layers.
 
     The residual stream is a sum of ``2 * layers`` outputs and the embedding. Each is rounded by
     ``ROUNDING[dtype]``. The rounding errors are independent, so the errors add up to the square
-    root of their number. The engine and the trainer both round, which doubles the bound.
+    root of their number. The engine and the trainer both round, which doubles the bound. That is
+    the error of a state relative to its size. A logit is a product with the state, so its error
+    relative to the deviation of the logits is the same. The temperature divides logit and error.
+
+    Args:
+        dtype: Coarsest type of states and weights.
+        layers: Number of layers.
+        spread: Standard deviation of the logits over the vocabulary. A deviation below 1 counts as
+            1, since the sums of a softmax round too.
+        temperature: Divisor of the logits.
     """
-    return 2 * ROUNDING[dtype] * math.sqrt(2 * layers + 1)
+    return 2 * ROUNDING[dtype] * math.sqrt(2 * layers + 1) * max(1.0, spread) / temperature
 
 
 @dataclass(slots=True)
@@ -133,6 +144,22 @@ class LogprobComparison:
         if int(removed.sum()) <= math.ceil(REMOVED * len(gaps)):
             gaps = gaps[~removed]
         return self._summed_up(gaps)
+
+    def bound(self, layers: int, sampling: SamplingConfig) -> float:
+        """Return the difference in nats that rounding explains if the engine sampled by
+        ``sampling``.
+
+        Args:
+            layers: Number of layers of the model.
+            sampling: The sampling settings.
+        """
+        divisors = [sampling.temperature or 1.0]
+        if bool(self.greedy.all()):
+            divisors = [1.0]
+        elif self.first is not None and sampling.first_token_temperature is not None:
+            divisors.append(sampling.first_token_temperature)
+        spread = float(self.logits.std(-1).mean()) if len(self.logits) else 1.0
+        return gap_bound(self.dtype, layers, spread, min(divisors))
 
     def after_first(self) -> LogprobComparison | None:
         """Return the tokens after the first of their responses, or ``None`` if all are first."""
@@ -246,7 +273,8 @@ def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch
     # Sharded weights are float32 outside of a call, whatever the call computes in.
     kinds = {p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING}
     kinds |= {states.dtype, torch.float32}
-    return logits, max(kinds, key=ROUNDING.__getitem__)
+    # Float16 and float32 have the same roundoff, and only one of them is coarse.
+    return logits, max(kinds, key=lambda kind: (ROUNDING[kind], kind in COARSE))
 
 
 def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> Tensor:
@@ -335,7 +363,7 @@ def agreement(
     Returns:
         The result; its cause is empty if rounding explains the difference.
     """
-    bound = gap_bound(found.dtype, actor.text_config.num_hidden_layers)
+    bound = found.bound(actor.text_config.num_hidden_layers, sampling)
     gap = found.gap(sampling)
     # Not ``gap > bound``: a NaN gap must count as a difference.
     cause = "" if gap <= bound else _cause(actor, found, sampling, bound, unequal)
@@ -382,8 +410,9 @@ def _cause(
             "Cause: weights were not transferred, the engine gives the log-probs of older ones, "
             f"{hides}."
         )
+    layers = actor.text_config.num_hidden_layers
     for words, variant in _variants(sampling):
-        if found.gap(variant) <= bound:
+        if found.gap(variant) <= found.bound(layers, variant):
             return f"Cause: the engine sampled {words}, and the settings say {_said(sampling)}."
     later = found.after_first()
     if later is not None and later.gap(sampling) <= bound:
