@@ -16,6 +16,12 @@ import yaml
 
 from lightrft.config.base import Settings, dotted, tree_to_yaml
 from lightrft.config.setting_paths import made_absolute
+from lightrft.observability.input_digests import FILE as INPUTS
+from lightrft.observability.input_digests import (
+    check_same_inputs,
+    input_digests,
+    write_inputs,
+)
 from lightrft.observability.logging_setup import FILE_ONLY, log_to_file, stop_logging
 from lightrft.observability.redaction import MARK, check_complete, redacted
 from lightrft.observability.replaced_run import discard, recover, set_aside
@@ -42,6 +48,7 @@ OURS = (
         "report.md",
         "eval.yaml",
         "config.yaml",
+        INPUTS,
     ),
 )
 """Names of everything that a run writes. ``overwrite`` removes nothing else.
@@ -345,7 +352,7 @@ def _settle(
 ) -> bool:
     """Write the config of this run to ``path``. Return True if the run starts from scratch."""
     recover(path, _has_begun(path), _clear)
-    saved = path / "config.yaml"
+    saved, digests = path / "config.yaml", input_digests(config, ignore)
     found = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     if found and "config.yaml" not in found:
         raise ConfigError(
@@ -368,10 +375,13 @@ def _settle(
         go_on = "" if newest is None else f" (and run.resume={newest} to go on from it)"
         problem = f"holds a run of another config; set another run.name{go_on}, "
         check_same_settings(saved, config, ignore, problem)
+        ways_out = f"set another run.name{go_on}, or run.overwrite=true to start over"
+        check_same_inputs(path, digests, ways_out)
     else:
         found = set()
     text = saved_yaml(config)
     write_atomic(saved, text, private=MARK in text)
+    write_inputs(path, digests)
     return overwrite or not found
 
 
