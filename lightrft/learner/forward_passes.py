@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.strategy import SamplingConfig
+from lightrft.engines.stop_strings import end_ids, model_ends
 from lightrft.learner.micro_batches import MicroBatch, local_micro_batches
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
@@ -115,11 +116,11 @@ def sampled_distribution(roles: Roles, sampling: SamplingConfig) -> Distribution
         roles: The policy and its tokenizer, which tell the end tokens.
         sampling: The sampling settings.
     """
-    ends = [*eos_token_ids(roles.actor.model), *sampling.stop_token_ids]
-    # Models without text have no tokenizer.
-    if roles.tokenizer is not None and roles.tokenizer.eos_token_id is not None:
-        ends.append(roles.tokenizer.eos_token_id)
-    return distribution_of(sampling, tuple(dict.fromkeys(ends)))
+    eos = eos_token_ids(roles.actor.model)
+    if roles.tokenizer is None:
+        return distribution_of(sampling, eos)
+    ends = end_ids(roles.tokenizer, model_ends(roles.tokenizer, eos), sampling)
+    return distribution_of(sampling, tuple(ends))
 
 
 def verify_layout(role: TrainableModel | FrozenModel, batch: Batch, strategy: Strategy) -> None:

@@ -127,6 +127,14 @@ class Backbone(nn.Module):
         if not mode:
             return self
         set_training(self.model, noise=self.config.dropout, adapter_noise=self._drops_adapters)
+        self.fit_layout()
+        return self
+
+    def fit_layout(self) -> None:
+        """Take padded rows if the model drops attention weights in training.
+
+        ``load`` calls it too, so that a resumed run computes every step in one layout.
+        """
         rate = attention_dropout(self.text_config) if self.config.dropout else None
         if rate is not None and self._layout != "padded":
             log.warning(
@@ -136,7 +144,6 @@ class Backbone(nn.Module):
                 self._layout,
             )
             self._layout = "padded"
-        return self
 
     @property
     def is_random(self) -> bool:
@@ -413,6 +420,7 @@ class Actor(Backbone):
         # weights without values compute nothing to compare
         if unread is None and actor.device.type != "meta":
             actor.check_head()
+        actor.fit_layout()
         if config.gradient_checkpointing:
             actor.gradient_checkpointing_enable()
         return actor

@@ -80,6 +80,7 @@ class Critic(Backbone):
             critic.value_head.to_empty(device="cpu")
             draw_value_weights(critic.value_head.weight, seed)
         critic.load_value_head(config.path)
+        critic.fit_layout()
         if config.gradient_checkpointing:
             critic.gradient_checkpointing_enable()
         return critic
