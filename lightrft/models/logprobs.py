@@ -31,7 +31,13 @@ class LogitFilters(Protocol):
     """Temperature and filters of sampling at the tokens of a call."""
 
     def apply(self, logits: Tensor, part: slice, targets: Tensor) -> Tensor:
-        """Return the filtered ``logits [n, V]`` of the tokens ``part``, which are ``targets``."""
+        """Return the filtered logits ``[n, V]``.
+
+        Args:
+            logits: ``[n, V]`` logits at temperature 1.
+            part: Tokens of the call that the rows belong to.
+            targets: ``[n]``. The sampled tokens.
+        """
         ...
 
 

@@ -24,8 +24,8 @@ Scores = TypeVar("Scores", bound=tuple[Tensor | None, ...])
 class _CheckpointWithoutNoise:
     """The function that recomputes a layer, around a layer in evaluation mode.
 
-    transformers recomputes only layers in training mode. Without ``noise``, the flag of the layer is
-    therefore false while the layer runs, and true before.
+    transformers recomputes only layers in training mode. Without ``noise``, the flag of the layer
+    is therefore false while the layer runs, and true before.
     """
 
     layer: nn.Module
