@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightrft.cli.arguments import is_bare_word, parse, wants_usage
@@ -51,11 +52,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def explanation_of(words: Sequence[str]) -> Explanation:
     """Return the explanation of a preset, or of a config of any verb that trains."""
-    from lightrft.algorithms.preference.compatibility import check_preference
-    from lightrft.diagnostics.explain import explain
-    from lightrft.diagnostics.explain_distill import explain_distillation
-    from lightrft.diagnostics.explain_supervised import explain_supervised
-    from lightrft.trainer.checks.check_rollout import check_algorithm
+    from lightrft.diagnostics.prompts.prompt_texts import prompt_texts
 
     verb, settings = "auto", []
     for word in words:
@@ -71,27 +68,38 @@ def explanation_of(words: Sequence[str]) -> Explanation:
         from lightrft.diagnostics.explain_iterate import explain_iterate
 
         return explain_iterate(config, loaded.sources)
+    return replace(_explained(config, loaded.sources), prompts=tuple(prompt_texts(config)))
+
+
+def _explained(config: TrainingConfig, sources: Mapping[str, str]) -> Explanation:
+    """Return the explanation of one training, without its prompts."""
+    from lightrft.algorithms.preference.compatibility import check_preference
+    from lightrft.diagnostics.explain import explain
+    from lightrft.diagnostics.explain_distill import explain_distillation
+    from lightrft.diagnostics.explain_supervised import explain_supervised
+    from lightrft.trainer.checks.check_rollout import check_algorithm
+
     if isinstance(config, RLConfig):
         check_algorithm(config)
-        return explain(config, loaded.sources)
+        return explain(config, sources)
     if isinstance(config, DistillVerbConfig):
-        return explain_distillation(config, loaded.sources)
+        return explain_distillation(config, sources)
     if isinstance(config, RMConfig):
         # Here, since they import more than other verbs need.
         from lightrft.algorithms.reward_model.compatibility import check_reward_model
         from lightrft.diagnostics.explain_reward_model import explain_reward_model
 
         check_reward_model(config.reward_model)
-        return explain_reward_model(config, loaded.sources)
+        return explain_reward_model(config, sources)
     if isinstance(config, PRMVerbConfig):
         from lightrft.algorithms.process_reward.objective import check_process_model
         from lightrft.diagnostics.explain_reward_model import explain_process_model
 
         check_process_model(config.process_model)
-        return explain_process_model(config, loaded.sources)
+        return explain_process_model(config, sources)
     if isinstance(config, DPOConfig):
         check_preference(config.preference)
-    return explain_supervised(config, loaded.sources)
+    return explain_supervised(config, sources)
 
 
 def _loaded(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig] | Loaded[IterateConfig]:

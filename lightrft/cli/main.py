@@ -43,6 +43,7 @@ VERBS = {
     "convert": "write a model folder with another type of weights, or size of files",
     "import-config": "write a config of TRL, verl, OpenRLHF, LLaMA-Factory ... as one of lightrft",
     "report": "write a page about a run: curves, groups, advantages and responses",
+    "data": "print the first rows of a config as a run reads them, with the trained tokens",
     "explain": "print the objective of a preset or a config",
     "doctor": "estimate memory and time, and find problems, before a run starts",
     "check": "test a function of the user against the contract of its kind",
@@ -84,6 +85,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
     **dict.fromkeys(("describe", "formula"), "explain"),
     **dict.fromkeys(("import", "import_config", "translate", "migrate"), "import-config"),
+    **dict.fromkeys(("show", "rows", "inspect", "preview", "dataset", "preprocess"), "data"),
     **dict.fromkeys(("merge-lora", "merge_lora", "mergekit", "mergekit-yaml", "soup"), "merge"),
 }
 """Name that another tool uses for a verb, to the verb, for suggestions."""

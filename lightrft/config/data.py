@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings, bare_names
+from lightrft.config.base import Settings, bare_names, deep_merge, is_branch
 from lightrft.config.judgement import JudgementConfig
 
 
@@ -33,6 +34,12 @@ class Columns(Settings):
     """Column of one video or a list; ``null``: there is none."""
     audios: str | None = ""
     """Column of one audio clip or a list; ``null``: there is none."""
+    system: str | None = ""
+    """Column of the system message, which comes before the prompt. Empty: ``system``,
+    ``system_prompt`` or ``system_message``; ``null``: there is none."""
+    history: str | None = ""
+    """Column of the earlier turns of the conversation: pairs of question and answer, or messages.
+    Empty: ``history``; ``null``: there is none."""
     tools: str | None = ""
     """Column of the tools that the chat template describes: a list of JSON schemas, or such a list
     as JSON text. Empty: ``tools``, if a chat template is in use; ``null``: there is none."""
@@ -188,6 +195,10 @@ class SourceConfig(Settings):
     """Read only this many rows, from the first."""
 
 
+OWN_SETTINGS = ("sources", "columns", "judgement", "blend", "shuffle")
+"""Settings of held-out data that do not follow those of the data to learn from."""
+
+
 class DataConfig(Settings):
     """Rows to prompts or conversations."""
 
@@ -201,13 +212,14 @@ class DataConfig(Settings):
     media: MediaConfig = MediaConfig()
     """Images, video and audio of rows."""
     apply_chat_template: bool | Literal["auto"] = "auto"
-    """Write prompts by the chat template of the tokenizer. ``auto`` does so if there is one and no
-    ``template``."""
+    """Write prompts by the chat template of the tokenizer. ``auto`` does so if there is one. Off,
+    ``template`` alone writes the prompt."""
     chat_template_options: dict[str, object] = Field(default_factory=dict)
     """Arguments of the chat template. One that the template does not read is refused."""
     template: str | None = None
-    """Text of a text prompt, with ``{prompt}`` or ``{any_column}``; ``{{`` is a brace. It is the
-    whole text without a chat template, the user's message with one."""
+    """Text of a prompt, with ``{prompt}`` or ``{any_column}``; ``{{`` is a brace. It is the user's
+    message in the chat template, or the last one of a conversation. Without a chat template it is
+    the whole text."""
     system: str | None = None
     """System message of rows that have none. It needs a chat template."""
     special_tokens: Literal["text", "control"] = "text"
@@ -250,6 +262,41 @@ class DataConfig(Settings):
                 "blend: sample"
             )
         return self
+
+
+class HeldOutSettings(Settings):
+    """Settings with data to learn from, and held-out data that inherit what they do not set."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit_data(cls, tree: object) -> object:
+        """Put the given settings of ``data`` below those of ``eval.data`` and ``validation``."""
+        if not is_branch(tree) or not (given := _given(tree.get("data"))):
+            return tree
+        full = dict(tree)
+        inherited = {name: value for name, value in given.items() if name not in OWN_SETTINGS}
+        if validation := _given(tree.get("validation")):
+            full["validation"] = _with_inherited(validation, inherited)
+        evaluation = _given(tree.get("eval"))
+        if held_out := _given(evaluation.get("data")):
+            # The eval set has prompts alone, so it has no settings of responses.
+            prompts = {name: v for name, v in inherited.items() if name in DataConfig.model_fields}
+            full["eval"] = {**evaluation, "data": _with_inherited(held_out, prompts)}
+        return full
+
+
+def _given(branch: object) -> Mapping[str, object]:
+    """Return the settings of a branch that are given. Empty for anything else than a branch."""
+    if isinstance(branch, Settings):
+        return branch.model_dump(exclude_unset=True)
+    return branch if is_branch(branch) else {}
+
+
+def _with_inherited(
+    held_out: Mapping[str, object], inherited: Mapping[str, object]
+) -> Mapping[str, object]:
+    """Return ``held_out`` over ``inherited`` settings if it has sources."""
+    return deep_merge(inherited, held_out) if held_out.get("sources") else held_out
 
 
 class SFTDataConfig(DataConfig):

@@ -65,7 +65,8 @@ class EvalConfig(Settings):
 
     # In order, so that ``limit`` takes the same prompts in every run.
     data: DataConfig = DataConfig(shuffle=False)
-    """Rows of the eval set; without sources nothing is evaluated."""
+    """Rows of the eval set; without sources nothing is evaluated. In a run that trains, what is not
+    set here follows ``data``, except for sources, columns, judgement and order."""
     every: int = Field(0, ge=0)
     """Evaluate every so many steps; 0 evaluates only after the last step, and before the first one
     if ``at_start``."""

@@ -10,6 +10,7 @@ from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings, changed_fields
 from lightrft.config.data import (
     DataConfig,
+    HeldOutSettings,
     MediaConfig,
     PreferenceDataConfig,
     ProcessDataConfig,
@@ -40,7 +41,7 @@ from lightrft.config.train import (
 )
 
 
-class RLConfig(Settings):
+class RLConfig(HeldOutSettings):
     """The settings of ``lightrft rl``: reinforcement learning from rewards or from a teacher."""
 
     paths: ClassVar[tuple[str, ...]] = ("reference",)
@@ -92,7 +93,7 @@ class RLConfig(Settings):
     """Metrics, rollouts and batches on disk."""
 
 
-class GivenDataConfig(Settings):
+class GivenDataConfig(HeldOutSettings):
     """The settings that all verbs share which train on given rows."""
 
     verb: ClassVar[str]
@@ -644,6 +645,23 @@ class DoctorConfig(Settings):
     """Load the policy, measure, and compare the engine's log-probs with the policy's."""
     output: str | None = None
     """JSON file for the findings; ``null`` writes none."""
+
+
+class ShowConfig(Settings):
+    """The settings of ``lightrft data`` itself, written as ``show.rows=5``. All others are of the
+    config whose rows it prints."""
+
+    verb: Literal[
+        "auto", "rl", "sft", "dpo", "kto", "rm", "prm", "distill", "grm-sft", "grm-rl", "grm-dpo"
+    ] = "auto"
+    """Verb whose config this is. ``auto`` takes the verb whose settings fit."""
+    rows: int = Field(3, ge=0)
+    """Number of rows to print of each section of data."""
+    read: int = Field(200, ge=1)
+    """Number of rows to read of each source, for the counts of columns."""
+    color: Literal["auto", "always", "never"] = "auto"
+    """Color the trained tokens. ``auto`` does so on a terminal. Without colors, they are between
+    ``[[`` and ``]]``."""
 
 
 class StartModelConfig(Settings):

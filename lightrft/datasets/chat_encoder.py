@@ -11,6 +11,7 @@ expects around an item, it is written here (``unsupported_media``).
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -26,8 +27,15 @@ from lightrft.datasets.conversations.text_encoder import TextEncoder, any_of, to
 from lightrft.datasets.media import MediaReader, SupportedMedia
 from lightrft.datasets.media.items import MARK, Item, as_parts, mark, marks, replaced
 from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
-from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation, read_tools
+from lightrft.datasets.row_parser import (
+    Message,
+    ParsedRow,
+    no_prompt,
+    read_conversation,
+    read_tools,
+)
 from lightrft.datasets.row_tables import MalformedRow, look_up
+from lightrft.datasets.rows.recorded_row import RecordedRow, unrecorded
 from lightrft.types import Extent, Prompt
 from lightrft.utils.chat_template import PROBE_TOOL, check_options, rendered
 from lightrft.utils.errors import ConfigError, ModelError
@@ -76,10 +84,10 @@ class ChatEncoder(TextEncoder):
         if config.apply_chat_template is True and not has_template:
             problem = f"the tokenizer {tokenizer_name(tokenizer)} has no chat template"
             raise ModelError(f"data.apply_chat_template is true, but {problem}; {WAYS_OUT}")
-        if config.apply_chat_template == "auto":
-            self.chat = has_template and config.template is None
-        else:
-            self.chat = config.apply_chat_template
+        is_auto = config.apply_chat_template == "auto"
+        self.chat = has_template if is_auto else bool(config.apply_chat_template)
+        if is_auto and has_template and config.template is not None:
+            _note_template(config.template)
         self.template = None
         if config.template is not None:
             self.template = _parse_template(config.template, self.media is not None)
@@ -237,12 +245,15 @@ class ChatEncoder(TextEncoder):
         use.
         """
         if not self.chat:
-            return self._surrounded(self.text_of(record, cut))
+            text = self._surrounded(self.text_of(record, cut))
+            self._refuse_tools(record)
+            return text
         if isinstance(record.prompt, str):
             messages = [{"role": "user", "content": self.text_of(record, cut)}]
         else:
             asked = asking(record.prompt, record.where)
             messages = self.shielded(self._fit.fit(asked, record.where), cut)
+            self.fill_template(record, messages, cut)
         messages, tools = self.with_system(messages), self.tools(record)
         return self.render(messages, record.where, generate=True, tools=tools)
 
@@ -264,13 +275,53 @@ class ChatEncoder(TextEncoder):
             return []
         return self._shield_given(tools, "tools", record.where)
 
+    def _refuse_tools(self, record: ParsedRow) -> None:
+        """Raise ``MalformedRow`` for JSON schemas of tools that ``data.template`` does not read."""
+        if not isinstance(record.row, RecordedRow) or "tools" not in record.row.unread:
+            return
+        try:
+            tools = read_tools(unrecorded(record.row), self._tools_column, record.where)
+        except MalformedRow:  # something else, such as a text
+            return
+        if tools:
+            problem = "tools need a chat template, and none is in use"
+            way_out = "set model.chat_template to a template file, or data.columns.tools: null"
+            raise MalformedRow(f"{record.where}: {problem}; {way_out}")
+
     def conversation(self, record: ParsedRow) -> list[Message]:
         """Return the shielded messages of the whole record, with the system message first."""
         messages = record.messages
         shown = self.shielded(self._fit.fit(messages, record.where))
         if isinstance(record.prompt, str):
             shown[0] = {**shown[0], "content": self.text_of(record, 0)}
+        else:
+            self.fill_template(record, shown)
         return self.with_system(shown)
+
+    def fill_template(self, record: ParsedRow, messages: list[Message], cut: int = 0) -> None:
+        """Write the last question of a conversation by the configured template.
+
+        The last question is the last message of the user before the response.
+
+        Args:
+            record: the row, with messages as its prompt.
+            messages: the shielded messages of the row, which this method changes.
+            cut: number of characters to leave out at the start of the last message of the prompt.
+        """
+        if self.template is None:
+            return
+        assert not isinstance(record.prompt, str)
+        asked = asking(record.prompt, record.where)
+        users = [k for k, message in enumerate(asked) if message["role"] == "user"]
+        if not users:
+            problem = "data.template writes a message of the user, and this prompt has none"
+            raise MalformedRow(f"{record.where}: {problem}")
+        k = users[-1]
+        # Media without a place are at the start of the first message of the user.
+        front = record.front if k == users[0] else ""
+        question = asked[k]["content"][cut if k == len(asked) - 1 else 0 :]
+        filled = self._fill(self.template, record, question, front)
+        messages[k] = {**messages[k], "content": filled}
 
     def last_message(self, record: ParsedRow) -> str:
         """Return the text that ``cut`` refers to: the prompt or its last message."""
@@ -478,7 +529,9 @@ class ChatEncoder(TextEncoder):
     def text_of(self, record: ParsedRow, cut: int) -> str:
         """Return the shielded text of a prompt, in the configured template."""
         prompt = record.prompt
-        if not isinstance(prompt, str):
+        if record.text is not None and not self.chat:
+            prompt = record.text
+        elif not isinstance(prompt, str):
             asked = asking(prompt, record.where)
             if len(asked) != 1 or asked[0]["role"] != "user":
                 problem = f"a conversation of {len(asked)} messages needs a chat template"
@@ -486,16 +539,20 @@ class ChatEncoder(TextEncoder):
                 raise MalformedRow(f"{record.where}: {problem}, and none is in use; {way_out}")
             prompt = asked[0]["content"]
         if self.template is None:
+            if record.possible_prompts:
+                raise no_prompt(record.row, record.where)
             return self.escape_special_tokens(prompt[cut:])
-        return self._fill(self.template, record, prompt[cut:])
+        return self._fill(self.template, record, prompt[cut:], record.front)
 
-    def _fill(self, template: list[tuple[str, str]], record: ParsedRow, prompt: str) -> str:
+    def _fill(
+        self, template: list[tuple[str, str]], record: ParsedRow, prompt: str, front: str
+    ) -> str:
         parts: list[str] = []
         text = ""
         # media without a place in the row go to the marks of the template
-        free = [match[0] for match in MARK.finditer(record.front)]
+        free = [match[0] for match in MARK.finditer(front)]
         literals = [self.reads.with_places(literal, free) for literal, _ in template]
-        prompt = "".join(free) + prompt.removeprefix(record.front)
+        prompt = "".join(free) + prompt.removeprefix(front)
         if all(name != "prompt" for _, name in template):
             # without a field for the prompt, its media come first
             text = "".join(match[0] for match in MARK.finditer(prompt))
@@ -571,6 +628,17 @@ def _parse_template(template: str, media: bool) -> list[tuple[str, str]]:
         raise ConfigError(f"data.template = {template!r} has no field; {way_out}")
     literal += template[at:]
     return [*parts, (literal, "")]
+
+
+@functools.cache
+def _note_template(template: str) -> None:
+    """Log once that the chat template surrounds ``data.template``."""
+    _log.warning(
+        "data.template = %r is written inside the chat template, as the message of the user; set "
+        "data.apply_chat_template: false to write prompts by data.template alone, or true to keep "
+        "both without this line",
+        template,
+    )
 
 
 def _refuse_chat_settings(config: DataConfig) -> None:

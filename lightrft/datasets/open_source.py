@@ -33,6 +33,7 @@ from lightrft.datasets.row_tables import (
     MappedRows,
     Rows,
     Skipped,
+    TableRows,
     as_row,
     suffix_of,
     utf8_of,
@@ -154,7 +155,7 @@ def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -
     files = files_of(source)
     if files is None:
         table = _load(source.path, source.path, name=source.subset, split=source.split)
-        return InMemoryRows(table, f"{source.path}[{source.split}]")
+        return TableRows(table, f"{source.path}[{source.split}]")
     if _is_saved(path):
         return _from_saved(path, source)
     opened = [_from_file(f, malformed, source.limit, indexes) for f in files]
@@ -211,7 +212,7 @@ def _from_file(
         return _from_json(path, malformed, limit, indexes)
     if path.suffix in (".parquet", ".arrow"):
         table = _load(path.suffix[1:], str(path), data_files=[str(path)], split="train")
-        return InMemoryRows(table, str(path))
+        return TableRows(table, str(path))
     packed = f"{', '.join(OPENERS)} behind a text file's name"
     raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({packed})")
 
@@ -264,7 +265,7 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
             have = ", ".join(map(str, saved))
             raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {have}")
         saved = saved[source.split]
-    return InMemoryRows(_undecoded(saved), str(path))
+    return TableRows(_undecoded(saved), str(path))
 
 
 def _undecoded(dataset: Any) -> Any:
@@ -330,8 +331,9 @@ def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:
         if isinstance(made, Mapping) or not is_indexed:
             return _listed(itertools.islice(made, source.limit), source.path, malformed)
         # a data set of the hub would decode every picture of a row on access
-        rows = _undecoded(made) if hasattr(made, "cast_column") else made
-        return InMemoryRows(rows, source.path)
+        if hasattr(made, "cast_column"):
+            return TableRows(_undecoded(made), source.path)
+        return InMemoryRows(made, source.path)
     except UserError:
         raise
     except Exception as error:  # whatever a user's function raises

@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,17 +19,34 @@ from lightrft.datasets.media import SupportedMedia
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.mixing import blend
 from lightrft.datasets.open_source import media_root, open_source, source_name
-from lightrft.datasets.row_parser import ParsedRow, read_record
-from lightrft.datasets.row_tables import Indexes, MalformedRow, Rows, TextIndex
-from lightrft.datasets.row_warnings import UnknownText, first_place, note_label, note_text
+from lightrft.datasets.row_parser import ParsedRow
+from lightrft.datasets.row_tables import Indexes, MalformedRow, Row, Rows, TextIndex, look_up
+from lightrft.datasets.row_warnings import (
+    UnknownText,
+    first_place,
+    note_label,
+    note_text,
+    note_unread,
+    unread_columns,
+)
+from lightrft.datasets.rows.recorded_row import recorded
+from lightrft.datasets.rows.row_reader import read_record
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+class Record(Protocol):
+    """A parsed row, of any kind."""
+
+    @property
+    def row(self) -> Row: ...
+
+
 A = TypeVar("A")
-R = TypeVar("R")
+R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 Columns = dict[str, Any]
@@ -72,8 +89,8 @@ class Sources(Generic[R]):
     def record(self, source: int, row: int) -> R:
         """Return row ``row`` of source ``source``. Raises ``MalformedRow``."""
         rows = self.rows[source]
-        where = rows.where(row)
-        return self._read(rows[row], where=where, reads=self.reads, root=self._roots[source])
+        where, given = rows.where(row), recorded(rows[row])
+        return self._read(given, where=where, reads=self.reads, root=self._roots[source])
 
     def data_source(self, record: ParsedRow, source: int) -> str:
         """Return the data source of a record of source ``source``, and note it."""
@@ -200,6 +217,9 @@ class Sources(Generic[R]):
             start = len(names)
             for chunk in self.chunks(s):
                 names += keep(s, chunk)
+                # After the encoding, which reads tools, weights and fields of templates.
+                for _, record in chunk:
+                    note_unread(self.counts, record.row, s)
             lengths.append(len(names) - start)
         return lengths, names, indexes
 
@@ -297,6 +317,8 @@ class EncodedDataset(Generic[T]):
     ``counts`` has the number of rows by outcome. Subclasses set all attributes.
     """
 
+    feeds_rewards: ClassVar[bool] = False
+    """Reward functions get the columns that no prompt has."""
     counts: Counter[str]
     encoder: ChatEncoder
     _sources: Sources[Any]
@@ -347,6 +369,12 @@ class EncodedDataset(Generic[T]):
         return self._sources.where(*first_place(self.counts, doubt))
 
     @property
+    def unread(self) -> dict[str, dict[str, int]]:
+        """Return the columns that nothing has read with their numbers of rows, by source."""
+        sources = [source.path for source in self._sources.config.sources]
+        return {sources[s]: columns for s, columns in unread_columns(self.counts).items()}
+
+    @property
     def ids(self) -> Sequence[str]:
         """Return the unique id of each entry, in the order of the dataset."""
         return self._ids
@@ -360,6 +388,22 @@ class EncodedDataset(Generic[T]):
     def longest(self) -> int:
         """Return the number of tokens of the longest entry."""
         return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
+
+    def prompt_keys(self) -> Iterator[bytes]:
+        """Yield a key of the tokens of each stored prompt without media. Equal prompts have one."""
+        tokens = np.asarray(self._kept["tokens"])
+        skipped = list(self.encoder.placeholders)
+        for start, end in zip(*self._prompt_bounds()):
+            ids = tokens[start:end]
+            # equal tokens may stand for other media
+            if not (skipped and bool(np.isin(ids, skipped).any())):
+                yield ids.tobytes()
+
+    def _prompt_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the start and the end of each stored prompt among the tokens."""
+        ends = np.asarray(self._kept["ends"], dtype=np.int64)
+        starts = np.concatenate([[0], ends[:-1]])
+        return starts, np.asarray(self._kept.get("split", ends))
 
     @property
     def media_kinds(self) -> set[str]:
@@ -409,6 +453,9 @@ class PromptDataset(EncodedDataset[Prompt]):
         ConfigError: the settings do not fit the tokenizer.
         ModelError: the tokenizer lacks a chat template or token that the settings need.
     """
+
+    feeds_rewards: ClassVar[bool] = True
+    """Reward functions get the columns that no prompt has."""
 
     def __init__(
         self,
@@ -509,6 +556,8 @@ class PromptDataset(EncodedDataset[Prompt]):
             self._keep(source, row, cut, ids)
             note_text(self.counts, self._unknown.count(text, ids), len(ids), source, row)
             data_source = self._sources.data_source(record, source)
+            for name in record.gold:
+                look_up(record.row, name)  # recorded as read
             gold = _reference(record) if record.label is None else record.label
             note_label(self.counts, data_source, gold, source, row)
             names.append(record.id or f"{self._sources.names[source]}/{row}")

@@ -1,8 +1,7 @@
-"""Parsing of a row of any layout into a ``ParsedRow`` with prompt, response and label.
+"""Parsing of prompts, messages, numbers and tools of a row.
 
-An empty setting of ``Columns`` means the usual names, tried in the order of ``USUAL``. A column
-that is null counts as absent. Media that the row names become items, with marks in the text at
-their positions.
+Media that the row names become items, with marks in the text at their positions. A row as a whole
+is read by ``rows.row_reader``.
 """
 
 from __future__ import annotations
@@ -15,49 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.data import Columns, TrainingColumns
 from lightrft.datasets.conversations.messages import ROLES, Message, in_order, with_known_role
 from lightrft.datasets.media import NOTHING, Item, MediaFinder, SupportedMedia
-from lightrft.datasets.media.items import is_raw, replaced, with_items
+from lightrft.datasets.media.items import replaced, with_items
 from lightrft.datasets.media.parts import kind_of, text_of
 from lightrft.datasets.media.placeholders import PlacedMedia
-from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
+from lightrft.datasets.row_tables import MalformedRow, Row, named_column, without_nulls
 
-USUAL: dict[str, tuple[str, ...]] = {
-    "prompt": (
-        "prompt",
-        "input",
-        "question",
-        "messages",
-        "message",
-        "conversations",
-        "conversation",
-        "problem",
-        "query",
-        "instruction",
-    ),
-    "response": ("response", "output", "completion", "answer", "target", "solution"),
-    "label": (
-        "label",
-        "answer",
-        "final_answer",
-        "reward_model.ground_truth",
-        "ground_truth",
-        "extra_info.label",
-    ),
-    "reference": (
-        "reference",
-        "solution",
-        "response",
-        "output",
-        "reward_model.ground_truth",
-        "ground_truth",
-    ),
-    "data_source": ("data_source", "datasource"),
-    "id": ("id",),
-}
-WEIGHTS = ("example_weight", "sample_weight")
-"""Usual columns of the weight of a row in the loss."""
+CONVERSATIONS = ("messages", "message", "conversations", "conversation")
+"""Usual columns of messages."""
+PROMPTS = ("prompt", "input", "question", *CONVERSATIONS, "problem", "query", "instruction")
+"""Usual columns of a prompt, in the order in which they are tried."""
 TURN_WEIGHTS = ("weight", "train", "training", "loss")
 """Keys of the weight of a message in the loss.
 
@@ -87,6 +54,10 @@ class ParsedRow:
         front: marks of media that have no place of their own, at the start of the first message of
             the user.
         words: number of media markers in the text that are ordinary words.
+        gold: the columns of ``label`` and ``reference``.
+        text: the prompt as the row spells it, if its messages come from a transcript. None for any
+            other prompt.
+        possible_prompts: columns of text that may be the prompt of a row of media without one.
     """
 
     prompt: str | list[Message]
@@ -102,6 +73,9 @@ class ParsedRow:
     turn_weights: dict[int, float] = field(default_factory=dict)
     front: str = ""
     words: int = 0
+    gold: tuple[str, ...] = ()
+    text: str | None = None
+    possible_prompts: tuple[str, ...] = ()
 
     @property
     def messages(self) -> list[Message]:
@@ -145,110 +119,6 @@ def _as_messages(said: str | list[Message] | None, role: str) -> list[Message]:
     return said or []
 
 
-def read_record(
-    row: Row,
-    columns: Columns,
-    where: str,
-    reads: SupportedMedia = NOTHING,
-    root: Path = Path(),
-) -> ParsedRow:
-    """Return ``row`` as a ``ParsedRow``.
-
-    Args:
-        row: the row.
-        columns: names of the columns. Empty names mean the usual names.
-        where: location of the row, for messages.
-        reads: media that the model reads.
-        root: folder of relative media paths.
-
-    Raises:
-        MalformedRow: the prompt is missing or empty, a named column is missing, or messages are
-            malformed. Also raised if places and media do not match. The message names the row, the
-            column and the existing columns.
-    """
-    chosen = {
-        "prompt": columns.prompt,
-        "response": columns.response,
-        "label": columns.label,
-        "reference": columns.reference,
-        "data_source": columns.data_source,
-        "id": columns.id,
-    }
-    found = {what: _pick(row, what, name, where) for what, name in chosen.items()}
-    media_columns = {"image": columns.images, "video": columns.videos, "audio": columns.audios}
-    finder = MediaFinder(reads, where, root, media_columns)
-    has_media = finder.has_columns(row)
-    name, asked = found["prompt"]
-    if has_media and asked in (None, ""):
-        asked = " "  # the prompt is the media alone
-    _check_prompt_column(row, columns, name, asked, where)
-    prompt = read_prompt(asked, where, finder, blank=has_media)
-    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-        response = None  # the messages already end with the response
-        if columns.response and found["response"][1] is not None:
-            raise MalformedRow(
-                f"{where}: the messages end with a response already, and {columns.response!r} "
-                "(data.columns.response) holds another; leave one of them out"
-            )
-    else:
-        response = _response(found["response"][1], columns.response, where, finder)
-    prompt, response, placed = _placed(prompt, response, finder, row)
-    turn_weights = _pop_turn_weights(prompt, response, where)
-    # the column of the response stays, since rewards may compare with it
-    taken = {column for what, (column, _) in found.items() if what != "response"}
-    taken |= finder.taken(row)
-    return ParsedRow(
-        prompt=prompt,
-        response=response,
-        label=found["label"][1],
-        reference=found["reference"][1],
-        data_source=_text(found["data_source"][1]),
-        id=_text(found["id"][1]),
-        columns=_other_columns(row, taken, reads),
-        row=row,
-        where=where,
-        media=finder.items,
-        turn_weights=turn_weights,
-        front=placed.front,
-        words=placed.words,
-    )
-
-
-def _check_prompt_column(
-    row: Row,
-    columns: Columns,
-    name: str,
-    asked: object,
-    where: str,
-) -> None:
-    """Raise ``MalformedRow`` if the prompt ``asked`` in column ``name`` is missing or ambiguous."""
-    if asked is None:
-        if not row.keys().isdisjoint(USUAL["prompt"]):
-            raise MalformedRow(f"{where}: the prompt is empty")
-        raise MalformedRow(
-            f"{where}: no column with a prompt (looked for {', '.join(USUAL['prompt'])}); "
-            f"the row has: {', '.join(row) or 'nothing'}. Name the column in data.columns.prompt"
-        )
-    # alpaca rows have their question in one column and its material in the other
-    of_alpaca = {"input", "instruction"}
-    if not columns.prompt and name in of_alpaca and of_alpaca <= row.keys():
-        way_out = "set the source's reader: alpaca, or data.columns.prompt"
-        raise MalformedRow(f"{where}: both 'instruction' and 'input'; {way_out}")
-
-
-def _other_columns(row: Row, taken: set[str], reads: SupportedMedia) -> dict[str, object]:
-    """Return the columns of ``row`` that are neither ``taken`` nor media."""
-    kept = {}
-    for name, value in row.items():
-        if name in taken:
-            continue
-        # a model of text alone has no use for media, but a reward may
-        if reads.spellings and is_raw(value):
-            continue
-        kept[name] = value
-    return kept
-
-
 def read_conversation(
     messages: Sequence[Mapping[str, object]],
     where: str,
@@ -270,7 +140,7 @@ def read_conversation(
     """
     finder = MediaFinder(SupportedMedia(dict.fromkeys(reads.spellings, ())), where, root, {})
     prompt = read_prompt(list(messages), where, finder)
-    prompt, _, _ = _placed(prompt, None, finder, {})
+    prompt, _, _ = place_media(prompt, None, finder, {})
     return ParsedRow(prompt, None, None, None, "", "", {}, {}, where, finder.items)
 
 
@@ -304,7 +174,7 @@ def read_prompt(
     if not isinstance(value, list | tuple):
         kind = type(value).__name__
         raise MalformedRow(f"{where}: a prompt must be text or a list of messages, not {kind}")
-    messages = _messages(value, f"{where}, message", finder)
+    messages = read_messages(value, f"{where}, message", finder)
     # A system message alone asks nothing.
     asking = [m["content"] for m in messages if m["role"] != "system"]
     if not messages or not (blank or any(asking)):
@@ -411,7 +281,7 @@ def _check_texts(value: object, where: str, finder: MediaFinder) -> None:
             _check_texts(inner, where, finder)
 
 
-def _placed(
+def place_media(
     prompt: str | list[Message], response: str | list[Message] | None, finder: MediaFinder, row: Row
 ) -> tuple[str | list[Message], str | list[Message] | None, PlacedMedia]:
     """Return prompt and response with the media of the row at their positions."""
@@ -463,31 +333,7 @@ def optional_number(row: Row, name: str, where: str) -> float | None:
     return None if row.get(name) is None else number(row[name], name, where)
 
 
-def row_weight(row: Row, columns: TrainingColumns, where: str) -> float:
-    """Return the weight of a row in the loss: 1 if it has none.
-
-    Args:
-        row: the row.
-        columns: names of the columns.
-        where: location of the row, for messages.
-
-    Raises:
-        MalformedRow: the weight is no number above 0, or the named column is missing.
-    """
-    found: dict[str, object] = {name: row.get(name) for name in WEIGHTS}
-    if columns.weight:
-        found = {columns.weight: named_column(row, columns.weight, "weight", where)}
-    for name, value in found.items():
-        if value is None:
-            continue
-        weight = number(value, name, where)
-        if weight <= 0:
-            raise MalformedRow(f"{where}: {name} is {weight:g}, not above 0; leave the row out")
-        return weight
-    return 1.0
-
-
-def _pop_turn_weights(
+def pop_turn_weights(
     prompt: str | list[Message], response: str | list[Message] | None, where: str
 ) -> dict[int, float]:
     """Remove the weights from messages. Return those other than 1, by number of the message.
@@ -543,7 +389,7 @@ def read_tools(row: Row, name: str | None, where: str) -> list[object]:
     tools = [_json(one, place) for one in value] if isinstance(value, list | tuple) else [value]
     if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
         raise MalformedRow(f"{place} must be a list of JSON schemas; {NO_TOOLS}")
-    return [_without_nulls(one) for one in tools]
+    return [without_nulls(one) for one in tools]
 
 
 def _json(value: Any, place: str) -> Any:
@@ -554,14 +400,6 @@ def _json(value: Any, place: str) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise MalformedRow(f"{place} is no JSON ({error}); {NO_TOOLS}") from None
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _without_nulls(inner) for k, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple):
-        return [_without_nulls(inner) for inner in value]
-    return value
 
 
 def json_messages(text: str) -> list[object] | None:
@@ -584,39 +422,14 @@ def _is_message(value: object) -> bool:
     return {"role", "content"} <= names or {"from", "value"} <= names
 
 
-def _response(
-    value: object, named: str, where: str, finder: MediaFinder
-) -> str | list[Message] | None:
-    if isinstance(value, Mapping) and named:
-        kind = type(value).__name__
-        problem = f"{where}: response must be text or a list of messages, not {kind}"
-        raise MalformedRow(f"{problem}; name another column in data.columns.response")
-    # a table in a usual column, such as ``answer``, is for rewards
-    if value is None or isinstance(value, Mapping):
-        return None
-    if not isinstance(value, list | tuple):
-        return finder.plain(str(value), f"{where}, response")
-    return _messages(value, f"{where}, response message", finder)
+def no_prompt(row: Row, where: str) -> MalformedRow:
+    """Return the error of a row without a usual column of a prompt."""
+    return MalformedRow(
+        f"{where}: no column with a prompt (looked for {', '.join(PROMPTS)}); "
+        f"the row has: {', '.join(row) or 'nothing'}. Name the column in data.columns.prompt"
+    )
 
 
-def _messages(values: Sequence[object], where: str, finder: MediaFinder) -> list[Message]:
+def read_messages(values: Sequence[object], where: str, finder: MediaFinder) -> list[Message]:
     read = [read_message(m, f"{where} {k}", finder) for k, m in enumerate(values, start=1)]
     return in_order(read, where)
-
-
-def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, object]:
-    """Return name and value of the column for ``what``, or ``("", None)`` if there is none."""
-    if not chosen:
-        for name in USUAL[what]:
-            value = look_up(row, name)
-            if value is not None:
-                return name, value
-        return "", None
-    value = named_column(row, chosen, what, where)
-    if value is None and what == "prompt":
-        raise MalformedRow(f"{where}: the column {chosen!r} (data.columns.prompt) is empty")
-    return chosen, value
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)

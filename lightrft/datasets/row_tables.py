@@ -24,6 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
+from lightrft.datasets.rows.recorded_row import recorded
 from lightrft.utils.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -311,6 +312,35 @@ class InMemoryRows:
         return f"{self.name}, row {i + 1}"
 
 
+class TableRows(InMemoryRows):
+    """Rows of a table with typed columns, such as a ``datasets.Dataset`` or a parquet file.
+
+    A table gives each record in a column the fields of all rows, with null for those of other rows.
+    These nulls are removed at every depth.
+    """
+
+    def __getitem__(self, i: int) -> Row:
+        row = super().__getitem__(i)
+        return {name: without_nulls(value) for name, value in row.items()}
+
+
+def without_nulls(value: Any) -> Any:
+    """Return ``value`` without the null fields of its records, at every depth.
+
+    A record of ``bytes`` and ``path``, which holds an image or a sound, is returned unchanged.
+    """
+    if isinstance(value, Mapping):
+        if value.keys() == {"bytes", "path"}:
+            return value
+        return {k: without_nulls(inner) for k, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        first = next((inner for inner in value if inner is not None), None)
+        # A list of numbers may be long, and all of its items have one type.
+        is_nested = isinstance(first, Mapping | list | tuple)
+        return [without_nulls(inner) for inner in value] if is_nested else value
+    return value
+
+
 class Csv(InMemoryRows):
     """Comma-separated values under a header line, in memory.
 
@@ -451,7 +481,7 @@ class MappedRows:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> Row:
-        row = self.rows[i]
+        row = recorded(self.rows[i])
         try:
             converted = self.reader(row, **self.options)
         # Before ``LookupError``, its base class: the message can name the columns.
@@ -462,7 +492,7 @@ class MappedRows:
         except (ValueError, TypeError, LookupError) as error:
             problem = f"reader {self.name!r} cannot read the row: {error}"
             raise MalformedRow(f"{self.where(i)}: {problem}") from error
-        return as_row(converted, f"{self.where(i)}, after reader {self.name!r}")
+        return row.copied(as_row(converted, f"{self.where(i)}, after reader {self.name!r}"))
 
     def where(self, i: int) -> str:
         return self.rows.where(i)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from lightrft.datasets.row_tables import Row
+from lightrft.datasets.rows.recorded_row import RecordedRow
 from lightrft.utils.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ log = logging.getLogger(__name__)
 
 UNKNOWN, TOKENS, UNLABELLED = "unknown_tokens", "tokens", "unlabelled"
 
-SEPARATED = "steps/with_separator"
+FRACTION = "label_with_fraction"
+SEPARATED, UNREAD = "steps/with_separator", "unread"
 
 _SOURCE, _ROW = "source_of", "row_of"
 
@@ -84,7 +87,7 @@ def note_text(counts: Counter[str], unknown: int, tokens: int, source: int, row:
 
 
 def note_label(counts: Counter[str], data_source: str, gold: object, source: int, row: int) -> None:
-    """Count a row that has neither a label nor a reference to compare a response with.
+    """Count a row that has neither a label nor a reference, and one whose label is a float.
 
     Args:
         counts: the counter to update.
@@ -93,10 +96,13 @@ def note_label(counts: Counter[str], data_source: str, gold: object, source: int
         source: index of the source.
         row: index of the row in its source.
     """
-    if is_missing(gold):
-        name = f"{UNLABELLED}/{data_source}"
-        _place(counts, name, source, row)
-        counts[name] += 1
+    # A whole number of type float is written with a fraction, which few responses have.
+    is_float = isinstance(gold, float) and math.isfinite(gold)
+    for kind, holds in ((UNLABELLED, is_missing(gold)), (FRACTION, is_float)):
+        if holds:
+            name = f"{kind}/{data_source}"
+            _place(counts, name, source, row)
+            counts[name] += 1
 
 
 def note_steps(
@@ -117,6 +123,29 @@ def note_steps(
         counts[SEPARATED] += found
 
 
+def note_unread(counts: Counter[str], row: Row, source: int) -> None:
+    """Count the columns of a row that hold text, lists or media and that nothing has read.
+
+    Args:
+        counts: the counter to update.
+        row: the row, after its last reader. A row without a record counts as read.
+        source: index of the source.
+    """
+    if isinstance(row, RecordedRow):
+        for name in row.unread:
+            counts[f"{UNREAD}/{source}/{name}"] += 1
+
+
+def unread_columns(counts: Counter[str]) -> dict[int, dict[str, int]]:
+    """Return the number of rows of each column that nothing has read, by index of the source."""
+    found: dict[int, dict[str, int]] = {}
+    for name, count in sorted(counts.items()):
+        kind, *place = name.split("/", 2)
+        if kind == UNREAD:
+            found.setdefault(int(place[0]), {})[place[1]] = count
+    return found
+
+
 def is_missing(gold: object) -> bool:
     """Return True if a label is null, blank or NaN."""
     if gold is None:
@@ -127,12 +156,15 @@ def is_missing(gold: object) -> bool:
     return isinstance(gold, float) and math.isnan(gold)
 
 
-def unlabelled(counts: Counter[str]) -> dict[str, int]:
-    """Return the number of rows without a label, for each data source that has any."""
+def unlabelled(counts: Counter[str], kind: str = UNLABELLED) -> dict[str, int]:
+    """Return the number of rows without a label, for each data source that has any.
+
+    With ``FRACTION`` as their ``kind``, the rows are those whose label is a float.
+    """
     found = {}
     for name, count in counts.items():
-        kind, _, data_source = name.partition("/")
-        if kind == UNLABELLED:
+        own, _, data_source = name.partition("/")
+        if own == kind:
             found[data_source] = count
     return found
 
@@ -162,17 +194,23 @@ class CountedRows(Protocol):
     """A dataset with counts of warnings."""
 
     counts: Counter[str]
+    feeds_rewards: ClassVar[bool]
+
+    @property
+    def unread(self) -> dict[str, dict[str, int]]: ...
 
     def first_with(self, doubt: str, /) -> str: ...
 
 
-def check_text(rows: CountedRows, key: str) -> None:
-    """Warn about tokens that are unknown to the tokenizer.
+def check_rows(rows: CountedRows, key: str) -> None:
+    """Warn about columns that nothing reads, and about tokens that are unknown to the tokenizer.
 
     ``key`` is the setting that names the rows.
 
-    Raises ``DataError`` if their fraction exceeds ``MOST_UNKNOWN``.
+    Raises ``DataError`` if the fraction of unknown tokens exceeds ``MOST_UNKNOWN``.
     """
+    for path, columns in rows.unread.items():
+        log.warning("%s: %s", key, unread_problem(path, columns, rewards=rows.feeds_rewards))
     unknown = rows.counts[UNKNOWN]
     tokens = rows.counts[TOKENS]
     if not unknown:
@@ -184,6 +222,41 @@ def check_text(rows: CountedRows, key: str) -> None:
         way_out = "Set model.tokenizer (or model.path) to one that was made for this text"
         raise DataError(f"{problem}. {way_out}, or mend the rows")
     log.warning("%s", problem)
+
+
+def check_held_out(learned: Iterable[bytes], held_out: Sequence[bytes], key: str) -> None:
+    """Warn if held-out prompts are prompts to learn from.
+
+    Args:
+        learned: keys of the prompts to learn from; see ``EncodedDataset.prompt_keys``.
+        held_out: keys of the held-out prompts.
+        key: the setting that names the held-out prompts.
+    """
+    wanted = Counter(held_out)
+    shared = sum(wanted.pop(prompt, 0) for prompt in learned) if wanted else 0
+    if shared:
+        log.warning(
+            "%s: %d of %d prompts are prompts of data.sources too, so they do not show what the "
+            "model does with new ones",
+            key,
+            shared,
+            len(held_out),
+        )
+
+
+def unread_problem(path: str, columns: Mapping[str, int], *, rewards: bool) -> str:
+    """Return the sentence about the columns of a source that nothing reads.
+
+    Args:
+        path: the source.
+        columns: number of rows of each column.
+        rewards: True if reward functions get the columns.
+    """
+    counts = (f"{name} ({count} row{'' if count == 1 else 's'})" for name, count in columns.items())
+    named = f"{path}: the column{'' if len(columns) == 1 else 's'} {', '.join(counts)}"
+    if rewards:
+        return f"{named}: not part of any prompt, and left to reward functions"
+    return f"{named}: read by nothing; if it matters, name it in data.columns or data.template"
 
 
 def check_steps(rows: CountedRows, key: str) -> None:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config.data import SFTDataConfig
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.media import Item
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
-from lightrft.datasets.row_parser import ParsedRow, read_record, row_weight
+from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import UnknownText, note_text
+from lightrft.datasets.rows.row_reader import read_record, row_weight
 from lightrft.datasets.turns import Tokens, TurnEncoder, TurnTexts, Weights, no_answer
 from lightrft.types import Media
 from lightrft.utils.lazy_imports import np
@@ -166,6 +168,15 @@ class SFTDataset(EncodedDataset[Example]):
             )
             example.prompt_media, example.response_media = media
         return example
+
+    def items(self, i: int) -> list[Item]:
+        """Return the media items of example ``i``, in the order of their placeholders."""
+        k, _ = self._stored(i, "example")
+        if k not in self._media:
+            return []
+        source, row, numbers = self._media[k]
+        record = self._sources.record(source, row)
+        return [record.media[n] for n in numbers]
 
     @property
     def longest_prompt(self) -> int:

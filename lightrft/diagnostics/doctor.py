@@ -464,11 +464,8 @@ def _bounds(config: TrainingConfig) -> Lengths:
 
 
 def _template(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
-    chat = config.data.apply_chat_template
-    if chat == "auto":
-        chat = config.data.template is None
-    if not chat:
-        says = "not used, as data.apply_chat_template or data.template says"
+    if config.data.apply_chat_template is False:
+        says = "not used, as data.apply_chat_template says"
         return Finding("data", "ok", "chat template", says)
     if not tokenizer.chat_template:
         says = (

@@ -71,6 +71,7 @@ class Explanation:
     gradient: tuple[str, ...]
     roles: tuple[Role, ...]
     forwards: tuple[Forward, ...]
+    prompts: tuple[tuple[str, str], ...] = ()
 
 
 def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
@@ -415,6 +416,9 @@ def to_text(explanation: Explanation) -> str:
     rows += [f"  {role.name:<13}  {role.what}" for role in e.roles]
     rows += ["", "passes over the batch in a step"]
     rows += [f"  {f.model:<13}  {f.passes}  {f.what}" for f in e.forwards]
+    if e.prompts:
+        rows += ["", "prompts"]
+        rows += [f"  {key:<13}  {text}" for key, text in e.prompts]
     return "\n".join(rows)
 
 

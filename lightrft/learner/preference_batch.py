@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.algorithms.running_stats import RunningStats
 from lightrft.algorithms.token_ops import TokenRows, require_column
 from lightrft.config.preference import PreferenceConfig
-from lightrft.types import CORRUPTED, GOLD, Batch
+from lightrft.types import CORRUPTED, GOLD, Batch, Segments
 from lightrft.utils.seeding import derive_seed
 
 MARGIN_DECAY = 0.9
@@ -212,8 +213,31 @@ def with_token_weights(batch: Batch, settings: PreferenceConfig, seed: int, step
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Return ``batch`` with each response after the next prompt.
+    """Return ``batch`` with each response after the next prompt that differs from its own.
 
-    See KTO, arXiv 2402.01306, section 4.1. ``batch`` has at least two prompts.
+    The last prompt is followed by the first. Responses whose prompt is the only one are left out.
+    See KTO, arXiv 2402.01306, section 4.1.
     """
-    return batch.replace(prompt_of=(batch.prompt_of + 1) % len(batch.prompts))
+    keys = _prompt_keys(batch.prompts)
+    count = len(keys)
+    following = torch.full((count,), -1, dtype=torch.long)
+    for k, key in enumerate(keys):
+        later = ((k + step) % count for step in range(1, count))
+        following[k] = next((j for j in later if keys[j] != key), -1)
+    partner = following.to(batch.prompt_of.device)[batch.prompt_of]
+    if bool((partner >= 0).all()):
+        return batch.replace(prompt_of=partner)
+    rows = (partner >= 0).nonzero()[:, 0]
+    return batch.select(rows) if not len(rows) else batch.replace(prompt_of=partner).select(rows)
+
+
+def _prompt_keys(prompts: Segments) -> list[bytes]:
+    """Return a digest of the tokens and media of each prompt."""
+    columns = [(prompts.tokens, prompts.lengths)]
+    columns += [(ragged.values, ragged.lengths) for ragged in prompts.media.values()]
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(len(prompts))]
+    for values, lengths in columns:
+        for found, rows in zip(digests, values.cpu().split(lengths.tolist())):
+            found.update(str(tuple(rows.shape)).encode())
+            found.update(rows.contiguous().view(torch.uint8).numpy())
+    return [found.digest() for found in digests]

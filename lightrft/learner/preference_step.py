@@ -8,6 +8,7 @@ weights the tokens of a second pass. Loss and gradient are the same in both form
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,8 @@ from lightrft.types import Batch, rows_of
 
 ROUNDING = 1e-4
 """Differences of log-ratios, in nats, that rounding in float32 makes of equal models."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +201,19 @@ def with_reference(batch: Batch, roles: Roles, settings: PreferenceSettings) -> 
 def mismatched_kl(batch: Batch, roles: Roles, settings: PreferenceSettings) -> float:
     """Return the mean log-ratio of policy to reference over mismatched prompts and responses.
 
+    It is 0 if all prompts of the batch are equal.
+
     Args:
         batch: The global batch.
         roles: The policy, the reference and the strategy.
         settings: The settings of the step.
     """
     other = mismatched(batch).replace(ref_logprobs=None)
+    if not len(other):
+        log.warning(
+            "all prompts of a step are equal, so the KL of its mismatched pairs counts as 0"
+        )
+        return 0.0
     other = with_reference(other, roles, settings)
     logprobs = compute_logprobs(roles.actor, other, roles, settings.max_tokens, 1.0)
     gap = logprobs.double() - require_column(other.ref_logprobs).double()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightrft.config.train import PtxConfig
-from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.learner.policy_update import LossOf
@@ -58,7 +58,7 @@ class PretrainingLoss:
             config.data, tokenizer, max_tokens=config.max_tokens, seed=seed, processor=processor
         )
         report("ptx", dataset.counts, dataset.first_problem)
-        check_text(dataset, "ptx.data.sources")
+        check_rows(dataset, "ptx.data.sources")
         return PretrainingLoss(
             config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle)
         )

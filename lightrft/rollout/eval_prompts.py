@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lightrft.config.data import DataConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import EvalPrompts, report
 from lightrft.rollout.row_check import check_labels
 from lightrft.types import Prompt
@@ -47,6 +49,11 @@ def load_eval_prompts(
     return EvalPrompts(dataset, range(min(len(dataset), limit or len(dataset))))
 
 
+def prompt_keys(prompts: Sequence[Prompt]) -> list[bytes]:
+    """Return the keys of prompts of text; see ``EncodedDataset.prompt_keys``."""
+    return [np.asarray(p.token_ids, dtype=np.intc).tobytes() for p in prompts]
+
+
 def load_prompts(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -70,7 +77,7 @@ def load_prompts(
     """
     dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
     report("held out", dataset.counts, dataset.first_problem)
-    check_text(dataset, key)
+    check_rows(dataset, key)
     if reward is not None:
         check_labels(dataset, reward, key)
     return dataset

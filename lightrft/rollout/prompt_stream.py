@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lightrft.config.data import DataConfig
 from lightrft.config.rollout import CurriculumConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import Bare, PromptSampler, draw, report
 from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.curriculum import Curriculum
@@ -70,7 +70,7 @@ class PromptStream:
         """
         dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
         report("data", dataset.counts, dataset.first_problem)
-        check_text(dataset, "data.sources")
+        check_rows(dataset, "data.sources")
         if curriculum is None:
             return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
         return PromptStream(dataset, Curriculum(curriculum, dataset.ids, seed))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection
 
 from lightrft.config.reward import RewardConfig
-from lightrft.datasets.row_warnings import UNLABELLED, CountedRows, unlabelled
+from lightrft.datasets.row_warnings import FRACTION, UNLABELLED, CountedRows, unlabelled
 from lightrft.rewards.registry import REWARDS
 from lightrft.utils.errors import ConfigError, DataError, did_you_mean
 
@@ -35,6 +35,7 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
                     f"{term.function!r} compares responses with it. {lacking} without one; name "
                     f"the column in {key.removesuffix('.sources')}.columns.label, or mend the rows"
                 )
+    _check_fractions(rows, reward, key)
     every, count = rows.counts["prompts"], sum(missing.values())
     if 0 < count < every:
         where = rows.first_with(f"{UNLABELLED}/{next(iter(missing))}")
@@ -42,6 +43,21 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
         log.warning(
             "%s: %d of %d rows %s no label; the first is %s", key, count, every, have, where
         )
+
+
+def _check_fractions(rows: CountedRows, reward: RewardConfig, key: str) -> None:
+    """Warn about labels of type float, which ``exact_match`` compares with their fraction."""
+    for source, count in unlabelled(rows.counts, FRACTION).items():
+        terms = reward.per_source.get(source) or reward.terms
+        if any(term.function == "exact_match" for term in terms):
+            log.warning(
+                "%s: %d label%s a float, such as 12.0, which exact_match does not find in a response "
+                "of 12; the first is in %s. Write labels as text or whole numbers, or take math",
+                key,
+                count,
+                " is" if count == 1 else "s are",
+                rows.first_with(f"{FRACTION}/{source}"),
+            )
 
 
 def check_named_sources(reward: RewardConfig, sources: Collection[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.datasets.row_warnings import check_held_out
 from lightrft.distributed.process_group import (
     ProcessGroup,
     broadcast_failure,
@@ -29,7 +30,7 @@ from lightrft.roles import Roles
 from lightrft.rollout.accounting import tokens_of
 from lightrft.rollout.async_generation import AsyncGenerator, staleness_metrics
 from lightrft.rollout.collate import attached
-from lightrft.rollout.eval_prompts import load_eval_prompts
+from lightrft.rollout.eval_prompts import load_eval_prompts, prompt_keys
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.row_check import check_labels, check_named_sources
 from lightrft.rollout.serialization import save_batch, with_outcomes
@@ -258,6 +259,7 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         processor,
         reward=config.reward,
     )
+    check_held_out(stream.dataset.prompt_keys(), prompt_keys(prompts), "eval.data.sources")
     sources = {*stream.dataset.data_sources, *(prompt.data_source for prompt in prompts)}
     check_named_sources(config.reward, sources)
     kinds = kinds_to_check(config.engine, stream.dataset, prompts)

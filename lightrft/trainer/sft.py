@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, SFTConfig
-from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.prompt_dataset import EncodedDataset
+from lightrft.datasets.row_warnings import check_held_out, check_rows
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.learner.sft_step import examples_to_batch, sft_step, with_noise, with_sources
@@ -113,7 +114,7 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     dataset = load_examples(config, tokenizer, processor)
     check_enough("batch_size", config.batch_size, len(dataset), "examples")
     steps = config.train.count_steps(len(dataset), config.batch_size)
-    prompts = loaded_eval_prompts(config, tokenizer, processor, session)
+    prompts = loaded_eval_prompts(config, tokenizer, processor, session, dataset)
     strategy, actor, engine = supervised_policy(config, session, tokenizer, [prompts])
     return SFTRun(
         session=session,
@@ -132,7 +133,7 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
         steps=steps,
         config=config,
         dataset=dataset,
-        validation=load_validation(config, tokenizer, processor),
+        validation=load_validation(config, tokenizer, processor, dataset),
         sampler=PromptSampler(len(dataset), config.run.seed, config.data.shuffle),
     )
 
@@ -159,7 +160,7 @@ def load_examples(
         processor=processor,
     )
     report(key, dataset.counts, dataset.first_problem)
-    check_text(dataset, f"{key}.sources")
+    check_rows(dataset, f"{key}.sources")
     return dataset
 
 
@@ -167,6 +168,7 @@ def load_validation(
     config: SFTConfig | DistillVerbConfig,
     tokenizer: PreTrainedTokenizerBase,
     processor: Processor | None,
+    learned: EncodedDataset[Any],
 ) -> SFTDataset | None:
     """Return the conversations of ``validation``, or None without sources.
 
@@ -174,7 +176,10 @@ def load_validation(
         config: settings of the run.
         tokenizer: encodes the conversations.
         processor: prepares media, or None for a text-only model.
+        learned: the rows to learn from.
     """
     if not config.validation.sources:
         return None
-    return load_examples(config, tokenizer, processor, "validation")
+    held_out = load_examples(config, tokenizer, processor, "validation")
+    check_held_out(learned.prompt_keys(), list(held_out.prompt_keys()), "validation.sources")
+    return held_out

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardConfig
 from lightrft.config.verbs import GivenDataConfig, SupervisedConfig
+from lightrft.datasets.prompt_dataset import EncodedDataset
+from lightrft.datasets.row_warnings import check_held_out
 from lightrft.distributed.process_group import (
     ProcessGroup,
     broadcast_failure,
@@ -18,7 +20,7 @@ from lightrft.distributed.process_group import (
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.trackers import Summary
 from lightrft.rewards.startup_check import check_rewards
-from lightrft.rollout.eval_prompts import load_eval_prompts
+from lightrft.rollout.eval_prompts import load_eval_prompts, prompt_keys
 from lightrft.trainer.checks.preflight import (
     check_evaluation,
     check_trained_weights,
@@ -149,6 +151,7 @@ def loaded_eval_prompts(
     tokenizer: PreTrainedTokenizerBase,
     processor: Processor | None,
     session: RunSession,
+    learned: EncodedDataset[Any],
 ) -> Sequence[Prompt]:
     """Load the eval set, and try its rewards.
 
@@ -157,6 +160,7 @@ def loaded_eval_prompts(
         tokenizer: Tokenizer of the model.
         processor: Processor of the model, or None for a text-only model.
         session: Gives the ranks.
+        learned: The rows to learn from.
     """
     prompts = load_eval_prompts(
         config.eval.data,
@@ -166,6 +170,7 @@ def loaded_eval_prompts(
         processor,
         reward=config.reward,
     )
+    check_held_out(learned.prompt_keys(), prompt_keys(prompts), "eval.data.sources")
     try_rewards(config.reward, prompts, tokenizer, session.ranks)
     return prompts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
+from lightrft.datasets.rows.row_content import with_input
 
 
 @READERS.register("alpaca")
@@ -12,10 +13,7 @@ def alpaca(row: Row) -> Row:
 
     The prompt is the instruction, followed by a blank line and the input if there is one.
     """
-    prompt = row["instruction"]
-    if given := row.get("input"):
-        prompt = f"{prompt}\n\n{given}"
-    return {**row, "prompt": prompt, "response": row["output"]}
+    return {**row, "prompt": with_input(row), "response": row["output"]}
 
 
 @READERS.register("ifeval")

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.data import Columns, MediaConfig, SFTDataConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.items import marks
-from lightrft.datasets.row_parser import ParsedRow, read_conversation, read_record
+from lightrft.datasets.row_parser import ParsedRow, read_conversation
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.rows.row_reader import read_record
 from lightrft.datasets.turns import TurnEncoder
 from lightrft.types import Batch, Media, Prompt, Segments
 from lightrft.utils.errors import ModelError

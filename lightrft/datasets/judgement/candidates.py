@@ -9,14 +9,11 @@ from lightrft.config.data import DataConfig, PreferenceColumns
 from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.datasets.judgement.question import LETTERS, Raw, rubric_entries
 from lightrft.datasets.preference.formats import format_of
-from lightrft.datasets.preference.raw_preference import (
-    GivenRow,
-    check_distinct,
-    find_prompt,
-    raw_text,
-)
-from lightrft.datasets.row_parser import USUAL, number
+from lightrft.datasets.preference.raw_preference import GivenRow, check_distinct
+from lightrft.datasets.row_parser import number
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
+from lightrft.datasets.rows.recorded_row import unrecorded
+from lightrft.datasets.rows.row_content import USUAL, find_prompt, raw_text
 
 RATINGS = ("rating", "ratings", "score", "scores")
 """Usual columns of the ratings of a response, or of each of ``responses``."""
@@ -60,7 +57,7 @@ def read_candidates(row: Row, data: DataConfig, config: JudgementConfig, where: 
     columns = preference_columns(data)
     ranks: Sequence[float] = ()
     ratings: Sequence[float] = ()
-    found = find_prompt(GivenRow(row, columns, where))
+    found = find_prompt(row, columns, where)
     single = None
     if config.form not in COMPARED and "responses" not in row:
         single = _single(row, columns, where)
@@ -71,7 +68,7 @@ def read_candidates(row: Row, data: DataConfig, config: JudgementConfig, where: 
         ratings = _ratings(row, len(texts), where)
         ranks = [-rating for rating in ratings] or _ranks(row, len(texts), where)
     else:
-        read = format_of(row, columns, where).read(GivenRow(row, columns, where))
+        read = format_of(unrecorded(row), columns, where).read(GivenRow(row, columns, where))
         found, texts, ranks, names = read.prompt, read.responses, read.ranks, read.names
         ratings = read.ratings or ()
     if found is None:

@@ -31,8 +31,9 @@ from lightrft.datasets.judgement.question import (
     flat,
     verdict_text,
 )
-from lightrft.datasets.row_parser import USUAL
 from lightrft.datasets.row_tables import MalformedRow, Row, Rows
+from lightrft.datasets.rows.recorded_row import RecordedRow, recorded
+from lightrft.datasets.rows.row_content import USUAL
 
 Members: TypeAlias = tuple[int, ...]
 """Positions of the responses of a question, in the order that the judge sees."""
@@ -70,15 +71,18 @@ class JudgementRows:
     def __getitem__(self, i: int) -> Row:
         k, j = self._find(i)
         where = self.rows.where(k)
-        row = self.rows[k]
+        row = recorded(self.rows[k])
         found = read_candidates(row, self.data, self.config, where)
         try:
             members = self._members(row, found, where)
             if j >= len(members):
                 raise MalformedRow(f"{where}: the row has changed since the run began")
-            return self._question(row, found, members[j], where)
+            question = RecordedRow(self._question(row, found, members[j], where))
         except ValueError as error:
             raise MalformedRow(f"{where}: {error}") from None
+        # A question replaces columns that it did not read, which stay unread.
+        question.unread = set(row.unread)
+        return question
 
     def where(self, i: int) -> str:
         k, j = self._find(i)

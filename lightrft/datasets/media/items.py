@@ -161,19 +161,6 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
     return some
 
 
-def is_raw(value: object) -> bool:
-    """Return True if ``value`` contains media and not only their names."""
-    if isinstance(value, Mapping):
-        return any(map(is_raw, value.values()))
-    if isinstance(value, list | tuple):
-        # a list of samples may hold millions of numbers, and its first items tell its kind
-        return any(map(is_raw, value[:8]))
-    if isinstance(value, bytes | bytearray):
-        return True
-    # images of PIL, and arrays of numpy
-    return hasattr(value, "getexif") or hasattr(value, "__array_interface__")
-
-
 def _is_frame(value: object, root: Path) -> bool:
     """Return True if ``value`` is one still image, by its name or its content.
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.media.fetch import is_data_url
-from lightrft.datasets.media.items import CLOSE, OPEN, Item, is_raw, listed, mark
+from lightrft.datasets.media.items import CLOSE, OPEN, Item, listed, mark
 from lightrft.datasets.media.parts import KINDS, kind_of, read_part
 from lightrft.datasets.row_tables import MalformedRow, Row, named_column
+from lightrft.datasets.rows.recorded_row import is_raw
 
 USUAL = {
     "image": ("images", "image"),

@@ -5,14 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from lightrft.datasets.preference.raw_preference import (
-    Raw,
-    as_messages,
-    is_transcript,
-    transcript,
-)
 from lightrft.datasets.row_parser import Message
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.rows.row_content import Raw, as_messages, is_transcript, transcript
 
 NAME_PROMPT = "name the column of the prompt in data.columns.prompt"
 

@@ -13,17 +13,15 @@ from lightrft.datasets.preference.pair_formats import (
 )
 from lightrft.datasets.preference.raw_preference import (
     GivenRow,
-    Raw,
     RawPreference,
-    find_prompt,
     label,
-    raw_text,
 )
-from lightrft.datasets.row_parser import json_messages
+from lightrft.datasets.row_parser import PROMPTS, json_messages
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
+from lightrft.datasets.rows.recorded_row import unrecorded
+from lightrft.datasets.rows.row_content import Raw, column_prompt, raw_text, with_context
 
 RESPONSES = ("completion", "output", "response")
-CONVERSATIONS = ("messages", "conversations")
 
 
 def is_labelled(row: Row, columns: PreferenceColumns) -> bool:
@@ -33,7 +31,7 @@ def is_labelled(row: Row, columns: PreferenceColumns) -> bool:
     given = look_up(row, columns.label or "label")
     if given is None:
         return False
-    if not _response_column(row, columns) and not _ends_with_assistant(row):
+    if not _response_column(row, columns) and not _ends_with_assistant(row, columns):
         return False
     if isinstance(given, bool) or given in (0, 1):
         return True
@@ -47,14 +45,13 @@ def read_labelled(given: GivenRow) -> RawPreference:
     row, columns, where = given.row, given.columns, given.where
     name = "kto_tag" if row.get("kto_tag") is not None else columns.label or "label"
     good = label(look_up(row, name), name, where)
-    found = find_prompt(given)
-    if found is None:
-        raise MalformedRow(f"{where}: no column with a prompt; the row has: {', '.join(row)}")
-    column = _response_column(row, columns)
+    column = _response_column(unrecorded(row), columns)
     if column:
         response = raw_text(named_column(row, column, "response", where), column, where)
-        return RawPreference(found, [response], [column], desirable=[good])
-    prompt, response = _split(found, where)
+        return RawPreference(given.prompt(), [response], [column], desirable=[good])
+    # Before the context, whose history is no response.
+    prompt, response = _split(column_prompt(row, columns, where, has_response=False) or "", where)
+    prompt = with_context(row, columns, prompt, where)
     return RawPreference(prompt, [response], ["the response"], desirable=[good])
 
 
@@ -65,10 +62,10 @@ def _response_column(row: Row, columns: PreferenceColumns) -> str:
     return next((name for name in RESPONSES if row.get(name) is not None), "")
 
 
-def _ends_with_assistant(row: Row) -> bool:
+def _ends_with_assistant(row: Row, columns: PreferenceColumns) -> bool:
     """Return True if the row is a conversation whose last message is the assistant's."""
-    for name in CONVERSATIONS:
-        messages = row.get(name)
+    for name in (columns.prompt,) if columns.prompt else PROMPTS:
+        messages = look_up(row, name)
         if isinstance(messages, str):
             messages = json_messages(messages)
         if isinstance(messages, list | tuple) and messages:

@@ -9,14 +9,11 @@ from lightrft.config.data import PreferenceColumns
 from lightrft.datasets.preference.common_prompt import split_prompt
 from lightrft.datasets.preference.raw_preference import (
     GivenRow,
-    Raw,
     RawPreference,
-    as_messages,
-    find_prompt,
-    raw_text,
 )
 from lightrft.datasets.row_parser import number, optional_number
 from lightrft.datasets.row_tables import ABSENT, MalformedRow, Row, look_up, named_column
+from lightrft.datasets.rows.row_content import Raw, as_messages, find_prompt, raw_text
 
 SCORES = (
     ("score_chosen", "score_rejected"),
@@ -54,7 +51,7 @@ def read_pair(given: GivenRow) -> RawPreference:
         sides[name] = raw_text(named_column(row, name, what, where), name, where)
     # Other columns of a prompt may be notes on how the row was made.
     must_match = bool(columns.prompt) or row.get("prompt") is not None
-    asked = find_prompt(given)
+    asked = find_prompt(row, columns, where)
     prompt, responses = split_prompt(sides, asked, where, must_match=must_match)
     return RawPreference(
         prompt,
@@ -106,9 +103,7 @@ def read_choice(given: GivenRow) -> RawPreference:
         MalformedRow: the row has no prompt.
     """
     row, columns, where = given.row, given.columns, given.where
-    prompt = find_prompt(given)
-    if prompt is None:
-        raise MalformedRow(f"{where}: no column with a prompt; the row has: {', '.join(row)}")
+    prompt = given.prompt()
     responses: list[Raw] = []
     names: list[str] = []
     ranks: list[int] = []
@@ -140,10 +135,7 @@ def read_rejected_response(given: GivenRow) -> RawPreference:
         if other is not None and other != row.get(kind):
             problem = f"rejected_{kind} is not {kind}"
             raise MalformedRow(f"{where}: {problem}; both responses must be to the same media")
-    found = find_prompt(given)
-    if found is None:
-        raise MalformedRow(f"{where}: no column 'messages'; the row has: {', '.join(row)}")
-    messages = as_messages(found)
+    messages = as_messages(given.prompt())
     margin = _margin(row, where)
     if row.get("rejected_messages") is not None:
         other = raw_text(row["rejected_messages"], "rejected_messages", where)

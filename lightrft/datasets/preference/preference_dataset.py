@@ -344,6 +344,13 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             f"{where}: the row has no {column}, which the loss needs for every response"
         )
 
+    def _prompt_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """See ``EncodedDataset``. The first sequence of an example is its prompt."""
+        ends = np.concatenate([[0], np.asarray(self._kept["ends"], dtype=np.int64)])
+        groups = np.asarray(self._kept["groups"], dtype=np.int64)
+        first = np.concatenate([[0], groups[:-1]])
+        return ends[first], ends[first + 1]
+
     def _check_heads(self) -> None:
         """Raise ``DataError`` if a head has no label in any row."""
         for head in self.heads:

@@ -22,14 +22,15 @@ from lightrft.datasets.preference.head_labels import (
 )
 from lightrft.datasets.preference.raw_preference import (
     GivenRow,
-    Raw,
     RawPreference,
     check_distinct,
-    raw_text,
 )
 from lightrft.datasets.preference.scored_formats import read_candidates
-from lightrft.datasets.row_parser import USUAL, ParsedRow, read_record, row_weight
+from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up
+from lightrft.datasets.rows.recorded_row import recorded, unrecorded
+from lightrft.datasets.rows.row_content import Raw, raw_text
+from lightrft.datasets.rows.row_reader import media_finder, parsed_row, row_weight
 from lightrft.types import GOLD
 
 
@@ -75,6 +76,11 @@ class PreferenceRow:
         return self.responses[0].data_source
 
     @property
+    def row(self) -> Row:
+        """Return the row, with the record of its columns."""
+        return self.responses[0].row
+
+    @property
     def where(self) -> str:
         """Return the location of the row, for messages."""
         return self.responses[0].where
@@ -108,7 +114,9 @@ def read_preference(
             differ, or the media differ. Also raised if the gold response is missing, or if no head
             has a label.
     """
-    layout = format_of(row, columns, where, scored=heads is not None)
+    row = recorded(row)
+    # Without a record, since a layout that does not fit reads nothing.
+    layout = format_of(unrecorded(row), columns, where, scored=heads is not None)
     given = GivenRow(row, columns, where)
     if heads is not None and layout.name == "judge":
         return _candidates(given, heads, reads, root)
@@ -149,11 +157,10 @@ def _responses(
         # never read, since only ranked responses are compared
         ratings = None if ratings is None else [*ratings, 0.0]
         margins = None if margins is None else [*margins, 0.0]
-    named = columns.model_copy(update={"prompt": "prompt", "response": "response"})
     records: list[ParsedRow] = []
     for answer in answers:
-        content = {**row, "prompt": raw.prompt, "response": answer}
-        records.append(read_record(content, named, where, reads, root))
+        finder = media_finder(columns, where, reads, root)
+        records.append(parsed_row(recorded(row), raw.prompt, answer, columns, where, finder))
     _check_media(records, names, where)
     return PreferenceRow(
         responses=records,
@@ -176,12 +183,12 @@ def _candidates(
     labels = read_labels(raw, row, heads, where)
     # the media are parts of the messages
     no_media = {"images": None, "videos": None, "audios": None}
-    named = columns.model_copy(update={"prompt": "prompt", "response": "", **no_media})
-    # the row's own responses are verdicts
-    kept = {name: value for name, value in row.items() if name not in USUAL["response"]}
+    named = columns.model_copy(update=no_media)
     records: list[ParsedRow] = []
     for messages in raw.responses:
-        records.append(read_record({**kept, "prompt": messages}, named, where, reads, root))
+        finder = media_finder(named, where, reads, root)
+        # The row's own responses are verdicts.
+        records.append(parsed_row(recorded(row), messages, None, named, where, finder))
     first, second = (record.media for record in records)
     if all(map(_same_item, first, second)):
         raise MalformedRow(f"{where}: A and B are the same {first[-1].kind}")

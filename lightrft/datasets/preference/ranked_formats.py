@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from lightrft.config.data import PreferenceColumns
 from lightrft.datasets.preference.raw_preference import (
     GivenRow,
-    Raw,
     RawPreference,
-    find_prompt,
     label,
     mappings,
-    raw_prompt,
-    raw_text,
 )
 from lightrft.datasets.row_parser import number
 from lightrft.datasets.row_tables import MalformedRow, Row
+from lightrft.datasets.rows.row_content import Raw, raw_prompt, raw_text, with_context
 
 PKU = ("response_0", "response_1")
 
@@ -42,7 +39,7 @@ def read_nectar(given: GivenRow) -> RawPreference:
     """Read Nectar's ``{prompt, answers: [{answer, rank}]}``. Rank 1 is the best."""
     row, where = given.row, given.where
     records = mappings(row["answers"], "answers", where)
-    return _of_records(_asked(given), records, "answer", where)
+    return _of_records(given.prompt(), records, "answer", where)
 
 
 def is_rated(row: Row, columns: PreferenceColumns) -> bool:
@@ -66,7 +63,7 @@ def read_rated(given: GivenRow) -> RawPreference:
         ratings.append(_mean_rating(record, place))
     names = [f"completion {k}" for k in range(1, len(records) + 1)]
     ranks = [-rating for rating in ratings]
-    prompt = _asked(given)
+    prompt = given.prompt()
     return RawPreference(prompt, responses, names, ranks=ranks, ratings=ratings, records=records)
 
 
@@ -93,7 +90,7 @@ def read_helpsteer2(given: GivenRow) -> RawPreference:
     """Read HelpSteer2's preferences. ``preference_strength`` is -3 (the first is better) to 3."""
     row, where = given.row, given.where
     preferred = number(row["preference_strength"], "preference_strength", where)
-    return _by_strength(given, _asked(given), ("response_1", "response_2"), preferred)
+    return _by_strength(given, given.prompt(), ("response_1", "response_2"), preferred)
 
 
 def _by_strength(
@@ -136,7 +133,7 @@ def read_pku_safe(given: GivenRow) -> RawPreference:
     names = [f"is_{name}_safe" for name in PKU]
     labels = [label(row[name], name, where) for name in names]
     responses = [raw_text(row[name], name, where) for name in PKU]
-    return RawPreference(_asked(given), responses, list(PKU), desirable=labels)
+    return RawPreference(given.prompt(), responses, list(PKU), desirable=labels)
 
 
 def read_pku_cost(given: GivenRow) -> RawPreference:
@@ -171,7 +168,7 @@ def _pku(given: GivenRow, column: str) -> RawPreference:
         raise MalformedRow(f"{where}: {column} is {row[column]!r}, not 0 or 1")
     responses = [raw_text(row[name], name, where) for name in PKU]
     ranks = (best, 1 - best)
-    return RawPreference(_asked(given), responses, list(PKU), ranks=ranks)
+    return RawPreference(given.prompt(), responses, list(PKU), ranks=ranks)
 
 
 def _of_records(prompt: Raw, records: Sequence[Row], column: str, where: str) -> RawPreference:
@@ -186,20 +183,12 @@ def _of_records(prompt: Raw, records: Sequence[Row], column: str, where: str) ->
     return RawPreference(prompt, responses, names, ranks=ranks, records=records)
 
 
-def _asked(given: GivenRow) -> Raw:
-    row, where = given.row, given.where
-    prompt = find_prompt(given)
-    if prompt is None:
-        raise MalformedRow(f"{where}: no column with a prompt; the row has: {', '.join(row)}")
-    return prompt
-
-
 def _context(given: GivenRow) -> Raw:
     """Return the prompt of a row that has it in ``context``."""
     row, columns, where = given.row, given.columns, given.where
     if not columns.prompt and row.get("context") is not None:
-        return raw_prompt(row["context"], "context", where)
-    return _asked(given)
+        return with_context(row, columns, raw_prompt(row["context"], where), where)
+    return given.prompt()
 
 
 def _has(value: object, *names: str) -> bool:

@@ -9,13 +9,12 @@ from lightrft.datasets.media.parts import kind_of
 from lightrft.datasets.preference.labelled_formats import RESPONSES
 from lightrft.datasets.preference.raw_preference import (
     GivenRow,
-    Raw,
     RawPreference,
-    find_prompt,
-    raw_text,
 )
 from lightrft.datasets.row_parser import Message, number
 from lightrft.datasets.row_tables import MalformedRow, Row, named_column
+from lightrft.datasets.rows.recorded_row import unrecorded
+from lightrft.datasets.rows.row_content import Raw, raw_text
 
 RATINGS = ("rating", "score")
 """Columns of the rating of one response, or of a list of ratings."""
@@ -33,10 +32,8 @@ def read_scored(given: GivenRow) -> RawPreference:
     the heads; see ``read_labels``. ``rating`` or ``score`` is the rating of a row without heads.
     """
     row, where = given.row, given.where
-    prompt = find_prompt(given)
-    if prompt is None:
-        raise MalformedRow(f"{where}: no column with a prompt; the row has: {', '.join(row)}")
-    column = _response_column(row, given.columns)
+    prompt = given.prompt()
+    column = _response_column(unrecorded(row), given.columns)
     value = named_column(row, column, "response", where)
     if column == "responses":
         if not isinstance(value, list | tuple) or not value:

@@ -22,9 +22,11 @@ from lightrft.datasets.media.items import marks
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.process.step_formats import read_steps
 from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
-from lightrft.datasets.row_parser import ParsedRow, read_record, row_weight
+from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow, Row
 from lightrft.datasets.row_warnings import UnknownText, note_steps, note_text
+from lightrft.datasets.rows.recorded_row import recorded
+from lightrft.datasets.rows.row_reader import media_finder, parsed_row, row_weight
 from lightrft.types import Media
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import np
@@ -100,6 +102,11 @@ class ProcessRow:
     labels: list[float]
     weight: float
 
+    @property
+    def row(self) -> Row:
+        """Return the row, with the record of its columns."""
+        return self.record.row
+
 
 def read_process_row(
     row: Row,
@@ -118,12 +125,13 @@ def read_process_row(
         root: folder of relative media paths.
 
     Raises:
-        MalformedRow: see ``read_steps`` and ``read_record``.
+        MalformedRow: see ``read_steps`` and ``parsed_row``.
     """
+    row, columns = recorded(row), config.columns
     raw = read_steps(row, config, where)
-    named = config.columns.model_copy(update={"prompt": "prompt", "response": "response"})
-    record = read_record({**row, "prompt": raw.prompt, "response": None}, named, where, reads, root)
-    return ProcessRow(record, raw.steps, raw.labels, row_weight(row, config.columns, where))
+    finder = media_finder(columns, where, reads, root)
+    record = parsed_row(row, raw.prompt, None, columns, where, finder)
+    return ProcessRow(record, raw.steps, raw.labels, row_weight(row, columns, where))
 
 
 class ProcessDataset(EncodedDataset[ProcessExample]):

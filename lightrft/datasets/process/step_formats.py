@@ -7,17 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightrft.config.data import PreferenceColumns, ProcessDataConfig
-from lightrft.datasets.preference.raw_preference import (
-    GivenRow,
-    Raw,
-    find_prompt,
-    mappings,
-    raw_prompt,
-)
+from lightrft.config.data import ProcessDataConfig
+from lightrft.datasets.preference.raw_preference import mappings
 from lightrft.datasets.row_parser import number
 from lightrft.datasets.row_tables import MalformedRow, Row
 from lightrft.datasets.row_warnings import is_missing
+from lightrft.datasets.rows.recorded_row import unrecorded
+from lightrft.datasets.rows.row_content import Raw, find_prompt, raw_prompt, with_context
 
 WORDS = {"+": 1.0, "-": 0.0, "good": 1.0, "bad": 0.0, "correct": 1.0, "incorrect": 0.0}
 """Labels of steps that are words."""
@@ -72,7 +68,8 @@ def read_steps(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
         MalformedRow: no layout fits, a step is empty or no text, the numbers of steps and labels
             differ, a label is not in [0, 1], or no step has a label.
     """
-    fitting = [known for known in FORMATS if known.matches(row)]
+    # Without a record, since a layout that does not fit reads nothing.
+    fitting = [known for known in FORMATS if known.matches(unrecorded(row))]
     if not fitting:
         known = "; ".join(f"{one.name}: {one.columns}" for one in FORMATS)
         have = ", ".join(row) or "nothing"
@@ -123,7 +120,7 @@ def _read_math_shepherd(row: Row, config: ProcessDataConfig, where: str) -> RawS
             raise MalformedRow(f"{where}: {problem} number {len(labels) + 1} of input")
         labels.append(WORDS[rest[len(piece)]])
         rest = rest[len(piece) + 1 :]
-    return _of_pieces(pieces, labels, config, where)
+    return _of_pieces(row, pieces, labels, config, where)
 
 
 def _is_placeholders(row: Row) -> bool:
@@ -134,11 +131,11 @@ def _is_placeholders(row: Row) -> bool:
 def _read_placeholders(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
     """Read OpenRLHF's ``{input, label | value}``: a text with a placeholder after each step."""
     labels = [_label(value, where) for value in row.get("label", row.get("value"))]
-    return _of_pieces(row["input"].split(config.placeholder), labels, config, where)
+    return _of_pieces(row, row["input"].split(config.placeholder), labels, config, where)
 
 
 def _of_pieces(
-    pieces: Sequence[str], labels: list[float], config: ProcessDataConfig, where: str
+    row: Row, pieces: Sequence[str], labels: list[float], config: ProcessDataConfig, where: str
 ) -> RawSteps:
     """Return the steps of a text that was split at its placeholders.
 
@@ -150,7 +147,7 @@ def _of_pieces(
     asked, first = _split_question(pieces[0], where)
     # the text after the last placeholder has no label
     steps = [piece.strip() for piece in (first, *pieces[1:-1])]
-    return RawSteps(asked, steps, labels)
+    return RawSteps(with_context(row, config.columns, asked, where), steps, labels)
 
 
 def _split_question(text: str, where: str) -> tuple[str, str]:
@@ -198,7 +195,8 @@ def _read_prm800k(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
         steps.append(completions[at].get("text", ""))
         labels.append(math.nan if rating is None else PRM800K[rating])
     problem_text = row["question"].get("problem")
-    return RawSteps(raw_prompt(problem_text, "question.problem", where), steps, labels)
+    prompt = with_context(row, config.columns, raw_prompt(problem_text, where), where)
+    return RawSteps(prompt, steps, labels)
 
 
 def _is_visualprm_raw(row: Row) -> bool:
@@ -230,7 +228,8 @@ def _read_visualprm(row: Row, config: ProcessDataConfig, where: str) -> RawSteps
     question, mark, first = str((asked or [""])[0]).partition(SOLUTION)
     if not mark:
         raise MalformedRow(f"{where}: the first message has no {SOLUTION.strip()!r}")
-    return RawSteps(question.replace(QUESTION, "").strip(), [first, *asked[1:]], labels)
+    prompt = with_context(row, config.columns, question.replace(QUESTION, "").strip(), where)
+    return RawSteps(prompt, [first, *asked[1:]], labels)
 
 
 def _is_visual_process_bench(row: Row) -> bool:
@@ -304,8 +303,7 @@ FORMATS = (
 
 
 def _prompt(row: Row, config: ProcessDataConfig, where: str) -> Raw:
-    columns = PreferenceColumns(prompt=config.columns.prompt)
-    prompt = find_prompt(GivenRow(row, columns, where))
+    prompt = find_prompt(row, config.columns, where)
     if prompt is None:
         raise MalformedRow(f"{where}: no column with a prompt; the row has: {', '.join(row)}")
     return prompt

@@ -8,8 +8,9 @@ from lightrft.config.data import DataConfig
 from lightrft.datasets.chat_encoder import ChatEncoder, asking
 from lightrft.datasets.media.items import MARK, Item
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.datasets.row_parser import Message, ParsedRow, read_record, read_tools
+from lightrft.datasets.row_parser import Message, ParsedRow, read_tools
 from lightrft.datasets.row_writer.media_files import MediaFiles
+from lightrft.datasets.rows.row_reader import read_record
 
 LIMITS = ("min_pixels", "max_pixels", "fps")
 """Limits of one item that its content part has."""
@@ -118,4 +119,9 @@ def asked_messages(encoder: ChatEncoder, record: ParsedRow, cut: int = 0) -> lis
     else:
         messages = [dict(message) for message in asking(record.prompt, record.where)]
         messages[-1]["content"] = messages[-1]["content"][cut:]
+        filled = list(messages)
+        encoder.fill_template(record, filled, cut)
+        for message, written in zip(messages, filled):
+            if written is not message:
+                message["content"] = encoder.unescape_special_tokens(written["content"])
     return encoder.with_system(messages)

@@ -13,7 +13,7 @@ from lightrft.config.verbs import DistillVerbConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import MalformedRow
-from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import report
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.learner.distillation.alignment import Translation, translate
@@ -43,7 +43,7 @@ def load_rows(
         return examples
     prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
     report("data", prompts.counts, prompts.first_problem)
-    check_text(prompts, "data.sources")
+    check_rows(prompts, "data.sources")
     check_enough("batch_size", config.batch_size, len(prompts), "prompts")
     return prompts
 

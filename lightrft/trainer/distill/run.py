@@ -280,7 +280,7 @@ def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
     check_sources(config, dataset.data_sources)
     teachers = find_teachers(config, tokenizer, processor)
     views = load_views(config, config.data, dataset, teachers, processor)
-    held = load_validation(config, tokenizer, processor)
+    held = load_validation(config, tokenizer, processor, dataset)
     held_views: dict[str, View] = {}
     if held is not None:
         check_taught(config, held.data_sources, "validation")
@@ -289,7 +289,7 @@ def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
         if isinstance(rows, SFTDataset):
             check_weights(config, rows, key)
     steps = config.train.count_steps(len(dataset), config.batch_size)
-    prompts = loaded_eval_prompts(config, tokenizer, processor, session)
+    prompts = loaded_eval_prompts(config, tokenizer, processor, session, dataset)
     asked = [prompts, dataset] if config.distill.on_policy else [prompts]
     return DistillRun(
         session=session,

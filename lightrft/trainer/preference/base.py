@@ -14,7 +14,7 @@ from lightrft.config.data import PreferenceDataConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DPOConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
-from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import report
 from lightrft.learner.preference_batch import PreferenceStats
 from lightrft.learner.preference_evaluation import evaluate_preferences
@@ -154,7 +154,7 @@ def load_preferences(
         corrupted=requirements.corrupted,
     )
     report(key, dataset.counts, dataset.first_problem)
-    check_text(dataset, f"{key}.sources")
+    check_rows(dataset, f"{key}.sources")
     check_columns(dataset, requirements)
     return dataset
 

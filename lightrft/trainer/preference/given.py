@@ -113,7 +113,7 @@ def prepare_given(
         path=config.reference,
         sees_all=steps * config.batch_size >= len(dataset),
     )
-    prompts = loaded_eval_prompts(config, tokenizer, processor, session)
+    prompts = loaded_eval_prompts(config, tokenizer, processor, session, dataset)
     return GivenPreferenceRun(
         session=session,
         eval=config.eval,

@@ -209,7 +209,7 @@ def prepare_online(
     check_enough("batch_size", config.batch_size, len(stream.dataset), "prompts")
     steps = config.train.count_steps(len(stream.dataset), config.batch_size)
     check_labels(stream.dataset, config.reward, "data.sources")
-    prompts = loaded_eval_prompts(config, tokenizer, processor, session)
+    prompts = loaded_eval_prompts(config, tokenizer, processor, session, stream.dataset)
     try_rewards(config.reward, stream.bare, tokenizer, session.ranks)
     source = online_source(config, requirements)
     always_learns = requirements.kind == "labelled" and config.online.threshold is not None

@@ -14,7 +14,7 @@ from lightrft.config.base import changed_fields
 from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.process.process_dataset import ProcessDataset
-from lightrft.datasets.row_warnings import check_steps, check_text
+from lightrft.datasets.row_warnings import check_rows, check_steps
 from lightrft.datasets.sampler import report
 from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.learner.process_model.evaluation import by_source, metrics_of_steps, scored_steps
@@ -154,7 +154,7 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
         processor=processor,
     )
     report("steps", dataset.counts, dataset.first_problem)
-    check_text(dataset, "steps.sources")
+    check_rows(dataset, "steps.sources")
     check_steps(dataset, "steps")
     check_examples(model, dataset.longest, config.max_tokens)
     placed = ProcessModelSettings(form, config.max_tokens_per_micro_batch, dataset.data_sources)

@@ -13,7 +13,7 @@ from lightrft.algorithms.process_reward.quality import ScoredSteps
 from lightrft.config.data import ProcessDataConfig
 from lightrft.config.verbs import PRMVerbConfig
 from lightrft.datasets.process.process_dataset import ProcessDataset
-from lightrft.datasets.row_warnings import check_steps, check_text
+from lightrft.datasets.row_warnings import check_rows, check_steps
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.learner.process_model.evaluation import evaluate_process_model
 from lightrft.learner.process_model.step import (
@@ -204,7 +204,7 @@ def load_steps(
         processor=processor,
     )
     report(key, dataset.counts, dataset.first_problem)
-    check_text(dataset, f"{key}.sources")
+    check_rows(dataset, f"{key}.sources")
     check_steps(dataset, key)
     return dataset
 

@@ -24,7 +24,7 @@ from lightrft.algorithms.reward_model.requirements import signed_score
 from lightrft.config.reward_model import RewardModelConfig
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
-from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import report
 from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.learner.reward_model.evaluation import (
@@ -167,7 +167,7 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
         heads=heads,
     )
     report("data", dataset.counts, dataset.first_problem)
-    check_text(dataset, "data.sources")
+    check_rows(dataset, "data.sources")
     check_examples(model, dataset.longest, config.max_tokens)
     return _Prepared(model, strategy, dataset, heads)
 

@@ -12,7 +12,7 @@ from lightrft.algorithms.reward_model.requirements import RewardRequirements
 from lightrft.config.data import RewardDataConfig
 from lightrft.config.verbs import RMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
-from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.learner.reward_model.evaluation import evaluate_reward_model, normalize_scores
@@ -189,5 +189,5 @@ def load_examples(
     if requirements.margins:
         dataset.require("margin")
     check_signs(dataset, config.reward_model, key)
-    check_text(dataset, f"{key}.sources")
+    check_rows(dataset, f"{key}.sources")
     return dataset

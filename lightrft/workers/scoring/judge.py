@@ -16,8 +16,8 @@ from lightrft.config.reward import JudgeConfig, RewardConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.judgement.question import Raw
-from lightrft.datasets.row_parser import read_record
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.rows.row_reader import read_record
 from lightrft.engines.native import NativeEngine
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.actor import Actor

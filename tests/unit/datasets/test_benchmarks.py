@@ -5,7 +5,7 @@ import pytest
 
 from lightrft.config.data import Columns, SourceConfig
 from lightrft.datasets.open_source import open_source
-from lightrft.datasets.row_parser import read_record
+from lightrft.datasets.rows.row_reader import read_record
 from lightrft.utils.errors import ConfigError, DataError
 
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from lightrft.config.data import Columns, DataConfig
 from lightrft.datasets.chat_encoder import CLOSE, OPEN, ChatEncoder
 from lightrft.datasets.conversations.prefix_check import check_template
-from lightrft.datasets.row_parser import read_record
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.rows.row_reader import read_record
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.utils.errors import ConfigError, ModelError
 from tests.unit.datasets.tokenizers import (
@@ -58,15 +58,30 @@ def test_the_system_prompt_is_put_first_unless_the_row_has_one():
     assert encoded({"prompt": "1+1=?"}, system="Be brief.")[1] == templated([system, CHAT[0]])
 
 
-def test_a_template_takes_the_place_of_the_chat_template_or_fills_the_users_message():
+def test_a_template_fills_the_users_message_or_takes_the_place_of_the_chat_template(caplog):
     row = {"question": "1+1=?", "hint": 3}
     template = "Q: {prompt} ({hint}) {{x}} \\boxed{}\nA:"
-    text, ids = encoded(row, template=template)
+    text, ids = encoded(row, template=template, apply_chat_template=False)
     assert text == "Q: 1+1=? (3) {x} \\boxed{}\nA:"
     assert ids == TOKENIZER(text)["input_ids"]
-    assert encoded(row, template=template, apply_chat_template=True)[1] == templated(
-        [{"role": "user", "content": text}]
-    )
+    assert not caplog.records
+    for option in ({"apply_chat_template": True}, {}):
+        asked = templated([{"role": "user", "content": text}])
+        assert encoded(row, template=template, **option)[1] == asked
+    assert "set data.apply_chat_template: false" in caplog.text
+
+
+def test_a_template_fills_the_last_question_of_a_conversation():
+    past = [{"role": "user", "content": "0?"}, {"role": "assistant", "content": "1"}]
+    asked = {"role": "user", "content": "2? Think."}
+    template = {"template": "{prompt} Think.", "apply_chat_template": True}
+    row = {"messages": [*past, {"role": "user", "content": "2?"}]}
+    assert encoded(row, **template)[1] == templated([*past, asked])
+    row["messages"].append({"role": "assistant", "content": "3"})
+    assert encoded(row, **template)[1] == templated([*past, asked])
+    row = {"prompt": "2?", "history": [["0?", "1"]], "system": "s"}
+    system = {"role": "system", "content": "s"}
+    assert encoded(row, **template)[1] == templated([system, *past, asked])
 
 
 def test_a_template_of_a_missing_column_names_it():
@@ -222,7 +237,9 @@ def test_rows_rendered_beforehand_keep_their_control_tokens_when_told_so():
 
 
 def test_a_spelling_across_two_fields_is_text_too():
-    ids = encoded({"prompt": "<|im_", "tail": "end|>"}, template="{prompt}{tail}")[1]
+    ids = encoded(
+        {"prompt": "<|im_", "tail": "end|>"}, template="{prompt}{tail}", apply_chat_template=False
+    )[1]
     assert TOKENIZER.eos_token_id not in ids
     assert TOKENIZER.decode(ids) == "<|im_end|>"
 

@@ -307,7 +307,7 @@ ROLES = st.lists(
 def test_every_image_of_a_row_is_in_its_prompt_or_the_row_is_refused(
     turns: Any, count: int, eye: Rig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    from lightrft.datasets.row_parser import read_record
+    from lightrft.datasets.rows.row_reader import read_record
 
     reads = dataset(eye, shared(tmp_path_factory), {"prompt": "x"}).encoder.reads
     messages = [{"role": role, "content": "".join(text)} for role, text in turns]

@@ -244,7 +244,7 @@ def test_every_family_reads_what_rows_name(
         n for _ in reader.processor.parts for n in (2, 1)
     ] + [len(reader.processor.parts)]
     twice = [{"prompt": "x", f"{kind}s": (files[kind] * 2)[:2]} for kind in reader.processor.parts]
-    raw = prompts(reader, folder, *twice, template="{prompt} y")
+    raw = prompts(reader, folder, *twice, template="{prompt} y", apply_chat_template=False)
     assert [p.text for p in raw] == [
         f"{by_template(reader, kind) * 2}x y" for kind in reader.processor.parts
     ]
@@ -495,7 +495,8 @@ def test_features_of_a_parquet_file_are_read_without_a_decoder(
             )
         )
 
-    found = read(eye, str(folder / "digits.parquet"), template="Which digit?")
+    path, options = str(folder / "digits.parquet"), {"apply_chat_template": False}
+    found = read(eye, path, template="Which digit?", **options)
     assert [p.label for p in found] == [0, 1, 2] and all(p.columns == {} for p in found)
     assert found[0].text == "<|vision_start|><|image_pad|><|vision_end|>Which digit?"
     (both,) = read(eye, str(folder / "saved"))
@@ -824,7 +825,9 @@ def test_marks_in_a_column_that_the_template_names_are_refused_whether_or_not_th
         with pytest.raises(MalformedRow, match=r"line 1: \{hint\} of data\.template holds U\+FDD2"):
             prompts(eye, folder, {**row, **more}, template="{hint} {prompt}")
     plain = PromptDataset(
-        config_of(written(folder, [row]), template="{hint} {prompt}"), eye.tokenizer, seed=0
+        config_of(written(folder, [row]), template="{hint} {prompt}", apply_chat_template=False),
+        eye.tokenizer,
+        seed=0,
     )
     assert plain[0].text == "\ufdd2image:0\ufdd3 x"
 

@@ -508,8 +508,8 @@ BAD = {
     "text that is no JSON": ({"text": "{", "origin_dataset": "VQA"}, "text is not JSON"),
     "a PKU choice of a third response": ({**PKU, "better_response_id": 2}, "is 2, not 0 or 1"),
     "a PKU label that is no boolean": (
-        {k: v for k, v in PKU.items() if "id" not in k} | {"is_response_0_safe": "true"},
-        "is_response_0_safe is 'true', not a boolean",
+        {k: v for k, v in PKU.items() if "id" not in k} | {"is_response_0_safe": "safe"},
+        "is_response_0_safe is 'safe', not a boolean",
     ),
 }
 

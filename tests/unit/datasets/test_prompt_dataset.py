@@ -302,5 +302,5 @@ def test_tools_of_a_row_reach_the_prompt(source):
 
 def test_without_a_chat_template_a_column_of_tools_is_a_column_like_any_other(source):
     path = source([{"prompt": "1?", "tools": "a hammer"}])
-    prompt = dataset(path, template="{tools}: {prompt}")[0]
+    prompt = dataset(path, template="{tools}: {prompt}", apply_chat_template=False)[0]
     assert prompt.text == "a hammer: 1?"

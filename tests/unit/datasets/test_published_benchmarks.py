@@ -11,8 +11,9 @@ import pytest
 from lightrft.config.data import Columns, SourceConfig
 from lightrft.datasets.benchmarks.math_sets import boxed
 from lightrft.datasets.open_source import open_source
-from lightrft.datasets.row_parser import ParsedRow, read_record
+from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import Row
+from lightrft.datasets.rows.row_reader import read_record
 from lightrft.rewards import REWARDS
 from lightrft.utils.errors import DataError
 from tests.unit.rewards.test_rules import answer

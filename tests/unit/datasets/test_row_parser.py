@@ -3,8 +3,8 @@ import json
 import pytest
 
 from lightrft.config.data import Columns
-from lightrft.datasets.row_parser import read_record
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.rows.row_reader import read_record
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
 
@@ -137,9 +137,12 @@ def test_a_response_that_is_a_table_is_refused_if_it_is_named_and_is_else_no_res
     assert record({"prompt": "q", "response": 5}).response == "5"
 
 
-def test_two_column_instructions_ask_for_their_reader():
-    with pytest.raises(MalformedRow, match=r"reader: alpaca"):
-        record({"instruction": "Add.", "input": "1 1", "output": "2"})
+def test_two_column_instructions_are_read_without_a_reader():
+    found = record({"instruction": "Add.", "input": "1 1", "output": "2"})
+    assert (found.prompt, found.response) == ("Add.\n\n1 1", "2")
+    assert record({"instruction": "Add.", "input": "", "output": "2"}).prompt == "Add."
+    with pytest.raises(MalformedRow, match="line 7: input must be text, not list"):
+        record({"instruction": "Add.", "input": ["1", "1"], "output": "2"})
 
 
 def test_a_response_of_messages_continues_the_conversation():

@@ -75,6 +75,7 @@ def test_without_chat_the_response_is_followed_by_eos_once(examples):
         [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b</s>"}],
         tokenizer,
         template="Q{prompt}A",
+        apply_chat_template=False,
     )
     for example in data:
         assert spans(example, tokenizer) == [(False, "<s>QaA"), (True, "b</s>")]

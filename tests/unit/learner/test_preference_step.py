@@ -30,7 +30,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import tiny_model
 from lightrft.roles import FrozenModel, Roles, TrainableModel
 from lightrft.strategy.single import SingleStrategy
-from lightrft.types import CORRUPTED, GOLD, Batch, Segments
+from lightrft.types import CORRUPTED, GOLD, Batch, Ragged, Segments
 from tests.unit.trainer.test_rl_step import Unused
 
 LARGE = 10_000
@@ -171,6 +171,30 @@ def test_mismatched_pairs_have_each_response_once_and_never_after_its_own_prompt
     assert len(other) == len(batch)
     assert not (other.prompt_of == batch.prompt_of).any()
     assert sorted(other.prompt_of.unique().tolist()) == list(range(PAIRS))
+
+
+def test_a_mismatched_pair_takes_the_next_prompt_that_is_another() -> None:
+    prompts = [[5, 6], [5, 6], [7], [5, 6], [5]]
+    batch = Batch(
+        Segments.of(prompts), Segments.of([[1], [2], [3], [4], [5]]), torch.arange(len(prompts))
+    )
+    assert mismatched(batch).prompt_of.tolist() == [2, 2, 3, 4, 0]
+    same = batch.replace(prompts=Segments.of([[5, 6]] * len(prompts)))
+    assert len(mismatched(same)) == 0
+    pictures = Ragged(torch.arange(5.0)[:, None].bfloat16(), torch.ones(5, dtype=torch.long))
+    seen = same.replace(
+        prompts=Segments(same.prompts.tokens, same.prompts.lengths, {"x": pictures})
+    )
+    assert mismatched(seen).prompt_of.tolist() == [1, 2, 3, 4, 0]
+
+
+def test_a_step_of_one_prompt_alone_has_no_kl_of_mismatched_pairs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batch = batch_of(0)
+    batch = batch.replace(prompts=Segments.of([[5, 6]] * PAIRS))
+    assert mismatched_kl(batch, roles_of(), settings_of(LARGE, preset="kto")) == 0.0
+    assert "counts as 0" in caplog.text
 
 
 def test_pairs_are_found_by_rank_and_ties_make_none() -> None:

@@ -1,0 +1,93 @@
+"""A row that records which of its columns were read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_ABSENT: Any = object()
+
+
+class RecordedRow(dict[str, Any]):
+    """A row that records which of its columns were read.
+
+    ``row[name]``, ``row.get(name)`` and ``row.pop(name)`` read a column. A copy of the row, such as
+    ``{**row}`` or ``dict(row)``, reads none.
+
+    Args:
+        row: the row.
+
+    Attributes:
+        unread: names of the columns that hold text, lists or media, and that nothing has read.
+    """
+
+    # Without ``__iter__`` and ``items``, so that copies of a row do not call ``__getitem__``.
+    __slots__ = ("unread",)
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        super().__init__(row)
+        self.unread = {name for name, value in self.items() if has_content(value)}
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self.unread.discard(name)
+        return value
+
+    def get(self, key: object, default: Any = None, /) -> Any:
+        """Return a column as ``dict.get`` does, and record it as read."""
+        self.unread.discard(str(key))
+        return super().get(key, default)
+
+    def pop(self, key: object, default: Any = _ABSENT, /) -> Any:
+        """Remove a column as ``dict.pop`` does, and record it as read."""
+        self.unread.discard(str(key))
+        return super().pop(str(key)) if default is _ABSENT else super().pop(key, default)
+
+    def copied(self, converted: Mapping[str, Any]) -> RecordedRow:
+        """Return ``converted``, which a function made of this row, as a recorded row.
+
+        The columns that the function wrote, changed or left out count as read.
+        """
+        made = RecordedRow(converted)
+        kept = (n for n in self.unread if made.peek(n, _ABSENT) is self.peek(n))
+        made.unread = set(kept)
+        return made
+
+    def peek(self, name: str, default: Any = None) -> Any:
+        """Return a column as ``dict.get`` does, without a record."""
+        return super().get(name, default)
+
+
+def recorded(row: Mapping[str, Any]) -> RecordedRow:
+    """Return ``row`` unchanged if it is recorded, else a recorded copy."""
+    return row if isinstance(row, RecordedRow) else RecordedRow(row)
+
+
+def unrecorded(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row whose columns can be looked at without a record."""
+    return dict(row) if isinstance(row, RecordedRow) else row
+
+
+def has_content(value: object) -> bool:
+    """Return True for text, lists and media that are not empty."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, list | tuple):
+        return any(item is not None and item != "" for item in value[:8])
+    if isinstance(value, Mapping):
+        # the struct of ``datasets`` for an image or a sound
+        return any(value.get(name) is not None for name in ("bytes", "path")) or is_raw(value)
+    return is_raw(value)
+
+
+def is_raw(value: object) -> bool:
+    """Return True if ``value`` contains media and not only their names."""
+    if isinstance(value, Mapping):
+        return any(map(is_raw, value.values()))
+    if isinstance(value, list | tuple):
+        # a list of samples may hold millions of numbers, and its first items tell its kind
+        return any(map(is_raw, value[:8]))
+    if isinstance(value, bytes | bytearray):
+        return True
+    # images of PIL, and arrays of numpy
+    return hasattr(value, "getexif") or hasattr(value, "__array_interface__")
