@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 import lightrft.datasets.open_source  # noqa: F401  fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
-from lightrft.config import model, serving, verbs
+from lightrft.config import model, serving, show, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.import_config import ImportConfig
 from lightrft.config.other_names.rows import FRAMEWORKS
@@ -42,6 +42,13 @@ class Examined(verbs.RLConfig):
 
     doctor: verbs.DoctorConfig = verbs.DoctorConfig()
     """The examination itself."""
+
+
+class Shown(verbs.RLConfig):
+    """The settings of `lightrft rl`, or else of another verb, and the branch `show`."""
+
+    show: show.ShowConfig = show.ShowConfig()
+    """The rows to print."""
 
 
 VERBS: dict[str, type[Settings]] = {
@@ -67,6 +74,7 @@ VERBS: dict[str, type[Settings]] = {
     "convert": model.ConvertConfig,
     "import-config": ImportConfig,
     "doctor": Examined,
+    "data": Shown,
     "demo": verbs.DemoConfig,
 }
 FAMILY_PROOFS = DOCS.parent / "benchmarks" / "results" / "families.json"

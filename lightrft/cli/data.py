@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.arguments import memory_errors, parse, quick_imports, set_threads, show_help
 from lightrft.cli.verbs import config_of
-from lightrft.config.verbs import ShowConfig
+from lightrft.config.show import ShowConfig
 
 if TYPE_CHECKING:
     from lightrft.diagnostics.prompts.shown_rows import ShownSection, Span

@@ -470,7 +470,7 @@ class LabelStepsConfig(Settings):
     """Devices, sharding and parallelism."""
 
 
-class IterateConfig(Settings):
+class IterateConfig(HeldOutSettings):
     """The settings of ``lightrft iterate``: rounds that generate responses, select training rows
     among them, and train on these rows. Give one of ``sft``, ``dpo`` and ``kto``."""
 
@@ -645,23 +645,6 @@ class DoctorConfig(Settings):
     """Load the policy, measure, and compare the engine's log-probs with the policy's."""
     output: str | None = None
     """JSON file for the findings; ``null`` writes none."""
-
-
-class ShowConfig(Settings):
-    """The settings of ``lightrft data`` itself, written as ``show.rows=5``. All others are of the
-    config whose rows it prints."""
-
-    verb: Literal[
-        "auto", "rl", "sft", "dpo", "kto", "rm", "prm", "distill", "grm-sft", "grm-rl", "grm-dpo"
-    ] = "auto"
-    """Verb whose config this is. ``auto`` takes the verb whose settings fit."""
-    rows: int = Field(3, ge=0)
-    """Number of rows to print of each section of data."""
-    read: int = Field(200, ge=1)
-    """Number of rows to read of each source, for the counts of columns."""
-    color: Literal["auto", "always", "never"] = "auto"
-    """Color the trained tokens. ``auto`` does so on a terminal. Without colors, they are between
-    ``[[`` and ``]]``."""
 
 
 class StartModelConfig(Settings):

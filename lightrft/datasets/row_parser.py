@@ -431,5 +431,15 @@ def no_prompt(row: Row, where: str) -> MalformedRow:
 
 
 def read_messages(values: Sequence[object], where: str, finder: MediaFinder) -> list[Message]:
+    """Return each of ``values`` as a message, with results of tools in the order of their calls.
+
+    Args:
+        values: the messages, as the row has them.
+        where: location of the list, to which the number of a message is added.
+        finder: collects media.
+
+    Raises:
+        MalformedRow: a message is malformed.
+    """
     read = [read_message(m, f"{where} {k}", finder) for k, m in enumerate(values, start=1)]
     return in_order(read, where)

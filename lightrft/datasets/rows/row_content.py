@@ -346,14 +346,10 @@ def _conversation_of(row: Row, name: str, prompt: str, where: str) -> object:
     """
     for other in CONVERSATIONS:
         value = unrecorded(row).get(other)
-        if other == name or not has_content(value):
+        value = json_messages(value) if isinstance(value, str) else value
+        if other == name or not has_content(value) or not isinstance(value, list | tuple):
             continue
-        try:
-            messages = raw_text(value, "", where)
-        except MalformedRow:
-            continue
-        if isinstance(messages, str):
-            continue
+        messages = as_messages(raw_text(value, "", where))
         first = messages[1:] if is_system(messages) else messages
         content = first[0]["content"] if first else None
         if isinstance(content, str) and content.strip() == prompt.strip():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.data import Columns, TrainingColumns
-from lightrft.datasets.media import KINDS, NOTHING, MediaFinder, SupportedMedia
+from lightrft.datasets.media import NOTHING, MediaFinder, SupportedMedia
 from lightrft.datasets.row_parser import (
     Message,
     ParsedRow,
@@ -182,7 +182,7 @@ def media_finder(columns: Columns, where: str, reads: SupportedMedia, root: Path
         reads: media that the model reads.
         root: folder of relative media paths.
     """
-    named = {kind: getattr(columns, f"{kind}s") for kind in KINDS}
+    named = {"image": columns.images, "video": columns.videos, "audio": columns.audios}
     return MediaFinder(reads, where, root, named)
 
 

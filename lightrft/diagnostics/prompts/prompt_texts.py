@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightrft.config.data import DataConfig
-from lightrft.config.verbs import ScoringConfig, TrainingConfig
+from lightrft.config.verbs import (
+    DistillVerbConfig,
+    DPOConfig,
+    ScoringConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 
 
 def prompt_texts(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     """Yield the name and the form of the prompts of each data section with sources."""
     sections: list[tuple[str, DataConfig]] = [("data", config.data)]
+    sections += [("validation", section) for section in validation_of(config)]
     if not isinstance(config, ScoringConfig):
         sections.append(("eval.data", config.eval.data))
     for name, section in sections:
         if section.sources:
             yield name, prompt_text(section)
-    validation = getattr(config, "validation", None)
-    if isinstance(validation, DataConfig) and validation.sources:
-        yield "validation", prompt_text(validation)
+
+
+def validation_of(config: TrainingConfig) -> list[DataConfig]:
+    """Return the settings of the held-out rows with responses, in a list that may be empty."""
+    if isinstance(config, SFTConfig | DPOConfig | DistillVerbConfig | ScoringConfig):
+        return [config.validation]
+    return []
 
 
 def prompt_text(data: DataConfig) -> str:

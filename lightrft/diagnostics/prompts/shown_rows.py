@@ -22,7 +22,6 @@ from lightrft.config.verbs import (
     PRMVerbConfig,
     RLConfig,
     RMConfig,
-    SFTConfig,
     TrainingConfig,
 )
 from lightrft.datasets.media.fetch import shown
@@ -31,6 +30,7 @@ from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.diagnostics.prompts.prompt_texts import validation_of
 from lightrft.models.processors import load_processor
 from lightrft.trainer.preference.base import load_preferences
 from lightrft.trainer.process_model.run import load_steps
@@ -122,17 +122,10 @@ def shown_sections(config: TrainingConfig, rows: int, read: int) -> Iterator[Sho
 def _sections(config: TrainingConfig) -> Iterator[tuple[str, DataConfig]]:
     """Yield key and settings of each section of data that has sources."""
     sections: list[tuple[str, DataConfig]] = [("data", config.data)]
-    if not isinstance(config, RLConfig):
-        sections += [("validation", v) for v in _validation(config)]
+    sections += [("validation", section) for section in validation_of(config)]
     if not isinstance(config, RMConfig | PRMVerbConfig):
         sections.append(("eval.data", config.eval.data))
     yield from ((key, section) for key, section in sections if section.sources)
-
-
-def _validation(config: TrainingConfig) -> list[DataConfig]:
-    if isinstance(config, SFTConfig | DPOConfig | DistillVerbConfig | RMConfig | PRMVerbConfig):
-        return [config.validation]
-    return []
 
 
 def _dataset(
