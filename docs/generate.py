@@ -20,13 +20,14 @@ from pydantic.fields import FieldInfo
 
 import lightrft.datasets.open_source  # noqa: F401  fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
-from lightrft.config import model, serving, show, verbs
+from lightrft.config import model, serving, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.import_config import ImportConfig
 from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.other_names.table import ROWS
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PAPERS, PRESETS
+from lightrft.config.show import ShowConfig
 from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.diagnostics.explain_supervised import explain_supervised
@@ -47,7 +48,7 @@ class Examined(verbs.RLConfig):
 class Shown(verbs.RLConfig):
     """The settings of `lightrft rl`, or else of another verb, and the branch `show`."""
 
-    show: show.ShowConfig = show.ShowConfig()
+    show: ShowConfig = ShowConfig()
     """The rows to print."""
 
 
