@@ -284,7 +284,17 @@ def _check_texts(value: object, where: str, finder: MediaFinder) -> None:
 def place_media(
     prompt: str | list[Message], response: str | list[Message] | None, finder: MediaFinder, row: Row
 ) -> tuple[str | list[Message], str | list[Message] | None, PlacedMedia]:
-    """Return prompt and response with the media of the row at their positions."""
+    """Return prompt and response with the media of the row at their positions.
+
+    Args:
+        prompt: the prompt, with marks that wait for media.
+        response: the response, or None.
+        finder: collects the media of the row.
+        row: the row.
+
+    Raises:
+        MalformedRow: places and media do not match.
+    """
     asked = _as_messages(prompt, "user")
     answers = response if isinstance(response, list) else []
     messages = [*asked, *answers]
@@ -338,7 +348,13 @@ def pop_turn_weights(
 ) -> dict[int, float]:
     """Remove the weights from messages. Return those other than 1, by number of the message.
 
-    Raises ``MalformedRow`` for a weight that is no number from 0, or that no turn can have.
+    Args:
+        prompt: the prompt.
+        response: the response, or None.
+        where: location of the row, for messages.
+
+    Raises:
+        MalformedRow: a weight is no number from 0, or no turn can have it.
     """
     weights: dict[int, float] = {}
     messages = [*_as_messages(prompt, "user"), *_as_messages(response, "assistant")]

@@ -173,7 +173,17 @@ def find_prompt(row: Row, columns: Columns, where: str, *, has_response: bool = 
 
 
 def column_prompt(row: Row, columns: Columns, where: str, *, has_response: bool) -> Raw | None:
-    """Return the prompt as its column has it. The arguments are those of ``find_prompt``."""
+    """Return the prompt as its column has it, without system message and history.
+
+    Args:
+        row: the row.
+        columns: names of the columns. Empty names mean the usual names.
+        where: location of the row, for messages.
+        has_response: if False, the response is in the messages of the prompt.
+
+    Raises:
+        MalformedRow: the prompt is malformed or ambiguous, or a named column is missing.
+    """
     name = prompt_column(row, columns, where)
     if not name:
         return None
@@ -193,6 +203,11 @@ def prompt_column(row: Row, columns: Columns, where: str) -> str:
     """Return the name of the column of the prompt. Empty if the row has none.
 
     A column with text comes before one that is blank.
+
+    Args:
+        row: the row.
+        columns: names of the columns. Empty names mean the usual names.
+        where: location of the row, for messages.
 
     Raises:
         MalformedRow: the column that ``data.columns.prompt`` names is missing or null.
@@ -280,6 +295,11 @@ def response_column(row: Row, columns: Columns, where: str) -> str:
     """Return the name of the column of the response. Empty if the row has none.
 
     A worked ``solution`` is the response where ``answer`` is its result.
+
+    Args:
+        row: the row.
+        columns: names of the columns. Empty names mean the usual names.
+        where: location of the row, for messages.
 
     Raises:
         MalformedRow: the column that ``data.columns.response`` names is missing.
