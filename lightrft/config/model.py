@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -21,7 +22,8 @@ class LoRAConfig(Settings):
     rank: int = Field(16, ge=1)
     """Rank of the adapters."""
     alpha: float = Field(32.0, gt=0)
-    """Scale of the adapters: their product counts ``alpha / rank`` times."""
+    """Scale of the adapters: their product counts ``alpha / rank`` times, or
+    ``alpha / sqrt(rank)`` times with ``rslora``."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters in training, in [0, 1), whatever ``model.dropout`` is."""
     targets: str | tuple[str, ...] = "all-linear"
@@ -32,6 +34,14 @@ class LoRAConfig(Settings):
     """Parts of the model that get adapters: ``language``, ``tower``, ``projector``."""
     dora: bool = False
     """Add weight decomposition (DoRA, arXiv 2402.09353)."""
+    rslora: bool = False
+    """Divide ``alpha`` by the square root of the rank (rsLoRA, arXiv 2312.03732). Set it for high
+    ranks, whose updates are small otherwise."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of the adapters."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class ModelConfig(Settings):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
-from typing import Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,18 @@ from lightrft.config.model import LoRAConfig
 from lightrft.models.families import family_of
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.multimodal.submodules import LANGUAGE, TOWER, check_parts, part_of, parts_of
-from lightrft.utils.errors import ModelError
-from lightrft.utils.module_tensors import plain_name
+from lightrft.utils.errors import ModelError, whole_message
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_log = logging.getLogger(__name__)
 
 # Projections between a tower and the language model, and towers themselves: trained only on
 # request.
 _TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
+_FUSED_MAMBA = frozenset(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"))
+"""Model types whose kernels read the weight of ``out_proj``, so that peft refuses to adapt it."""
 _CONNECTORS = ("multi_modal_projector", "merger", "embed_vision", "embed_audio")
 
 
@@ -52,15 +60,58 @@ def add_adapters(
         lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
         lora_dropout=config.dropout,
         use_dora=config.dora,
+        use_rslora=config.rslora,
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
         bias="none",
     )
+    if targets == "all-linear":
+        _leave_out(model, settings)
     try:
         with suppress_hf_warnings(local=True):
             return get_peft_model(model, settings)
     except ValueError as error:
-        raise ModelError(f"model.lora.targets = {config.targets!r}: {error}") from None
+        problem = whole_message(error)
+        raise ModelError(f"model.lora.targets = {config.targets!r}: {problem}") from None
+
+
+def _leave_out(model: PreTrainedModel, settings: LoraConfig) -> None:
+    """Change ``settings`` for all linear layers, so that none is a layer that peft cannot adapt."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    names = linear_modules(model)
+    excluded = [name for name in names if not _is_linear(model.get_submodule(name))]
+    if model.config.model_type in _FUSED_MAMBA:
+        excluded += [name for name in names if name.rpartition(".")[2] == "out_proj"]
+    if excluded:
+        settings.exclude_modules = excluded
+    if not settings.use_dora and not settings.lora_dropout:
+        return
+    # peft adapts the stacked weights of experts, but neither with DoRA nor with dropout
+    whole = LoraConfig(target_modules="all-linear")
+    convert_peft_config_for_transformers(whole, model, None)
+    if whole.target_parameters:
+        listed = LoraConfig(target_modules=[name for name in names if name not in set(excluded)])
+        convert_peft_config_for_transformers(listed, model, None)
+        settings.target_modules = listed.target_modules
+        _log.warning(
+            "the experts get no adapters: their weights are stacked, which allows neither "
+            "model.lora.dora nor model.lora.dropout"
+        )
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Return ``False`` for routers and grouped layers, which only inherit from ``nn.Linear``."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return True
+    with torch.device("meta"):
+        states = torch.empty(1, 1, layer.in_features, dtype=layer.weight.dtype)
+        try:
+            found = deepcopy(layer).to("meta")(states)
+        except RuntimeError:
+            return False
+    return isinstance(found, Tensor) and found.shape == (1, 1, layer.out_features)
 
 
 def target_modules(
@@ -195,35 +246,62 @@ def can_merge(model: nn.Module) -> bool:
 
     They cannot be added to the weights.
     """
-    # Layers with adapters are known by their method: the import of peft takes a second.
-    adapted: list[Any] = [layer for layer in model.modules() if hasattr(layer, "get_base_layer")]
-    return all(torch.is_floating_point(layer.get_base_layer().weight) for layer in adapted)
+    return _quantised_layer(model) is None
+
+
+def _quantised_layer(model: nn.Module) -> str | None:
+    """Return the name of a quantised layer with adapters; ``None`` if there is none."""
+    for name, layer in model.named_modules():
+        # Layers with adapters are known by their method: the import of peft takes a second.
+        if hasattr(layer, "get_base_layer"):
+            adapted: Any = layer
+            weights = adapted.get_base_layer().parameters(recurse=False)
+            if not all(torch.is_floating_point(weight) for weight in weights):
+                return name
+    return None
 
 
 @torch.no_grad()
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights with adapters added in, under the names of the model without adapters.
+def merged_model(model: nn.Module) -> PreTrainedModel:
+    """Return a transformers model with the adapters of the peft model ``model`` added in.
 
-    ``model`` is left bit for bit as it was. Raises ``ModelError`` for quantised layers.
+    ``model`` is left bit for bit as it was. Weights without adapters are shared with it.
+
+    Tied weights are separate tensors where an adapter changes one of them. ``tie_word_embeddings``
+    of the result is then ``False``.
+
+    Raises:
+        ModelError: Some adapters are on quantised layers.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        plain = plain_name(name)
-        if plain is not None:
-            state[plain] = value
-    for name, layer in model.named_modules():
-        if not isinstance(layer, BaseTunerLayer):
-            continue
-        weight = layer.get_base_layer().weight
-        if not torch.is_floating_point(weight):
-            way_out = "write the adapters alone, by lightrft export with adapters=keep"
-            raise ModelError(f"{name} is quantised, so adapters cannot be added in: {way_out}")
-        # unmerge() subtracts the adapters, which rounds: the copy restores every bit
-        before = weight.detach().clone()
-        layer.merge()
-        state[f"{plain_name(f'{name}.')}weight"] = weight.detach().clone()
-        layer.unmerge()
-        weight.copy_(before)
-    return state
+    if (quantised := _quantised_layer(model)) is not None:
+        way_out = "write the adapters alone, by lightrft export with adapters=keep"
+        raise ModelError(f"{quantised} is quantised, so adapters cannot be added in: {way_out}")
+    tensors = (*model.parameters(), *model.buffers())
+    copied: Any = deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    adapted = [m.get_base_layer() for m in copied.modules() if isinstance(m, BaseTunerLayer)]
+    # peft adds adapters in place, so each layer gets weights that nothing shares
+    for layer in {id(layer): layer for layer in adapted}.values():
+        for name, weight in layer.named_parameters(recurse=False):
+            layer.register_parameter(name, nn.Parameter(weight.detach().clone(), False))
+    with suppress_hf_warnings(local=True):
+        merged = copied.merge_and_unload(progressbar=False)
+    _untie(merged)
+    return merged
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of ``merged_model`` by name. Raises ``ModelError`` as it does."""
+    return dict(merged_model(model).state_dict())
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Set ``tie_word_embeddings`` to ``False`` if head and embeddings are different tensors."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embeddings is None or head.weight is embeddings.weight:
+        return
+    for settings in (model.config, model.config.get_text_config(decoder=True)):
+        if getattr(settings, "tie_word_embeddings", False):
+            settings.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

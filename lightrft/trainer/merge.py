@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.model import TASK_VECTORS, ConvertConfig, MergeConfig, MergeInput, ModelConfig
+from lightrft.models.loading.adapter_folder import saved_adapters
 from lightrft.models.loading.from_pretrained import load_tokenizer, read_tokenizer
 from lightrft.models.merging.methods import merge_tensors
 from lightrft.models.merging.stored_model import (
@@ -163,11 +164,13 @@ def _open(config: MergeConfig, runs: Path) -> _Inputs:
     models = []
     for i, one in enumerate(config.models):
         path = _exported(one.model, runs / str(i))
-        models.append(without_tied_copies(open_model(path, base_path)))
+        models.append(without_tied_copies(open_model(path, base_path, runs)))
     base = None
     if base_path is not None and config.merge_method in TASK_VECTORS:
         base = without_tied_copies(open_model(base_path))
-    elif base_path is not None and not any(model.changes for model in models):
+    elif base_path is not None and not any(
+        saved_adapters(ModelConfig(path=one.model)) for one in config.models
+    ):
         raise ConfigError(
             f"base_model is not read by merge_method = {config.merge_method!r} without adapters; "
             f"leave it out, or take one of {', '.join(sorted(TASK_VECTORS))}"

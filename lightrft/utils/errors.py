@@ -126,6 +126,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def whole_message(error: BaseException) -> str:
+    """Return the message of ``error`` in one line, or its class name without a message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def is_unicode(text: str) -> bool:
     """Return False if ``text`` has a lone surrogate, which YAML and JSON can spell."""
     try:

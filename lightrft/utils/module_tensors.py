@@ -18,6 +18,7 @@ _FACTORS: dict[str, Factor] = {
     "lora_B": "b",
     "lora_magnitude_vector": "magnitude",
 }
+_WRAPPED = re.compile(r"(\.base_layer|\.original_module)+\.")
 _FACTOR = re.compile(r"(.*)\.(base_layer|lora_A|lora_B|lora_magnitude_vector)(\.\w+)?\.weight")
 
 
@@ -29,7 +30,8 @@ def plain_name(name: str) -> str | None:
     name = name.removeprefix(_PREFIX)
     if any(part in name for part in (".lora_", ".modules_to_save.")):
         return None
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    # peft nests a layer for each adapted weight of stacked experts
+    return _WRAPPED.sub(".", name)
 
 
 def factor_of(name: str) -> tuple[str, Factor] | None:

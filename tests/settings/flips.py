@@ -370,6 +370,7 @@ FLIPS: dict[str, Flip] = {
     "model.lora.targets": Flip(["q_proj"], "loaded", ADAPTERS),
     "model.lora.parts": Flip(["language", "tower"], "loaded", READER),
     "model.lora.dora": Flip(True, "loaded", ADAPTERS),
+    "model.lora.rslora": Flip(True, "loaded", ADAPTERS),
     "model.load_in_4bit": Flip(True, "loaded", refused=True),
     "model.gradient_checkpointing": Flip(True, "loaded"),
     "model.dropout": Flip(True, "run", {"model": {"path": "{root}/dropout"}}),

@@ -60,8 +60,9 @@ def _merged_layer(layer: str, factors: Mapping[Factor, Tensor], lora: LoRAConfig
 def merged_weight(factors: Mapping[Factor, Tensor], lora: LoRAConfig) -> Tensor:
     """Return the weight ``[out, in]`` of a linear layer with its adapter added in.
 
-    It is ``W + s B A`` with ``s = alpha / rank`` (arXiv 2106.09685, equation 3). With DoRA, each
-    row is scaled to the length ``m`` (arXiv 2402.09353, equation 5).
+    It is ``W + s B A`` with ``s = alpha / rank`` (arXiv 2106.09685, equation 3), or
+    ``alpha / sqrt(rank)`` with rsLoRA (arXiv 2312.03732). With DoRA, each row is scaled
+    to the length ``m`` (arXiv 2402.09353, equation 5).
 
     Args:
         factors: ``base [out, in]``, ``a [rank, in]``, ``b [out, rank]``, and ``magnitude [out]``.
@@ -70,7 +71,7 @@ def merged_weight(factors: Mapping[Factor, Tensor], lora: LoRAConfig) -> Tensor:
     # frozen weights may be kept on the host
     base = factors["base"].to(factors["a"].device)
     # adapters of half-precision weights are float32, and the sum is rounded once
-    whole = base.float() + lora.alpha / lora.rank * (factors["b"].float() @ factors["a"].float())
+    whole = base.float() + lora.scale * (factors["b"].float() @ factors["a"].float())
     if lora.dora:
         lengths = torch.linalg.vector_norm(whole, dim=1)
         whole = (factors["magnitude"].float() / lengths)[:, None] * whole

@@ -169,7 +169,7 @@ class VLLMWeights:
                 f"Cause: the adapter {name!r} was not transferred, vLLM holds "
                 f"{len(core.list_loras())} adapters and none of that name"
             )
-        scaling = self._lora.alpha / self._lora.rank
+        scaling = self._lora.scale
         lost, unknown = lost_adapter(self._model, adapter, scaling, self._llm.model_config.dtype)
         if lost:
             raise ModelError(
@@ -253,6 +253,7 @@ def write_adapter(folder: Path, adapter: Mapping[str, Tensor], lora: LoRAConfig)
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
         "target_modules": sorted(modules),
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")

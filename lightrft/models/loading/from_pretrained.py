@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,9 +25,10 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_family, check_members, family_of
+from lightrft.models.loading.adapter_folder import saved_adapters, with_saved_adapters
 from lightrft.models.loading.chat_template import fit_template
-from lightrft.models.loading.hf_logging import suppress_hf_warnings
-from lightrft.models.lora import base_model, is_adapted, merged_state
+from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
+from lightrft.models.lora import is_adapted, merged_model
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
 from lightrft.models.multimodal.tower_attention import join_segments, kept_implementations
@@ -58,15 +56,6 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
 _PLAIN_CLASSES = (
     "TokenizersBackend",
     "PreTrainedTokenizerFast",
-)
-BROKEN = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    KeyError,
-    EOFError,
-    SafetensorError,
-    pickle.UnpicklingError,
 )
 
 
@@ -202,57 +191,6 @@ def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
             name = f"model.attention = {config.attention!r} with {name}"
         raise ModelError(
             f"{name}: no model can be made of its config ({first_line(error)})"
-        ) from error
-
-
-def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
-    """Return base model and folder of a folder of adapters; ``None`` for another folder.
-
-    Raises ``ModelError`` if it names no base, or its config cannot be read.
-    """
-    file = Path(config.path).expanduser() / "adapter_config.json"
-    if not file.is_file():
-        return None
-    try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"model.path = {config.path!r}: its adapter_config.json cannot be read "
-            f"({first_line(error)})"
-        ) from error
-    if not base:
-        raise ModelError(
-            f"model.path = {config.path!r}: its adapter_config.json does not name a base model"
-        )
-    return base, file.parent
-
-
-def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfig) -> nn.Module:
-    """Return ``model`` with the adapters of ``folder``, trainable.
-
-    Args:
-        model: The base model.
-        folder: Folder that peft wrote.
-        config: Gives the path for error messages.
-
-    Raises:
-        ModelError: The adapters cannot be read, or the file has no weights for some of them.
-    """
-    from peft import PeftModel
-
-    try:
-        with suppress_hf_warnings(local=True):
-            # peft only warns, and leaves the adapter at its initial value: the base model unchanged
-            warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
-            return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
-    except UserWarning as error:
-        raise ModelError(
-            f"model.path = {config.path!r}: the adapters do not fit their base model, or are not "
-            f"complete ({str(error)[:200]}); name the base that they were trained on"
-        ) from error
-    except BROKEN as error:
-        raise ModelError(
-            f"model.path = {config.path!r}: the adapters cannot be read ({first_line(error)})"
         ) from error
 
 
@@ -497,10 +435,9 @@ def save_model(
         if is_adapted(inner) and not merge:
             inner.save_pretrained(str(path))
         else:
-            base = base_model(inner)
-            state = merged_state(inner) if is_adapted(inner) else None
-            with kept_implementations(base):
-                base.save_pretrained(str(path), state_dict=state)
+            whole = merged_model(inner) if is_adapted(inner) else inner
+            with kept_implementations(whole):
+                whole.save_pretrained(str(path))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(path))
         write_ends(Path(path), tokenizer)

@@ -1,12 +1,25 @@
-"""Suppression of library messages in a program's output."""
+"""Messages of libraries in a program's output, and the errors of reading a model."""
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
+
+BROKEN = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    EOFError,
+    SafetensorError,
+    pickle.UnpicklingError,
+)
+"""Errors of libraries for files of a model that are missing or damaged."""
 
 
 @contextmanager

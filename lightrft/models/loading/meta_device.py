@@ -8,12 +8,12 @@ from transformers import PreTrainedConfig
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_members
+from lightrft.models.loading.adapter_folder import peft_settings, saved_adapters
 from lightrft.models.loading.from_pretrained import (
     freeze,
     from_settings,
     known_settings,
     model_settings,
-    saved_adapters,
 )
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.lora import add_adapters, base_model
@@ -28,12 +28,10 @@ def meta_model(config: ModelConfig) -> nn.Module:
     without weights.
     """
     if (found := saved_adapters(config)) is not None:
-        from peft import PeftConfig, get_peft_model
+        from peft import get_peft_model
 
         base = meta_model(config.model_copy(update={"path": found[0], "lora": None}))
-        saved = PeftConfig.from_pretrained(str(found[1]))
-        # peft saves adapters with inference_mode set, which would freeze them
-        saved.inference_mode = False
+        saved = peft_settings(found[1])
         with torch.device("meta"), suppress_hf_warnings(local=True):
             return get_peft_model(base_model(base), saved).eval()
     settings = known_settings(config)

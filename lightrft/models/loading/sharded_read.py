@@ -33,21 +33,20 @@ from transformers.utils import cached_file
 from lightrft.config.model import ModelConfig
 from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.families import family_of
+from lightrft.models.loading.adapter_folder import saved_adapters, with_saved_adapters
 from lightrft.models.loading.from_pretrained import (
-    BROKEN,
     freeze,
     from_settings,
     known_settings,
     load_model,
-    saved_adapters,
     use_own_modules,
     where_of,
-    with_saved_adapters,
 )
+from lightrft.models.loading.hf_logging import BROKEN
 from lightrft.models.loading.meta_device import dtype_of
-from lightrft.models.lora import add_adapters, base_model, is_adapted, plain_name
+from lightrft.models.lora import add_adapters, base_model, is_adapted
 from lightrft.utils.errors import ModelError
-from lightrft.utils.module_tensors import exchange
+from lightrft.utils.module_tensors import exchange, plain_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 2**20

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,24 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import cached_file
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.loading.from_pretrained import (
-    BROKEN,
-    TOKENIZER_FILES,
-    model_settings,
+from lightrft.models.loading.adapter_folder import (
+    adapter_tensors,
+    peft_settings,
     saved_adapters,
+    with_saved_adapters,
+)
+from lightrft.models.loading.from_pretrained import (
+    TOKENIZER_FILES,
+    load_model,
+    model_settings,
+    save_model,
     where_of,
 )
+from lightrft.models.loading.hf_logging import BROKEN
 from lightrft.models.loading.sharded_read import (
     INDEX,
     SINGLE,
@@ -31,15 +41,18 @@ from lightrft.models.loading.sharded_read import (
     StoredTensor,
     build_on_meta,
 )
-from lightrft.models.lora import plain_name
 from lightrft.models.reward.saved_form import holds_heads
-from lightrft.utils.errors import ModelError, first_line
+from lightrft.utils.errors import ModelError, first_line, whole_message
+from lightrft.utils.module_tensors import plain_name
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.py", *TOKENIZER_FILES)
 """Patterns of the files of a model that are not weights."""
 _BIN = "pytorch_model.bin"
 _PAIRS = ((SINGLE, INDEX), (_BIN, f"{_BIN}.index.json"))
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_HEAD = re.compile(r"\b(lm_head|embed_out|embed_in|embed_tokens|wte)\.")
+_FACTOR = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector)$")
+_SCORES = re.compile(r"\b(score|classifier)\.(weight|.*\.weight)$")
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -87,12 +100,14 @@ class StoredModel:
         return tensor if change is None else change(tensor)
 
 
-def open_model(name: str, base: str | None = None) -> StoredModel:
+def open_model(name: str, base: str | None = None, scratch: Path | None = None) -> StoredModel:
     """Find the tensors of a model folder, of a name on the hub, or of a folder of adapters.
 
     Args:
         name: The folder or name.
         base: Folder or name of the base model of adapters. None takes the one that they name.
+        scratch: Folder for merged models. Adapters of experts, of embeddings or of a classifier
+            are added to the whole model, which is written there.
 
     Raises:
         ModelError: There is no such model, its weights cannot be read or are quantised, or its
@@ -107,7 +122,13 @@ def open_model(name: str, base: str | None = None) -> StoredModel:
         )
     found = saved_adapters(config)
     if found is not None:
-        return _with_adapters(config, base or found[0], found[1])
+        base = base or found[0]
+        streamed = _with_adapters(config, base, found[1])
+        if streamed is not None:
+            return streamed
+        if scratch is None:
+            raise ModelError(f"{name}: it is a folder of adapters; merge it by lightrft merge")
+        return _merged_whole(config, base, found[1], scratch)
     folder = _small_files(where_of(config), name)
     check_plain(folder, name)
     sources, specs = {}, {}
@@ -235,18 +256,26 @@ def _repeats_another(model: StoredModel, head: str) -> bool:
     return any(torch.equal(whole, model.read(name)) for name in others)
 
 
-def _with_adapters(config: ModelConfig, base: str, adapters: Path) -> StoredModel:
-    """Return the base model, with the adapters in the folder ``adapters`` added when it is read."""
+def _with_adapters(config: ModelConfig, base: str, adapters: Path) -> StoredModel | None:
+    """Return the base model, with the adapters in the folder ``adapters`` added when it is read.
+
+    It is ``None`` for adapters of more than single linear layers: they need the whole model.
+    """
+    if not _are_linear(config, adapters):
+        return None
     plain = open_model(base)
     tokenizer = adapters if has_tokenizer(adapters) else plain.tokenizer
     changes = _changes(config, base)
-    unknown = sorted(changes.keys() - plain.specs.keys())
-    if unknown:
-        raise ModelError(
-            f"{config.path}: it adapts {unknown[0]}, and the files of {base} have no tensor of "
-            "that name; merge it by merge_and_unload() of peft"
-        )
+    if changes is None or changes.keys() - plain.specs.keys():
+        return None
     return StoredModel(config.path, plain.folder, tokenizer, plain.specs, plain.sources, changes)
+
+
+def _are_linear(config: ModelConfig, adapters: Path) -> bool:
+    """Return ``True`` if every tensor is a low-rank factor of one layer, and not of head or
+    embeddings, which may be tied."""
+    names = adapter_tensors(adapters, config.path)
+    return all(_FACTOR.search(name) and not _HEAD.search(name) for name in names)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -267,44 +296,26 @@ def tokenizer_folder(name: str) -> Path:
     return folder
 
 
-def _changes(config: ModelConfig, base: str) -> dict[str, Change]:
-    """Return the change of each weight that the adapters of ``config`` change, by its name."""
+def _changes(config: ModelConfig, base: str) -> dict[str, Change] | None:
+    """Return the change of each weight that the adapters of ``config`` change, by its name.
+
+    It is ``None`` if an adapter changes more than the weight of a linear layer.
+    """
+    from peft.tuners.lora import Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
     # Only adapters have memory.
     model, deferred = build_on_meta(config, torch.float32, base)
-    _check_kind(model, config.path)
     key_of = {name: source.key for name, source in deferred.stored.items()}
     changes: dict[str, Change] = {}
     for name, module in model.named_modules():
-        plain = plain_name(f"{name}.") or ""
-        if isinstance(module, BaseTunerLayer):
-            weight = f"{plain}weight"
-            changes[key_of.get(weight, weight)] = partial(_with_adapter, module)
-        elif isinstance(module, ModulesToSaveWrapper):
-            trained = module.modules_to_save[module.active_adapters[0]]
-            for own, value in trained.named_parameters():
-                changes[key_of.get(plain + own, plain + own)] = partial(_replaced, value)
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            raise ModelError(
-                f"{config.path}: {plain}{type(module).__name__} cannot be merged tensor by tensor; "
-                "merge it by merge_and_unload() of peft"
-            )
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if not isinstance(module, Linear):
+            return None
+        weight = f"{plain_name(f'{name}.')}weight"
+        changes[key_of.get(weight, weight)] = partial(_with_adapter, module)
     return changes
-
-
-def _check_kind(model: nn.Module, name: str) -> None:
-    """Raise ``ModelError`` for adapters that change more than the weights of their layers."""
-    peft_config: Any = model.peft_config
-    for adapter in peft_config.values():
-        said = adapter.to_dict()
-        biases = said.get("bias", "none") != "none" or said.get("lora_bias", False)
-        if said.get("peft_type") != "LORA" or biases or said.get("target_parameters"):
-            raise ModelError(
-                f"{name}: only adapters of the type LORA without biases are merged here; merge it "
-                "by merge_and_unload() of peft"
-            )
 
 
 @torch.no_grad()
@@ -321,5 +332,44 @@ def _with_adapter(layer: Any, weight: Tensor) -> Tensor:
     return merged
 
 
-def _replaced(value: Tensor, weight: Tensor) -> Tensor:
-    return value.detach().float()
+def _merged_whole(config: ModelConfig, base: str, adapters: Path, scratch: Path) -> StoredModel:
+    """Return the base model with its adapters added by peft, as a folder in ``scratch``.
+
+    The whole model is in memory. Adapters of a classifier give a classifier.
+    """
+    of_base = config.model_copy(update={"path": base})
+    if peft_settings(adapters).task_type == "SEQ_CLS":
+        model = _classifier(of_base, adapters)
+    else:
+        model = load_model(of_base)
+    adapted = with_saved_adapters(model, adapters, config)
+    folder = scratch / f"merged_{len(list(scratch.glob('merged_*')))}"
+    tokenizer = adapters if has_tokenizer(adapters) else tokenizer_folder(base)
+    save_model(adapted, None, folder)
+    copied = {file.name for file in folder.iterdir()}
+    source = _small_files(where_of(of_base), base)
+    for file in (file for pattern in SMALL_FILES for file in source.glob(pattern)):
+        if file.name not in copied:
+            shutil.copy(file, folder / file.name)
+    return replace(open_model(str(folder)), name=config.path, tokenizer=tokenizer)
+
+
+def _classifier(config: ModelConfig, adapters: Path) -> PreTrainedModel:
+    """Return a classifier of transformers over the model of ``config``.
+
+    It has as many scores as the saved head of ``adapters``.
+    """
+    saved = adapter_tensors(adapters, config.path)
+    heads = [tensor for name, tensor in saved.items() if _SCORES.search(name)]
+    if not heads:
+        raise ModelError(
+            f"{adapters}: the adapters of a classifier (task_type SEQ_CLS) hold no head: "
+            "score.weight or classifier.weight; train them with modules_to_save=['score']"
+        )
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(
+            where_of(config), num_labels=len(heads[0]), dtype="auto"
+        )
+    except BROKEN as error:
+        problem = whole_message(error)
+        raise ModelError(f"{config.path}: no classifier can be made of it ({problem})") from error

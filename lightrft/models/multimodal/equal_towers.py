@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.models.actor import Backbone
-from lightrft.models.lora import plain_name
 from lightrft.models.multimodal.submodules import LANGUAGE
+from lightrft.utils.module_tensors import plain_name
 
 ShardsOf = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 """Maps a model to this rank's part of every parameter, by name. See ``Strategy.shards``."""

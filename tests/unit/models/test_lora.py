@@ -1,0 +1,78 @@
+"""Low-rank adapters on every kind of layer: the written model computes what the trained one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.models.families import FAMILIES
+from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.sharded_read import build_model
+from lightrft.models.tiny.text_families import family_model
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"dora": True},
+    "rslora": {"rslora": True},
+    "dropout": {"dropout": 0.1},
+}
+IDS = torch.arange(4, 12)[None]
+SOME = {
+    "mixtral": "stacked experts",
+    "deepseek_v3": "stacked and shared experts",
+    "flex_olmo": "experts alone",
+    "llama4_text": "a router that returns two tensors",
+    "deepseek_v4": "layers of groups",
+    "falcon": "a linear layer with a forward of its own",
+    "mamba": "a kernel that reads the weight of out_proj",
+    "gpt2": "Conv1D",
+}
+
+
+def check_written_adapters(family: str, kind: str, folder: Path) -> None:
+    """Train adapters for one step, write the model, and compare its logits with the trained model's."""
+    base = family_model(family)
+    base.save_pretrained(folder / "base")
+    lora = LoRAConfig(rank=2, alpha=4, **KINDS[kind])
+    settings = ModelConfig(path=str(folder / "base"), lora=lora)
+    model: Any = build_model(settings, "cpu", None)[0].eval()
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 2 * parameter.grad
+        trained = model(input_ids=IDS, use_cache=False).logits
+        start = base(input_ids=IDS, use_cache=False).logits
+    save_model(model, None, folder / "model")
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folder / "model",
+        output_loading_info=True,
+        attn_implementation=FAMILIES[family].padded_attention,
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found = loaded(input_ids=IDS, use_cache=False).logits
+    size = float(trained.abs().max())
+    assert float((start - trained).abs().max()) > 0.05 * size
+    assert float((found - trained).abs().max()) < 1e-4 * size
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("family", SOME)
+def test_the_written_model_computes_what_the_adapted_one_does(tmp_path, family, kind):
+    check_written_adapters(family, kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["rslora", "dropout"])
+def test_the_scale_and_the_dropout_of_adapters_are_written_too(tmp_path, kind):
+    check_written_adapters("mixtral", kind, tmp_path)
+
+
+def test_experts_without_adapters_are_said(tmp_path, caplog):
+    check_written_adapters("mixtral", "dora", tmp_path)
+    assert "the experts get no adapters" in caplog.text
