@@ -15,6 +15,7 @@ from torch import Tensor
 from lightrft.config.model import TASK_VECTORS, ConvertConfig, MergeConfig, MergeInput, ModelConfig
 from lightrft.models.loading.adapter_folder import saved_adapters
 from lightrft.models.loading.from_pretrained import load_tokenizer, read_tokenizer
+from lightrft.models.loading.older_readers import add_older_names
 from lightrft.models.merging.methods import merge_tensors
 from lightrft.models.merging.stored_model import (
     StoredModel,
@@ -133,6 +134,7 @@ def run_merge(config: MergeConfig, title: str = "merge") -> WrittenModel:
         if config.dtype != "auto":
             tree = read_config(inputs.first.folder, inputs.first.name)
             set_config_dtype(folder / "config.json", tree, config.dtype)
+        add_older_names(folder)
         _write(config, inputs, writer, title)
         shutil.rmtree(folder / _RUNS, ignore_errors=True)
         files = len(list(folder.glob("*.safetensors")))

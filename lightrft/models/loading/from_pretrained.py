@@ -28,6 +28,7 @@ from lightrft.models.families import check_family, check_members, family_of
 from lightrft.models.loading.adapter_folder import saved_adapters, with_saved_adapters
 from lightrft.models.loading.chat_template import fit_template
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
+from lightrft.models.loading.older_readers import add_older_names
 from lightrft.models.lora import is_adapted, merged_model
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
@@ -431,6 +432,7 @@ def save_model(
     """
     # an actor holds its transformers or peft model in ``model``
     inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
+    is_tied = None
     with suppress_hf_warnings(local=True):
         if is_adapted(inner) and not merge:
             inner.save_pretrained(str(path))
@@ -438,9 +440,14 @@ def save_model(
             whole = merged_model(inner) if is_adapted(inner) else inner
             with kept_implementations(whole):
                 whole.save_pretrained(str(path))
+            is_tied = _is_tied(whole)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(path))
+
         write_ends(Path(path), tokenizer)
+
+    add_older_names(Path(path), is_tied=is_tied)
+
     if processor is not None:
         processor.save(path)
 
@@ -482,3 +489,11 @@ def end_list(eos: int | Iterable[int] | None) -> list[int]:
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)
+
+
+def _is_tied(model: PreTrainedModel) -> bool | None:
+    """Return whether the output head is the embeddings; ``None`` for a model without one."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embeddings is None:
+        return None
+    return head.weight is embeddings.weight
