@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from lightrft.config.verbs import DoctorConfig, TrainingConfig
 from lightrft.diagnostics.memory.formulas import size_of
 from lightrft.diagnostics.memory.phases import Device
 from lightrft.models.attention import varlen_cuda
+from lightrft.utils.cpu_memory import free_memory
 from lightrft.utils.errors import ConfigError
 
 
@@ -34,7 +33,7 @@ def device_of(config: TrainingConfig, options: DoctorConfig) -> Device:
     if accelerator is not None and kind == accelerator.type:
         memory = _free_on_device()
     elif kind == "cpu":
-        memory = _free_memory() // processes  # ranks on a CPU share its memory
+        memory = free_memory() // processes  # ranks on a CPU share its memory
     else:
         memory = 0
     return Device(kind, memory, processes, _kernel())
@@ -51,15 +50,3 @@ def _free_on_device() -> int:
         return torch.accelerator.get_memory_info()[0]
     except (NotImplementedError, RuntimeError):  # not every backend reports its memory
         return 0
-
-
-def _free_memory() -> int:
-    """Return the available bytes of CPU memory, or 0 if the system does not report them."""
-    file = Path("/proc/meminfo")
-    if not file.is_file():
-        return 0
-    for line in file.read_text(encoding="utf-8").splitlines():
-        # Not MemFree, which leaves out caches that the kernel gives up on demand.
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return 0

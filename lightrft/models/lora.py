@@ -302,6 +302,6 @@ def _untie(model: PreTrainedModel) -> None:
     if head is None or embeddings is None or head.weight is embeddings.weight:
         return
     for settings in (model.config, model.config.get_text_config(decoder=True)):
-        if getattr(settings, "tie_word_embeddings", False):
+        if hasattr(settings, "tie_word_embeddings"):
             settings.tie_word_embeddings = False
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from lightrft.config.model import TASK_VECTORS, ConvertConfig, MergeConfig, MergeInput, ModelConfig
 from lightrft.models.loading.adapter_folder import saved_adapters
-from lightrft.models.loading.from_pretrained import load_tokenizer, read_tokenizer
+from lightrft.models.loading.export_check import (
+    check_export,
+    fits_memory,
+    folder_logits,
+    probe_logits,
+)
+from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, read_tokenizer
 from lightrft.models.loading.older_readers import add_older_names
 from lightrft.models.merging.methods import merge_tensors
 from lightrft.models.merging.stored_model import (
@@ -136,6 +142,7 @@ def run_merge(config: MergeConfig, title: str = "merge") -> WrittenModel:
             set_config_dtype(folder / "config.json", tree, config.dtype)
         add_older_names(folder)
         _write(config, inputs, writer, title)
+        check_export(folder, _expected(config, inputs))
         shutil.rmtree(folder / _RUNS, ignore_errors=True)
         files = len(list(folder.glob("*.safetensors")))
     return WrittenModel(output, len(writer.specs), files, writer.total_bytes)
@@ -196,6 +203,22 @@ def _exported(model: str, folder: Path) -> str:
     processor = load_processor(start, tokenizer, saved.media)
     write_policy(start, saved.weights, folder, tokenizer, processor)
     return str(folder)
+
+
+def _expected(config: MergeConfig, inputs: _Inputs) -> Tensor | None:
+    """Return the logits of the only model of a merge for the tiny input of ``check_export``.
+
+    They are ``None`` for several models, and for a model that is not loaded a second time.
+    """
+    if len(inputs.models) > 1 or inputs.base is not None:
+        return None
+    (model,) = inputs.models
+    if not fits_memory(model.folder):
+        return None
+    if not model.changes:
+        return folder_logits(model.folder)
+    adapted = ModelConfig(path=model.name, unproved_family="allow")
+    return probe_logits(load_model(adapted, base=config.base_model))
 
 
 def _check_models(models: Sequence[StoredModel]) -> None:

@@ -15,7 +15,6 @@ from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.engines.base import Engine
 from lightrft.engines.constrained.grammars import check_column
 from lightrft.models.actor import Actor
-from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.lora import can_merge
 from lightrft.observability.metrics import Metrics
 from lightrft.rewards.success import Success
@@ -26,10 +25,9 @@ from lightrft.rollout.evaluation import evaluate, reached
 from lightrft.rollout.logprob_check import CheckedEngine, unequal_weight
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_lengths, longest
-from lightrft.trainer.saved_policy import POLICY, write_policy
+from lightrft.trainer.saved_policy import POLICY, save_checked, write_policy
 from lightrft.trainer.training_loop import TrainingRun, best_checkpoint
 from lightrft.types import Prompt
-from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -179,9 +177,8 @@ def save_whole(actor: Actor, run: PolicyRun, *, merge: bool = True) -> None:
         run: Its run.
         merge: Add adapters to the weights. If ``False``, write only the adapters.
     """
-    roles = run.roles
-    with whole_folder(run.session.path / "model") as temporary:
-        save_model(actor, roles.tokenizer, temporary, processor=roles.processor, merge=merge)
+    path, roles = run.session.path / "model", run.roles
+    save_checked(actor, path, roles.tokenizer, roles.processor, merge=merge)
 
 
 def current_engine(run: PolicyRun) -> Engine:

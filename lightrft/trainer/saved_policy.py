@@ -13,7 +13,9 @@ from lightrft.config.base import Tree, build, parse_yaml
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig, loading_settings
 from lightrft.config.verbs import ExportConfig
+from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.models.actor import Actor
+from lightrft.models.loading.export_check import check_export, probe_logits
 from lightrft.models.loading.from_pretrained import Saved as Writes
 from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
 from lightrft.models.processors import load_processor
@@ -210,8 +212,38 @@ def write_policy(
             "it out"
         )
     load_weights(actor, weights)
+    save_checked(actor, path, tokenizer, processor, merge=merge)
+
+
+def save_checked(
+    actor: Actor,
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Writes | None,
+    *,
+    merge: bool = True,
+) -> None:
+    """Write ``actor`` as a Hugging Face folder, atomically, once transformers reads it as written.
+
+    Args:
+        actor: the model to write.
+        path: folder to write. A folder that is there is replaced.
+        tokenizer: tokenizer to save with the weights.
+        processor: processor to save with the weights, or None for a text-only model.
+        merge: True merges adapters into the weights. False writes an adapter folder for PEFT.
+
+    Raises:
+        ModelError: transformers reads another model, or the adapters cannot be merged.
+    """
     with whole_folder(path) as temporary:
         save_model(actor, tokenizer, temporary, processor=processor, merge=merge)
+        if merge:
+            actor.use_attention("padded")
+            if actor.experts is not None:
+                actor.experts.replay(None)
+            with evaluation_mode(actor):
+                expected = probe_logits(actor.model)
+            check_export(temporary, expected, tokenizer)
 
 
 def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:

@@ -212,7 +212,7 @@ def run_steps(run: TrainingRun) -> Summary:
         values = finish_step(run, metrics, is_first=run.step == first)
     # A run that was asked to stop resumes later, and writes no ``model/`` now.
     finished = not run.is_unevaluated and (run.step >= run.steps or run.reached(values))
-    written = {"model_step": run.export()} if finished else {}
+    written = {"model_step": export_or_say(run)} if finished else {}
     about = {**run.summary_fields(), "finished": finished, **written}
 
     def close() -> Summary:
@@ -221,6 +221,25 @@ def run_steps(run: TrainingRun) -> Summary:
         return close_session(session, run.success, about, run.step)
 
     return run_on_all_ranks(session.ranks, close)[0]
+
+
+def export_or_say(run: TrainingRun) -> int:
+    """Write ``model/`` and return its step.
+
+    An error ends the run, whose last checkpoint holds the trained weights. Its message says so.
+    """
+    try:
+        return run.export()
+    except Exception as error:
+        kept = (
+            f"the trained weights are kept in {run.session.path / 'checkpoints'}: write them by "
+            f"lightrft export {run.session.path}"
+        )
+        if isinstance(error, UserError):
+            error.args = (f"model/ could not be written: {error}; {kept}",)
+        else:
+            error.add_note(kept)
+        raise
 
 
 def best_checkpoint(run: TrainingRun, sign: Callable[[], None]) -> tuple[Path | None, int]:

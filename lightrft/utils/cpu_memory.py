@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -75,3 +76,15 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return min(mallopt(name, size) for name, size in OPTIONS.items()) == 1
+
+
+def free_memory() -> int:
+    """Return the available bytes of CPU memory, or 0 if the system does not report them."""
+    file = Path("/proc/meminfo")
+    if not file.is_file():
+        return 0
+    for line in file.read_text(encoding="utf-8").splitlines():
+        # Not MemFree, which leaves out caches that the kernel gives up on demand.
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 0

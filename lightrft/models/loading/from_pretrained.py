@@ -67,6 +67,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device_map: str | dict[str, object] | None = None,
     output_head: bool = True,
+    base: str | None = None,
 ) -> PreTrainedModel:
     """Load the model of ``config.path`` in evaluation mode, with ``config.freeze`` applied.
 
@@ -79,6 +80,7 @@ def load_model(
         device_map: Placement of parts as in transformers, which replaces ``device``. ``None`` for
             none.
         output_head: Require the weights of the output head. Otherwise a missing head is 0.
+        base: Base model of a folder of adapters. ``None`` takes the one that it names.
 
     Raises:
         ModelError: There is no such folder and no hub, or it is not a model folder. The family is
@@ -86,8 +88,8 @@ def load_model(
             lacks bitsandbytes. A frozen part or prefix names nothing.
     """
     if (found := saved_adapters(config)) is not None:
-        base = config.model_copy(update={"path": found[0]})
-        model = load_model(base, device=device, dtype=dtype, output_head=output_head)
+        of_base = config.model_copy(update={"path": base or found[0]})
+        model = load_model(of_base, device=device, dtype=dtype, output_head=output_head)
         return with_saved_adapters(model, found[1], config)  # ty: ignore[invalid-explicit-return]
     options = _options(config, device, dtype)
     if device_map is not None:

@@ -91,7 +91,7 @@ def _finite_names(value: Any) -> Any:
 
 
 def _renamed(section: Mapping[str, Any]) -> dict[str, Any]:
-    kind = section.get("model_type")
+    kind = str(section.get("model_type"))
     known = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
     return {
         old: section[new]

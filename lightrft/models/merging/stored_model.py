@@ -26,6 +26,7 @@ from lightrft.models.loading.adapter_folder import (
     saved_adapters,
     with_saved_adapters,
 )
+from lightrft.models.loading.export_check import check_export, probe_logits
 from lightrft.models.loading.from_pretrained import (
     TOKENIZER_FILES,
     load_model,
@@ -346,6 +347,7 @@ def _merged_whole(config: ModelConfig, base: str, adapters: Path, scratch: Path)
     folder = scratch / f"merged_{len(list(scratch.glob('merged_*')))}"
     tokenizer = adapters if has_tokenizer(adapters) else tokenizer_folder(base)
     save_model(adapted, None, folder)
+    check_export(folder, probe_logits(adapted))
     copied = {file.name for file in folder.iterdir()}
     source = _small_files(where_of(of_base), base)
     for file in (file for pattern in SMALL_FILES for file in source.glob(pattern)):

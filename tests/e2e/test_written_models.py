@@ -1,0 +1,136 @@
+"""What a run, ``export``, ``merge`` and ``convert`` write is loaded by transformers before they say that they are done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightrft.config.base import build, deep_merge
+from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.verbs import SFTConfig
+from lightrft.models.actor import Actor
+from lightrft.models.loading import export_check
+from lightrft.models.tiny.text import tiny_tokenizer
+from lightrft.models.tiny.text_families import family_model
+from lightrft.trainer.saved_policy import save_checked
+from lightrft.trainer.sft import run_sft
+from lightrft.utils.errors import ModelError
+from tests.e2e.command import command
+
+
+def saved(family: str, folder: Path, **fields: Any) -> Path:
+    family_model(family, **fields).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tree(base: Path, data_folder: Path, folder: Path, **over: Any) -> SFTConfig:
+    common = {
+        "run": {"dir": str(folder), "name": "run"},
+        "model": {"path": str(base), "lora": {"rank": 2}},
+        "data": {"sources": [str(data_folder / "train.jsonl")]},
+        "batch_size": 2,
+        "optimizer": {"lr": 1e-2},
+        "train": {"steps": 1},
+        "log": {"tensorboard": False},
+    }
+    return build(SFTConfig, deep_merge(common, over))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapters_on_experts_end_in_a_model_that_loads(family, data_folder, tmp_path, capsys):
+    sizes = {"vocab_size": len(tiny_tokenizer())}
+    base = saved(family, tmp_path / "base", **sizes)
+    run_sft(tree(base, data_folder, tmp_path))
+    _, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "model", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    kept = f"output={tmp_path / 'kept'}"
+    assert command(capsys, "export", tmp_path / "run", "adapters=keep", kept).status == 0
+    merged = command(capsys, "merge", tmp_path / "kept", f"output={tmp_path / 'merged'}")
+    assert merged.status == 0, merged.err
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(f).state_dict()
+        for f in (tmp_path / "run" / "model", tmp_path / "merged")
+    )
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "problem", [AttributeError("no weight"), ModelError("it does not fit"), OSError("no disk")]
+)
+def test_an_error_at_the_end_of_a_run_leaves_the_trained_weights(
+    problem, model_folder, data_folder, tmp_path, monkeypatch, capsys
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise problem
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightrft.trainer.saved_policy.save_model", fail)
+        with pytest.raises(type(problem)) as raised:
+            run_sft(tree(model_folder, data_folder, tmp_path))
+    said = str(raised.value) + "".join(getattr(raised.value, "__notes__", ()))
+    assert "the trained weights are kept in" in said and "lightrft export" in said
+    assert not (tmp_path / "run" / "model").exists()
+    assert command(capsys, "export", tmp_path / "run", f"output={tmp_path / 'out'}").status == 0
+
+
+def test_a_model_that_transformers_reads_otherwise_is_not_written(tmp_path, monkeypatch):
+    base = saved("qwen2", tmp_path / "base")
+    actor = Actor.load(ModelConfig(path=str(base), lora=LoRAConfig(rank=2)))
+    out = tmp_path / "out"
+    probe = export_check.probe_logits
+    monkeypatch.setattr(
+        "lightrft.trainer.saved_policy.probe_logits", lambda model: 1.01 * probe(model)
+    )
+    with pytest.raises(ModelError, match="other logits in transformers"):
+        save_checked(actor, out, tiny_tokenizer(), None)
+    assert not out.exists()
+    monkeypatch.undo()
+    save_checked(actor, out, tiny_tokenizer(), None)
+    (out / "model.safetensors").rename(tmp_path / "kept.safetensors")
+    with pytest.raises(ModelError, match="does not load"):
+        (out / "model.safetensors").write_bytes(b"12345678")
+        export_check.check_export(out, None)
+
+
+@pytest.mark.parametrize("verb", ["convert", "merge"])
+def test_a_folder_with_a_weight_too_few_is_refused(verb, tmp_path, capsys):
+    base = saved("qwen2", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (base / "config.json").write_text(json.dumps(config))
+    outcome = command(capsys, verb, base, f"output={tmp_path / 'out'}")
+    assert outcome.status == 2 and "missing keys, e.g. model.layers.2" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_beyond_the_memory_is_left_unchecked_and_said(tmp_path, monkeypatch, caplog):
+    base = saved("qwen2", tmp_path / "base")
+    monkeypatch.setattr(export_check, "free_memory", lambda: 1000)
+    export_check.check_export(base, None)
+    assert "the written model is not checked" in caplog.text
+
+
+def test_settings_have_their_names_of_transformers_4_too(tmp_path):
+    rope = {"rope_theta": 300.0, "rope_type": "default"}
+    base = saved("qwen3_moe", tmp_path / "base", rope_parameters=rope)
+    actor = Actor.load(ModelConfig(path=str(base)))
+    save_checked(actor, tmp_path / "out", tiny_tokenizer(), None)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_theta"] == 300.0 and "rope_scaling" not in config
+    assert config["num_experts"] == config["num_local_experts"]
+    tokenizer = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert isinstance(tokenizer["additional_special_tokens"], list)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded.get_vocab() == tiny_tokenizer().get_vocab()
+    assert loaded.all_special_tokens == tiny_tokenizer().all_special_tokens
