@@ -4,6 +4,7 @@
 # ARGS (passed on to the demo or to pytest).
 VENV ?= .venv
 VLLM_VENV ?= build/vllm
+EXPORTS_VENV ?= build/exports
 EXTRAS ?= dev
 # One more than the two cores of CI: a test often waits for a process that it has started.
 JOBS ?= 3
@@ -16,10 +17,10 @@ export UV_COMPILE_BYTECODE ?= 1
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format docs constraints clean
+.PHONY: help install demo test test-all test-vllm test-exports check format docs constraints clean
 
 help:
-	@echo "make demo | test | test-all | test-vllm | check | format | docs | install | constraints | clean"
+	@echo "make demo | test | test-all | test-vllm | test-exports | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 
@@ -59,6 +60,15 @@ $(VLLM_VENV)/installed: pyproject.toml tests/environment/torchvision_ops.py
 	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip install --no-deps torchvision==0.28.0
 	@site=$$("$(VLLM_VENV)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	cp tests/environment/torchvision_ops.py "$$site" && echo 'import torchvision_ops' > "$$site/torchvision_ops.pth"
+	@touch $@
+
+# Written model folders in plain transformers 4.57, in an environment of its own, and all kinds of adapters on all families.
+test-exports: install $(EXPORTS_VENV)/installed
+	OMP_NUM_THREADS=1 OLDER_PYTHON="$(abspath $(EXPORTS_VENV))/bin/python" "$(BIN)/python" -m pytest -n $(JOBS) -o timeout=600 tests/e2e/exports $(ARGS)
+
+$(EXPORTS_VENV)/installed:
+	$(or $(PYTHON),python3) -m venv "$(EXPORTS_VENV)"
+	"$(EXPORTS_VENV)/bin/python" -m pip install --quiet "transformers==4.57.*" "torch==$$(sed -n 's/^torch==//p' constraints.txt)" pillow
 	@touch $@
 
 check: install
