@@ -13,12 +13,12 @@ from lightrft.config.base import Tree, build, parse_yaml
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig, loading_settings
 from lightrft.config.verbs import ExportConfig
-from lightrft.learner.forward_passes import evaluation_mode
 from lightrft.models.actor import Actor
 from lightrft.models.loading.export_check import check_export, probe_logits
 from lightrft.models.loading.from_pretrained import Saved as Writes
 from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
 from lightrft.models.processors import load_processor
+from lightrft.models.training_mode import evaluation_mode
 from lightrft.strategy.checkpoint import CheckpointStore
 from lightrft.strategy.manifest import MANIFEST, load_manifest, verify
 from lightrft.strategy.single import load_weights
