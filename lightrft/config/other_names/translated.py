@@ -58,6 +58,12 @@ MODELS = (
     ),
     NameRow("model_revision", "model.revision"),
     NameRow(
+        "disable_dropout",
+        "model.dropout",
+        "the opposite: true trains with dropout; the default is false, except in sft",
+        inverse,
+    ),
+    NameRow(
         "bf16 pure_bf16",
         "model.dtype",
         "the type of the weights that are computed with; the optimizer keeps float32 copies",

@@ -186,10 +186,6 @@ MODELS = (
         "critic.model.tiled_mlp.** model_kwargs.** processor_kwargs",
     ),
     none(
-        "random parts of a forward pass are the model's own config",
-        "disable_dropout",
-    ),
-    none(
         "the head of a reward model or critic is found in its folder",
         "value_head_prefix ds.value_head_prefix",
     ),
