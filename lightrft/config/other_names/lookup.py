@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -61,6 +62,8 @@ def answer(name: str, value: object, exists: Exists, verbs_with: Callable[[str],
         exists: Returns True for a setting of the verb.
         verbs_with: Returns the verbs that have a setting, as text.
     """
+    # The items of a list have the settings of one section.
+    name = re.sub(r"\.\d+(?=\.|$)", "", name)
     if advice := why_removed(name, exists):
         return advice
     found = [

@@ -121,6 +121,7 @@ MODELS = (
         to.lora_targets,
     ),
     NameRow("use_dora", "model.lora.dora", "", to.of_lora),
+    NameRow("use_rslora", "model.lora.rslora", "", to.of_lora),
     NameRow(
         "use_peft",
         "model.lora",

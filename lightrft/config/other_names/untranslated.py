@@ -136,8 +136,8 @@ HARDWARE = (
 
 MODELS = (
     none(
-        "adapters of this kind are not trained here; model.lora has rank, alpha, targets and dora",
-        "use_rslora lora_bias lora_dtype lora_target_parameters lora_task_type use_swift_lora",
+        "adapters of this kind are not trained here; model.lora has rank, alpha, targets, dora and rslora",
+        "lora_bias lora_dtype lora_target_parameters lora_task_type use_swift_lora",
         "target_parameters init_weights loraplus_lr_ratio loraplus_lr_embedding lorap_lr_ratio",
         "pissa_init pissa_iter pissa_convert lora_ga_** adalora_** vera_** boft_** fourier_**",
         "oft_** reft_** adapter_act adapter_length module_dropout create_new_adapter",
