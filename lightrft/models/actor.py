@@ -114,6 +114,7 @@ class Backbone(nn.Module):
         self._layout: Layout = max(self.config.layout, self.family.layout, key=LAYOUTS.index)
         self._run_towers: bool | None = None
         self._team = ModelParallelGroup(0, 1)
+        self._has_reported = False
         self.unread: DeferredWeights | None = None
         self.longest_row: int | None = None
         """Tokens of the longest row that the run allows, if known. ``check_layout`` tries no longer
@@ -128,7 +129,22 @@ class Backbone(nn.Module):
             return self
         set_training(self.model, noise=self.config.dropout, adapter_noise=self._drops_adapters)
         self.fit_layout()
+        self._report_unread()
         return self
+
+    def _report_unread(self) -> None:
+        """Warn once of a loss that the model's config asks for, and that no training adds."""
+        if self._has_reported:
+            return
+        self._has_reported = True
+        asked = self.text_config.to_dict()
+        weight = asked.get("router_aux_loss_coef")
+        if asked.get("output_router_logits") and weight:
+            log.warning(
+                "output_router_logits = true and router_aux_loss_coef = %g of the model's config "
+                "change nothing: no training here adds a load-balancing loss of experts",
+                weight,
+            )
 
     def fit_layout(self) -> None:
         """Take padded rows if the model drops attention weights in training.

@@ -186,3 +186,17 @@ def test_a_plan_refuses_dropout_of_attention_weights_that_no_config_field_names(
     actor.layout = "packed"
     with pytest.raises(ModelError, match=r"drops 0\.3 .* model\.layout=padded"):
         logprobs(actor)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_config_that_asks_for_the_loss_of_routers_is_reported_once(family, caplog):
+    model = family_model(family, seed=0)
+    Actor(model, ModelConfig()).train()
+    assert "router_aux_loss_coef" not in caplog.text
+    model.config.output_router_logits = True
+    actor = Actor(model, ModelConfig())
+    actor.eval()
+    assert "router_aux_loss_coef" not in caplog.text
+    for _ in range(2):
+        actor.train()
+    assert caplog.text.count("router_aux_loss_coef = ") == 1
