@@ -13,6 +13,7 @@ A head is read under these names:
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from lightrft.models.lora import is_adapted, merged_state
 from lightrft.models.merging.stored_model import stored_tensors
 from lightrft.models.reward.named_heads import form_of_named_heads, named_heads
 from lightrft.models.reward.saved_form import SavedForm
+from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 PREFIXES = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head")
 EXTRA_FILE = "value_head.safetensors"
+PADDING = "<|pad|>"
+"""Padding token of a written classifier whose tokenizer has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,8 @@ def save_as_classifier(
 
     Args:
         reward: The reward model.
-        tokenizer: Its tokenizer. transformers finds the last token by its padding token.
+        tokenizer: Its tokenizer. transformers scores the last token that is no padding, so a
+            padding token that may end a text is replaced by a token of its own.
         path: The folder.
 
     Raises:
@@ -220,7 +225,9 @@ def save_as_classifier(
     fields.num_labels = len(settings.heads)
     fields.id2label = {i: head.name for i, head in enumerate(settings.heads)}
     fields.label2id = {head.name: i for i, head in enumerate(settings.heads)}
+    tokenizer = with_own_padding(tokenizer)
     fields.pad_token_id = tokenizer.pad_token_id
+    fields.vocab_size = max(config.vocab_size, fields.pad_token_id + 1)
     if len(settings.heads) == 1:
         fields.mean, fields.std = float(reward.score_mean[0]), float(reward.score_std[0])
     with torch.device("meta"):
@@ -230,12 +237,30 @@ def save_as_classifier(
     rows = [own[f"heads.{head.name}.layers.weight"] for head in settings.heads]
     state["score.weight"] = torch.cat(rows).to(reward.base.dtype)
     wanted = model.state_dict()
+    for name, weight in model.named_parameters():
+        if weight is model.get_input_embeddings().weight and name in state:
+            # The row of a new padding token: attention never reads it.
+            more = len(weight) - len(state[name])
+            state[name] = torch.nn.functional.pad(state[name], (0, 0, 0, more))
     lacking = sorted(wanted.keys() - state.keys())
     if lacking:
         raise ModelError(f"{cls.__name__} has weights that {config.model_type} lacks: {lacking[0]}")
     model.load_state_dict({name: state[name] for name in wanted}, assign=True)
     model.save_pretrained(str(path))
     tokenizer.save_pretrained(str(path))
+
+
+def with_own_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return ``tokenizer`` with a padding token that ends no text.
+
+    Without one, or with an end token as padding, it is a copy with a new special token.
+    """
+    ends = {None, tokenizer.eos_token_id, *turn_ends(tokenizer).ids}
+    if tokenizer.pad_token_id not in ends:
+        return tokenizer
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"pad_token": PADDING})
+    return own
 
 
 def merged_weights(reward: RewardModel) -> dict[str, Tensor]:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.reward.other_layouts import save_as_classifier
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_tokenizer
-from lightrft.types import Batch
+from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import exchange
 from tests.model_helpers import Float64, small_model
@@ -192,6 +192,27 @@ def test_a_written_classifier_gives_the_scores_in_transformers(heads, tmp_path):
         for i, name in enumerate(heads):
             assert far(logits[:, i], reward.score(batch)[name].scores) < 1e-9
     assert model.config.id2label == dict(enumerate(heads))
+
+
+@pytest.mark.parametrize("padding", ["the end token", "none", "its own"])
+def test_a_written_classifier_scores_the_end_token_whatever_pads(padding, tmp_path):
+    tokenizer = tiny_tokenizer()
+    if padding != "its own":
+        tokenizer.pad_token = tokenizer.eos_token if padding == "the end token" else None
+    reward, ids = reward_of(), [[7, 8, tokenizer.eos_token_id], [9, tokenizer.eos_token_id]]
+    save_as_classifier(reward, tokenizer, tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    padded = AutoTokenizer.from_pretrained(tmp_path).pad(
+        {"input_ids": ids}, return_tensors="pt", padding_side="right"
+    )
+    batch = Batch(
+        Segments.of([row[:-1] for row in ids]),
+        Segments.of([row[-1:] for row in ids]),
+        torch.arange(2),
+    )
+    with Float64(), torch.no_grad():
+        expected = reward.score(batch)["preference"].scores
+        assert far(model(**padded).logits[:, 0], expected) < 1e-9
 
 
 def test_a_written_classifier_keeps_mean_and_std_in_its_config(tmp_path):
