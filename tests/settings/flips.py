@@ -126,6 +126,7 @@ OPTIMIZER: dict[str, tuple[Any, Tree]] = {
     "min_lr_ratio": (0.9, {"schedule": "linear"}),
     "max_grad_norm": (1e-4, {}),
 }
+TOLD: Tree = {"sources": ["{root}/told.jsonl"], "apply_chat_template": True}
 DATA: dict[str, tuple[Any, str, Tree]] = {
     "sources.path": (OTHER, "prompts", {}),
     "sources.name": ("mine", "prompts", {"sources": [{"path": OTHER}]}),
@@ -147,6 +148,8 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "columns.data_source": ("kind", "prompts", {}),
     "columns.id": ("key", "prompts", {}),
     "columns.tools": ("gear", "prompts", {"apply_chat_template": True}),
+    "columns.system": ("advice", "prompts", TOLD),
+    "columns.history": ("past", "prompts", TOLD),
     "apply_chat_template": (True, "prompts", {"apply_chat_template": False}),
     "chat_template_options": ({"shout": True}, "prompts", {"apply_chat_template": True}),
     "template": ("Q: {prompt}", "prompts", {}),

@@ -190,6 +190,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)
     ]
     write(folder / "talks.jsonl", [{"messages": talk}])
+    told = {
+        "prompt": "1+1=",
+        "label": "2",
+        "response": "2",
+        "advice": "Be kind.",
+        "past": [["a", "b"]],
+    }
+    write(folder / "told.jsonl", [told])
     save_tiny_media("qwen2_audio", folder / "listener")
     write_media(folder)
     for name, text in FILES.items():
