@@ -284,7 +284,7 @@ MEDIA: dict[str, tuple[Any, Tree, Tree]] = {
     "media.min_pixels": (1024, EYE, PICTURES),
     "media.max_pixels": (128, EYE, PICTURES),
     "media.max_source_pixels": (10, EYE, PICTURES),
-    "media.fps": (10.0, EYE, CLIPS),
+    "media.fps": (0.5, EYE, {**CLIPS, "media": {"min_frames": 2}}),
     "media.max_frames": (2, EYE, CLIPS),
     "media.min_frames": (2, EYE, {**CLIPS, "media": {"fps": 0.5}}),
     "media.marks": (
