@@ -495,7 +495,11 @@ def end_list(eos: int | Iterable[int] | None) -> list[int]:
 
 def _is_tied(model: PreTrainedModel) -> bool | None:
     """Return whether the output head is the embeddings; ``None`` for a model without one."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    try:
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    except NotImplementedError:
+        # A model of several language models, such as one that can speak, names no embeddings.
+        return None
     if head is None or embeddings is None:
         return None
     return head.weight is embeddings.weight

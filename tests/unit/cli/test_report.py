@@ -25,7 +25,9 @@ def test_a_run_is_named_by_its_folder_or_by_its_name_under_runs(tmp_path, monkey
     for name in ("one", "two"):
         run_in(tmp_path / "runs" / name)
     assert main(["report", "one", "runs/two"]) == 0
-    assert capsys.readouterr().out.split() == ["runs/one/report.html", "runs/two/report.html"]
+    *pages, last = capsys.readouterr().out.splitlines()
+    assert pages == ["runs/one/report.html", "runs/two/report.html"]
+    assert last == "each page is of one run; lightrft compare one runs/two"
     assert "Not finished" in (tmp_path / "runs" / "one" / "report.html").read_text()
 
 
