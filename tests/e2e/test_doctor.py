@@ -182,9 +182,9 @@ def test_a_chat_template_with_a_template_counts_as_used(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     template = "data.template='{prompt}'"
-    assert "not used" in line(doctor(capsys, folder, template), "chat template")
-    assert "not used" not in line(
-        doctor(capsys, folder, template, "data.apply_chat_template=true"), "chat template"
+    assert "not used" not in line(doctor(capsys, folder, template), "chat template")
+    assert "not used" in line(
+        doctor(capsys, folder, template, "data.apply_chat_template=false"), "chat template"
     )
 
 
@@ -199,7 +199,7 @@ def test_what_is_written_for_items_where_no_chat_template_writes_it_is_told(
     assert text not in doctor(capsys, folder, model).out
     alone = doctor(capsys, folder, model, f"model.chat_template={tmp_path / 'text.jinja'}")
     assert f"takes no audio, each is written as {text}" in " ".join(alone.out.split())
-    plain = doctor(capsys, folder, model, "data.template='{prompt}'")
+    plain = doctor(capsys, folder, model, "data.apply_chat_template=false")
     assert f"written into the text as {text}" in " ".join(plain.out.split())
 
 
