@@ -118,6 +118,7 @@ class RunDirectory:
         tensorboard: bool = False,
         wandb: str | None = None,
         ignore: Collection[str] = (),
+        is_evaluation: bool = False,
     ) -> RunDirectory:
         """Create the run folder or open it to resume a run.
 
@@ -131,6 +132,8 @@ class RunDirectory:
             tensorboard: if True, write TensorBoard event files.
             wandb: name of the wandb project. None disables wandb.
             ignore: dotted keys, or branches of the settings, in which a resumed run may differ.
+            is_evaluation: the caller notices files that have changed under the same path, and
+                evaluates again. A training run is refused.
 
         Raises:
             ConfigError: the folder is not a run folder, is in use, must not be resumed, or has
@@ -148,7 +151,8 @@ class RunDirectory:
         with disk_errors(path, AT_START):
             lock = take_lock(path)
             try:
-                fresh = _settle(path, config, resume, overwrite, ignore)
+                digests = {} if is_evaluation else input_digests(config, ignore)
+                fresh = _settle(path, config, resume, overwrite, ignore, digests)
                 folder = cls(path, fresh=fresh, checkpoint=checkpoint, lock=lock)
             except BaseException:
                 release_lock(lock)
@@ -348,11 +352,16 @@ def _make(path: Path) -> None:
 
 
 def _settle(
-    path: Path, config: Settings, resume: str, overwrite: bool, ignore: Collection[str]
+    path: Path,
+    config: Settings,
+    resume: str,
+    overwrite: bool,
+    ignore: Collection[str],
+    digests: dict[str, str],
 ) -> bool:
     """Write the config of this run to ``path``. Return True if the run starts from scratch."""
     recover(path, _has_begun(path), _clear)
-    saved, digests = path / "config.yaml", input_digests(config, ignore)
+    saved = path / "config.yaml"
     found = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     if found and "config.yaml" not in found:
         raise ConfigError(

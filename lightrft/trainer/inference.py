@@ -65,6 +65,7 @@ def run_eval(config: EvaluateConfig) -> EvalSummary:
         resume="auto",
         overwrite=config.run.overwrite,
         ignore=("eval", "run", "reward", "engine"),
+        is_evaluation=True,
     )
     with folder:
         tokenizer = local_tokenizer(model)

@@ -109,7 +109,12 @@ def run_eval_steps(config: EvalRMConfig) -> EvalSummary:
     path = Path(config.run.dir).expanduser() / config.run.name
     began = time.perf_counter()
     folder = RunDirectory.open(
-        path, config, resume=config.run.resume, overwrite=config.run.overwrite, ignore=MAY_DIFFER
+        path,
+        config,
+        resume=config.run.resume,
+        overwrite=config.run.overwrite,
+        ignore=MAY_DIFFER,
+        is_evaluation=True,
     )
     with folder:
         found = _prepare(config)

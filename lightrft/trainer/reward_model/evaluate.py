@@ -111,6 +111,7 @@ def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
         resume=config.run.resume,
         overwrite=config.run.overwrite,
         ignore=MAY_DIFFER,
+        is_evaluation=True,
     )
     with folder:
         found = _prepare(config)
