@@ -376,6 +376,7 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
     if case == "ppo_lag":
         cost = {"function": f"{folder / 'reward.py'}:costly", "name": "cost", "weight": 0}
         own["reward"]["terms"].append(cost)
+        own["reward"]["success"] = "varied"
     if verb == "distill":
         own["teacher"] = {"path": str(folder / ("stranger" if case == "uld" else "teacher"))}
     if verb == "rl":
