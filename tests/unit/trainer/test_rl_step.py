@@ -160,7 +160,7 @@ def test_the_clip_fraction_is_one_of_all_tokens_and_is_there_without_a_gradient(
         requirements = Requirements.of(config.algorithm)
         controls = Controllers.of(config.algorithm)
         with_all = with_advantages(scored, config, controls, requirements)
-        metrics = update(roles, with_all, update_settings(config, requirements), controls, 0)
+        metrics = update(roles, with_all, update_settings(roles, config, requirements), controls, 0)
         found[name] = metrics.compute()
     assert found["none"]["policy/clip_fraction"] == 0.0
     assert all("policy/clip_fraction" in values for values in found.values())

@@ -9,6 +9,14 @@ import pytest
 from lightrft.utils.stop_signal import TERMINATING, StopFlag, Terminated, raise_at_termination
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """Heed SIGHUP, which ``nohup`` has ignored in all that it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [*TERMINATING, signal.SIGINT])
 def test_a_signal_sets_the_flag_and_the_loop_goes_on(number):
     before = signal.getsignal(number)
