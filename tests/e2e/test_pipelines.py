@@ -234,8 +234,7 @@ def test_labels_train_by_kto_and_the_data_by_self_play(rounds, tmp_path):
 def test_training_encodes_prompts_as_the_generation_did(rounds, tmp_path, caplog):
     rounds(data={"template": "Work out {prompt}", "special_tokens": "control"}, rounds=1)
     data = config_in(tmp_path / "run" / "round_01" / "train")["data"]
-    # A template of the prompts turns the chat template off.
-    assert data["apply_chat_template"] is False
+    assert data["apply_chat_template"] == "auto" and data.get("template") is None
     assert data["special_tokens"] == "control"
     assert asked(tmp_path / "run" / "round_01" / "rows.jsonl")[0].startswith("Work out ")
     assert "other tokens" not in caplog.text

@@ -157,9 +157,7 @@ class RoundPlan:
             if name not in own.model_fields_set:
                 update[name] = getattr(asked, name)
         if "apply_chat_template" not in own.model_fields_set:
-            # A template of the prompts turns the chat template off. The rows have no template.
-            is_text = asked.apply_chat_template == "auto" and asked.template is not None
-            update["apply_chat_template"] = False if is_text else asked.apply_chat_template
+            update["apply_chat_template"] = asked.apply_chat_template
         return own.model_copy(update=update)
 
 
