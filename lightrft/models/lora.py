@@ -103,7 +103,9 @@ def _leave_out(model: PreTrainedModel, settings: LoraConfig) -> None:
 
 def _is_linear(layer: nn.Module) -> bool:
     """Return ``False`` for routers and grouped layers, which only inherit from ``nn.Linear``."""
-    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+    is_plain = not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward
+    # Quantized weights do not move to the meta device.
+    if is_plain or hasattr(layer.weight, "quant_state"):
         return True
     with torch.device("meta"):
         states = torch.empty(1, 1, layer.in_features, dtype=layer.weight.dtype)
