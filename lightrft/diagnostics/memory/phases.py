@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
-from lightrft.config.strategy import EngineConfig, StrategyConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
@@ -390,12 +390,27 @@ def _updates(
     if m.name == "policy" and compares_distributions(config):
         # Full vocabularies are compared, in chunks of which two exist at a time.
         update["teacher's logits"] = 2.0 * m.logits_bytes
+    if m.name == "policy" and isinstance(config, RLConfig) and filters_tokens(config.sampling):
+        whole = int(batch.lengths.sum()) * m.text.vocab_size * 4
+        update["filtered logits"] = FILTERED * min(m.logits_bytes, whole)
     update |= _whole(place, m, backward=True)
     yield MemoryPhase(f"{m.name}: update", update)
     if shares.by_blocks and not shares.bucket:
         outside, blocks = m.units(shares.cut, trained=True)
         last = {**on_it, "whole": last_sum(outside, blocks, m.itemsize)}
         yield MemoryPhase(f"{m.name}: last gradients", last)
+
+
+FILTERED = 4.0
+"""Chunks of logits that exist at once, beside the two of a plain pass, where filters are applied."""
+
+
+def filters_tokens(sampling: SamplingConfig) -> bool:
+    """Return True if log-probs are of the distribution that filters of sampling leave."""
+    plain = SamplingConfig()
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
+    is_bent = sampling.first_token_temperature is not None
+    return is_bent or any(getattr(sampling, name) != getattr(plain, name) for name in names)
 
 
 def compares_distributions(config: TrainingConfig) -> bool:
