@@ -402,7 +402,7 @@ def _updates(
 
 
 FILTERED = 4.0
-"""Chunks of logits that exist at once, beside the two of a plain pass, where filters are applied."""
+"""Chunks of logits that exist at once where filters are applied, in addition to two."""
 
 
 def filters_tokens(sampling: SamplingConfig) -> bool:
