@@ -392,6 +392,8 @@ class Backbone(nn.Module):
             self.base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        # The layers that recompute have flags of their own.
+        self.train(self.training)
 
     def gradient_checkpointing_disable(self) -> None:
         if hasattr(self.base, "activation_checkpointing_disable"):

@@ -113,7 +113,13 @@ def collect_settings(config: RLConfig, requirements: Requirements) -> CollectSet
 
 
 def update_settings(roles: Roles, config: RLConfig, requirements: Requirements) -> UpdateSettings:
-    """Return the settings of the optimizer steps."""
+    """Return the settings of the optimizer steps.
+
+    Args:
+        roles: models of the run.
+        config: settings of the run.
+        requirements: what the algorithm reads.
+    """
     return UpdateSettings(
         algorithm=config.algorithm,
         requirements=requirements,

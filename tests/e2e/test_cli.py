@@ -40,7 +40,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
         "explain": "presets of rl:",
         "grm": "sft | rl | dpo",
         "check": "kinds:",
-        "data": "show.rows",
+        "data": "Number of rows to read of each source",
         "doctor": "device_memory",
         "report": "run folder",
         "export": "adapters",

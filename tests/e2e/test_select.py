@@ -288,7 +288,11 @@ def test_an_interrupted_generation_is_not_resumed_with_other_settings_or_other_d
         (["select=correct", "sampling.temperature=0"], ["sampling.temperature = 0", "no choice"]),
         (["select=bets"], ["select.keep", "bets"]),
         (
-            ["select=conditioned", "select.condition.where=system", "data.template='{prompt}'"],
+            [
+                "select=conditioned",
+                "select.condition.where=system",
+                "data.apply_chat_template=false",
+            ],
             ["needs a chat template", "select.condition.where=prompt"],
         ),
     ],
@@ -299,7 +303,7 @@ def test_selections_that_cannot_work_are_refused(generate, tmp_path, words, said
 
 
 def test_rows_that_the_defaults_encode_otherwise_are_told(generate, tmp_path):
-    outcome = generate("select=best", "data.template='{prompt}'")
+    outcome = generate("select=best", "data.apply_chat_template=false")
     assert outcome.status == 0, outcome.err
     assert "10 prompts of the rows are encoded to other tokens" in outcome.err
     assert "data.apply_chat_template" in outcome.err

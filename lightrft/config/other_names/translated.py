@@ -216,14 +216,6 @@ MODELS = (
         "null takes the model that training starts from",
     ),
     NameRow(
-        "reward_model reward_model_path reward_pretrain reward_model_name_or_path "
-        "reward.model_name_or_path reward_model.model.path reward.reward_model.model_path "
-        "cost_model_name_or_path",
-        "reward.models",
-        "a folder, or a list of folders and tables; see docs/verbs/rm.md",
-        as_list,
-    ),
-    NameRow(
         "critic_pretrain critic.model.path critic.model_name_or_path critic_model_name_or_path "
         "reward_critic_model_name_or_path value_model",
         "critic.path",

@@ -6,12 +6,21 @@ from lightrft.config.other_names import conversions as to
 from lightrft.config.other_names.rows import (
     Converted,
     NameRow,
+    as_list,
     by_hand,
     counted,
 )
 from lightrft.config.other_names.translated import MICRO
 
 REWARD = (
+    NameRow(
+        "reward_model reward_model_path reward_pretrain reward_model_name_or_path "
+        "reward.model_name_or_path reward_model.model.path reward.reward_model.model_path "
+        "cost_model_name_or_path",
+        "reward.models",
+        "a folder, or a list of folders and tables; see docs/verbs/rm.md",
+        as_list,
+    ),
     NameRow(
         "reward_funcs custom_reward_function.path reward.custom_reward_function.path "
         "remote_rm_url reward.remote_url reward_model_plugin external_plugins "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightrft.utils.errors import ModelError, whole_message
 
 log = logging.getLogger(__name__)
 
+_UNREADABLE = (*BROKEN, TypeError, AttributeError, ImportError)
 _PROBE = "1 + 1 = 2, naïve\n  {x: [0.5]}"
 
 
@@ -146,16 +148,31 @@ def _compare(found: Tensor, expected: Tensor | None) -> None:
 
 
 def _compare_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log a warning if the tokenizer that transformers loads encodes otherwise."""
+    """Log a warning if the tokenizer that transformers loads encodes otherwise.
+
+    Where transformers reads the tokenizer of the start model in the same other way, nothing was
+    lost by writing it.
+    """
     try:
-        with suppress_hf_warnings(local=True):
-            loaded: Any = AutoTokenizer.from_pretrained(folder)
-    except (*BROKEN, TypeError, AttributeError, ImportError) as error:
+        loaded = _auto_tokenizer(folder)
+    except _UNREADABLE as error:
         log.warning("AutoTokenizer cannot load the written tokenizer (%s)", whole_message(error))
         return
-    if loaded(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
-        log.warning(
-            "AutoTokenizer loads a %s, which encodes text otherwise than the tokenizer of this "
-            "run; load the written one by PreTrainedTokenizerFast",
-            type(loaded).__name__,
-        )
+    found = loaded(_PROBE)["input_ids"]
+    if found == tokenizer(_PROBE)["input_ids"]:
+        return
+    level = logging.WARNING
+    with contextlib.suppress(*_UNREADABLE):
+        if _auto_tokenizer(tokenizer.name_or_path)(_PROBE)["input_ids"] == found:
+            level = logging.INFO
+    log.log(
+        level,
+        "AutoTokenizer loads a %s, which encodes text otherwise than the tokenizer of this "
+        "run; load the written one by PreTrainedTokenizerFast",
+        type(loaded).__name__,
+    )
+
+
+def _auto_tokenizer(folder: Path | str) -> Any:
+    with suppress_hf_warnings(local=True):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -90,6 +90,7 @@ def test_a_run_without_digests_is_resumed(config, tmp_path):
     (tmp_path / "run" / module.FILE).unlink()
     (tmp_path / "rows.jsonl").write_text("other")
     resume(config, tmp_path)
+    assert not (tmp_path / "run" / module.FILE).exists()
 
 
 def test_blocks_of_a_large_file_are_read_up_to_its_end(config, tmp_path, monkeypatch):
