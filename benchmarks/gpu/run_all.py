@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -315,25 +317,13 @@ class Runner:
         more = ["--out", str(out), *(["--smoke"] if self.smoke else [])]
         if script != "measure.py":
             more += ["--machine", self.results.stem.name]
-        command = [sys.executable, str(HERE / script), *arguments, *more]
+        words = [str(HERE / script), *arguments, *more]
         log, began = out / "log", time.monotonic()
         limit = max(1.0, ends - began)
-        with log.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=self.environment,
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        if self.smoke:
+            status = wait_for_fork(words, log, limit)
+        else:
+            status = wait_for_process([sys.executable, *words], self.environment, log, limit)
         text = log.read_text(encoding="utf-8", errors="replace")
         seconds = time.monotonic() - began
         if status is None:
@@ -341,6 +331,55 @@ class Runner:
         if status == NOT_RUN:
             return (text.strip().splitlines() or ["not run"])[-1], text
         return f"done in {seconds:.0f} s" if status == 0 else f"FAILED with status {status}", text
+
+
+def wait_for_process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float
+) -> int | None:
+    """Run ``command``. Return its exit status, or None if it was killed after ``limit`` seconds."""
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+FORKS = multiprocessing.get_context("forkserver")
+"""Tiny work takes less time than its imports, which these processes share."""
+
+
+def wait_for_fork(words: Sequence[str], log: Path, limit: float) -> int | None:
+    """Do as ``wait_for_process`` for a Python script, in a process that has its imports."""
+    process = FORKS.Process(target=run_script, args=(words, log))
+    process.start()
+    process.join(limit)
+    if process.exitcode is None and process.pid is not None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return None
+    return process.exitcode
+
+
+def run_script(words: Sequence[str], log: Path) -> None:
+    """Run a script as ``python words...`` does, in a session of its own."""
+    os.setsid()
+    with log.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = list(words)
+    sys.path.insert(0, str(HERE))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def outcome(part: Part, sides: Mapping[str, Any]) -> str:
@@ -484,6 +523,10 @@ def main() -> int:
             # One copy of each model for all parts.
             "GPU_MODELS": models,
         }
+        if args.smoke:
+            os.environ |= environment
+            sys.path.insert(0, str(ROOT))
+            FORKS.set_forkserver_preload(["lightrft.cli.verbs", "lightrft.trainer.rl", "peft"])
         name, about, modules = about_machine(args.machine, environment)
         file = RESULTS / f"gpu-{name}.json"
         committed: dict[str, Any] = {}
