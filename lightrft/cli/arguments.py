@@ -152,7 +152,9 @@ def settings_of(
     return parse(cls, [*preset, *arguments]).settings
 
 
-def show_help(verb: str, defaults: Settings, about: str, sections: Sequence[str] = ()) -> None:
+def show_help(
+    verb: str, defaults: Settings, about: str, sections: Sequence[str] = (), prefix: str = ""
+) -> None:
     """Print the verb's purpose and every setting with its default and its description.
 
     Args:
@@ -160,6 +162,7 @@ def show_help(verb: str, defaults: Settings, about: str, sections: Sequence[str]
         defaults: The settings whose values are the defaults.
         about: One line about the verb.
         sections: Sections or settings to print alone, such as ``data.media``; none for all.
+        prefix: Start of the name of each setting on the command line.
 
     Raises:
         ConfigError: A section does not exist.
@@ -168,7 +171,8 @@ def show_help(verb: str, defaults: Settings, about: str, sections: Sequence[str]
     for section in sections:
         if not has_setting(cls, section):
             raise ConfigError(f"--help {section}: {unknown_setting(cls, section, None)}")
-    lines = "\n".join(_setting_lines(defaults, shutil.get_terminal_size().columns, sections))
+    width = shutil.get_terminal_size().columns
+    lines = "\n".join(_setting_lines(defaults, width, sections, prefix))
     sys.stdout.write(
         f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their "
         f"defaults\n{lines}\n"
@@ -176,7 +180,7 @@ def show_help(verb: str, defaults: Settings, about: str, sections: Sequence[str]
 
 
 def _setting_lines(
-    defaults: Settings, columns: int, sections: Sequence[str] = ()
+    defaults: Settings, columns: int, sections: Sequence[str] = (), prefix: str = ""
 ) -> Generator[str]:
     """Yield each key with its value, then its description in lines of ``columns`` characters.
 
@@ -184,6 +188,7 @@ def _setting_lines(
         defaults: The settings.
         columns: Width of the terminal.
         sections: Sections to keep; none keeps all.
+        prefix: Start of each key.
     """
     rows = list(dotted(defaults.model_dump(mode="json")))
     if sections:
@@ -191,7 +196,7 @@ def _setting_lines(
         rows = [(key, value) for key, value in rows if f"{key}.".startswith(starts)]
         # A section that is null by default, such as ``model.lora``, has the defaults of its class.
         rows = rows if rows[1:] else list(section_defaults(type(defaults), sections[0]).items())
-    width = max(len(key) for key, _ in rows)
+    width = max(len(prefix + key) for key, _ in rows)
     wrapper = textwrap.TextWrapper(
         width=max(columns, len(INDENT) + 30),
         initial_indent=INDENT,
@@ -201,7 +206,7 @@ def _setting_lines(
     )
     shown = ""
     for key, value in rows:
-        yield f"  {key:<{width}}  {value!r}"
+        yield f"  {prefix + key:<{width}}  {value!r}"
         text = description_of(type(defaults), key)
         if text != shown:  # the keys of one table share its description
             yield from wrapper.wrap(text)

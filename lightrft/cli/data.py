@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print the first rows of a config as a run reads them."""
     if {"-h", "--help"} & set(arguments):
         about = "Print the first rows of a config as a run reads them: tokens, media, columns."
-        show_help("data", ShowConfig(), about)
+        show_help("data", ShowConfig(), about, prefix=MARK)
         return 0
     own = [a.removeprefix(MARK) for a in arguments if a.startswith(MARK)]
     options = parse(ShowConfig, own).settings

@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
             "Estimate the memory and time of a run of this config, and find problems, before it "
             "starts."
         )
-        show_help("doctor", DoctorConfig(), about)
+        show_help("doctor", DoctorConfig(), about, prefix=MARK)
         return 0
     own = []
     others = []

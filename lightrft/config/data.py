@@ -220,6 +220,10 @@ class DataConfig(Settings):
     """Text of a prompt, with ``{prompt}`` or ``{any_column}``; ``{{`` is a brace. It is the user's
     message in the chat template, or the last one of a conversation. Without a chat template it is
     the whole text."""
+    prefill: bool | Literal["auto"] = "auto"
+    """Have the response continue an assistant turn at the end of the prompt. ``auto`` does so in a
+    column such as ``prompt``, not in ``messages`` or ``conversations``, whose last turn is the
+    answer. Off, it is the answer in every column."""
     system: str | None = None
     """System message of rows that have none. It needs a chat template."""
     special_tokens: Literal["text", "control"] = "text"

@@ -155,6 +155,8 @@ class ChatEncoder(TextEncoder):
         where: str,
         tools: Sequence[object] = (),
         options: Mapping[str, object] | None = None,
+        *,
+        is_begun: bool = False,
     ) -> Prompt:
         """Return a prompt, without id, for chat messages.
 
@@ -166,6 +168,7 @@ class ChatEncoder(TextEncoder):
             where: location of the conversation, for messages.
             tools: JSON schemas of the tools that the chat template describes.
             options: keyword arguments of the chat template, in place of those of the settings.
+            is_begun: if True, the response continues the last message, which is the assistant's.
 
         Raises:
             MalformedRow: a message or its media cannot be read, or the chat template writes no
@@ -177,10 +180,12 @@ class ChatEncoder(TextEncoder):
                 "template with tools"
             )
         record = read_conversation(messages, where, self.reads)
+        shielded = self.shielded(self._fit.fit(record.messages, where))
         shown = self.render(
-            self.shielded(self._fit.fit(record.messages, where)),
+            shielded[:-1] if is_begun else shielded,
             where,
             generate=True,
+            begun=shielded[-1] if is_begun else None,
             tools=self._shield_given(list(tools), "tools", where),
             options=self._shield_given(options or {}, "options of the template", where),
         )
@@ -239,23 +244,32 @@ class ChatEncoder(TextEncoder):
         """Return the shielded text that the policy continues.
 
         The first ``cut`` characters of its last message are left out. If a conversation ends with
-        an assistant turn, the prompt ends before that turn.
+        an assistant turn, the prompt ends before that turn, or within it if it is a beginning.
 
         Raises ``MalformedRow`` for a conversation of several messages if no chat template is in
         use.
         """
         if not self.chat:
-            text = self._surrounded(self.text_of(record, cut))
+            text = self.text_of(record, cut)
+            if record.is_begun and not isinstance(record.prompt, str):
+                text += self.escape_special_tokens(record.prompt[-1]["content"], answer=True)
             self._refuse_tools(record)
-            return text
+            return self._surrounded(text)
         if isinstance(record.prompt, str):
             messages = [{"role": "user", "content": self.text_of(record, cut)}]
         else:
-            asked = asking(record.prompt, record.where)
+            asked = asking(record)
             messages = self.shielded(self._fit.fit(asked, record.where), cut)
             self.fill_template(record, messages, cut)
         messages, tools = self.with_system(messages), self.tools(record)
-        return self.render(messages, record.where, generate=True, tools=tools)
+        begun = self.begun(record)
+        return self.render(messages, record.where, generate=True, tools=tools, begun=begun)
+
+    def begun(self, record: ParsedRow) -> Message | None:
+        """Return the shielded turn of the assistant that the response to ``record`` continues."""
+        if not record.is_begun or isinstance(record.prompt, str):
+            return None
+        return self.shielded(self._fit.fit(record.prompt, record.where)[-1:])[0]
 
     def tools(self, record: ParsedRow) -> list[object]:
         """Return the shielded JSON schemas of the tools of a record.
@@ -310,8 +324,7 @@ class ChatEncoder(TextEncoder):
         """
         if self.template is None:
             return
-        assert not isinstance(record.prompt, str)
-        asked = asking(record.prompt, record.where)
+        asked = asking(record)
         users = [k for k, message in enumerate(asked) if message["role"] == "user"]
         if not users:
             problem = "data.template writes a message of the user, and this prompt has none"
@@ -327,7 +340,7 @@ class ChatEncoder(TextEncoder):
         """Return the text that ``cut`` refers to: the prompt or its last message."""
         if isinstance(record.prompt, str):
             return record.prompt
-        return asking(record.prompt, record.where)[-1]["content"]
+        return asking(record)[-1]["content"]
 
     def with_system(self, messages: list[Message]) -> list[Message]:
         """Return ``messages`` after the configured system message, unless they have their own."""
@@ -362,6 +375,7 @@ class ChatEncoder(TextEncoder):
         generate: bool = False,
         tools: Sequence[object] = (),
         options: Mapping[str, object] | None = None,
+        begun: Message | None = None,
     ) -> str:
         """Render shielded ``messages`` with the chat template.
 
@@ -369,6 +383,8 @@ class ChatEncoder(TextEncoder):
             messages: the shielded messages.
             where: location of the row, for messages.
             generate: if True, the text ends with the start of the assistant's turn.
+            begun: shielded turn of the assistant with which the text ends, left open. None for an
+                empty one.
             tools: the shielded JSON schemas of tools.
             options: shielded keyword arguments of the chat template, in place of those of the
                 settings.
@@ -376,9 +392,13 @@ class ChatEncoder(TextEncoder):
         Raises:
             MalformedRow: the chat template raises an error, or writes a wrong number of media.
         """
+        if begun is not None:
+            messages = [*messages, begun]
         try:
             shown = messages if self.media is None else [self._with_parts(m) for m in messages]
-            text = self._apply(shown, generate, tools, options)
+            text = self._apply(
+                shown, generate and begun is None, tools, options, is_open=begun is not None
+            )
         except Exception as error:  # jinja's errors and whatever a template raises
             roles = ", ".join(m["role"] for m in messages)
             problem = f"the chat template refuses messages with the roles {roles}"
@@ -426,12 +446,15 @@ class ChatEncoder(TextEncoder):
         generate: bool,
         tools: Sequence[object] = (),
         options: Mapping[str, object] | None = None,
+        *,
+        is_open: bool = False,
     ) -> str:
         # As text, not tokens: markers and marks must be found in it first.
         return self.tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=generate,
+            continue_final_message=is_open,
             **{**self._options(tools), **(options or {})},
         )
 
@@ -532,7 +555,7 @@ class ChatEncoder(TextEncoder):
         if record.text is not None and not self.chat:
             prompt = record.text
         elif not isinstance(prompt, str):
-            asked = asking(prompt, record.where)
+            asked = asking(record)
             if len(asked) != 1 or asked[0]["role"] != "user":
                 problem = f"a conversation of {len(asked)} messages needs a chat template"
                 way_out = "set model.chat_template to a template file"
@@ -598,8 +621,15 @@ class ChatEncoder(TextEncoder):
         return self._shield_all(value, False)
 
 
-def asking(prompt: Sequence[Message], where: str) -> Sequence[Message]:
-    """Return the messages of a prompt before the assistant's last turn."""
+def asking(record: ParsedRow) -> Sequence[Message]:
+    """Return the messages of a prompt before the assistant's last turn.
+
+    Raises ``MalformedRow`` if there is none.
+    """
+    prompt, where = record.prompt, record.where
+    assert not isinstance(prompt, str)
+    if record.is_begun and len(prompt) > 1:
+        return prompt[:-1]
     for end in range(len(prompt), 0, -1):
         if prompt[end - 1]["role"] != "assistant":
             return prompt[:end]

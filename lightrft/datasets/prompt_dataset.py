@@ -19,7 +19,7 @@ from lightrft.datasets.media import SupportedMedia
 from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.mixing import blend
 from lightrft.datasets.open_source import media_root, open_source, source_name
-from lightrft.datasets.row_parser import ParsedRow
+from lightrft.datasets.row_parser import ParsedRow, ends_with_assistant
 from lightrft.datasets.row_tables import Indexes, MalformedRow, Row, Rows, TextIndex, look_up
 from lightrft.datasets.row_warnings import (
     UnknownText,
@@ -438,6 +438,8 @@ class PromptDataset(EncodedDataset[Prompt]):
     * ``truncated``: prompts cut at the start of their last message.
     * ``special_tokens``: prompts that spell a special token as text.
     * ``media_words``: prompts that spell a marker of media as text.
+    * ``prefilled``: prompts that end with an assistant turn which the policy continues.
+    * ``answered``: conversations that end with an assistant turn, which is left out.
     * ``prompts``: the length of the dataset.
     * ``unreadable``: prompts that became unreadable later.
 
@@ -467,9 +469,8 @@ class PromptDataset(EncodedDataset[Prompt]):
     ) -> None:
         self.config = config
         self.encoder = ChatEncoder(config, tokenizer, processor)
-        self._sources = Sources(
-            config, self.encoder.reads, partial(read_record, columns=config.columns)
-        )
+        read = partial(read_record, columns=config.columns, prefill=config.prefill, is_prompt=True)
+        self._sources = Sources(config, self.encoder.reads, read)
         self._fetcher = Fetcher(self.prompt, self.encoder.media)
         self._unknown = UnknownText(tokenizer)
         self.counts = self._sources.counts
@@ -553,6 +554,8 @@ class PromptDataset(EncodedDataset[Prompt]):
             cut, ids = fitting
             self.counts["special_tokens"] += self.encoder.is_shielded(text)
             self.counts["media_words"] += bool(record.words)
+            if ends_with_assistant(record.prompt):
+                self.counts["prefilled" if record.is_begun else "answered"] += 1
             self._keep(source, row, cut, ids)
             note_text(self.counts, self._unknown.count(text, ids), len(ids), source, row)
             data_source = self._sources.data_source(record, source)

@@ -58,6 +58,7 @@ class ParsedRow:
         text: the prompt as the row spells it, if its messages come from a transcript. None for any
             other prompt.
         possible_prompts: columns of text that may be the prompt of a row of media without one.
+        is_begun: True if the response continues the assistant turn at the end of the prompt.
     """
 
     prompt: str | list[Message]
@@ -76,20 +77,22 @@ class ParsedRow:
     gold: tuple[str, ...] = ()
     text: str | None = None
     possible_prompts: tuple[str, ...] = ()
+    is_begun: bool = False
 
     @property
     def messages(self) -> list[Message]:
         """Return the whole conversation. A text prompt becomes a user message."""
-        return [*_as_messages(self.prompt, "user"), *_as_messages(self.response, "assistant")]
+        asked, said = _as_messages(self.prompt, "user"), _as_messages(self.response, "assistant")
+        return continued(asked, said) if self.is_begun and said else [*asked, *said]
 
     @property
     def request(self) -> list[Message]:
         """Return the messages of the prompt, with media as content parts that have a full path.
 
-        An assistant turn at the end is the response, and left out.
+        An assistant turn at the end is left out if it is the response.
         """
         asked = _as_messages(self.prompt, "user")
-        if asked and asked[-1]["role"] == "assistant":
+        if ends_with_assistant(asked) and not self.is_begun:
             asked = asked[:-1]
         return [
             {**message, "content": with_items(message["content"], self.media)} for message in asked
@@ -97,19 +100,45 @@ class ParsedRow:
 
     @property
     def asked(self) -> int:
-        """Return the number of messages that belong to the prompt."""
-        return len(_as_messages(self.prompt, "user"))
+        """Return the number of messages that belong to the prompt alone."""
+        return len(_as_messages(self.prompt, "user")) - self.is_begun
 
     @property
     def answer(self) -> str | None:
         """Return the text of the last assistant turn, or None if the row ends before it."""
         if isinstance(self.response, str):
             return self.response
-        last = self.messages[-1]
-        if last["role"] != "assistant":
+        own = self.response or ([] if self.is_begun else _as_messages(self.prompt, "user"))
+        if not ends_with_assistant(own):
             return None
+        last = own[-1]
         # without the marks of media, which are no text
         return replaced(last["content"], lambda *_: "")
+
+
+def ends_with_assistant(said: str | Sequence[Mapping[str, Any]] | None) -> bool:
+    """Return True for messages of which the last one is the assistant's."""
+    return bool(said) and not isinstance(said, str) and said[-1]["role"] == "assistant"
+
+
+def continued(
+    asked: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, Any]]
+) -> list[Message]:
+    """Return a conversation in which ``said`` continues the last message of ``asked``.
+
+    Args:
+        asked: messages that end with one of the assistant.
+        said: messages that begin with one of the assistant.
+    """
+    begun, first = asked[-1], said[0]
+    texts = [begun["content"], first["content"]]
+    if all(isinstance(text, str) for text in texts):
+        content: object = "".join(texts)
+    else:
+        parts = [[{"type": "text", "text": t}] if isinstance(t, str) else list(t) for t in texts]
+        content = [*parts[0], *parts[1]]
+    whole = {**begun, **first, "content": content}
+    return [dict(message) for message in (*asked[:-1], whole, *said[1:])]
 
 
 def _as_messages(said: str | list[Message] | None, role: str) -> list[Message]:

@@ -129,9 +129,8 @@ class SFTDataset(EncodedDataset[Example]):
         self.encoder = ChatEncoder(config, tokenizer, processor)
         outside = 1.0 if config.loss_on == "all" else 0.0
         self.turns = TurnEncoder(config, self.encoder, outside)
-        self._sources = Sources(
-            config, self.encoder.reads, partial(read_record, columns=config.columns)
-        )
+        read = partial(read_record, columns=config.columns, prefill=config.prefill)
+        self._sources = Sources(config, self.encoder.reads, read)
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
         self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}

@@ -104,10 +104,17 @@ class TurnEncoder:
         shown, tools = self.encoder.conversation(record), self.encoder.tools(record)
         ahead = len(shown) - len(messages)  # 1 with the configured system message
         turns = []
+        begun = self.encoder.begun(record)
         for k, _ in zip(spoken, weights):
             # The text that asks for the message, and the text that ends with it.
             before, upto = shown[: k + ahead], shown[: k + ahead + 1]
-            asking = self.encoder.render(before, record.where, generate=True, tools=tools)
+            asking = self.encoder.render(
+                before,
+                record.where,
+                generate=True,
+                tools=tools,
+                begun=begun if k == record.asked else None,
+            )
             turns.append((asking, self.encoder.render(upto, record.where, tools=tools)))
         calls = [bool(messages[k].get("tool_calls")) for k, _ in zip(spoken, weights)]
         if self.config.turns == "each":
@@ -149,7 +156,11 @@ class TurnEncoder:
             asked = len(shown) - len(record.messages) + record.asked
             tools = self.encoder.tools(record)
             part.start = self.encoder.render(
-                shown[:asked], record.where, generate=True, tools=tools
+                shown[:asked],
+                record.where,
+                generate=True,
+                tools=tools,
+                begun=self.encoder.begun(record),
             )
         return part
 

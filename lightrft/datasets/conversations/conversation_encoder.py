@@ -12,7 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.data import Columns, MediaConfig, SFTDataConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.items import marks
-from lightrft.datasets.row_parser import ParsedRow, read_conversation
+from lightrft.datasets.row_parser import (
+    ParsedRow,
+    continued,
+    ends_with_assistant,
+    read_conversation,
+)
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.rows.row_reader import read_record
 from lightrft.datasets.turns import TurnEncoder
@@ -137,7 +142,7 @@ class ConversationEncoder:
         """Return the sample of a response to a conversation.
 
         Args:
-            messages: Messages before the response.
+            messages: Messages before the response, which continues a last one of the assistant.
             text: The response.
             cut: True for a response that was cut at a limit. It has no end token.
             where: Name of the conversation, for messages of errors.
@@ -145,7 +150,9 @@ class ConversationEncoder:
         Raises:
             DataError: As ``sample``.
         """
-        found = self.sample([*messages, {"role": "assistant", "content": text}], where)
+        said = [{"role": "assistant", "content": text}]
+        is_begun = ends_with_assistant(messages)
+        found = self.sample(continued(messages, said) if is_begun else [*messages, *said], where)
         if not cut:
             return found
         closing = self.encoder.special_ids - self.encoder.placeholders
@@ -164,7 +171,9 @@ class ConversationEncoder:
         Raises:
             DataError: A message or its media cannot be read.
         """
-        record = read_record({"prompt": messages}, Columns(), where, self.encoder.reads)
+        record = read_record(
+            {"prompt": messages}, Columns(), where, self.encoder.reads, is_prompt=True
+        )
         shown = self.encoder.prompt(record)
         (texts,) = self.encoder.expanded([(record, [shown])])
         if isinstance(texts, MalformedRow):

@@ -218,7 +218,13 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         self._sources = Sources(
             config,
             self.encoder.reads,
-            partial(read_preference, columns=config.columns, gold=gold, heads=labelled_heads),
+            partial(
+                read_preference,
+                columns=config.columns,
+                gold=gold,
+                heads=labelled_heads,
+                prefill=config.prefill,
+            ),
         )
         self.counts = self._sources.counts
         self.counts.update({"truncated": 0, "overlong": 0, "special_tokens": 0, CUT_TOKENS: 0})

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from lightrft.config.data import PreferenceColumns
 from lightrft.datasets.media import NOTHING, Item, SupportedMedia
 from lightrft.datasets.media.items import marks
-from lightrft.datasets.preference.formats import PreferenceFormat, format_of
+from lightrft.datasets.preference.formats import format_of
 from lightrft.datasets.preference.head_labels import (
     HeadLabels,
     LabelledHeads,
@@ -30,7 +31,12 @@ from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up
 from lightrft.datasets.rows.recorded_row import recorded, unrecorded
 from lightrft.datasets.rows.row_content import Raw, raw_text
-from lightrft.datasets.rows.row_reader import media_finder, parsed_row, row_weight
+from lightrft.datasets.rows.row_reader import (
+    check_begun,
+    media_finder,
+    parsed_row,
+    row_weight,
+)
 from lightrft.types import GOLD
 
 
@@ -95,6 +101,7 @@ def read_preference(
     *,
     gold: bool = False,
     heads: LabelledHeads | None = None,
+    prefill: bool | Literal["auto"] = "auto",
 ) -> PreferenceRow:
     """Return ``row`` as a ``PreferenceRow``.
 
@@ -107,6 +114,7 @@ def read_preference(
         gold: if True, the row has a gold response, in the column ``reference``.
         heads: heads of a reward model whose labels are read. The labels of the first head rank the
             responses. None for other models.
+        prefill: the setting ``data.prefill``.
 
     Raises:
         MalformedRow: no layout fits, or several. Also raised if the responses cannot be compared:
@@ -120,22 +128,22 @@ def read_preference(
     given = GivenRow(row, columns, where)
     if heads is not None and layout.name == "judge":
         return _candidates(given, heads, reads, root)
-    return _responses(given, layout, heads, reads, root, gold)
+    raw = layout.read(given)
+    is_begun = check_begun(raw.prompt, prefill, where)
+    return _responses(given, raw, heads, reads, root, gold, is_begun)
 
 
 def _responses(
     given: GivenRow,
-    layout: PreferenceFormat,
+    raw: RawPreference,
     heads: LabelledHeads | None,
     reads: SupportedMedia,
     root: Path,
     gold: bool,
+    is_begun: bool,
 ) -> PreferenceRow:
     """Return a row of one prompt with responses. The arguments are those of ``read_preference``."""
     row, columns, where = given.row, given.columns, given.where
-    raw = layout.read(given)
-    if not isinstance(raw.prompt, str) and raw.prompt and raw.prompt[-1]["role"] == "assistant":
-        raise MalformedRow(f"{where}: the prompt ends with the assistant's message")
     answers = [_answer(one, name, where) for one, name in zip(raw.responses, raw.names)]
     labels = [] if heads is None else read_labels(raw, row, heads, where)
     ranks = _ranks(raw, labels, heads)
@@ -160,7 +168,10 @@ def _responses(
     records: list[ParsedRow] = []
     for answer in answers:
         finder = media_finder(columns, where, reads, root)
-        records.append(parsed_row(recorded(row), raw.prompt, answer, columns, where, finder))
+        record = parsed_row(
+            recorded(row), raw.prompt, answer, columns, where, finder, is_begun=is_begun
+        )
+        records.append(record)
     _check_media(records, names, where)
     return PreferenceRow(
         responses=records,

@@ -26,7 +26,7 @@ from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow, Row
 from lightrft.datasets.row_warnings import UnknownText, note_steps, note_text
 from lightrft.datasets.rows.recorded_row import recorded
-from lightrft.datasets.rows.row_reader import media_finder, parsed_row, row_weight
+from lightrft.datasets.rows.row_reader import check_begun, media_finder, parsed_row, row_weight
 from lightrft.types import Media
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import np
@@ -130,7 +130,8 @@ def read_process_row(
     row, columns = recorded(row), config.columns
     raw = read_steps(row, config, where)
     finder = media_finder(columns, where, reads, root)
-    record = parsed_row(row, raw.prompt, None, columns, where, finder)
+    is_begun = check_begun(raw.prompt, config.prefill, where)
+    record = parsed_row(row, raw.prompt, None, columns, where, finder, is_begun=is_begun)
     return ProcessRow(record, raw.steps, raw.labels, row_weight(row, columns, where))
 
 

@@ -90,7 +90,7 @@ class PromptRows:
 
     def _compare(self, row: dict[str, object], record: ParsedRow, cut: int) -> None:
         """Count the prompt if the run that reads ``row`` would encode it to other tokens."""
-        there = read_record(row, self._columns, record.where, self._reading.reads)
+        there = read_record(row, self._columns, record.where, self._reading.reads, is_prompt=True)
         before = MARK.sub(r"\1", self.encoder.prompt(record, cut))
         after = MARK.sub(r"\1", self._reading.prompt(there))
         same = before == after and self.encoder.chat == self._reading.chat
@@ -117,11 +117,13 @@ def asked_messages(encoder: ChatEncoder, record: ParsedRow, cut: int = 0) -> lis
         text = encoder.unescape_special_tokens(encoder.text_of(record, cut))
         messages: list[Message] = [{"role": "user", "content": text}]
     else:
-        messages = [dict(message) for message in asking(record.prompt, record.where)]
+        messages = [dict(message) for message in asking(record)]
         messages[-1]["content"] = messages[-1]["content"][cut:]
         filled = list(messages)
         encoder.fill_template(record, filled, cut)
         for message, written in zip(messages, filled):
             if written is not message:
                 message["content"] = encoder.unescape_special_tokens(written["content"])
+        if record.is_begun:
+            messages.append(dict(record.prompt[-1]))
     return encoder.with_system(messages)

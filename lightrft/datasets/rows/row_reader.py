@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightrft.config.data import Columns, TrainingColumns
 from lightrft.datasets.media import NOTHING, MediaFinder, SupportedMedia
 from lightrft.datasets.row_parser import (
+    CONVERSATIONS,
     Message,
     ParsedRow,
+    ends_with_assistant,
     json_messages,
     no_prompt,
     number,
@@ -41,6 +43,8 @@ from lightrft.datasets.rows.row_content import (
 
 WEIGHTS = ("example_weight", "sample_weight")
 """Usual columns of the weight of a row in the loss."""
+CONTINUATIONS = ("response", "completion")
+"""Columns of a response that may continue an assistant turn at the end of the prompt."""
 
 
 def read_record(
@@ -49,6 +53,9 @@ def read_record(
     where: str,
     reads: SupportedMedia = NOTHING,
     root: Path = Path(),
+    *,
+    prefill: bool | Literal["auto"] = "auto",
+    is_prompt: bool = False,
 ) -> ParsedRow:
     """Return ``row`` as a ``ParsedRow``.
 
@@ -58,6 +65,8 @@ def read_record(
         where: location of the row, for messages.
         reads: media that the model reads.
         root: folder of relative media paths.
+        prefill: the setting ``data.prefill``.
+        is_prompt: True if the policy responds to the row, False if the row has the response.
 
     Raises:
         MalformedRow: the prompt is missing, empty or ambiguous, a named column is missing, or
@@ -70,17 +79,54 @@ def read_record(
     has_response = bool(column) and look_up(unrecorded(row), column) is not None
     prompt = find_prompt(row, columns, where, has_response=has_response)
     response = None
-    is_answered = isinstance(prompt, list) and prompt and prompt[-1]["role"] == "assistant"
-    if not is_answered:
+    is_turn = ends_with_assistant(prompt)
+    is_begun = is_turn and _is_begun(row, columns, where, prefill)
+    if is_begun and not is_prompt:
+        # A label is not the rest of a turn.
+        is_begun = has_response and (bool(columns.response) or column in CONTINUATIONS)
+    if is_begun or not is_turn:
         response = _response(row, column, columns, where)
     elif columns.response and has_response:
         raise MalformedRow(
             f"{where}: the messages end with a response already, and {columns.response!r} "
-            "(data.columns.response) holds another; leave one of them out"
+            "(data.columns.response) holds another; leave one of them out, or set data.prefill: "
+            "true if the second continues the first"
         )
     if prompt is None or prompt == "":
         _check_blank(row, finder, where)
-    return parsed_row(row, prompt, response, columns, where, finder)
+    return parsed_row(row, prompt, response, columns, where, finder, is_begun=is_begun)
+
+
+def _is_begun(row: RecordedRow, columns: Columns, where: str, prefill: object) -> bool:
+    """Return True if the assistant turn at the end of the prompt of ``row`` is a beginning."""
+    if prefill != "auto":
+        return bool(prefill)
+    name = prompt_column(unrecorded(row), columns, where)
+    value = look_up(unrecorded(row), name)
+    if isinstance(value, str) and json_messages(value) is None and not is_transcript(value):
+        # The messages are those of another column.
+        return False
+    return name.rpartition(".")[2] not in CONVERSATIONS
+
+
+def check_begun(prompt: Raw, prefill: object, where: str) -> bool:
+    """Return True if the response to ``prompt``, in another column, continues its last turn.
+
+    Args:
+        prompt: the prompt of a row with its response elsewhere.
+        prefill: the setting ``data.prefill``.
+        where: location of the row, for messages.
+
+    Raises:
+        MalformedRow: the prompt ends with a turn of the assistant, and ``prefill`` is False.
+    """
+    is_begun = ends_with_assistant(prompt)
+    if is_begun and prefill is False:
+        raise MalformedRow(
+            f"{where}: the prompt ends with the assistant's message; leave it out, or set "
+            "data.prefill: true to have the response continue it"
+        )
+    return is_begun
 
 
 def parsed_row(
@@ -90,6 +136,8 @@ def parsed_row(
     columns: Columns,
     where: str,
     finder: MediaFinder,
+    *,
+    is_begun: bool = False,
 ) -> ParsedRow:
     """Return a row with its prompt and response as a ``ParsedRow``, with its media.
 
@@ -101,6 +149,7 @@ def parsed_row(
         columns: names of the columns.
         where: location of the row, for messages.
         finder: collects the media of the row.
+        is_begun: True if the response continues the last message of ``prompt``.
 
     Raises:
         MalformedRow: messages are malformed, places and media do not match, or a column of a known
@@ -116,6 +165,14 @@ def parsed_row(
         said = read_messages(response, f"{where}, response message", finder)
     asked, said, places = place_media(asked, said, finder, row)
     turn_weights = pop_turn_weights(asked, said, where)
+    if is_begun and isinstance(asked, list):
+        if said and not isinstance(said, str) and said[0]["role"] != "assistant":
+            raise MalformedRow(
+                f"{where}: the prompt ends with the assistant's message, and the response begins "
+                f"with one of {said[0]['role']!r}; a response continues the message"
+            )
+        # The weight of a continued message is that of its response.
+        turn_weights = {k - (k >= len(asked)): w for k, w in turn_weights.items()}
     gold = find_gold(row, columns, where)
     here = unrecorded(row)
     # A layout may have its prompt elsewhere, so the named column may be missing.
@@ -146,6 +203,7 @@ def parsed_row(
         gold=gold.columns,
         possible_prompts=() if name else _possible_prompts(row, taken),
         text=spelled if is_spelled and raw_prompt(spelled, where) == prompt else None,
+        is_begun=is_begun,
     )
 
 

@@ -84,20 +84,16 @@ class ChatCompletions:
         tools = read_tools(body)
         options = read_template_kwargs(body, self.tokenizer, tools)
         messages = with_parsed_arguments(messages)
-        begun = ""
-        if body.get("continue_final_message"):
-            messages, last = messages[:-1], messages[-1]
-            begun = last.get("content")
-            is_text = isinstance(begun, str) and not last.get("tool_calls")
-            if not messages or not is_text or last.get("role") != "assistant":
+        is_begun = bool(body.get("continue_final_message"))
+        if is_begun:
+            last = messages[-1]
+            is_text = isinstance(last.get("content"), str) and not last.get("tool_calls")
+            if len(messages) == 1 or not is_text or last.get("role") != "assistant":
                 raise bad("the last message cannot be continued; end with a text of the assistant")
         elif body.get("add_generation_prompt") is False:
             raise bad("add_generation_prompt = false needs continue_final_message = true")
         with self._lock:
-            prompt = self.encoder.ask(messages, "messages", tools, options)
-            if begun:
-                shown = self.encoder.escape_special_tokens(begun, answer=True)
-                prompt.token_ids = [*prompt.token_ids, *self.encoder.encode([shown])[0]]
+            prompt = self.encoder.ask(messages, "messages", tools, options, is_begun=is_begun)
         return Conversation(prompt, tools)
 
     def _stream(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.rollout import ConditionConfig, SelectConfig
+from lightrft.datasets.row_parser import ends_with_assistant
 
 Line = Mapping[str, Any]
 """A response as ``lightrft generate`` writes it without a selection."""
@@ -320,12 +321,13 @@ def with_condition(
     Args:
         messages: the messages of a prompt.
         text: the text.
-        where: ``prompt`` puts it before the last message, ``system`` at the end of the system
-            message, which is made if there is none.
+        where: ``prompt`` puts it before the last message of the user, ``system`` at the end of the
+            system message, which is made if there is none.
     """
     copies = [dict(message) for message in messages]
     if where == "prompt":
-        copies[-1]["content"] = _joined(text + "\n", copies[-1]["content"])
+        last = copies[-2] if len(copies) > 1 and ends_with_assistant(copies) else copies[-1]
+        last["content"] = _joined(text + "\n", last["content"])
     elif copies[0]["role"] == "system":
         copies[0]["content"] = _joined(copies[0]["content"], "\n" + text)
     else:

@@ -33,7 +33,7 @@ def step_texts(dataset: ProcessDataset, index: int) -> Shown:
     Raises ``MalformedRow`` if the row cannot be read any more.
     """
     row = dataset.record(index)
-    return {"prompt": written(row.record.messages[: row.record.asked]), "steps": row.steps}
+    return {"prompt": written(row.record.messages), "steps": row.steps}
 
 
 def write_step_report(

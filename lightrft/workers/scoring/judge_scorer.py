@@ -13,6 +13,7 @@ from typing import ClassVar
 from lightrft.config.judgement import COMPARED
 from lightrft.config.reward import JudgeConfig
 from lightrft.datasets.judgement.question import LETTERS, Question, Raw, ask, rubric_entries
+from lightrft.datasets.row_parser import ends_with_assistant
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.rewards.base import RewardScorer
 from lightrft.rewards.rules.verdicts import Verdict, VerdictForm, read_verdict
@@ -226,11 +227,11 @@ def comparisons(
     for group in shown_together(prompt, members, config):
         rubric = rubric_of(prompt, config) if config.form == "rubric" else ()
         seeds = [rollouts[m].seed for m in group if m is not None]
-        texts = [str(prompt.reference) if m is None else rollouts[m].text for m in group]
+        request, begun = request_of(prompt)
+        texts = [str(prompt.reference) if m is None else begun + rollouts[m].text for m in group]
         is_compared = config.form in COMPARED
         # As the other response, the reference must not be named the reference.
         reference = "" if prompt.reference is None or None in group else str(prompt.reference)
-        request = list(prompt.request) or prompt.text
         question = ask(Question(request, texts, reference, rubric), config)
         form = VerdictForm(
             config.form,
@@ -242,6 +243,14 @@ def comparisons(
             pattern=config.pattern,
         )
         yield JudgeQuestion(group, question, form, derive_seed(*seeds, config.name))
+
+
+def request_of(prompt: Prompt) -> tuple[Raw, str]:
+    """Return the request that responses answer, and their text that ``prompt`` ends with."""
+    request = list(prompt.request)
+    if ends_with_assistant(request) and isinstance(request[-1]["content"], str):
+        return request[:-1], request[-1]["content"]
+    return request or prompt.text, ""
 
 
 def shown_together(

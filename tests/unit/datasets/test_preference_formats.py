@@ -492,9 +492,13 @@ BAD = {
         {"prompt": "a", "chosen": "b", "rejected": "c", "example_weight": 0},
         "example_weight is 0, not above 0",
     ),
-    "a prompt that ends with a response": (
-        {"prompt": COLOUR + said("a"), "chosen": said("b"), "rejected": said("c")},
-        "the prompt ends with the assistant's message",
+    "a prompt that ends with a response, which the next one does not continue": (
+        {
+            "prompt": COLOUR + said("a"),
+            "chosen": [{"role": "user", "content": "b"}, *said("c")],
+            "rejected": [{"role": "user", "content": "b"}, *said("d")],
+        },
+        "the prompt is not a prefix",
     ),
     "other pictures for the worse response": (
         {

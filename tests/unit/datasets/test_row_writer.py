@@ -93,9 +93,12 @@ def test_pictures_and_clips_by_path_are_read_from_another_folder(
         {"prompt": [{"role": "user", "content": parts}]},
         {"prompt": "A text alone."},
         {"prompt": "Frames.", "video": ["a.png", "a.png"]},
+        {"prompt": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A <"}]},
     ]
     first, second, made = rewritten(eye, written(folder, rows), tmp_path / "there")
     assert_same(first, second)
+    assert first[5].token_ids[: len(first[2].token_ids)] == first[2].token_ids
+    assert first[5].text == first[2].text + "A <"
     assert made[1]["prompt"][0]["content"][0] == {"type": "image", "image": str(folder / "a.png")}
     assert made[3]["prompt"] == [{"role": "user", "content": "A text alone."}]
     assert not (tmp_path / "there" / "rows_media").exists()

@@ -437,7 +437,8 @@ def test_every_verb_sees_the_same_prompt_of_a_row_and_loses_no_column(
 ) -> None:
     row, messages, answer = drawn
     expected = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    sampled = prompts(tmp_path, row)
+    # Also in a column of prompts, the last turn is the answer.
+    sampled = prompts(tmp_path, row, prefill=False)
     assert sampled[0].token_ids == expected
     learned_rows = examples(tmp_path, row, turns="last")
     assert learned_rows[0].prompt_ids == expected
