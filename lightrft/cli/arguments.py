@@ -179,6 +179,28 @@ def show_help(
     )
 
 
+def split_settings(cls: type[S], prefix: str, arguments: Sequence[str]) -> tuple[S, list[str]]:
+    """Return the settings of ``cls`` in ``arguments``, and the other arguments.
+
+    Args:
+        cls: The settings of a verb about configs of other verbs.
+        prefix: Start of their names on the command line.
+        arguments: The words of the command line.
+
+    Raises:
+        ConfigError: ``verb`` has no prefix, or a value is malformed.
+    """
+    own, others = [], []
+    for word in arguments:
+        if word.startswith(prefix):
+            own.append(word.removeprefix(prefix))
+            continue
+        if word.startswith("verb="):
+            raise ConfigError(f"{word}: did you mean {prefix}{word}?")
+        others.append(word)
+    return parse(cls, own).settings, others
+
+
 def _setting_lines(
     defaults: Settings, columns: int, sections: Sequence[str] = (), prefix: str = ""
 ) -> Generator[str]:

@@ -7,7 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lightrft.cli.arguments import memory_errors, parse, quick_imports, set_threads, show_help
+from lightrft.cli.arguments import (
+    memory_errors,
+    quick_imports,
+    set_threads,
+    show_help,
+    split_settings,
+)
 from lightrft.cli.verbs import config_of
 from lightrft.config.show import ShowConfig
 
@@ -26,9 +32,8 @@ def run(arguments: Sequence[str]) -> int:
         about = "Print the first rows of a config as a run reads them: tokens, media, columns."
         show_help("data", ShowConfig(), about, prefix=MARK)
         return 0
-    own = [a.removeprefix(MARK) for a in arguments if a.startswith(MARK)]
-    options = parse(ShowConfig, own).settings
-    config = config_of(options.verb, [a for a in arguments if not a.startswith(MARK)]).settings
+    options, others = split_settings(ShowConfig, MARK, arguments)
+    config = config_of(options.verb, others).settings
     with quick_imports():
         set_threads(config.run.threads)
         from lightrft.diagnostics.prompts.shown_rows import shown_sections

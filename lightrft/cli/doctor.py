@@ -7,7 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.arguments import HELP, memory_errors, parse, quick_imports, set_threads, show_help
+from lightrft.cli.arguments import (
+    HELP,
+    memory_errors,
+    quick_imports,
+    set_threads,
+    show_help,
+    split_settings,
+)
 from lightrft.cli.verbs import config_of
 from lightrft.config.verbs import DoctorConfig
 
@@ -25,14 +32,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         show_help("doctor", DoctorConfig(), about, prefix=MARK)
         return 0
-    own = []
-    others = []
-    for argument in arguments:
-        if argument.startswith(MARK):
-            own.append(argument.removeprefix(MARK))
-        else:
-            others.append(argument)
-    options = parse(DoctorConfig, own).settings
+    options, others = split_settings(DoctorConfig, MARK, arguments)
     config = config_of(options.verb, others).settings
     with quick_imports():
         set_threads(config.run.threads)

@@ -158,3 +158,13 @@ def test_a_wrong_word_is_answered_with_the_way_to_write_it(
 def test_an_error_about_a_model_names_the_setting_of_its_path(setting: str, named: str) -> None:
     with pytest.raises(ModelError, match=f"^{named} = 'nope': there"), path_of(setting):
         raise ModelError("model.path = 'nope': there is no such folder")
+
+
+@pytest.mark.parametrize(
+    ("verb", "typed"), [("data", "show.verb=rl"), ("doctor", "doctor.verb=rl")]
+)
+def test_the_verb_of_a_config_without_its_prefix_is_refused_with_what_to_type(verb, typed, capsys):
+    assert main([verb, "verb=rl", "model=m"]) == 2
+    assert f"did you mean {typed}?" in capsys.readouterr().err
+    assert main([verb, "--help"]) == 0
+    assert typed.partition("=")[0] in capsys.readouterr().out
