@@ -150,6 +150,11 @@ class DecoderProtocol(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """Tokens that the model reads as media, which sampling bans."""
+        ...
+
     def parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -19,7 +19,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import dtype_of
 from lightrft.engines.growing_response import GrowingResponse
-from lightrft.engines.requests import response_room
+from lightrft.engines.requests import ban_of, response_room
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.sending.vllm_weights import FIRST_NAME
 from lightrft.engines.served.media_wire import media_to_base64
@@ -54,6 +54,8 @@ PROBE_TOKENS = 8
 """Tokens of the prompt and of the response that check log-probs."""
 ROUNDING = 1e-3
 """A log-prob of a point mass may differ from 0 by so much."""
+LOWEST_BIAS = -100.0
+"""Lowest bias of a logit in OpenAI's protocol. Servers raise a lower one to it."""
 UPDATED = "update:"
 """Start of the digest of weights that a run sent to ``lightrft serve``."""
 WAY_OUT = (
@@ -169,6 +171,8 @@ class HTTPEngine(ServedEngine):
                 shared["response_tokens"] = request.num_generated
             # the same stop strings as here, so that the server does not go on
             return {**shared, "stop": sampling.stop, "seeds": [one.seed for one in responses]}
+        if self.banned:
+            shared["logit_bias"] = ban_of(self.banned, LOWEST_BIAS)
         return {**shared, "seed": first.seed, "ignore_eos": True, "logprobs": 0}
 
     def pieces(self, event: Mapping[str, Any], known: Mapping[int, int]) -> list[Piece]:

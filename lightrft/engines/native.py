@@ -239,7 +239,8 @@ class GenerationBatch:
         self._session = engine.decoder.session()
         self._ends = engine.ends(sampling)
         self._constrained = ConstrainedRows(engine.grammars, sampling, self._ends)
-        self._sampler = TokenSampler(sampling, self._ends, self._device)
+        banned = engine.decoder.media_token_ids
+        self._sampler = TokenSampler(sampling, self._ends, self._device, banned)
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
         self._waiting: deque[PromptRequests] = deque()
         self._open: list[PromptRequests] = []  # groups whose prompt is in the cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,10 @@ NATIVE_SETTINGS = ("first_token_temperature", "constraint")
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
 """Settings whose effect is missing in SGLang's log-probs, or differs from ours. Of these, a greedy
 response depends on the last alone."""
+
+
+BAN = -1e9
+"""Bias of a banned token. JSON has no infinity, and this one leaves a probability of 0."""
 
 
 def check_requests(
@@ -96,6 +100,16 @@ def way_to_shorten(room: int, key: str, data: str) -> str:
 def unsupported_settings(sampling: SamplingConfig) -> list[str]:
     """Return the settings in use that only the native engine applies."""
     return [name for name in NATIVE_SETTINGS if getattr(sampling, name) is not None]
+
+
+def ban_of(banned: Sequence[int], bias: float = BAN) -> dict[int, float] | None:
+    """Return the ``logit_bias`` that bans tokens, or ``None`` without any.
+
+    Args:
+        banned: Token ids.
+        bias: The bias of each of them.
+    """
+    return dict.fromkeys(banned, bias) if banned else None
 
 
 def refuse_filters(sampling: SamplingConfig, section: str = "sampling") -> None:

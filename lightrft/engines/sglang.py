@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
-from lightrft.engines.requests import refuse_filters, response_room
+from lightrft.engines.requests import ban_of, refuse_filters, response_room
 from lightrft.engines.sending.sglang_tensors import TensorWeights
 from lightrft.engines.sending.sglang_weights import (
     BroadcastWeights,
@@ -150,6 +150,8 @@ class SGLangEngine(ServedEngine):
                 # not with ignore_eos, which ignores these too
                 "stop_token_ids": sorted(self.ends(sampling)),
                 "sampling_seed": response.seed & LARGEST_SEED,
+                # before the log-probs, as the end tokens below min_new_tokens
+                **({"logit_bias": ban_of(self.banned)} if self.banned else {}),
             },
             "return_logprob": True,
             "stream": True,

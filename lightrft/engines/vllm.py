@@ -26,6 +26,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import (
+    ban_of,
     check_longest,
     check_requests,
     refuse_native_settings,
@@ -71,6 +72,7 @@ class VLLMEngine:
         adapter_shapes: Shapes of the tensors of the policy's adapters, by name.
         ranks: Number of ranks of the run. Each makes a replica at the same time.
         media: Kinds of media that the model reads.
+        banned: Token ids that are never sampled.
 
     Attributes:
         stays_awake: ``sleep`` does nothing, for an engine that generates during training.
@@ -95,6 +97,7 @@ class VLLMEngine:
         adapter_shapes: Shapes = MappingProxyType({}),
         ranks: int = 1,
         media: Sequence[MediaKind] = (),
+        banned: Sequence[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -102,6 +105,7 @@ class VLLMEngine:
         self._ranks = ranks
         self._vllm = import_vllm()
         self._ends = sorted(set(ends))
+        self._banned = tuple(banned)
         self._llm = self._load(model, dtype, reads_media=bool(media))
         form = ROW_FORMATS.get(config.quantization)
         self.weights = VLLMWeights(self._vllm, self._llm, model.lora, adapter_shapes, form)
@@ -252,6 +256,7 @@ class VLLMEngine:
             min_tokens=response.min_tokens,
             ignore_eos=True,
             stop_token_ids=end_ids(self.tokenizer, self._ends, sampling),
+            logit_bias=ban_of(self._banned),
             # of the sampled token alone
             logprobs=0,
             detokenize=False,

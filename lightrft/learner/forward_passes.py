@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -15,6 +15,7 @@ from lightrft.learner.micro_batches import MicroBatch, local_micro_batches
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.models.decoding.kv_decoder import eos_token_ids
+from lightrft.models.multimodal.merge_inputs import media_token_ids
 from lightrft.models.sampled_distribution import Distribution, distribution_of
 from lightrft.roles import FrozenModel, Reference, RemoteModelInfo, Roles, TrainableModel
 from lightrft.strategy.base import Strategy
@@ -110,17 +111,18 @@ def compute_logprobs(
 
 
 def sampled_distribution(roles: Roles, sampling: SamplingConfig) -> Distribution:
-    """Return the distribution of log-probs: temperature and filters of sampling.
+    """Return the distribution of log-probs: temperature, filters and banned tokens of sampling.
 
     Args:
-        roles: The policy and its tokenizer, which tell the end tokens.
+        roles: The policy and its tokenizer, which tell the end tokens and the tokens of media.
         sampling: The sampling settings.
     """
-    eos = eos_token_ids(roles.actor.model)
-    if roles.tokenizer is None:
-        return distribution_of(sampling, eos)
-    ends = end_ids(roles.tokenizer, model_ends(roles.tokenizer, eos), sampling)
-    return distribution_of(sampling, tuple(ends))
+    actor = roles.actor
+    ends: Sequence[int] = eos_token_ids(actor.model)
+    if roles.tokenizer is not None:
+        ends = end_ids(roles.tokenizer, model_ends(roles.tokenizer, ends), sampling)
+    banned = media_token_ids(actor.base.config, actor.family)
+    return distribution_of(sampling, tuple(ends), banned)
 
 
 def verify_layout(role: TrainableModel | FrozenModel, batch: Batch, strategy: Strategy) -> None:

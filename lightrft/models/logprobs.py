@@ -21,6 +21,7 @@ from lightrft.models.onednn.products import (
     linear,
     write_gradient_of_input,
 )
+from lightrft.utils.token_filters import ban_tokens
 
 BLOCK_BYTES = 2 * 2**20
 """Bytes of logits that go through softmax at a time on a CPU. They fit in a core's cache, so
@@ -29,6 +30,16 @@ repeated passes over them are cheap."""
 
 class LogitFilters(Protocol):
     """Temperature and filters of sampling at the tokens of a call."""
+
+    @property
+    def banned(self) -> Tensor:
+        """Return the tokens that are never sampled, ``[K]``."""
+        ...
+
+    @property
+    def only_bans(self) -> bool:
+        """Return ``True`` if nothing but one temperature and the banned tokens act."""
+        ...
 
     def apply(self, logits: Tensor, part: slice, targets: Tensor) -> Tensor:
         """Return the filtered logits ``[n, V]``.
@@ -128,15 +139,18 @@ def token_logprobs(
         scale: Factor of the head's output. ``None`` for 1.
         entropy: Also compute the entropy, in nats.
         chunk_mb: Upper bound, in MiB, of the logits that exist at a time.
-        filters: Temperature and filters of sampling. ``temperature`` is then not read.
+        filters: Temperature and filters of sampling. ``temperature`` is read if they only ban
+            tokens, and then it must be theirs.
     """
-    bend = LogitTransform(scale, softcap, 1.0 if filters is not None else temperature)
-    if filters is None and is_plain_linear(head):
+    if is_plain_linear(head) and (filters is None or filters.only_bans):
+        bend = LogitTransform(scale, softcap, temperature)
         rows = rows_per_chunk(hidden, head.out_features, chunk_mb)
+        banned = None if filters is None else filters.banned
         logprobs, entropies = _TokenLogprobs.apply(
-            hidden, head.weight, head.bias, targets, bend, entropy, rows
+            hidden, head.weight, head.bias, targets, bend, entropy, rows, banned
         )
         return logprobs, entropies if entropy else None
+    bend = LogitTransform(scale, softcap, 1.0 if filters is not None else temperature)
     return _generic(hidden, head, targets, bend, entropy, chunk_mb, filters)
 
 
@@ -230,6 +244,7 @@ class _TokenLogprobs(torch.autograd.Function):
         bend: LogitTransform,
         entropy: bool,
         rows: int,
+        banned: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # backward then gets None instead of zeros for an unused output, and skips its terms
         ctx.set_materialize_grads(False)
@@ -242,6 +257,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, n, rows):
             part = slice(start, start + rows)
             logits, slope = bend.forward(linear(hidden[part], weight, bias).to(dtype))
+            if banned is not None:
+                ban_tokens(logits, banned, targets[part])
             # a single chunk is kept for backward, which then need not compute the head again
             keep = n <= rows and slope is None and any(ctx.needs_input_grad[:3])
             for block, few in _blocks(logits, start):
@@ -252,14 +269,14 @@ class _TokenLogprobs(torch.autograd.Function):
                     logp = torch.sub(few, log_sums[block, None], out=None if keep else few)
                     entropies[block] = -_times_probability(logp, logp.exp()).sum(-1)
             kept = logits if keep else None
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies, kept, banned)
         ctx.bend = bend
         ctx.rows = rows
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_sums, entropies, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, log_sums, entropies, kept, banned = ctx.saved_tensors
         on_logprob, on_entropy = grads
         # without entropy, forward returns an empty tensor in its place
         if on_entropy is not None and not on_entropy.numel():
@@ -269,6 +286,8 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.rows)
             if kept is None:
                 d, slope = ctx.bend.forward(linear(hidden[part], weight, bias).to(log_sums.dtype))
+                if banned is not None:
+                    ban_tokens(d, banned, targets[part])
             else:
                 # a retained graph may be walked again, so `kept` must not change
                 d, slope = torch.empty_like(kept), None
@@ -278,7 +297,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 of_entropy = None if on_entropy is None else (on_entropy[block], entropies[block])
                 _logit_gradient(few, targets[block], of_logprob, of_entropy)
             sums.add(part, ctx.bend.backward(d, slope))
-        return *sums.inputs(), None, None, None, None
+        return *sums.inputs(), None, None, None, None, None
 
 
 def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:

@@ -14,7 +14,13 @@ from torch import Tensor
 from lightrft.config.strategy import SamplingConfig
 from lightrft.models.attention.ulysses import SequencePart
 from lightrft.types import Batch
-from lightrft.utils.token_filters import keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from lightrft.utils.token_filters import (
+    ban_tokens,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalize_repetition,
+)
 
 NEVER = 2**31 - 1
 """Place of the first occurrence of a token that does not occur."""
@@ -28,15 +34,26 @@ class SampledDistribution:
         sampling: The sampling settings. Temperature 0 stands for temperature 1 without top-k, top-p
             and min-p: the log-prob of a greedy token under a point mass is always 0.
         ends: Tokens that end a response. They are not sampled before ``min_new_tokens``.
+        banned: Tokens that are never sampled.
     """
 
     sampling: SamplingConfig
     ends: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
 
     @property
     def temperature(self) -> float:
         """Return the divisor of the logits of all tokens but the first."""
         return self.sampling.temperature or 1.0
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Return ``True`` if more acts than one temperature and the banned tokens."""
+        sampling = self.sampling
+        acts = [sampling.repetition_penalty != 1, bool(sampling.min_new_tokens and self.ends)]
+        if sampling.temperature:
+            acts += [sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0]
+        return any(acts) or sampling.first_token_temperature is not None
 
     def at_tokens(self, batch: Batch, part: SequencePart) -> TokenFilters:
         """Return the filters at the response tokens of ``batch``, or at those of ``part``."""
@@ -51,7 +68,9 @@ Distribution = float | SampledDistribution
 """A temperature, or a temperature with filters."""
 
 
-def distribution_of(sampling: SamplingConfig, ends: tuple[int, ...]) -> Distribution:
+def distribution_of(
+    sampling: SamplingConfig, ends: tuple[int, ...], banned: tuple[int, ...] = ()
+) -> Distribution:
     """Return the distribution that ``sampling`` samples from.
 
     It is a number where no filter acts: the temperature, or 1 for greedy responses.
@@ -59,13 +78,10 @@ def distribution_of(sampling: SamplingConfig, ends: tuple[int, ...]) -> Distribu
     Args:
         sampling: The sampling settings.
         ends: Tokens that end a response.
+        banned: Tokens that are never sampled.
     """
-    acts = [sampling.repetition_penalty != 1, bool(sampling.min_new_tokens and ends)]
-    if sampling.temperature:
-        acts += [sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0]
-    if sampling.first_token_temperature is not None:
-        acts.append(True)
-    return SampledDistribution(sampling, ends) if any(acts) else sampling.temperature or 1.0
+    found = SampledDistribution(sampling, ends, banned)
+    return found if banned or found.depends_on_tokens else found.temperature
 
 
 def temperature_of(distribution: Distribution) -> float:
@@ -90,6 +106,16 @@ class TokenFilters:
     rows: Tensor
     first: Tensor | None
 
+    @property
+    def banned(self) -> Tensor:
+        """Return the tokens that are never sampled, ``[K]``."""
+        return torch.tensor(self.distribution.banned, dtype=torch.long, device=self.steps.device)
+
+    @property
+    def only_bans(self) -> bool:
+        """Return ``True`` if nothing but one temperature and the banned tokens act."""
+        return not self.distribution.depends_on_tokens
+
     def apply(self, logits: Tensor, part: slice, targets: Tensor) -> Tensor:
         """Return the logits of the filtered distributions, ``[n, V]``, differentiable.
 
@@ -103,6 +129,8 @@ class TokenFilters:
             targets: ``[n]``. The sampled tokens.
         """
         sampling = self.distribution.sampling
+        if self.distribution.banned:
+            logits = ban_tokens(logits.clone(), self.banned, targets)
         if self.first is not None:
             seen = torch.zeros_like(logits, dtype=torch.bool)
             seen[:, : self.first.shape[1]] = self.first[self.rows[part]] < self.steps[part, None]

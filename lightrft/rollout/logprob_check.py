@@ -23,6 +23,7 @@ from lightrft.engines.native import NativeEngine
 from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
+from lightrft.models.multimodal.merge_inputs import media_token_ids
 from lightrft.models.sampled_distribution import Distribution, steps_of
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.roles import Roles
@@ -158,7 +159,8 @@ class LogprobComparison:
             divisors = [1.0]
         elif self.first is not None and sampling.first_token_temperature is not None:
             divisors.append(sampling.first_token_temperature)
-        spread = float(self.logits.std(-1).mean()) if len(self.logits) else 1.0
+        sampled = self.logits[:, ~self.logits.isneginf().any(0)]
+        spread = float(sampled.std(-1).mean()) if len(sampled) else 1.0
         return gap_bound(self.dtype, layers, spread, min(divisors))
 
     def after_first(self) -> LogprobComparison | None:
@@ -261,13 +263,16 @@ def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch
         places: ``[n]`` long. Indices of the response tokens.
 
     Returns:
-        The logits ``[n, V]`` in float32, and the coarsest type used to compute them.
+        The logits ``[n, V]`` in float32, minus infinity for tokens that are never sampled, and the
+        coarsest type used to compute them.
     """
     training = actor.training
     actor.eval()
     try:
         states = actor(batch, states_alone=True)
         logits = actor.logits(states[places]).float()
+        banned = torch.tensor(media_token_ids(actor.base.config, actor.family), dtype=torch.long)
+        logits = logits.index_fill(1, banned.to(logits.device), -torch.inf)
     finally:
         actor.train(training)
     # Sharded weights are float32 outside of a call, whatever the call computes in.

@@ -24,6 +24,20 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, lowered, logits)
 
 
+def ban_tokens(logits: Tensor, banned: Tensor, targets: Tensor) -> Tensor:
+    """Remove tokens that are never sampled. Change ``logits`` in place, and return them.
+
+    A target is kept: a response may have such a token that was not sampled.
+
+    Args:
+        logits: ``[R, V]``.
+        banned: ``[K]``. Token ids.
+        targets: ``[R]``. The token of each row.
+    """
+    own = logits.gather(1, targets[:, None])
+    return logits.index_fill_(1, banned, -torch.inf).scatter_(1, targets[:, None], own)
+
+
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
     """Keep the ``k`` largest logits of each row, and tokens that tie with the k-th."""
     if k >= logits.shape[-1]:

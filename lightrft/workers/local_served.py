@@ -26,9 +26,10 @@ from lightrft.engines.stop_strings import model_ends
 from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
-from lightrft.models.families import context_length
+from lightrft.models.families import context_length, family_of
 from lightrft.models.loading.from_pretrained import model_settings, where_of
 from lightrft.models.loading.meta_device import dtype_of
+from lightrft.models.multimodal.merge_inputs import media_token_ids
 from lightrft.roles import TrainableModel, engine_weights
 from lightrft.rollout.logprob_check import refuse_weights, unequal_weight
 from lightrft.strategy.base import Strategy
@@ -232,6 +233,8 @@ def _checked(built: Engine, model: ModelConfig, *, trains: bool, media: Collecti
     try:
         if isinstance(built, HTTPEngine):
             built = _trainable(built, model, trains=trains)
+        if isinstance(built, ServedEngine):
+            banning(built, model)
         check_server_media(built, media)
         if trains and isinstance(built, ServedEngine):
             built.lora = model.lora
@@ -240,6 +243,20 @@ def _checked(built: Engine, model: ModelConfig, *, trains: bool, media: Collecti
         built.close()
         raise
     return built
+
+
+def banning(engine: ServedEngine, model: ModelConfig) -> ServedEngine:
+    """Let ``engine`` ban what ``model`` reads as media. Return it.
+
+    ``lightrft serve`` bans it without being asked.
+
+    Args:
+        engine: The engine over a server.
+        model: The model.
+    """
+    settings = model_settings(model)
+    engine.banned = media_token_ids(settings, family_of(settings))
+    return engine
 
 
 def _connected(

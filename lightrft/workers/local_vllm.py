@@ -94,6 +94,7 @@ def build_vllm(
         adapter_shapes=shapes,
         ranks=ranks.size,
         media=media_kinds(model),
+        banned=decoder.media_token_ids,
     )
 
 

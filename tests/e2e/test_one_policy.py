@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from lightrft.config.base import deep_merge
 from lightrft.config.presets import PRESETS
+from lightrft.models.tiny import save_tiny_media
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from tests.e2e.conftest import RANDOM
+from tests.e2e.test_media import sound
 
 EXACT = 2e-5
 """Difference of log-probs in nats that rounding in float32 makes between the engine and the trainer."""
@@ -150,3 +154,33 @@ def test_a_random_forward_under_a_filter_is_one_policy(
     }
     row = first_step(rl_config(**still(**over)), tmp_path)
     assert_one_policy(row)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8, "temperature": 0.7}])
+def test_what_the_model_reads_as_media_is_no_token_of_the_policy(
+    rl_config, data_folder, tmp_path, sampling
+):
+    folder = tmp_path / "omni"
+    save_tiny_media("qwen2_5_omni_thinker", folder)
+    vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+    media = [vocabulary[f"<|{name}|>"] for name in ("audio_bos", "vision_bos", "IMAGE", "AUDIO")]
+    weights = load_file(folder / "model.safetensors")
+    # In about half of the places, one of these tokens is by far the likeliest.
+    weights["lm_head.weight"][media] *= 30
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    names = [sound(tmp_path / f"{k}.wav", k, 4000) for k in range(3)]
+    rows = [{"prompt": "who?", "audio": name, "label": "1"} for name in names]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    over = {
+        "model": {"path": str(folder)},
+        "data": {"sources": [{"path": str(tmp_path / "rows.jsonl")}]},
+        "reward": {"terms": [f"{data_folder / 'rewards.py'}:varied"]},
+        "sampling": {"max_new_tokens": 8, **sampling},
+    }
+    row = first_step(rl_config(**still(**over)), tmp_path)
+    assert_one_policy(row)
+    assert row["policy/grad_norm"] > 0
+    [file] = (tmp_path / "run" / "rollouts").glob("*.jsonl*")
+    lines = file.read_text().splitlines()
+    sampled = [token for line in lines for token in json.loads(line)["token_ids"]]
+    assert sampled and not set(media) & set(sampled)

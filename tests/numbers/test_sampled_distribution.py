@@ -17,7 +17,7 @@ from lightrft.models.logprobs import logit_energy, token_logprobs
 from lightrft.models.sampled_distribution import SampledDistribution, distribution_of
 from lightrft.types import Batch, Segments
 
-V, H, ENDS = 12, 5, (3, 7)
+V, H, ENDS, BANNED = 12, 5, (3, 7), (2, 11)
 SETTINGS: list[dict[str, Any]] = [
     {"top_p": 0.7},
     {"top_k": 4},
@@ -40,6 +40,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0, "first_token_temperature": 2.0, "top_k": 4},
 ]
 ids = [", ".join(f"{k} {v}" for k, v in s.items()) for s in SETTINGS]
+CASES = [(s, banned) for banned in ((), BANNED) for s in SETTINGS]
+CASES += [({}, BANNED), ({"temperature": 0.7}, BANNED), ({"temperature": 0.0}, BANNED)]
+"""Settings and tokens that are never sampled. The responses of ``case`` have one of these."""
 
 
 def case() -> tuple[Batch, Tensor, nn.Linear]:
@@ -57,13 +60,19 @@ def case() -> tuple[Batch, Tensor, nn.Linear]:
 
 
 def oracle(
-    logits: list[float], seen: set[int], step: int, target: int, s: SamplingConfig
+    logits: list[float],
+    seen: set[int],
+    step: int,
+    target: int,
+    s: SamplingConfig,
+    banned: tuple[int, ...],
 ) -> dict[int, float]:
     """Return the probability of each token that the sampler may give, and of ``target``: one filter after the other, by loops."""
     z = list(logits)
     for v in seen:
         z[v] = z[v] * s.repetition_penalty if z[v] < 0 else z[v] / s.repetition_penalty
-    allowed = [v for v in range(V) if not (step < s.min_new_tokens and v in ENDS)]
+    early = ENDS if step < s.min_new_tokens else ()
+    allowed = [v for v in range(V) if v not in early and (v not in banned or v == target)]
     temperature = s.temperature or 1.0
     if step == 0 and s.first_token_temperature is not None:
         temperature = s.first_token_temperature
@@ -87,7 +96,9 @@ def oracle(
     return {v: p[v] / total for v in kept}
 
 
-def by_loops(batch: Batch, logits: Tensor, s: SamplingConfig) -> list[dict[int, float]]:
+def by_loops(
+    batch: Batch, logits: Tensor, s: SamplingConfig, banned: tuple[int, ...] = ()
+) -> list[dict[int, float]]:
     found = []
     for i, (length, prompt) in enumerate(zip(batch.lengths.tolist(), batch.prompt_of.tolist())):
         start = sum(batch.lengths.tolist()[:i])
@@ -97,27 +108,34 @@ def by_loops(batch: Batch, logits: Tensor, s: SamplingConfig) -> list[dict[int, 
         for step in range(length):
             seen = {*asked, *tokens[:step]}
             row = logits[start + step].tolist()
-            found.append(oracle(row, seen, step, tokens[step], s))
+            found.append(oracle(row, seen, step, tokens[step], s, banned))
     return found
 
 
 def computed(
-    batch: Batch, hidden: Tensor, head: nn.Linear, s: SamplingConfig, chunk_mb: float = 1.0
+    batch: Batch,
+    hidden: Tensor,
+    head: nn.Module,
+    s: SamplingConfig,
+    banned: tuple[int, ...] = (),
+    **options: Any,
 ):
     part = SequencePart(None, batch.tokens)  # type: ignore[arg-type]
-    filters = SampledDistribution(s, ENDS).at_tokens(batch, part)
+    distribution = SampledDistribution(s, ENDS, banned)
+    filters = distribution.at_tokens(batch, part)
     targets = batch.responses.tokens
+    options["temperature"] = distribution.temperature
     return token_logprobs(
-        hidden, head, targets, entropy=True, filters=filters, chunk_mb=chunk_mb
-    ), logit_energy(hidden, head, targets, filters=filters, chunk_mb=chunk_mb)
+        hidden, head, targets, entropy=True, filters=filters, **options
+    ), logit_energy(hidden, head, targets, filters=filters, **options)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=ids)
-def test_log_probs_entropy_and_energy_are_those_of_the_filtered_distribution(settings):
+@pytest.mark.parametrize(("settings", "banned"), CASES)
+def test_log_probs_entropy_and_energy_are_those_of_the_filtered_distribution(settings, banned):
     batch, hidden, head = case()
     s = SamplingConfig(**settings)
-    (logprobs, entropy), energy = computed(batch, hidden, head, s)
-    for n, p in enumerate(by_loops(batch, head(hidden), s)):
+    (logprobs, entropy), energy = computed(batch, hidden, head, s, banned)
+    for n, p in enumerate(by_loops(batch, head(hidden), s, banned)):
         target = int(batch.responses.tokens[n])
         assert float(logprobs[n]) == pytest.approx(math.log(p[target]), abs=1e-12)
         assert float(entropy[n]) == pytest.approx(-sum(x * math.log(x) for x in p.values()))
@@ -126,21 +144,21 @@ def test_log_probs_entropy_and_energy_are_those_of_the_filtered_distribution(set
 
 
 @pytest.mark.parametrize("chunk_mb", [1.0, 3 * 8 * V / 2**20])
-@pytest.mark.parametrize("settings", SETTINGS, ids=ids)
-def test_the_gradient_is_that_of_the_log_prob_by_finite_differences(settings, chunk_mb):
+@pytest.mark.parametrize(("settings", "banned"), CASES)
+def test_the_gradient_is_that_of_the_log_prob_by_finite_differences(settings, banned, chunk_mb):
     batch, hidden, head = case()
     s = SamplingConfig(**settings)
     weights = torch.linspace(-1, 1, batch.tokens, dtype=torch.float64)
 
     def loss_by_loops(states: Tensor) -> float:
-        found = by_loops(batch, head(states).detach(), s)
+        found = by_loops(batch, head(states).detach(), s, banned)
         targets = batch.responses.tokens.tolist()
         logprob = sum(w * math.log(p[t]) for w, p, t in zip(weights.tolist(), found, targets))
         entropy = sum(-x * math.log(x) for p in found for x in p.values())
         return logprob + 0.3 * entropy
 
     hidden.requires_grad_()
-    (logprobs, entropy), _ = computed(batch, hidden, head, s, chunk_mb)
+    (logprobs, entropy), _ = computed(batch, hidden, head, s, banned, chunk_mb=chunk_mb)
     ((weights * logprobs).sum() + 0.3 * entropy.sum()).backward()
     assert hidden.grad is not None and head.weight.grad is not None
     step = 1e-6
@@ -185,6 +203,23 @@ def test_sampled_tokens_have_the_log_prob_that_the_engine_gives(settings):
     torch.testing.assert_close(found, reported, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_mb", [1.0, 3 * 8 * V / 2**20])
+def test_bans_alone_give_the_same_by_the_kernel_of_linear_heads_and_by_autograd(chunk_mb):
+    batch, hidden, head = case()
+    options = {"softcap": 3.0, "scale": 0.7, "chunk_mb": chunk_mb}
+    found = []
+    for one in (head, nn.Sequential(head)):
+        states = hidden.clone().requires_grad_()
+        one.zero_grad()
+        (logprobs, entropy), _ = computed(
+            batch, states, one, SamplingConfig(temperature=0.8), BANNED, **options
+        )
+        (logprobs.sum() + 0.3 * entropy.sum()).backward()
+        found.append([logprobs, entropy, states.grad, head.weight.grad.clone()])
+    for fast, slow in zip(*found, strict=True):
+        torch.testing.assert_close(fast, slow)
+
+
 def test_a_token_outside_of_the_filter_counts_as_inside():
     batch, hidden, head = case()
     (logprobs, _), _ = computed(batch, hidden, head, SamplingConfig(top_k=1))
@@ -204,6 +239,13 @@ def test_an_end_that_may_not_be_sampled_yet_has_no_probability():
 def test_without_an_acting_filter_the_distribution_is_a_temperature(settings):
     sampling = SamplingConfig(**settings)
     assert distribution_of(sampling, ENDS) == (sampling.temperature or 1.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_tokens_that_are_never_sampled_are_part_of_the_distribution(temperature):
+    found = distribution_of(SamplingConfig(temperature=temperature), ENDS, BANNED)
+    assert isinstance(found, SampledDistribution)
+    assert not found.depends_on_tokens
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +35,19 @@ class TokenSampler:
         sampling: The sampling settings.
         ends: ``[E]``. Token ids that end a response.
         device: Device of the logits.
+        banned: Token ids that are never sampled.
     """
 
-    def __init__(self, sampling: SamplingConfig, ends: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        ends: np.ndarray,
+        device: torch.device,
+        banned: Sequence[int] = (),
+    ) -> None:
         self._sampling, self._device = sampling, device
         self._end_ids = to_device(torch.from_numpy(ends), device)
+        self._banned = to_device(torch.tensor(banned, dtype=torch.long), device)
         # temperature 0 turns every filter off
         self._likeliest = sampling.model_copy(update={"temperature": 0.0})
         self._first = draws.of_first_token(sampling)
@@ -58,6 +67,9 @@ class TokenSampler:
             seen: ``[T, V]`` bool, tokens before each place. ``None`` without a repetition penalty.
             allowed: ``[T, V]`` bool, tokens that a constraint allows. ``None`` allows all.
         """
+        if len(self._banned):
+            # Not in place: a session may keep the logits.
+            logits = logits.index_fill(1, self._banned, -torch.inf)
         suppress = self._suppressed(logits, places.steps)
         if allowed is not None:
             suppress = _banned(allowed, suppress)

@@ -76,6 +76,7 @@ class ServedEngine(ABC):
         version: Version of the weights.
         model: Name of the served model.
         vocabulary: Number of token ids that the policy knows. ``None`` if that is unknown.
+        banned: Token ids that are never sampled.
         counts: Number of events, by name.
         cost: Bytes and seconds of weight updates.
         lora: Settings of the policy's adapters, which are merged before weights are sent. ``None``
@@ -102,6 +103,7 @@ class ServedEngine(ABC):
         self.context: int | None = None
         self.model = ""
         self.vocabulary: int | None = None
+        self.banned: tuple[int, ...] = ()
         self.counts: Counter[str] = Counter()
         self.cost = UpdateCost()
         self.lora: LoRAConfig | None = None

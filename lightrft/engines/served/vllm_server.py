@@ -21,7 +21,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.http import HTTPEngine
-from lightrft.engines.requests import response_room
+from lightrft.engines.requests import ban_of, response_room
 from lightrft.engines.sending.vllm_weights import (
     FIRST_NAME,
     AdapterToVLLM,
@@ -181,6 +181,7 @@ class VLLMServerEngine(ServedEngine):
                 "max_tokens": response_room(request, sampling),
                 "min_tokens": response.min_tokens,
                 "stop_token_ids": sorted(self.ends(sampling)),
+                "logit_bias": ban_of(self.banned),
                 "ignore_eos": True,
                 "logprobs": 0,
                 "detokenize": False,

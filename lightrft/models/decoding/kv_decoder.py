@@ -40,7 +40,7 @@ from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.loading.from_pretrained import end_list
 from lightrft.models.logprobs import transform_logits
 from lightrft.models.lora import base_model
-from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
+from lightrft.models.multimodal.merge_inputs import media_token_ids, merge_multimodal_inputs
 from lightrft.models.onednn.packed_layers import PackedLayers
 from lightrft.models.onednn.products import onednn_available
 from lightrft.types import Prompt, Segments
@@ -103,6 +103,12 @@ class KVDecoder:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response, from the generation config and from the model's config."""
         return eos_token_ids(self.model)
+
+    @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """Tokens that the model reads as media, which sampling bans."""
+        config: Any = self.model.config
+        return media_token_ids(config, family_of(config))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self.model.named_parameters()

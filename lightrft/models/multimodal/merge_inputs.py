@@ -239,6 +239,24 @@ def has_media(segments: Segments) -> bool:
     return any(rows.values.shape[0] for rows in segments.media.values())
 
 
+def media_token_ids(config: PreTrainedConfig, family: Family) -> tuple[int, ...]:
+    """Return the tokens that the model reads as media: placeholders, and marks of media.
+
+    A response must not contain them, since they stand for no media there. Sampling bans them.
+
+    Args:
+        config: Config of the model.
+        family: Row of the model's family.
+    """
+    if family.reader is None:
+        return ()
+    read = [tower.token_id(config) for tower in family.reader.towers]
+    read += [getattr(config, name) for name in family.reader.marks]
+    # A placeholder beyond the vocabulary has no logit.
+    size = config.get_text_config(decoder=True).vocab_size
+    return tuple(token for token in dict.fromkeys(read) if token < size)
+
+
 def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
     """Return ``[B]`` bool: responses in which a placeholder or a mark of media was sampled.
 
@@ -251,9 +269,7 @@ def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
     """
     if family.reader is None or not has_media(batch.prompts):
         return torch.zeros_like(batch.prompt_of, dtype=torch.bool)
-    counted = [tower.token_id(model.config) for tower in family.reader.towers]
-    counted += [getattr(model.config, name) for name in family.reader.marks]
-    ids = torch.tensor(counted, device=batch.prompt_of.device)
+    ids = torch.tensor(media_token_ids(model.config, family), device=batch.prompt_of.device)
     sampled = torch.isin(batch.responses.tokens, ids)
     # a resumed response may have media of its own, whose placeholders are right
     media_count = torch.zeros_like(batch.lengths)

@@ -10,14 +10,17 @@ import pytest
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.served.served_engine import ServedEngine
 from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.sglang import SGLangEngine
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request
 from lightrft.utils.errors import ModelError
-from lightrft.workers.local_served import connect_server
+from lightrft.workers.local_served import banning, connect_server
 from tests.serving_helpers import model_server
 
 ROWS = 104
@@ -82,3 +85,24 @@ def test_the_vocabulary_of_a_run_is_that_of_the_model_and_not_of_its_tokenizer(
     assert isinstance(engine, HTTPEngine)
     assert engine.vocabulary == ROWS > len(tokenizer)
     assert VLLMServerEngine.over(engine).vocabulary == ROWS
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni_thinker", "qwen2"])
+def test_requests_to_servers_ban_what_the_model_reads_as_media(tmp_path: Path, family: str) -> None:
+    if family == "qwen2":
+        tiny_model(family, seed=1, hidden_size=32, vocab_size=ROWS).save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+    else:
+        save_tiny_media(family, tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    vocabulary = load_tokenizer(model).get_vocab()
+    media = ("IMAGE", "VIDEO", "AUDIO", "vision_bos", "audio_bos")
+    expected = {vocabulary[f"<|{name}|>"] for name in media} if family != "qwen2" else set()
+    config = EngineConfig(kind="http", url="http://127.0.0.1:1")
+    lowest = {HTTPEngine: -100, VLLMServerEngine: -1e9, SGLangEngine: -1e9}
+    for kind, bias in lowest.items():
+        engine = banning(kind({}, tiny_tokenizer(), config, [1]), model)  # type: ignore[arg-type]
+        response = GrowingResponse.of(Request(Prompt("p", [5]), 1), SamplingConfig(), None)
+        body = engine.body([response])
+        found = body.get("sampling_params", body).get("logit_bias") or {}
+        assert found == dict.fromkeys(expected, bias)

@@ -12,6 +12,7 @@ from lightrft.models.attention.layouts import pack
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.multimodal.merge_inputs import own_inputs
+from lightrft.models.sampled_distribution import distribution_of
 from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.types import Batch, Request, Rollout, Segments
 from tests.media_helpers import mixed_prompts, rig
@@ -207,6 +208,38 @@ def test_a_placeholder_that_was_sampled_stands_for_nothing_when_its_answer_is_re
         [Request(prompt, 7, partial=begun)], SamplingConfig(max_new_tokens=6)
     )
     batch = Batch(Segments.of_prompts([prompt]), Segments.of([found.token_ids]), torch.tensor([0]))
+    sampled_from = distribution_of(SamplingConfig(), (), engine.decoder.media_token_ids)
     with torch.no_grad():
-        expected = r.actor.score(batch).logprobs
+        expected = r.actor.score(batch, temperature=sampled_from).logprobs
     assert found.logprobs[3:] == pytest.approx(expected[3:].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("family", by_family(MEDIA_FAMILIES))
+def test_no_response_has_a_token_that_the_model_reads_as_media(family, tmp_path, greedy):
+    r = rig(family, tmp_path)
+    kinds = {r.actor.family.reader.towers[0].token_id(r.actor.base.config)}
+    if family == "qwen2_5_omni_thinker":
+        vocabulary = r.tokenizer.get_vocab()
+        kinds |= {vocabulary[text] for text in ("<|audio_bos|>", "<|vision_bos|>", "<|VIDEO|>")}
+    decoder = KVDecoder(r.actor.base)
+    assert kinds <= set(decoder.media_token_ids)
+    # Without the ban, one of these tokens is the likeliest at every place.
+    head = r.actor.base.get_output_embeddings()
+    head.register_forward_hook(lambda m, given, out: out.index_fill(-1, torch.tensor([*kinds]), 50))
+    engine = NativeEngine(decoder, r.tokenizer, EngineConfig())
+    sampling = SamplingConfig(temperature=0.0 if greedy else 1.0, max_new_tokens=TOKENS)
+    prompts = mixed_prompts(r)
+    found = list(engine.generate([Request(p, seed) for seed, p in enumerate(prompts)], sampling))
+    assert not kinds & {token for rollout in found for token in rollout.token_ids}
+    batch = Batch(
+        Segments.of_prompts([rollout.prompt for rollout in found]),
+        Segments.of([rollout.token_ids for rollout in found]),
+        torch.arange(len(found)),
+    )
+    with torch.no_grad():
+        expected = r.actor.score(
+            batch, temperature=distribution_of(sampling, (), decoder.media_token_ids)
+        ).logprobs
+    reported = [logprob for rollout in found for logprob in rollout.logprobs]
+    assert reported == pytest.approx(expected.tolist(), abs=1e-4)
