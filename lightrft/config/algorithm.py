@@ -308,6 +308,11 @@ class LagrangianConfig(Settings):
     """Number of latest responses over which the mean cost is taken. A larger batch counts as a
     whole."""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of the costs."""
+        return frozenset(cost.name for cost in self.costs)
+
     @model_validator(mode="after")
     def _means_something(self) -> LagrangianConfig:
         names = [cost.name for cost in self.costs]

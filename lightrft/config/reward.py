@@ -250,7 +250,8 @@ class RewardConfig(Settings):
     success: tuple[str, ...] = ()
     """Name of the term that says if a response is right, which ``eval/accuracy`` counts: the name
     of a term, a model or a judge, or ``term/value`` of a function with several named values. A list
-    names one for each data source. Empty takes the only term that says right or wrong."""
+    names one for each data source. Empty takes the only term that says right or wrong. A cost of
+    ``algorithm.lagrangian`` is never that term."""
     gates: dict[str, str] = Field(default_factory=dict)
     """Name of a term to the name of another one. The first counts only where the second reaches
     ``gate_threshold``, such as the length only of right responses."""

@@ -33,10 +33,13 @@ class Success:
     Attributes:
         reward: The settings ``reward``.
         threshold: Smallest value of a right response. The weight of the term does not count.
+        costs: Names of the costs of ``algorithm.lagrangian``. A cost never says that a response is
+            right.
     """
 
     reward: RewardConfig = GIVEN
     threshold: float = 1.0
+    costs: frozenset[str] = frozenset()
     _names: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
 
     def term(self, source: str) -> str | None:
@@ -46,7 +49,7 @@ class Success:
             ConfigError: If several terms may be the outcome.
         """
         if source not in self._names:
-            self._names[source] = _outcome_term(self.reward, source)
+            self._names[source] = _outcome_term(self.reward, source, self.costs)
         return self._names[source]
 
     def judges(self, source: str) -> bool:
@@ -86,6 +89,12 @@ class Success:
         """Yield problems of ``reward.success``, and of data sources whose outcome is unclear."""
         known = self.reward.term_names()
         for name in self.reward.success:
+            if name in self.costs:
+                yield (
+                    f"reward.success = {name!r}: it is a cost of algorithm.lagrangian, and a high "
+                    "cost does not make a response right; name another term"
+                )
+                return
             if known is not None and not _names(name, known):
                 yield (
                     f"reward.success = {name!r}: there is no such term{did_you_mean(name, known)}; "
@@ -104,7 +113,7 @@ class Success:
         return [*others, *self.reward.per_source]
 
 
-def _outcome_term(reward: RewardConfig, source: str) -> str | None:
+def _outcome_term(reward: RewardConfig, source: str, costs: frozenset[str]) -> str | None:
     """Return the outcome term of a data source. Raise ``ConfigError`` if it is unclear."""
     terms = reward.per_source.get(source) or reward.terms
     own = {term.label for term in terms} | {judge.name for judge in reward.judges}
@@ -123,7 +132,8 @@ def _outcome_term(reward: RewardConfig, source: str) -> str | None:
         )
     if chosen:
         return chosen[0]
-    ranked = [(RANKS[kind], term.label) for term in terms if (kind := _kind(term)) in RANKS]
+    kinds = {term.label: _kind(term) for term in terms if term.label not in costs}
+    ranked = [(RANKS[kind], label) for label, kind in kinds.items() if kind in RANKS]
     best = [label for rank, label in ranked if rank == min(ranked)[0]]
     if len(best) > 1:
         raise ConfigError(

@@ -55,6 +55,7 @@ def evaluate(
     stopped: Callable[[], bool] = lambda: False,
     ranks: ProcessGroup = SINGLE_PROCESS,
     reward: RewardConfig = GIVEN,
+    costs: frozenset[str] = frozenset(),
 ) -> Evaluation:
     """Generate and score responses to every prompt.
 
@@ -75,8 +76,9 @@ def evaluate(
         stopped: Returns true when the run must stop.
         ranks: The process group that shares the work.
         reward: The settings ``reward``, which say which term makes a response right.
+        costs: Names of the terms that are costs, which never make a response right.
     """
-    success = Success(reward, config.threshold)
+    success = Success(reward, config.threshold, costs)
     groups: list[list[Rollout]] = []
     # In parts, so that the media of only one part are in memory at a time.
     for first, part in in_parts(prompts, ranks):

@@ -43,6 +43,11 @@ class PolicyRun(TrainingRun):
     eval_prompts: Sequence[Prompt]
 
     @property
+    def costs(self) -> frozenset[str]:
+        """Names of the terms that are costs of responses."""
+        return frozenset()
+
+    @property
     def engine_config(self) -> EngineConfig:
         """The settings ``engine``."""
         raise NotImplementedError
@@ -65,7 +70,7 @@ class PolicyRun(TrainingRun):
     @property
     def success(self) -> Success:
         """See ``TrainingRun.success``."""
-        return Success(self.reward, self.eval.threshold)
+        return Success(self.reward, self.eval.threshold, self.costs)
 
     def check_evaluation(self) -> None:
         """Raise an error if the eval set has prompts without a reward, or too long ones, or if it
@@ -219,6 +224,7 @@ def evaluate_responses(run: PolicyRun) -> Metrics:
             run.seed,
             ranks=run.roles.strategy.ranks,
             reward=run.reward,
+            costs=run.costs,
         )
     # Before the check, so that the responses show why none was scored.
     run.session.folder.write_rollouts(

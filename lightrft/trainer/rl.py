@@ -64,6 +64,11 @@ class RLRun(PolicyRun):
     _drawn: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def costs(self) -> frozenset[str]:
+        """See ``PolicyRun.costs``."""
+        return self.config.algorithm.lagrangian.names
+
+    @property
     def engine_config(self) -> EngineConfig:
         """See ``PolicyRun.engine_config``."""
         return self.config.engine

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from lightrft.config.algorithm import LagrangianConfig
 from lightrft.config.base import build, dotted
 from lightrft.config.reward import RewardConfig
 from lightrft.rewards.success import Success
@@ -222,7 +223,8 @@ def _rule(folder: Path, tree: Mapping[str, Any], success: Sequence[str]) -> Succ
     reward = build(RewardConfig, tree.get("reward") or {})
     if success:
         reward = reward.model_copy(update={"success": tuple(success)})
-    rule = Success(reward)
+    algorithm = tree.get("algorithm") or {}
+    rule = Success(reward, costs=build(LagrangianConfig, algorithm.get("lagrangian") or {}).names)
     if problem := next(rule.problems(), ""):
         raise ConfigError(f"{folder}: {problem}")
     if not any(rule.judges(source) for source in rule.sources()):

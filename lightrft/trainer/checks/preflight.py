@@ -283,7 +283,8 @@ def _without_data(settings: EvalConfig, validates: bool) -> Iterator[str]:
 
 def _success(config: PolicyConfig) -> Iterator[str]:
     """Yield problems of the rule for right responses, which evaluations count."""
-    success = Success(config.reward)
+    costs = config.algorithm.lagrangian.names if isinstance(config, RLConfig) else frozenset()
+    success = Success(config.reward, costs=costs)
     if not config.eval.data.sources:
         if config.reward.success:
             yield (

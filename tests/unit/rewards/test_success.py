@@ -213,3 +213,38 @@ def test_two_names_are_refused_where_one_is_asked_for() -> None:
     reward = build(RewardConfig, {"terms": ["math", "exact_match"]})
     with pytest.raises(ConfigError, match=r"reward\.success=math"):
         Success(reward).term("")
+
+
+SAFE: dict[str, Any] = {
+    "eval": {"data": {"sources": ["test.jsonl"]}, "every": 1, "stop_at": 0.9},
+    "algorithm": {"preset": "ppo_lag", "lagrangian": {"costs": ["toxic"]}},
+    "reward": {"terms": ["rw.py:helpful", {"function": "rw.py:toxic", "weight": 0}]},
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_cost_is_never_what_makes_a_response_right(first: int) -> None:
+    terms = list(SAFE["reward"]["terms"])
+    reward = {"terms": [terms[first], terms[1 - first]]}
+    assert evaluation_problems(build(RLConfig, {**SAFE, "reward": reward})) == []
+    success = Success(build(RewardConfig, reward), costs=frozenset({"toxic"}))
+    assert success.term("") == "helpful"
+    assert success.outcome("", 0.0, {"toxic": 1.0, "helpful": 0.0}) == 0.0
+
+
+def test_without_another_term_costs_leave_no_accuracy() -> None:
+    tree = {**SAFE, "reward": {"terms": ["length", {"function": "rw.py:toxic", "weight": 0}]}}
+    (problem,) = evaluation_problems(build(RLConfig, tree))
+    assert "eval.stop_at" in problem and "none does" in problem
+
+
+def test_a_cost_is_refused_as_success() -> None:
+    reward = {**SAFE["reward"], "success": "toxic"}
+    (problem,) = evaluation_problems(build(RLConfig, {**SAFE, "reward": reward}))
+    assert "reward.success = 'toxic': it is a cost" in problem
+
+
+def test_two_terms_beside_a_cost_are_still_unclear() -> None:
+    reward = {"terms": [*SAFE["reward"]["terms"], "rw.py:other"]}
+    (problem,) = evaluation_problems(build(RLConfig, {**SAFE, "reward": reward}))
+    assert "2 terms" in problem and "helpful, other" in problem
