@@ -128,6 +128,13 @@ class Prompt:
     attachments: tuple[Attachment, ...] = ()
     request: Sequence[Mapping[str, Any]] = ()
 
+    @property
+    def begun(self) -> str:
+        """Return the text at the end of the prompt that is the beginning of the response."""
+        last = self.request[-1] if self.request else {}
+        content = last.get("content")
+        return content if last.get("role") == "assistant" and isinstance(content, str) else ""
+
     def as_json(self) -> dict[str, object]:
         """Return the prompt as plain data for files that people read.
 

@@ -48,7 +48,7 @@ def exact_match(
         return " ".join(text.split()) if ignore_space else text
 
     gold = reference_answer(rollout)
-    answer = visible_answer(rollout.text)
+    answer = visible_answer(rollout.turn)
     if answer is None:
         return 0.0
     labels = gold if isinstance(gold, list | tuple) else [gold]

@@ -22,12 +22,14 @@ This is the format reward of DeepSeek-R1, arXiv 2501.12948, section 2.2.2.
 def format_reward(rollout: RolloutView, *, pattern: str = THINK_ANSWER) -> float:
     """Return 1 if the regular expression ``pattern`` matches the whole response, else 0.
 
-    A chat template may write the first tag into the prompt. The default pattern is then matched
-    with this tag. Your own pattern may match with or without it.
+    The prompt may end with the beginning of the response, or with its first tag, which a chat
+    template writes. The default pattern is then matched with it. Your own pattern may match with or
+    without it.
     """
     opened = _OPENED.search(rollout.prompt.text)
-    texts = [(opened.group() if opened else "") + rollout.text]
-    if opened and pattern != THINK_ANSWER:
+    begun = rollout.prompt.begun or (opened.group() if opened else "")
+    texts = [begun + rollout.text]
+    if begun and pattern != THINK_ANSWER:
         texts.append(rollout.text)
     return float(any(_compiled(pattern).fullmatch(text) for text in texts))
 

@@ -25,7 +25,7 @@ def judgement(
         ValueError: If the label is not a verdict.
     """
     form = VerdictForm.of(rollout.prompt.columns)
-    verdict = read_verdict(rollout.text, form)
+    verdict = read_verdict(rollout.turn, form)
     agreed = agreement(verdict, reference_answer(rollout), form)
     if exact:
         agreed = float(agreed == 1)

@@ -81,7 +81,7 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
         _forget()
         raise ValueError(f"label {gold!r} takes more than {CPU_SECONDS:g} s to read") from None
     try:
-        answer = final_answer(rollout.text, last_number=last_number)
+        answer = final_answer(rollout.turn, last_number=last_number)
         return float(answer is not None and equal(gold, answer))
     except OverBudget:
         _forget()

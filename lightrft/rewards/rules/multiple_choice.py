@@ -30,7 +30,7 @@ def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
         right = _only_letter(str(gold), choices)
     if right is None:
         raise ValueError(f"label {gold!r} is not one of the choices {choices!r}")
-    return float(picked(rollout.text, choices) == right)
+    return float(picked(rollout.turn, choices) == right)
 
 
 def picked(text: str, choices: str = "ABCD") -> str | None:

@@ -26,6 +26,7 @@ class PromptView:
     reference: object
     data_source: str
     columns: Mapping[str, object]
+    begun: str = ""
 
 
 @dataclass(slots=True)
@@ -42,6 +43,11 @@ class RolloutView:
     sample: int
     text: str
 
+    @property
+    def turn(self) -> str:
+        """Return the whole turn of the assistant: its beginning in the prompt, and the response."""
+        return self.prompt.begun + self.text
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -50,7 +56,7 @@ def view_of(rollout: Rollout) -> RolloutView:
     """Return the view of ``rollout`` for reward functions; it shares the lists of ``rollout``."""
     p = rollout.prompt
     prompt = PromptView(
-        p.id, p.token_ids, p.text, p.label, p.reference, p.data_source, dict(p.columns)
+        p.id, p.token_ids, p.text, p.label, p.reference, p.data_source, dict(p.columns), p.begun
     )
     r = rollout
     return RolloutView(

@@ -13,7 +13,6 @@ from typing import ClassVar
 from lightrft.config.judgement import COMPARED
 from lightrft.config.reward import JudgeConfig
 from lightrft.datasets.judgement.question import LETTERS, Question, Raw, ask, rubric_entries
-from lightrft.datasets.row_parser import ends_with_assistant
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.rewards.base import RewardScorer
 from lightrft.rewards.rules.verdicts import Verdict, VerdictForm, read_verdict
@@ -248,9 +247,7 @@ def comparisons(
 def request_of(prompt: Prompt) -> tuple[Raw, str]:
     """Return the request that responses answer, and their text that ``prompt`` ends with."""
     request = list(prompt.request)
-    if ends_with_assistant(request) and isinstance(request[-1]["content"], str):
-        return request[:-1], request[-1]["content"]
-    return request or prompt.text, ""
+    return (request[:-1] if prompt.begun else request) or prompt.text, prompt.begun
 
 
 def shown_together(

@@ -51,7 +51,8 @@ def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scor
         "accepted",
         "reused_tokens",
     }
-    assert names(PromptView) == names(Prompt) - {"media", "attachments", "request"}
+    # a property of a prompt
+    assert names(PromptView) - {"begun"} == names(Prompt) - {"media", "attachments", "request"}
     prompt = Prompt("a", [1], "b", "c", "d", "e", {"f": 1})
     seen = view_of(Rollout(prompt, [2], [True], [-1.0], [3], "stop", 4, 5, "g"))
     assert seen == RolloutView(
@@ -65,6 +66,26 @@ def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scor
         5,
         "g",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "text", "label", "score"),
+    [
+        ("math", r"So it is \boxed{", "18} dollars", "18", 1.0),
+        ("math", "The answer is", " 18.", "18", 1.0),
+        ("math", r"\boxed{18} or", " 19", "18", 1.0),
+        ("exact_match", "<answer>", "18</answer>", "18", 1.0),
+        ("multiple_choice", "The answer is (", "B).", "B", 1.0),
+        ("format", "<think>First,", " add.</think><answer>2</answer>", None, 1.0),
+        ("format", "<think>\n", "Add.</think><answer>2</answer>", None, 1.0),
+        ("format", "First,", "<think>add.</think><answer>2</answer>", None, 0.0),
+    ],
+)
+def test_rules_read_the_turn_that_the_prompt_begins(name, begun, text, label, score):
+    request = [{"role": "user", "content": "?"}, {"role": "assistant", "content": begun}]
+    prompt = Prompt("a", [1], f"?\n{begun}", label, request=request)
+    seen = view_of(Rollout(prompt, [2], [True], [-1.0], [3], "stop", 4, 5, text))
+    assert (REWARDS[name](seen), seen.turn) == (score, begun + text)
 
 
 RIGHT = [

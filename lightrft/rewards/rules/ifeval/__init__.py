@@ -45,8 +45,8 @@ def ifeval(
             "the row needs the columns 'instruction_id_list' and 'kwargs', lists of one length; "
             "set the source's reader: ifeval"
         )
-    text = after_thinking(rollout.text)
-    if text != rollout.text:
+    text = after_thinking(rollout.turn)
+    if text != rollout.turn:
         # Blank lines follow the thinking. A loose check would take one for the first line.
         text = text.strip()
     strict: list[bool] = []
