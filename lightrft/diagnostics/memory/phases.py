@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
-from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
+from lightrft.config.strategy import EngineConfig, StrategyConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,
@@ -49,6 +49,7 @@ from lightrft.models.decoding.kv_decoder import PREFILL_TOKENS, PlanDecodeSessio
 from lightrft.models.decoding.static_step import padded_shape
 from lightrft.models.loading.sharded_read import PIECE, put_together
 from lightrft.models.onednn.layers import is_plain_linear
+from lightrft.models.sampled_distribution import SampledDistribution
 from lightrft.strategy.tensor_parallel import cut_names
 from lightrft.strategy.wrap_policy import largest_block, outermost_blocks
 from lightrft.trainer.checks.preflight import generates
@@ -390,7 +391,7 @@ def _updates(
     if m.name == "policy" and compares_distributions(config):
         # Full vocabularies are compared, in chunks of which two exist at a time.
         update["teacher's logits"] = 2.0 * m.logits_bytes
-    if m.name == "policy" and isinstance(config, RLConfig) and filters_tokens(config.sampling):
+    if m.name == "policy" and isinstance(config, RLConfig) and is_filtered(config):
         whole = int(batch.lengths.sum()) * m.text.vocab_size * 4
         update["filtered logits"] = FILTERED * min(m.logits_bytes, whole)
     update |= _whole(place, m, backward=True)
@@ -405,12 +406,10 @@ FILTERED = 4.0
 """Chunks of logits that exist at once where filters are applied, in addition to two."""
 
 
-def filters_tokens(sampling: SamplingConfig) -> bool:
+def is_filtered(config: RLConfig) -> bool:
     """Return True if log-probs are of the distribution that filters of sampling leave."""
-    plain = SamplingConfig()
-    names = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
-    is_bent = sampling.first_token_temperature is not None
-    return is_bent or any(getattr(sampling, name) != getattr(plain, name) for name in names)
+    some_end = (0,)
+    return SampledDistribution(config.sampling, some_end).depends_on_tokens
 
 
 def compares_distributions(config: TrainingConfig) -> bool:
