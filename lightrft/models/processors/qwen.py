@@ -5,6 +5,7 @@ The patches form a grid of time, height and width.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,6 +136,10 @@ class QwenImage:
 
     def save(self, path: Path) -> None:
         self.processor.save_pretrained(path)
+        file, size = path / "preprocessor_config.json", self.processor.size
+        # The picture processor of transformers 4.57 without torchvision reads no ``size``.
+        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        write_settings(file, {**json.loads(file.read_text(encoding="utf-8")), **limits})
 
 
 @dataclass(frozen=True)

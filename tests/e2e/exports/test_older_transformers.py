@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,8 @@ from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_model
 from lightrft.trainer.saved_policy import save_checked
 from lightrft.trainer.sft import run_sft
 from tests.e2e.command import command
+from tests.media_helpers import random_media, rig
+from tests.unit.models.multimodal.test_saved_processors import OF_GEMMA
 from tests.unit.models.test_lora import KINDS, check_written_adapters
 
 READER = Path(__file__).with_name("read_folders.py")
@@ -93,13 +97,13 @@ def trained(family: str, folder: Path, run: Callable[..., Any]) -> list[Path]:
     return [keep_expected(folder / name) for name in names]
 
 
-def read(folders: list[Path]) -> dict[str, Any]:
-    python = os.environ["OLDER_PYTHON"]
+def read(folders: list[Path], version: str = "4.57") -> dict[str, Any]:
+    python = os.environ["OLDER_PYTHON"] if version == "4.57" else sys.executable
     done = subprocess.run(
         [python, str(READER), *map(str, folders)], capture_output=True, text=True, check=True
     )
     results = json.loads(done.stdout.splitlines()[-1])
-    assert results.pop("version").startswith("4.57")
+    assert results.pop("version").startswith(version)
     return results
 
 
@@ -114,6 +118,63 @@ def test_a_written_folder_has_the_same_logits_in_transformers_4(family, tmp_path
         pytest.xfail(DIFFERENT[family])
     assert result == {"gap": pytest.approx(0, abs=1e-3), "wrong": {}, "ids": result["ids"]}
     assert result["ids"] == tiny_tokenizer()("1+1=")["input_ids"] or family in MEDIA_FAMILIES
+
+
+PICTURES, SOUNDS = ((20, 30, 3), (64, 40, 3)), ((4000,), (15000,))
+"""Shapes of items."""
+
+
+@pytest.mark.parametrize("shape", PICTURES)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_picture_processors_of_both_versions_make_the_patches_that_are_trained(
+    family, shape, tmp_path
+):
+    """The whole processors of these families need torchvision. They write a placeholder for each square of patches."""
+    made = rig(family, tmp_path)
+    save_checked(made.actor, tmp_path / "out", made.tokenizer, made.processor)
+    value, _ = random_media("image", shape, np.random.default_rng(0))
+    item = {"kind": "patches", "value": value.tolist()}
+    (tmp_path / "out" / "item.json").write_text(json.dumps(item))
+    prompt = made.prompt("one", ("image", shape), "what?")
+    grid = prompt.media["image_grid_thw"].values
+    for version in ("4.57", "5."):
+        expected = {str(tmp_path / "out"): {"grid": grid.tolist()}}
+        assert read([tmp_path / "out"], version) == expected, version
+    side = made.actor.base.config.vision_config.spatial_merge_size
+    count = prompt.token_ids.count(made.processor.tokens["image"])
+    assert count == int(grid.prod()) // side**2 > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *[(family, shape) for family in ("idefics3", "gemma3") for shape in PICTURES],
+        *[("qwen2_audio", shape) for shape in SOUNDS],
+    ],
+)
+def test_processors_of_both_versions_write_the_placeholders_that_are_trained(
+    family, shape, tmp_path
+):
+    kind = "image" if len(shape) == 3 else "audio"
+    made = rig(family, tmp_path)
+    folder = tmp_path / "out"
+    save_checked(made.actor, folder, made.tokenizer, made.processor)
+    if family == "gemma3":
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        # The published tokenizers name these tokens.
+        settings["extra_special_tokens"] = OF_GEMMA
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    prompt = made.prompt("one", (kind, shape), "what?")
+    value, _ = random_media(kind, shape, np.random.default_rng(0))
+    messages = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "what?"}]}]
+    text = made.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    item = {"kind": kind, "text": text, "value": value.tolist()}
+    (folder / "item.json").write_text(json.dumps(item))
+    for version in ("4.57", "5."):
+        assert read([folder], version) == {str(folder): {"ids": prompt.token_ids}}, version
+    token = made.processor.tokens[kind]
+    inputs = {name: rows.values for name, rows in prompt.media.items()}
+    assert prompt.token_ids.count(token) == made.processor.parts[kind].count(inputs) > 0
 
 
 @pytest.mark.parametrize("family", TRAINED)
