@@ -47,14 +47,18 @@ class LoRAConfig(Settings):
 class ModelConfig(Settings):
     """The model: where it comes from and how it runs."""
 
-    paths: ClassVar[tuple[str, ...]] = ("path", "tokenizer", "chat_template")
+    paths: ClassVar[tuple[str, ...]] = ("path", "base", "tokenizer", "chat_template")
     """The settings of this section that are paths."""
 
     shorthand: ClassVar[str | None] = "path"
     """The setting that a bare string or number stands for."""
 
     path: str = ""
-    """Hugging Face folder, or name on the hub."""
+    """Hugging Face folder, name on the hub, or folder of PEFT adapters. Adapters are loaded over
+    their base, and training continues with them (``docs/adapters.md``)."""
+    base: str | None = None
+    """Folder or name of the base model of a folder of adapters; ``null`` takes the one that the
+    adapters name. Set it where the base has moved."""
     tokenizer: str | None = None
     """Folder or name of another tokenizer; ``null`` takes the one of ``path``."""
     chat_template: str | None = None
@@ -98,6 +102,15 @@ class ModelConfig(Settings):
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: parts (``language``, ``tower``, ``projector``) or prefixes
     of parameters' names."""
+
+    def at(self, path: str | None) -> Self:
+        """Return the settings of a model without new adapters.
+
+        Args:
+            path: Its folder or name. Empty or ``None`` for the folder of this model.
+        """
+        other = {"path": path, "base": None} if path else {}
+        return self.model_copy(update={**other, "lora": None})
 
     def logits_limit(self, kind: str) -> int:
         """Return ``logits_mb`` on a device.

@@ -11,6 +11,7 @@ from lightrft.diagnostics.effective_settings import EffectiveSetting
 from lightrft.diagnostics.explain import Explanation, Line, symbol_of
 from lightrft.diagnostics.step_workload import Forward, Role
 from lightrft.models.divergence.kinds import DIVERGENCES
+from lightrft.models.loading.adapter_folder import adds_adapters, has_adapters
 from lightrft.utils.registry import About
 
 GKD = "GKD, arXiv 2306.13649, algorithm 1"
@@ -103,7 +104,7 @@ def _gradient(settings: DistillationConfig) -> Iterator[str]:
 
 def _roles(config: DistillVerbConfig) -> Iterator[Role]:
     """Yield the models that a step asks."""
-    trained = "its adapters are trained" if config.model.lora is not None else "trained"
+    trained = "its adapters are trained" if has_adapters(config.model) else "trained"
     sampled = ", and sampled from" if config.distill.on_policy else ""
     yield Role("student", f"{trained}{sampled}")
     shown = "; sees other prompts than the student" if config.distill.teacher_sees_more else ""
@@ -124,7 +125,7 @@ def _place(teacher: DistillTeacherConfig) -> str:
 def _start_model(config: DistillVerbConfig) -> str:
     """Describe the teacher of self-distillation."""
     settings = config.distill
-    if config.model.lora is not None:
+    if adds_adapters(config.model):
         return "the student itself with its adapters off; nothing is loaded"
     if not settings.refresh_every:
         return "frozen; the model that training starts from"

@@ -23,6 +23,7 @@ from lightrft.config.verbs import DPOConfig, GivenDataConfig, SupervisedConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting, flat, set_by
 from lightrft.diagnostics.explain import Explanation, Line
 from lightrft.diagnostics.step_workload import Forward, Role
+from lightrft.models.loading.adapter_folder import adds_adapters, has_adapters
 from lightrft.utils.registry import About
 
 SFT_LOSS = About(
@@ -59,7 +60,7 @@ def explain_preference(config: DPOConfig, sources: Mapping[str, str]) -> Explana
     source = reference_source(
         settings,
         requirements,
-        adapters=config.model.lora is not None,
+        adapters=adds_adapters(config.model),
         path=config.reference,
         sees_all=config.train.steps is None and config.train.epochs >= 1,
         sampled=bool(config.online.group_size),
@@ -252,7 +253,7 @@ def _gradient(
 
 def trained(config: GivenDataConfig) -> str:
     """Return what of the model is trained."""
-    return "its adapters are trained" if config.model.lora is not None else "trained"
+    return "its adapters are trained" if has_adapters(config.model) else "trained"
 
 
 def _roles(config: DPOConfig, source: Source) -> Iterator[Role]:

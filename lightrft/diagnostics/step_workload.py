@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.verbs import RLConfig
+from lightrft.models.loading.adapter_folder import adds_adapters, has_adapters
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ def _applying(rows: Iterable[tuple[object, T]]) -> list[T]:
 def roles(config: RLConfig) -> list[Role]:
     """Return the models that are loaded."""
     needs = Requirements.of(config.algorithm)
-    adapters = "its adapters are trained" if config.model.lora is not None else "trained"
+    adapters = "its adapters are trained" if has_adapters(config.model) else "trained"
     distills = config.algorithm.distill.kind != "none"
     apart = config.engine.starts_server
     server = (
@@ -161,7 +162,7 @@ def _other_models(config: RLConfig) -> Iterator[str]:
 
 def _reference(config: RLConfig) -> str:
     kl = config.algorithm.kl
-    if config.model.lora is not None and config.reference is None:
+    if adds_adapters(config.model) and config.reference is None:
         return "the policy itself with its adapters off; nothing is loaded"
     what = f"frozen; {config.reference or 'the model that training starts from'}"
     if not kl.refresh_every:

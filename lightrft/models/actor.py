@@ -35,7 +35,7 @@ from lightrft.models.logprobs import (
     transform_logits,
     wide,
 )
-from lightrft.models.lora import base_model, is_adapted, merged_state
+from lightrft.models.lora import adapter_dropout, base_model, is_adapted, merged_state
 from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.multimodal.merge_inputs import (
     MergedInputs,
@@ -168,8 +168,7 @@ class Backbone(nn.Module):
 
     @property
     def _drops_adapters(self) -> bool:
-        lora = self.config.lora
-        return self.config.dropout or (lora is not None and lora.dropout > 0)
+        return self.config.dropout or adapter_dropout(self.model) > 0
 
     def read_weights(self, held: ShardLayout = local_shard_of) -> None:
         """Fill weights that were created on the meta device and have memory by now.

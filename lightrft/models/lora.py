@@ -237,6 +237,13 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def adapter_dropout(model: nn.Module) -> float:
+    """Return the largest dropout probability of the adapters of ``model``; 0 without adapters."""
+    adapted: Any = model
+    settings = adapted.peft_config.values() if is_adapted(model) else ()
+    return max((getattr(each, "lora_dropout", 0.0) for each in settings), default=0.0)
+
+
 def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside. Its layers keep their adapters."""
     # a peft model keeps the transformers model inside

@@ -8,11 +8,13 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lightrft.config.base import Settings
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.peft_folder import named_base
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def input_digests(config: Settings, ignore: Collection[str]) -> dict[str, str]:
             continue
         files = list(_files(Path(function["file"] if function else value).expanduser()))
         if files:
-            found[key] = f"{FUNCTION if function else ''}{_digest(files)}"
+            found[key] = f"{FUNCTION if function else ''}{digest_of(files)}"
     return found
 
 
@@ -75,11 +77,15 @@ def _files(path: Path) -> Iterator[Path]:
         if place.is_dir():
             below = (file for file in sorted(place.rglob("*")) if file.is_file())
             yield from (file for _, file in zip(range(MOST_FILES), below))
+            with suppress(OSError, ValueError):
+                # Adapters change the weights of a model in another folder.
+                base, _ = named_base(place)
+                yield from _files(Path(base).expanduser()) if base else ()
         elif place.is_file():
             yield place
 
 
-def _digest(files: list[Path]) -> str:
+def digest_of(files: list[Path]) -> str:
     """Return a digest of the names, sizes and contents of ``files``."""
     found = hashlib.blake2b(digest_size=16)
     for path in files:

@@ -202,7 +202,11 @@ def generation_service(
     tokenizer = local_tokenizer(model)
     placed = StrategyConfig(device=config.device)
     weights = None if saved is None else saved.weights
-    _, actor, engine = local_policy(model, placed, config.engine, tokenizer, weights=weights)
+    # A run sends whole weights, by the names of a model without adapters.
+    merges = isinstance(config, ServeConfig) and config.weights_token_file is not None
+    _, actor, engine = local_policy(
+        model, placed, config.engine, tokenizer, weights=weights, merges=merges
+    )
     assert isinstance(engine, NativeEngine)
     if config.sampling.constraint is not None:
         # compiled at once: a constraint that cannot be followed must not fail each request
@@ -232,7 +236,9 @@ def generation_service(
     def start_weights() -> Iterable[tuple[str, Tensor]]:
         # on the CPU: the device has room for the served weights alone
         on_cpu = StrategyConfig(device="cpu")
-        _, _, again = local_policy(model, on_cpu, config.engine, tokenizer, weights=weights)
+        _, _, again = local_policy(
+            model, on_cpu, config.engine, tokenizer, weights=weights, merges=merges
+        )
         assert isinstance(again, NativeEngine)
         return again.decoder.parameters()
 

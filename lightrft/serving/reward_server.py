@@ -45,7 +45,7 @@ def with_model_folder(config: ServeRMConfig) -> ServeRMConfig:
     """Return ``config`` with the folder ``model/`` in place of a run folder."""
     inside = Path(config.model.path).expanduser() / "model"
     if config.model.path and not (inside.parent / "config.json").exists() and inside.is_dir():
-        model = config.model.model_copy(update={"path": str(inside)})
+        model = config.model.model_copy(update={"path": str(inside), "base": None})
         return config.model_copy(update={"model": model})
     return config
 

@@ -20,12 +20,16 @@ from lightrft.models.loading.export_check import (
     folder_logits,
     probe_logits,
 )
-from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, read_tokenizer
+from lightrft.models.loading.from_pretrained import (
+    has_tokenizer,
+    load_model,
+    load_tokenizer,
+    read_tokenizer,
+)
 from lightrft.models.loading.older_readers import add_older_names
 from lightrft.models.merging.methods import merge_tensors
 from lightrft.models.merging.stored_model import (
     StoredModel,
-    has_tokenizer,
     open_model,
     read_config,
     tokenizer_folder,
@@ -217,8 +221,8 @@ def _expected(config: MergeConfig, inputs: _Inputs) -> Tensor | None:
         return None
     if not model.changes:
         return folder_logits(model.folder)
-    adapted = ModelConfig(path=model.name, unproved_family="allow")
-    return probe_logits(load_model(adapted, base=config.base_model))
+    adapted = ModelConfig(path=model.name, base=config.base_model, unproved_family="allow")
+    return probe_logits(load_model(adapted))
 
 
 def _check_models(models: Sequence[StoredModel]) -> None:

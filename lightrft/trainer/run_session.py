@@ -405,7 +405,7 @@ def next_commands(session: RunSession) -> list[str]:
         name = f"{session.path.name}-eval"
         run = {**tree["run"], "name": name, "resume": "auto", "overwrite": False}
         # ``model/`` holds its own tokenizer, and adapters are merged into its weights.
-        own = {"path": model.name, "tokenizer": None, "revision": None, "lora": None}
+        own = {"path": model.name, "base": None, "tokenizer": None, "revision": None, "lora": None}
         model_settings = {**loading_settings(tree["model"]), **own}
         evaluation = {**shared, "run": run, "model": model_settings}
         file = session.path / "eval.yaml"

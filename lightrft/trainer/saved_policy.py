@@ -172,7 +172,7 @@ def resolved(model: ModelConfig) -> tuple[ModelConfig, SavedPolicy | None]:
         log.warning(
             "model.path = %r: the run has no checkpoints; using its folder model/", model.path
         )
-        return model.model_copy(update={"path": str(folder / "model")}), None
+        return model.model_copy(update={"path": str(folder / "model"), "base": None}), None
     saved = saved_policy(folder)
     if saved.checkpoint != folder:
         log.warning("model.path = %r: using the checkpoint of step %d", model.path, saved.step)

@@ -17,6 +17,7 @@ from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Maker, Worker
 from lightrft.models.actor import Actor
+from lightrft.models.loading.adapter_folder import adds_adapters
 from lightrft.models.processors import Processor
 from lightrft.rewards.base import RewardScorer
 from lightrft.roles import Roles
@@ -197,7 +198,7 @@ def check_workers(config: RLConfig, requirements: Requirements) -> None:
     references = staff["references"]
     if not references:
         return
-    if config.model.lora is not None and not config.reference:
+    if adds_adapters(config.model) and not config.reference:
         raise ConfigError(
             f"launch.ray.references = {references}: model.lora has the policy without "
             "its adapters for a reference, which the ranks do themselves; leave it out"

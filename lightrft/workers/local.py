@@ -34,7 +34,9 @@ from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.expert_replay import ExpertReplay
-from lightrft.models.loading.from_pretrained import load_tokenizer, saved_adapters
+from lightrft.models.loading.adapter_folder import adds_adapters, saved_adapters
+from lightrft.models.loading.from_pretrained import has_tokenizer, load_tokenizer
+from lightrft.models.lora import merged_model
 from lightrft.models.processors import Processor
 from lightrft.rewards.base import NullScorer, RewardScorer
 from lightrft.rewards.scorer import Scorer
@@ -104,6 +106,7 @@ def local_policy(
     weights: Path | None = None,
     *,
     trains: bool = True,
+    merges: bool = False,
     replay_routes: bool = False,
     media: Collection[str] = (),
     compares: bool = True,
@@ -119,6 +122,7 @@ def local_policy(
         weights: folder of the trained weights in a checkpoint, loaded by a single process. None
             keeps the weights of ``model``.
         trains: the weights will change, and the engine must follow them.
+        merges: adapters are added to the weights.
         replay_routes: the engine records the experts of each token, and the policy replays them.
         media: kinds of media of the prompts, see ``kinds_to_check``.
 
@@ -137,6 +141,8 @@ def local_policy(
         actor = Actor.load(model, device="meta" if is_hollow else device)
     if weights is not None and not is_hollow:
         load_weights(actor, weights)
+    if merges and actor.has_adapters:
+        actor.model = merged_model(actor.model).eval()
     # The engine generates from the shards of the policy, which must be gathered for it.
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
     if replay_routes:
@@ -351,7 +357,7 @@ def local_reference(
     """
     if not requirements.reference:
         return None
-    if config.model.lora is not None and config.reference is None:
+    if adds_adapters(config.model) and config.reference is None:
         return AdapterFreeReference(policy.model)
     frozen, kl = frozen_reference(config, strategy), config.algorithm.kl
     return (
@@ -377,7 +383,7 @@ def preference_reference(
     """
     if source == "none":
         return None
-    if config.model.lora is not None and config.reference is None and source != "step":
+    if adds_adapters(config.model) and config.reference is None and source != "step":
         return AdapterFreeReference(policy.model)
     if source == "cached" and config.reference is None:
         return FrozenModel(policy.model)
@@ -390,9 +396,7 @@ def preference_reference(
 
 def reference_model(config: RLConfig | DPOConfig) -> ModelConfig:
     """Return the model settings of a separate reference."""
-    return config.model.model_copy(
-        update={"path": config.reference or config.model.path, "lora": None}
-    )
+    return config.model.at(config.reference)
 
 
 def frozen_reference(config: RLConfig | DPOConfig, strategy: Strategy) -> Actor:
@@ -492,7 +496,7 @@ def self_teacher(
         policy: the policy with its optimizer.
         strategy: strategy that places the teacher.
     """
-    if config.model.lora is not None:
+    if adds_adapters(config.model):
         return AdapterFreeReference(policy.model)
     frozen = local_frozen(config.model, strategy)
     if config.distill.refresh_every:
@@ -503,6 +507,7 @@ def self_teacher(
 def teacher_settings(policy: ModelConfig, teacher: TeacherConfig) -> ModelConfig:
     """Return the model settings of a teacher of ``policy``."""
     own = {
+        "base": None,
         "tokenizer": None,
         "chat_template": None,
         "lora": None,
@@ -569,8 +574,8 @@ def check_tokenizer(
     adapters = saved_adapters(model)
     models = [model]
     if adapters is not None:
-        models.append(model.model_copy(update={"path": adapters[0]}))
-        if not any(adapters[1].glob("tokenizer*")):
+        models.append(adapters.base)
+        if not has_tokenizer(adapters.folder):
             models.remove(model)
     ours = tokenizer.get_vocab()
     for each in models:
@@ -611,9 +616,7 @@ def local_critic(
         optimizer_steps: number of optimizer steps of the run, for the learning-rate schedule.
     """
     settings: ValueModelConfig = getattr(config, key)
-    model = config.model.model_copy(
-        update={"path": settings.path or config.model.path, "lora": None}
-    )
+    model = config.model.at(settings.path)
     with path_of(f"{key}.path" if settings.path else ""), strategy.loading() as device:
         critic = Critic.load(model, device=device)
     return TrainableModel(critic, strategy.prepare(critic, settings.optimizer, optimizer_steps))
@@ -627,9 +630,7 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trainable
         strategy: strategy that places and trains it.
         steps: number of steps of the run. Each takes one optimizer step.
     """
-    model = config.model.model_copy(
-        update={"path": config.prm.path or config.model.path, "lora": None}
-    )
+    model = config.model.at(config.prm.path)
     with path_of("prm.path" if config.prm.path else ""), strategy.loading() as device:
         actor = Actor.load(model, device=device)
     return TrainableModel(actor, strategy.prepare(actor, config.prm.optimizer, steps))

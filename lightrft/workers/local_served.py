@@ -27,7 +27,8 @@ from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.families import context_length, family_of
-from lightrft.models.loading.from_pretrained import model_settings, where_of
+from lightrft.models.loading.adapter_folder import has_adapters, lora_of
+from lightrft.models.loading.from_pretrained import base_and_lora, model_settings, where_of
 from lightrft.models.loading.meta_device import dtype_of
 from lightrft.models.multimodal.merge_inputs import media_token_ids
 from lightrft.roles import TrainableModel, engine_weights
@@ -170,7 +171,7 @@ def async_served(
     assert isinstance(built, ServedEngine)
     if isinstance(built, SGLangEngine):
         built.stays_awake = config.engine.starts_server
-    if config.model.lora is not None:
+    if has_adapters(config.model):
         # adapters are merged into weights that training does not change, and does not send
         built.frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     return built
@@ -237,7 +238,7 @@ def _checked(built: Engine, model: ModelConfig, *, trains: bool, media: Collecti
             banning(built, model)
         check_server_media(built, media)
         if trains and isinstance(built, ServedEngine):
-            built.lora = model.lora
+            built.lora = lora_of(model)
             built.require_updates()
     except BaseException:
         built.close()
@@ -308,7 +309,7 @@ def own_server_options(model: ModelConfig, engine: EngineConfig, device: torch.d
     """
     settings = model_settings(model)
     dtype, context = dtype_of(model, settings), context_length(settings)
-    return server_options(model, where_of(model), engine, dtype, device, context)
+    return server_options(base_and_lora(model), where_of(model), engine, dtype, device, context)
 
 
 def _send_first(engine: ServedEngine, decoder: DecoderProtocol) -> None:

@@ -18,7 +18,8 @@ from lightrft.engines.vllm import VLLMEngine
 from lightrft.engines.vllm_parts.media import MediaKind
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.families import family_of
-from lightrft.models.loading.from_pretrained import model_settings
+from lightrft.models.loading.adapter_folder import has_adapters
+from lightrft.models.loading.from_pretrained import base_and_lora, model_settings
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import plain_name
@@ -82,6 +83,7 @@ def build_vllm(
         ranks: All ranks of the run. Each must call it.
         dtype: Type that the policy computes in. ``None`` for the type of its weights.
     """
+    model = base_and_lora(model)
     weights = dict(decoder.parameters())
     ends = model_ends(tokenizer, decoder.eos_token_ids)
     shapes = {name: tuple(w.shape) for name, w in weights.items() if plain_name(name) is None}
@@ -151,7 +153,7 @@ def async_vllm(
 
 def refuse_merging(config: RLConfig) -> None:
     """Raise ``ConfigError`` for adapters that each rank would have to merge during training."""
-    if config.model.lora is not None:
+    if has_adapters(config.model):
         raise ConfigError(
             f"rollout.staleness = {config.rollout.staleness}: engine.kind = {config.engine.kind} "
             "cannot serve the adapters of model.lora, and merged ones need the frozen weights of "

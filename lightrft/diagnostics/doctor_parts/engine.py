@@ -21,8 +21,9 @@ from lightrft.engines.served.sglang_options import (
 from lightrft.engines.served.sglang_options import installed_version as sglang_version
 from lightrft.engines.vllm import TESTED
 from lightrft.engines.vllm_parts.options import unserved_reason
+from lightrft.models.loading.adapter_folder import lora_of
 from lightrft.trainer.checks.preflight import generates
-from lightrft.utils.errors import ConfigError, UserError, install_extra
+from lightrft.utils.errors import ConfigError, ModelError, UserError, install_extra
 from lightrft.workers.local_served import own_server_options
 from lightrft.workers.local_vllm import check_replica
 from lightrft.workers.media_checks import check_media, check_server_media
@@ -53,7 +54,11 @@ def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
     if starts:
         yield _command(config, device)
         return
-    lora = config.model.lora
+    try:
+        lora = lora_of(config.model)
+    except ModelError as error:
+        yield Finding("engine", "bad", "model.path", str(error))
+        return
     if lora is None:
         return
     if reason := unserved_reason(lora):

@@ -42,6 +42,7 @@ from lightrft.diagnostics.memory.phases import (
 from lightrft.diagnostics.memory.sent_weights import ServerKind, asks_server, sent_weights
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
+from lightrft.models.loading.adapter_folder import adds_adapters
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.onednn.packed_layers import PACKED_BYTES
 from lightrft.models.onednn.products import onednn_available
@@ -232,31 +233,26 @@ def _models(config: TrainingConfig) -> Iterator[Model]:
         yield _scoring_model(config)
         return
     yield _of("policy", model, trained=True)
-    alone = model.model_copy(update={"lora": None})
     if isinstance(config, DPOConfig) and loads_reference(config):
-        path = config.reference or model.path
-        yield _of("reference", alone.model_copy(update={"path": path}), trained=False)
+        yield _of("reference", model.at(config.reference), trained=False)
     if isinstance(config, DistillVerbConfig):
         yield from _teachers(config)
     if not isinstance(config, RLConfig):
         return
 
-    def at(path: str | None) -> ModelConfig:
-        return alone.model_copy(update={"path": path or model.path})
-
     requirements = Requirements.of(config.algorithm)
     # A policy with LoRA is its own reference: without the adapters.
-    has_base = model.lora is not None and config.reference is None
+    has_base = adds_adapters(model) and config.reference is None
     if requirements.reference and not has_base:
-        yield _of("reference", at(config.reference), trained=False)
+        yield _of("reference", model.at(config.reference), trained=False)
     if config.algorithm.distill.kind != "none":
         yield _teacher("teacher", model, config.teacher)
     if requirements.critic:
-        yield _of("critic", at(config.critic.path), trained=True, kind=Critic)
+        yield _of("critic", model.at(config.critic.path), trained=True, kind=Critic)
     if requirements.cost_critic:
-        yield _of("cost critic", at(config.cost_critic.path), trained=True, kind=Critic)
+        yield _of("cost critic", model.at(config.cost_critic.path), trained=True, kind=Critic)
     if requirements.prm:
-        yield _of("process model", at(config.prm.path), trained=True)
+        yield _of("process model", model.at(config.prm.path), trained=True)
 
 
 def loads_reference(config: DPOConfig) -> bool:
@@ -264,7 +260,7 @@ def loads_reference(config: DPOConfig) -> bool:
     source = reference_source(
         config.preference,
         preference_requirements(config.preference),
-        adapters=config.model.lora is not None,
+        adapters=adds_adapters(config.model),
         path=config.reference,
         sees_all=config.train.steps is None and config.train.epochs >= 1,
         sampled=bool(config.online.group_size),
@@ -277,7 +273,7 @@ def _teachers(config: DistillVerbConfig) -> Iterator[Model]:
     if config.teacher.path:
         if config.teacher.url is None:
             yield _teacher("teacher", config.model, config.teacher)
-    elif not config.teachers and config.model.lora is None:
+    elif not config.teachers and not adds_adapters(config.model):
         yield _of("teacher", config.model, trained=False)
     for source, teacher in config.teachers.items():
         if teacher.url is None:

@@ -1,72 +1,326 @@
-"""Folders of adapters as peft writes them."""
+"""Folders of adapters as peft writes them, and the base models that they name."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
+from lightrft.observability.input_digests import digest_of
+from lightrft.utils.atomic_files import looks_like_path, write_json
 from lightrft.utils.errors import ModelError, first_line, whole_message
+from lightrft.utils.peft_folder import ADAPTER_CONFIG, named_base
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+log = logging.getLogger(__name__)
 
-def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
-    """Return base model and folder of a folder of adapters; ``None`` for another folder.
+BASE_FILE = "lightrft_base.json"
+"""Digest of the weights that adapters were trained on, next to the adapters."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN = "pytorch_model.bin"
+_PAIRS = ((SINGLE, INDEX), (BIN, f"{BIN}.index.json"))
+_UNSERVED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "lora_bias",
+    "fan_in_fan_out",
+)
+"""Settings of peft whose adapters are more than one product of two matrices for a linear layer."""
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the weights of the base as they are."""
+_REFUSED = {
+    "layer_replication": "repeats layers of the base",
+    "alora_invocation_tokens": "starts at a token of the prompt",
+    "arrow_config": "chooses between several adapters",
+}
+"""Settings of peft that change the model in a way that adapters of single layers do not."""
 
-    Raises ``ModelError`` if it names no base, or its config cannot be read.
+
+class SavedAdapters(NamedTuple):
+    """A folder of adapters.
+
+    Attributes:
+        base: Settings of the base model.
+        folder: Folder of the adapters.
     """
-    file = Path(config.path).expanduser() / "adapter_config.json"
+
+    base: ModelConfig
+    folder: Path
+
+
+def saved_adapters(config: ModelConfig) -> SavedAdapters | None:
+    """Return the base model and the folder of a folder of adapters; ``None`` for another folder.
+
+    Raises:
+        ModelError: The folder names no base, its base is no model folder, or its config cannot be
+            read. ``config.base`` is set for a folder without adapters.
+    """
+    where = f"model.path = {config.path!r}"
+    file = Path(config.path).expanduser() / ADAPTER_CONFIG
     if not file.is_file():
+        if config.base is not None:
+            raise ModelError(
+                f"model.base = {config.base!r} is the base model of adapters, and {where} holds no "
+                "adapters; leave it out"
+            )
         return None
     try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
+        named, revision = named_base(file.parent)
+    except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.path = {config.path!r}: its adapter_config.json cannot be read "
-            f"({first_line(error)})"
+            f"{where}: its {ADAPTER_CONFIG} cannot be read ({first_line(error)})"
         ) from error
-    if not base:
+    if not (named or config.base):
         raise ModelError(
-            f"model.path = {config.path!r}: its adapter_config.json does not name a base model"
+            f"{where}: its {ADAPTER_CONFIG} does not name a base model (base_model_name_or_path); "
+            "set model.base to the folder or name of the model that the adapters were trained on"
         )
-    return base, file.parent
+    own: dict[str, Any] = {"path": config.base or named, "base": None, "lora": None}
+    if config.revision is None and config.base is None:
+        own["revision"] = revision
+    base = config.model_copy(update=own)
+    _check_base(base, where, "" if config.base else f"{file}, base_model_name_or_path = {named!r}")
+    return SavedAdapters(base, file.parent)
 
 
-def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfig) -> nn.Module:
-    """Return ``model`` with the adapters of ``folder``, trainable.
+def _check_base(base: ModelConfig, where: str, source: str) -> None:
+    """Raise ``ModelError`` if ``base`` is a path without a model."""
+    folder = Path(base.path).expanduser()
+    if (folder / ADAPTER_CONFIG).is_file():
+        problem = "is a folder of adapters too; write it whole by lightrft merge"
+    elif folder.is_dir() and not (folder / "config.json").is_file():
+        problem = "is no model folder, since it has no config.json"
+    elif not folder.is_dir() and (looks_like_path(base.path) or folder.exists()):
+        problem = "is not there"
+    else:
+        return
+    way_out = "set model.base to the folder or name of the model that the adapters were trained on"
+    named = source or f"model.base = {base.path!r}"
+    raise ModelError(f"{where}: its base model {problem}: {named}; {way_out}")
+
+
+def base_of(config: ModelConfig) -> ModelConfig:
+    """Return the settings of the folder that holds config and weights of the model.
+
+    It is the base of a folder of adapters, and ``config`` itself for another folder. Raises
+    ``ModelError`` as ``saved_adapters`` does.
+    """
+    found = saved_adapters(config)
+    return config if found is None else found.base
+
+
+def has_adapters(config: ModelConfig) -> bool:
+    """Return ``True`` if the model of ``config`` has adapters, new ones or those of a folder."""
+    return config.lora is not None or saved_adapters(config) is not None
+
+
+def adds_adapters(config: ModelConfig) -> bool:
+    """Return ``True`` if the model of ``config`` gets new adapters, and is its start without them.
+
+    Adapters of a folder are trained further: without them, the model is not what it started from.
+    """
+    return config.lora is not None and saved_adapters(config) is None
+
+
+def lora_of(config: ModelConfig) -> LoRAConfig | None:
+    """Return the settings of the adapters of ``config``, new ones or those of a folder.
+
+    Raises ``ModelError`` for adapters that ``LoRAConfig`` cannot describe.
+    """
+    found = saved_adapters(config)
+    if found is None:
+        return config.lora
+    settings: Any = peft_settings(found.folder)
+    odd = [name for name in _UNSERVED if getattr(settings, name, None)]
+    if settings.bias != "none":
+        odd.append("bias")
+    if odd:
+        values = ", ".join(f"{name} = {getattr(settings, name)!r}" for name in odd)
+        raise ModelError(
+            f"model.path = {config.path!r}: another engine than the native one cannot be sent "
+            f"these adapters ({ADAPTER_CONFIG}: {values}); set engine.kind=native, or write the "
+            "model whole by lightrft merge"
+        )
+    return LoRAConfig(
+        rank=settings.r,
+        alpha=settings.lora_alpha,
+        dropout=settings.lora_dropout,
+        dora=settings.use_dora,
+        rslora=settings.use_rslora,
+    )
+
+
+def weight_files(where: str, name: str, revision: str | None = None) -> list[str]:
+    """Return the files of weights of a folder, or of a name on the hub.
+
+    Raises ``ModelError`` if there are none.
+
+    Args:
+        where: Folder, or name on the hub.
+        name: Path or name that the user gave, for messages.
+        revision: Revision on the hub. ``None`` for the newest.
+    """
+    options: dict[str, Any] = {"revision": revision}
+    options["_raise_exceptions_for_missing_entries"] = False
+    for single, index in _PAIRS:
+        if (file := cached_file(where, single, **options)) is not None:
+            return [file]
+        if (file := cached_file(where, index, **options)) is not None:
+            file_of = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+            parts = sorted(set(file_of.values()))
+            return [str(cached_file(where, part, revision=revision)) for part in parts]
+    raise ModelError(f"{name}: it has no weights ({SINGLE}, {BIN}, or their index)")
+
+
+def base_digest(base: ModelConfig) -> str | None:
+    """Return a digest of config and weights of ``base``; ``None`` if there are no such files."""
+    where = str(Path(base.path).expanduser())
+    try:
+        files = weight_files(where, base.path, base.revision)
+        config = cached_file(where, "config.json", revision=base.revision)
+    except (*BROKEN, ModelError):
+        return None
+    paths = [Path(file) for file in (str(config), *files)]
+    return _digest(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
+
+
+@lru_cache
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    return digest_of([path for path, *_ in files])
+
+
+def write_base(folder: Path, base: ModelConfig) -> None:
+    """Name ``base`` in a written folder of adapters, with the digest of its weights.
+
+    A folder in the cache of the hub has its name there and its commit.
+    """
+    file = folder / ADAPTER_CONFIG
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    name, revision = _hub_name(base)
+    fields |= {"base_model_name_or_path": name, "revision": revision}
+    write_json(file, fields)
+    digest = base_digest(base)
+    write_json(folder / BASE_FILE, {"base_model_name_or_path": name, "digest": digest})
+    card = folder / "README.md"
+    card.write_text(_card(fields, is_hub=not Path(name).expanduser().is_dir()), encoding="utf-8")
+
+
+def _hub_name(base: ModelConfig) -> tuple[str, str | None]:
+    """Return the name of ``base`` and its revision: on the hub if that is known."""
+    path = Path(base.path).expanduser()
+    *_, cached, snapshots, commit = ("", "", "", *path.absolute().parts)
+    if path.is_dir() and snapshots == "snapshots" and cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/"), commit
+    return base.path, base.revision
+
+
+def _card(fields: dict[str, Any], *, is_hub: bool) -> str:
+    """Return the model card of adapters with the settings ``fields``."""
+    base, targets = fields["base_model_name_or_path"], fields.get("target_modules") or []
+    names = [targets] if isinstance(targets, str) else sorted(targets)
+    about = ["library_name: peft", "pipeline_tag: text-generation", "tags:", "- lora", "- lightrft"]
+    kinds = [kind for kind in ("dora", "rslora") if fields.get(f"use_{kind}")]
+    lines = [
+        "---",
+        *([f"base_model: {base}"] if is_hub else []),
+        *about,
+        "---",
+        "",
+        "# Adapters",
+        "",
+        f"Low-rank adapters for `{base}`, trained with LightRFT.",
+        "",
+        f"* base: `{base}`" + (f" at `{fields['revision']}`" if fields.get("revision") else ""),
+        f"* rank {fields.get('r')}, alpha {fields.get('lora_alpha')}"
+        + "".join(f", {kind}" for kind in kinds),
+        f"* layers: {', '.join(f'`{name}`' for name in names)}",
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from peft import AutoPeftModelForCausalLM",
+        "",
+        'model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")',
+        "```",
+        "",
+        "`lightrft chat model=path/to/this/folder` talks to it, and `lightrft merge` writes one",
+        "model without adapters.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def check_saved_digest(found: SavedAdapters, config: ModelConfig) -> None:
+    """Compare the base of adapters with the digest that was written next to them.
+
+    A base that ``config.base`` names may differ, with a warning.
+
+    Raises ``ModelError`` for another base under the name that the adapters have.
+    """
+    try:
+        expected = json.loads((found.folder / BASE_FILE).read_text(encoding="utf-8"))["digest"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return
+    if expected is None or (present := base_digest(found.base)) in (None, expected):
+        return
+    problem = (
+        f"model.path = {config.path!r}: its adapters were trained on other weights than "
+        f"{found.base.path!r} holds ({BASE_FILE}: digest {expected}, there {present})"
+    )
+    if config.base is None:
+        raise ModelError(
+            f"{problem}; set model.base to the model that they were trained on, or to this one to "
+            "take it anyway"
+        )
+    log.warning("%s; model.base takes it anyway", problem)
+
+
+def with_saved_adapters(
+    model: PreTrainedModel, found: SavedAdapters, config: ModelConfig
+) -> nn.Module:
+    """Return ``model`` with the adapters of a folder, trainable.
 
     Args:
         model: The base model.
-        folder: Folder that peft wrote.
-        config: Gives the path for error messages.
+        found: The folder that peft wrote.
+        config: Settings whose path is the folder.
 
     Raises:
         ModelError: The adapters cannot be read, the file has no weights for some of them, or it has
-            tensors that the model has no place for.
+            tensors that the model has no place for. The base has other weights than in training.
+            ``config.lora`` asks for other adapters.
     """
     from peft import get_peft_model
 
-    where = f"model.path = {config.path!r}"
+    where, folder = f"model.path = {config.path!r}", found.folder
+    check_saved_digest(found, config)
     try:
         with suppress_hf_warnings(local=True):
-            settings = peft_settings(folder)
+            settings = checked_settings(folder, config)
             adapted: Any = get_peft_model(model, settings)
-            found = adapted.load_adapter(str(folder), "default", is_trainable=True)
+            keys = adapted.load_adapter(str(folder), "default", is_trainable=True)
     except (*BROKEN, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {whole_message(error)}"
         raise ModelError(f"{where}: the adapters cannot be read ({problem})") from error
-    if found.missing_keys or found.unexpected_keys:
+    if keys.missing_keys or keys.unexpected_keys:
         raise ModelError(
             f"{where}: the adapters do not fit their base model, or are not complete: "
-            f"{_misfits(found.missing_keys, found.unexpected_keys)}; "
+            f"{_misfits(keys.missing_keys, keys.unexpected_keys)}; "
             + (
                 "they are adapters of a classifier, such as a reward model: write it whole by "
                 "lightrft merge"
@@ -84,6 +338,73 @@ def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if unexpected:
         found.append(f"{len(unexpected)} tensors fit no module, e.g. {min(unexpected)}")
     return ", and ".join(found)
+
+
+def checked_settings(folder: Path, config: ModelConfig) -> PeftConfig:
+    """Return ``peft_settings`` of adapters that are added to layers.
+
+    Raises ``ModelError`` for other adapters, and for those that differ from ``config.lora``.
+    """
+    where = f"model.path = {config.path!r}"
+    settings: Any = peft_settings(folder)
+    if settings.is_prompt_learning:
+        raise ModelError(
+            f"{where}: peft_type = {str(settings.peft_type.value)!r} adds tokens to a prompt, and "
+            "adapters of layers are needed, such as LORA"
+        )
+    for name, does in _REFUSED.items():
+        if getattr(settings, name, None):
+            raise ModelError(f"{where}: {name} of {ADAPTER_CONFIG} {does}, which is not supported")
+    if config.lora is not None and (other := _other_setting(config.lora, settings, folder)):
+        raise ModelError(
+            f"{where}: its adapters are trained further as they are, and have {other}; leave "
+            "model.lora out, or write a model by lightrft merge to add new adapters to"
+        )
+    return settings
+
+
+def _other_setting(lora: LoRAConfig, settings: Any, folder: Path) -> str:
+    """Return the first setting of ``lora`` that the adapters in ``folder`` do not have."""
+    saved = {
+        "rank": getattr(settings, "r", None),
+        "alpha": getattr(settings, "lora_alpha", None),
+        "dropout": getattr(settings, "lora_dropout", None),
+        "dora": getattr(settings, "use_dora", None),
+        "rslora": getattr(settings, "use_rslora", None),
+    }
+    for name, value in saved.items():
+        if value != getattr(lora, name):
+            return f"{name} = {value}, where model.lora.{name} = {getattr(lora, name)}"
+    if lora.targets == "all-linear":
+        return ""
+    for tensor in adapter_tensors(folder, str(folder)):
+        layer = tensor.removeprefix("base_model.model.").partition(".lora_")[0]
+        if isinstance(lora.targets, str):
+            is_target = re.fullmatch(lora.targets, layer) is not None
+        else:
+            is_target = f".{layer}".endswith(tuple(f".{target}" for target in lora.targets))
+        if not is_target:
+            return f"one on {layer}, where model.lora.targets = {lora.targets!r}"
+    return ""
+
+
+def base_change(folder: Path) -> str:
+    """Return by what peft changes or replaces weights of the base, or an empty string.
+
+    Such adapters need the values of the base when they are loaded.
+    """
+    settings: Any = peft_settings(folder)
+    start = getattr(settings, "init_lora_weights", None)
+    if isinstance(start, str) and start not in _KEEPS_BASE:
+        return f"init_lora_weights = {start!r}"
+    if (bias := getattr(settings, "bias", "none")) != "none":
+        return f"bias = {bias!r}"
+    if tokens := getattr(settings, "trainable_token_indices", None):
+        return f"trainable_token_indices = {tokens!r}"
+    # peft writes adapted embeddings whole, with their factors
+    names = [name for name in adapter_tensors(folder, str(folder)) if ".lora_" not in name]
+    own = [name for name in names if ".base_layer." in name]
+    return f"the tensor {own[0]}" if own else ""
 
 
 def peft_settings(folder: Path) -> PeftConfig:

@@ -25,7 +25,13 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_family, check_members, family_of
-from lightrft.models.loading.adapter_folder import saved_adapters, with_saved_adapters
+from lightrft.models.loading.adapter_folder import (
+    base_of,
+    lora_of,
+    saved_adapters,
+    with_saved_adapters,
+    write_base,
+)
 from lightrft.models.loading.chat_template import fit_template
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
 from lightrft.models.loading.older_readers import add_older_names
@@ -67,7 +73,6 @@ def load_model(
     dtype: torch.dtype | None = None,
     device_map: str | dict[str, object] | None = None,
     output_head: bool = True,
-    base: str | None = None,
 ) -> PreTrainedModel:
     """Load the model of ``config.path`` in evaluation mode, with ``config.freeze`` applied.
 
@@ -80,7 +85,6 @@ def load_model(
         device_map: Placement of parts as in transformers, which replaces ``device``. ``None`` for
             none.
         output_head: Require the weights of the output head. Otherwise a missing head is 0.
-        base: Base model of a folder of adapters. ``None`` takes the one that it names.
 
     Raises:
         ModelError: There is no such folder and no hub, or it is not a model folder. The family is
@@ -88,9 +92,8 @@ def load_model(
             lacks bitsandbytes. A frozen part or prefix names nothing.
     """
     if (found := saved_adapters(config)) is not None:
-        of_base = config.model_copy(update={"path": base or found[0]})
-        model = load_model(of_base, device=device, dtype=dtype, output_head=output_head)
-        return with_saved_adapters(model, found[1], config)  # ty: ignore[invalid-explicit-return]
+        model = load_model(found.base, device=device, dtype=dtype, output_head=output_head)
+        return with_saved_adapters(model, found, config)  # ty: ignore[invalid-explicit-return]
     options = _options(config, device, dtype)
     if device_map is not None:
         options["device_map"] = device_map
@@ -198,13 +201,14 @@ def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
 
 
 def where_of(config: ModelConfig) -> str:
-    """Return the folder or hub name of ``config.path``.
+    """Return the folder or hub name of the weights of ``config.path``.
 
-    Raises ``ModelError`` for a path that can be neither.
+    It is that of the base for a folder of adapters. Raises ``ModelError`` for a path that can be
+    neither.
     """
-    path = config.path
-    if not path:
+    if not config.path:
         raise ModelError("model.path is not set: give a Hugging Face folder or name")
+    path = base_of(config).path
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -225,6 +229,7 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
     For a model that also speaks, return the config of its text-generating part, since only that
     part is loaded.
     """
+    config = base_of(config)
     where = where_of(config)
     try:
         found = AutoConfig.from_pretrained(
@@ -303,6 +308,19 @@ def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
             parameter.requires_grad_(False)
 
 
+def base_and_lora(config: ModelConfig) -> ModelConfig:
+    """Return settings of the same policy, for an engine that loads the base and is sent adapters.
+
+    Raises ``ModelError`` as ``lora_of`` does.
+    """
+    found = saved_adapters(config)
+    if found is None:
+        return config
+    own = str(found.folder) if has_tokenizer(found.folder) else None
+    update = {"lora": lora_of(config), "tokenizer": config.tokenizer or own}
+    return found.base.model_copy(update=update)
+
+
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``config.tokenizer`` or ``config.path``.
 
@@ -312,14 +330,17 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     text alone. Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, or
     an unreadable chat template.
     """
-    # a folder of adapters holds a tokenizer, but no config of the model
-    is_adapter = (Path(config.path).expanduser() / "adapter_config.json").is_file()
+    found = saved_adapters(config) if config.path else None
+    base = config if found is None else found.base
+    own = None if found is None else found.folder
     if config.tokenizer:
-        where = config.tokenizer
+        tokenizer = read_tokenizer(config, config.tokenizer)
+    elif own is not None and has_tokenizer(own):
+        tokenizer = read_tokenizer(config, str(own))
     else:
-        where = config.path if is_adapter else where_of(config)
-    tokenizer = read_tokenizer(config, where)
-    settings = None if is_adapter or not config.path else model_settings(config)
+        tokenizer = read_tokenizer(base, where_of(base))
+    where = tokenizer.name_or_path
+    settings = model_settings(base) if config.path else None
     rows = None if settings is None else settings.get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
         own = f"the tokenizer {where!r} has {len(tokenizer)} tokens"
@@ -332,8 +353,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.chat_template is not None:
         tokenizer.chat_template = _template(config.chat_template)
     elif settings is not None:
+        if own is not None and (template := own / "chat_template.jinja").is_file():
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
         try:
-            fit_template(tokenizer, settings, where_of(config), config.revision)
+            fit_template(tokenizer, settings, where_of(base), base.revision)
         except BROKEN as error:
             problem = f"the chat template of its processor cannot be read ({first_line(error)})"
             raise ModelError(
@@ -343,6 +366,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return ``True`` if ``folder`` holds files of a tokenizer."""
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
 def read_tokenizer(config: ModelConfig, where: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the folder or hub name ``where``, as it is saved there.
 
@@ -350,7 +378,7 @@ def read_tokenizer(config: ModelConfig, where: str) -> PreTrainedTokenizerBase:
     """
     setting = "model.tokenizer" if config.tokenizer else "model.path"
     folder = Path(where).expanduser()
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         problem = "the folder holds no tokenizer; set model.tokenizer"
         raise ModelError(f"{setting} = {where!r}: {problem}")
     try:
@@ -438,6 +466,9 @@ def save_model(
     with suppress_hf_warnings(local=True):
         if is_adapted(inner) and not merge:
             inner.save_pretrained(str(path))
+            own = inner.get_base_model().config
+            commit = getattr(own, "_commit_hash", None)
+            write_base(Path(path), ModelConfig(path=own.name_or_path, revision=commit))
         else:
             whole = merged_model(inner) if is_adapted(inner) else inner
             with kept_implementations(whole):
@@ -476,8 +507,7 @@ def config_ends(config: ModelConfig) -> list[int]:
 
     Raises ``ModelError`` as ``model_settings`` does.
     """
-    if (adapters := saved_adapters(config)) is not None:
-        config = config.model_copy(update={"path": adapters[0]})
+    config = base_of(config)
     sources: list[Any] = [model_settings(config).get_text_config(decoder=True)]
     with suppress(OSError):  # not every model has a generation config
         revision = config.revision or "main"

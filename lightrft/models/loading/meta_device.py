@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_members
-from lightrft.models.loading.adapter_folder import peft_settings, saved_adapters
+from lightrft.models.loading.adapter_folder import checked_settings, saved_adapters
 from lightrft.models.loading.from_pretrained import (
     freeze,
     from_settings,
@@ -30,8 +30,8 @@ def meta_model(config: ModelConfig) -> nn.Module:
     if (found := saved_adapters(config)) is not None:
         from peft import get_peft_model
 
-        base = meta_model(config.model_copy(update={"path": found[0], "lora": None}))
-        saved = peft_settings(found[1])
+        base = meta_model(found.base)
+        saved = checked_settings(found.folder, config)
         with torch.device("meta"), suppress_hf_warnings(local=True):
             return get_peft_model(base_model(base), saved).eval()
     settings = known_settings(config)

@@ -33,7 +33,14 @@ from transformers.utils import cached_file
 from lightrft.config.model import ModelConfig
 from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.families import family_of
-from lightrft.models.loading.adapter_folder import saved_adapters, with_saved_adapters
+from lightrft.models.loading.adapter_folder import (
+    INDEX,
+    SINGLE,
+    base_change,
+    base_of,
+    saved_adapters,
+    with_saved_adapters,
+)
 from lightrft.models.loading.from_pretrained import (
     freeze,
     from_settings,
@@ -48,7 +55,6 @@ from lightrft.models.lora import add_adapters, base_model, is_adapted
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import exchange, plain_name
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 2**20
 """Bytes that are read at once. A full slice would be in memory twice until it is copied."""
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -255,7 +261,7 @@ def build_model(
 
 
 def build_on_meta(
-    config: ModelConfig, dtype: torch.dtype | None = None, base_path: str | None = None
+    config: ModelConfig, dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, DeferredWeights]:
     """Build the model of ``config.path`` with its weights on the meta device.
 
@@ -265,17 +271,19 @@ def build_on_meta(
     Args:
         config: Path and settings of the model.
         dtype: Dtype of the weights. ``None`` uses ``config.dtype``.
-        base_path: Base model of a folder of adapters. ``None`` uses the one that it names.
 
     Raises:
         ModelError: As ``load_model`` does for errors visible without weights, and for quantised
             weights.
     """
     found = saved_adapters(config)
-    if found is None:
-        of_base = config
-    else:
-        of_base = config.model_copy(update={"path": base_path or found[0]})
+    of_base = base_of(config)
+    if found is not None and (changed := base_change(found.folder)):
+        raise ModelError(
+            f"model.path = {config.path!r}: its adapters change the base ({changed}), whose weights "
+            "are spread over processes; set launch.processes=1, or write the model whole by "
+            "lightrft merge"
+        )
     settings = _settings(of_base)
     keys = _keys(of_base, settings)
     # before the model is built, since its parameters take their dtype from it
@@ -291,7 +299,7 @@ def build_on_meta(
     hollow = {id(p) for p in base.parameters()}
     model: nn.Module = base
     if found is not None:
-        model = with_saved_adapters(base, found[1], config)
+        model = with_saved_adapters(base, found, config)
     elif config.lora is not None:
         model = add_adapters(base, config.lora)
         unread.dora = config.lora.dora

@@ -17,18 +17,22 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
-from transformers.utils import cached_file
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.adapter_folder import (
+    BIN,
+    SavedAdapters,
     adapter_tensors,
+    base_change,
     peft_settings,
     saved_adapters,
+    weight_files,
     with_saved_adapters,
 )
 from lightrft.models.loading.export_check import check_export, probe_logits
 from lightrft.models.loading.from_pretrained import (
     TOKENIZER_FILES,
+    has_tokenizer,
     load_model,
     model_settings,
     save_model,
@@ -36,8 +40,6 @@ from lightrft.models.loading.from_pretrained import (
 )
 from lightrft.models.loading.hf_logging import BROKEN
 from lightrft.models.loading.sharded_read import (
-    INDEX,
-    SINGLE,
     Source,
     StoredTensor,
     build_on_meta,
@@ -45,11 +47,10 @@ from lightrft.models.loading.sharded_read import (
 from lightrft.models.reward.saved_form import holds_heads
 from lightrft.utils.errors import ModelError, first_line, whole_message
 from lightrft.utils.module_tensors import plain_name
+from lightrft.utils.peft_folder import ADAPTER_CONFIG
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.py", *TOKENIZER_FILES)
 """Patterns of the files of a model that are not weights."""
-_BIN = "pytorch_model.bin"
-_PAIRS = ((SINGLE, INDEX), (_BIN, f"{_BIN}.index.json"))
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _HEAD = re.compile(r"\b(lm_head|embed_out|embed_in|embed_tokens|wte)\.")
 _FACTOR = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector)$")
@@ -116,6 +117,8 @@ def open_model(name: str, base: str | None = None, scratch: Path | None = None) 
     """
     # The family does not matter: no forward pass runs.
     config = ModelConfig(path=name, unproved_family="allow")
+    if (Path(name).expanduser() / ADAPTER_CONFIG).is_file():
+        config = config.model_copy(update={"base": base})
     if holds_heads(name):
         raise ModelError(
             f"{name} is a reward model: its heads cannot be merged or converted; take the model "
@@ -123,13 +126,12 @@ def open_model(name: str, base: str | None = None, scratch: Path | None = None) 
         )
     found = saved_adapters(config)
     if found is not None:
-        base = base or found[0]
-        streamed = _with_adapters(config, base, found[1])
+        streamed = _with_adapters(config, found)
         if streamed is not None:
             return streamed
         if scratch is None:
             raise ModelError(f"{name}: it is a folder of adapters; merge it by lightrft merge")
-        return _merged_whole(config, base, found[1], scratch)
+        return _merged_whole(config, found, scratch)
     folder = _small_files(where_of(config), name)
     check_plain(folder, name)
     sources, specs = {}, {}
@@ -181,25 +183,14 @@ def stored_tensors(where: str, name: str) -> Iterator[tuple[str, Source, Tensor]
         name: Path or name that the user gave, for messages.
     """
     try:
-        for file in _weight_files(where, name):
+        for file in weight_files(where, name):
             yield from _in_bin(file) if file.endswith(".bin") else _in_safetensors(file)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"{name}: {_BIN} is damaged, or holds more than tensors, and is not read"
+            f"{name}: {BIN} is damaged, or holds more than tensors, and is not read"
         ) from error
     except (*BROKEN, TypeError) as error:
         raise ModelError(f"{name}: the weights cannot be read ({first_line(error)})") from error
-
-
-def _weight_files(where: str, name: str) -> list[str]:
-    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    for single, index in _PAIRS:
-        if (file := cached_file(where, single, **options)) is not None:
-            return [file]
-        if (file := cached_file(where, index, **options)) is not None:
-            file_of = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
-            return [str(cached_file(where, part)) for part in sorted(set(file_of.values()))]
-    raise ModelError(f"{name}: it has no weights ({SINGLE}, {_BIN}, or their index)")
 
 
 def _in_safetensors(file: str) -> Iterator[tuple[str, Source, Tensor]]:
@@ -257,16 +248,16 @@ def _repeats_another(model: StoredModel, head: str) -> bool:
     return any(torch.equal(whole, model.read(name)) for name in others)
 
 
-def _with_adapters(config: ModelConfig, base: str, adapters: Path) -> StoredModel | None:
-    """Return the base model, with the adapters in the folder ``adapters`` added when it is read.
+def _with_adapters(config: ModelConfig, found: SavedAdapters) -> StoredModel | None:
+    """Return the base model, with the adapters of a folder added when it is read.
 
     It is ``None`` for adapters of more than single linear layers: they need the whole model.
     """
-    if not _are_linear(config, adapters):
+    if not _are_linear(config, found.folder):
         return None
-    plain = open_model(base)
-    tokenizer = adapters if has_tokenizer(adapters) else plain.tokenizer
-    changes = _changes(config, base)
+    plain = open_model(found.base.path)
+    tokenizer = found.folder if has_tokenizer(found.folder) else plain.tokenizer
+    changes = _changes(config)
     if changes is None or changes.keys() - plain.specs.keys():
         return None
     return StoredModel(config.path, plain.folder, tokenizer, plain.specs, plain.sources, changes)
@@ -275,13 +266,10 @@ def _with_adapters(config: ModelConfig, base: str, adapters: Path) -> StoredMode
 def _are_linear(config: ModelConfig, adapters: Path) -> bool:
     """Return ``True`` if every tensor is a low-rank factor of one layer, and not of head or
     embeddings, which may be tied."""
+    if base_change(adapters):
+        return False
     names = adapter_tensors(adapters, config.path)
     return all(_FACTOR.search(name) and not _HEAD.search(name) for name in names)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return True if ``folder`` holds files of a tokenizer."""
-    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def tokenizer_folder(name: str) -> Path:
@@ -297,7 +285,7 @@ def tokenizer_folder(name: str) -> Path:
     return folder
 
 
-def _changes(config: ModelConfig, base: str) -> dict[str, Change] | None:
+def _changes(config: ModelConfig) -> dict[str, Change] | None:
     """Return the change of each weight that the adapters of ``config`` change, by its name.
 
     It is ``None`` if an adapter changes more than the weight of a linear layer.
@@ -306,7 +294,7 @@ def _changes(config: ModelConfig, base: str) -> dict[str, Change] | None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     # Only adapters have memory.
-    model, deferred = build_on_meta(config, torch.float32, base)
+    model, deferred = build_on_meta(config, torch.float32)
     key_of = {name: source.key for name, source in deferred.stored.items()}
     changes: dict[str, Change] = {}
     for name, module in model.named_modules():
@@ -333,23 +321,23 @@ def _with_adapter(layer: Any, weight: Tensor) -> Tensor:
     return merged
 
 
-def _merged_whole(config: ModelConfig, base: str, adapters: Path, scratch: Path) -> StoredModel:
+def _merged_whole(config: ModelConfig, found: SavedAdapters, scratch: Path) -> StoredModel:
     """Return the base model with its adapters added by peft, as a folder in ``scratch``.
 
     The whole model is in memory. Adapters of a classifier give a classifier.
     """
-    of_base = config.model_copy(update={"path": base})
+    of_base, adapters = found
     if peft_settings(adapters).task_type == "SEQ_CLS":
         model = _classifier(of_base, adapters)
     else:
         model = load_model(of_base)
-    adapted = with_saved_adapters(model, adapters, config)
+    adapted = with_saved_adapters(model, found, config)
     folder = scratch / f"merged_{len(list(scratch.glob('merged_*')))}"
-    tokenizer = adapters if has_tokenizer(adapters) else tokenizer_folder(base)
+    tokenizer = adapters if has_tokenizer(adapters) else tokenizer_folder(of_base.path)
     save_model(adapted, None, folder)
     check_export(folder, probe_logits(adapted))
     copied = {file.name for file in folder.iterdir()}
-    source = _small_files(where_of(of_base), base)
+    source = _small_files(where_of(of_base), of_base.path)
     for file in (file for pattern in SMALL_FILES for file in source.glob(pattern)):
         if file.name not in copied:
             shutil.copy(file, folder / file.name)

@@ -15,7 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightrft.models.loading.sharded_read import INDEX
+from lightrft.models.loading.adapter_folder import BASE_FILE, INDEX
 from lightrft.models.merging.stored_model import SMALL_FILES
 from lightrft.utils.atomic_files import human_bytes, write_json
 from lightrft.utils.errors import ModelError, ResourceError
@@ -29,7 +29,7 @@ _PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-_NOT_COPIED = ("*.index.json", "adapter_config.json")
+_NOT_COPIED = ("*.index.json", "adapter_config.json", BASE_FILE)
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 

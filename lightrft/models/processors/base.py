@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_family, family_of
+from lightrft.models.loading.adapter_folder import saved_adapters
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.types import Extent, Media
 from lightrft.utils.errors import DataError, ModelError
@@ -231,6 +232,17 @@ Build = Callable[
 """Maps ``(model settings, the model's config, tokenizer)`` to the parts of a family."""
 
 
+def _placed(config: ModelConfig) -> ModelConfig:
+    """Return the settings of the folder of the processor: of adapters if they have one, or of
+    their base."""
+    found = saved_adapters(config)
+    if found is None:
+        return config
+    if any((found.folder / name).is_file() for name in PROCESSOR_FILES):
+        return config.at(str(found.folder)).model_copy(update={"revision": None})
+    return found.base
+
+
 def load_processor(
     config: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -256,6 +268,7 @@ def load_processor(
         return None
     from lightrft.models.processors.registry import BUILD
 
+    config = _placed(config)
     folder = Path(config.path).expanduser()
     # transformers does not expand ``~`` in a path
     placed = config.model_copy(update={"path": str(folder)}) if folder.is_dir() else config

@@ -8,6 +8,7 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardTerm, ScoringModelConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.models.loading.adapter_folder import adds_adapters
 from lightrft.trainer.checks.check_engine import check_engine
 from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.trainer.checks.preflight import check_learning, check_trained_weights
@@ -122,7 +123,7 @@ def check_roles(config: RLConfig, requirements: Requirements) -> None:
             f"algorithm.kl.refresh_every = {kl.refresh_every} changes nothing: no part in force "
             "reads the reference"
         )
-    if kl.refresh_every and config.model.lora is not None:
+    if kl.refresh_every and adds_adapters(config.model):
         raise ConfigError(
             f"algorithm.kl.refresh_every = {kl.refresh_every}: with model.lora the reference is "
             "the model without its adapters, which cannot move; set "

@@ -23,6 +23,7 @@ from lightrft.config.verbs import (
 from lightrft.engines.constrained.grammars import check_constraint
 from lightrft.engines.requests import refuse_filters, unsupported_settings
 from lightrft.engines.vllm import check_sampling
+from lightrft.models.loading.adapter_folder import has_adapters
 from lightrft.rewards.success import Success
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.statistics.repeated_samples import powers_of_two
@@ -80,7 +81,7 @@ VALIDATED = (SFTConfig, DistillVerbConfig, DPOConfig)
 
 def check_trained_weights(model: ModelConfig) -> None:
     """Raise ``ConfigError`` if the weights of ``model`` are quantised and it has no adapters."""
-    if model.load_in_4bit and model.lora is None:
+    if model.load_in_4bit and not has_adapters(model):
         raise ConfigError(
             "model.load_in_4bit = true: weights in 4 bits cannot be trained, so that embeddings "
             "and norms alone would change; train adapters, e.g. model.lora.rank=16, or leave "

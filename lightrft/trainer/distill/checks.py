@@ -8,6 +8,7 @@ from lightrft.config.base import changed_fields
 from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.models.loading.adapter_folder import adds_adapters
 from lightrft.trainer.supervised import check_supervised
 from lightrft.utils.errors import ConfigError
 
@@ -116,7 +117,7 @@ def check_self_distillation(config: DistillVerbConfig) -> None:
             "self-distillation, show the teacher more: set distill.teacher_template or "
             "distill.teacher_system"
         )
-    if settings.refresh_every and config.model.lora is not None:
+    if settings.refresh_every and adds_adapters(config.model):
         raise ConfigError(
             f"distill.refresh_every = {settings.refresh_every}: with model.lora the teacher is the "
             "model without its adapters, which cannot move; set distill.refresh_every=0, or train "

@@ -146,7 +146,8 @@ class RoundPlan:
             return model
         path = self._folder_of(self.number - 1) / self.run.name / "model"
         # That folder has its own tokenizer.
-        return model.model_copy(update={"path": str(path), "tokenizer": None, "revision": None})
+        own = {"path": str(path), "base": None, "tokenizer": None, "revision": None}
+        return model.model_copy(update=own)
 
     def _data(self, files: Sequence[str]) -> DataConfig:
         """Return the data settings of the training, which encode prompts as the generation did."""

@@ -12,6 +12,7 @@ from lightrft.algorithms.preference.requirements import (
 )
 from lightrft.config.base import changed_fields
 from lightrft.config.verbs import DPOConfig
+from lightrft.models.loading.adapter_folder import adds_adapters
 from lightrft.trainer.checks.preflight import greedy_setting, weightless_rewards
 from lightrft.trainer.supervised import check_supervised
 from lightrft.utils.errors import ConfigError
@@ -58,7 +59,7 @@ def online_source(config: DPOConfig, requirements: PreferenceRequirements) -> So
     return reference_source(
         config.preference,
         requirements,
-        adapters=config.model.lora is not None,
+        adapters=adds_adapters(config.model),
         path=config.reference,
         sees_all=False,
         sampled=True,

@@ -302,6 +302,7 @@ def model_settings(policy: ModelConfig, path: str) -> ModelConfig:
     """Return the model settings of the reward model ``path`` that scores a policy's responses."""
     own = {
         "path": path,
+        "base": None,
         "tokenizer": None,
         "chat_template": None,
         "lora": None,
