@@ -119,7 +119,11 @@ def test_a_verb_that_samples_gives_the_responses_of_the_model_that_peft_merges(
 ):
     monkeypatch.chdir(tmp_path)
     outputs = {}
-    for name, model in {"kept": adapters(kind), "merged": merged(kind), "base": model_folder}.items():
+    for name, model in {
+        "kept": adapters(kind),
+        "merged": merged(kind),
+        "base": model_folder,
+    }.items():
         rows = f"data.sources={data_folder / 'train.jsonl'}"
         words = [f"model={model}", "sampling.max_new_tokens=12", "sampling.temperature=0"]
         if verb == "generate":
@@ -197,7 +201,10 @@ def test_a_training_verb_continues_the_adapters(
     if verb == "rl":
         over["reward"] = {"terms": [rl_tree["reward"]["terms"][0].replace(":ones", ":varied")]}
     still = run_of(
-        verb, rl_tree, tmp_path, **deep_merge(over, {"optimizer": {"lr": 0.0}, "run": {"name": "a"}})
+        verb,
+        rl_tree,
+        tmp_path,
+        **deep_merge(over, {"optimizer": {"lr": 0.0}, "run": {"name": "a"}}),
     )
     moved = run_of(verb, rl_tree, tmp_path, **deep_merge(over, {"run": {"name": "b"}}))
     start, end = (Path(c.run.dir) / c.run.name / "model" for c in (still, moved))
@@ -285,7 +292,9 @@ def test_a_kept_export_names_its_base_and_refuses_another_under_the_same_path(
     shutil.copytree(tmp_path / "base", tmp_path / "moved")
     shutil.rmtree(tmp_path / "base")
     refused = generated(capsys, kept)
-    assert_refused(refused, "adapter_config.json", "base_model_name_or_path", str(tmp_path / "base"))
+    assert_refused(
+        refused, "adapter_config.json", "base_model_name_or_path", str(tmp_path / "base")
+    )
     assert "model.base" in refused.err
     assert generated(capsys, kept, f"model.base={tmp_path / 'moved'}").status == 0
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "moved")
@@ -308,7 +317,9 @@ def test_a_run_notices_that_the_base_of_its_adapters_has_changed(rl_tree, tmp_pa
         other.model.layers[0].mlp.up_proj.weight += 1
     other.save_pretrained(base)
     with pytest.raises(ConfigError, match=r"inputs have changed.*model\.path"):
-        run_of("sft", rl_tree, tmp_path, model=model, run={"resume": "auto"}, checkpoint={"every": 1})
+        run_of(
+            "sft", rl_tree, tmp_path, model=model, run={"resume": "auto"}, checkpoint={"every": 1}
+        )
 
 
 def test_a_base_in_the_cache_of_the_hub_is_named_as_there(rl_tree, tmp_path, model_folder):

@@ -353,6 +353,7 @@ FLIPS: dict[str, Flip] = {
     "run.threads": Flip(2, "command", {"run": {"threads": 1}}),
     "run.progress": Flip(False, "command"),
     "model.path": Flip("{root}/second", "run"),
+    "model.base": Flip("{root}/second", "run", {"model": {"path": "{root}/adapters"}}),
     "model.tokenizer": Flip("{root}/backwards", "prompts"),
     "model.chat_template": Flip(
         "{% for m in messages %}{{ m['content'] }}!{% endfor %}",

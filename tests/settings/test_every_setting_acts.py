@@ -13,10 +13,13 @@ import pytest
 from PIL import Image
 
 from lightrft.config.base import Settings, build, deep_merge
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.reward_model import RewardModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.models.actor import Actor
+from lightrft.models.loading.adapter_folder import BASE_FILE
+from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.process_form import Separator
 from lightrft.models.reward.reward_model import RewardModel
@@ -127,6 +130,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    adapters = ModelConfig(path=str(folder / "policy"), lora=LoRAConfig(rank=2))
+    save_model(Actor.load(adapters), None, folder / "adapters", merge=False)
+    (folder / "adapters" / BASE_FILE).unlink()
     heads = RewardModelConfig(heads=[{"name": "good"}, {"name": "short"}])  # type: ignore[arg-type]
     for seed, name in enumerate(("judge", "strict")):
         model = tiny_model("qwen2", seed=3, hidden_size=32, vocab_size=len(tokenizer))

@@ -539,6 +539,12 @@ MERGING = (
     NameRow("parameters.t", "t"),
     NameRow("parameters.normalize", "normalize"),
     NameRow("lora_path adapter_name_or_path adapters", "models", "folders of adapters", as_list),
+    NameRow(
+        "adapter_name_or_path adapters",
+        "model.path",
+        "a folder of adapters is the model, and names its base, or model.base does",
+        by_hand,
+    ),
     NameRow("post_processor", "select.keep", "best, correct, pairs, conditioned", by_hand),
     NameRow("enable_csft", "select.keep", "true is `conditioned`", by_hand),
     NameRow("csft_prompt reward_template", "select.condition.template"),

@@ -142,17 +142,18 @@ MODELS = (
         "pissa_init pissa_iter pissa_convert lora_ga_** adalora_** vera_** boft_** fourier_**",
         "oft_** reft_** adapter_act adapter_length module_dropout create_new_adapter",
         "llamapro_** use_llama_pro lora_modules_to_save modules_to_save additional_target",
-        f"{MODEL}.lora.{{a2a_experimental,adapter_path,dropout_position,dtype,exclude_modules}}",
+        f"{MODEL}.lora.{{a2a_experimental,dropout_position,dtype,exclude_modules}}",
         f"{MODEL}.lora.{{lora_A_init_method,lora_B_init_method,merge,type}} {MODEL}.exclude_modules",
-        f"{MODEL}.lora_adapter_path critic.model.lora.** critic.model.lora_adapter_path",
+        "critic.model.lora.** critic.model.lora_adapter_path",
         "critic.model.{lora_rank,lora_alpha,target_modules,exclude_modules} tuner_backend",
         "model_adapter_name ref_adapter_name merge_lora adapter_folder",
         "freeze_trainable_layers freeze_extra_modules freeze_parameters_ratio",
         "freeze_parameters_regex trainable_parameters trainable_parameters_regex",
     ),
     none(
-        "a reference, teacher or reward model is a folder of weights; merge adapters into it first "
-        "(lightrft merge)",
+        "a reference, teacher or reward model has one path, and no setting for its adapters: "
+        "reference and teacher.path may be a folder of adapters, and adapters of a reward model "
+        "are merged first (lightrft merge)",
         "ref_model_adapters ref_adapters reward_adapters teacher_adapters reward_model_adapters",
         "ref_model_quantization_bit reward_model_quantization_bit reward_model_type",
         "ref_model_type ref_model_revision reward_model_revision teacher_model_type",

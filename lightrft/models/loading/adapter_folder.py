@@ -231,8 +231,10 @@ def _hub_name(base: ModelConfig) -> tuple[str, str | None]:
 
 def _card(fields: dict[str, Any], *, is_hub: bool) -> str:
     """Return the model card of adapters with the settings ``fields``."""
-    base, targets = fields["base_model_name_or_path"], fields.get("target_modules") or []
-    names = [targets] if isinstance(targets, str) else sorted(targets)
+    base, names = fields["base_model_name_or_path"], []
+    for kind in ("target_modules", "target_parameters", "modules_to_save"):
+        given = fields.get(kind) or ()
+        names += [given] if isinstance(given, str) else sorted(given)
     about = ["library_name: peft", "pipeline_tag: text-generation", "tags:", "- lora", "- lightrft"]
     kinds = [kind for kind in ("dora", "rslora") if fields.get(f"use_{kind}")]
     lines = [

@@ -14,6 +14,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.verbs import DPOConfig, GenerateConfig, IterateConfig, SFTConfig
 from lightrft.datasets.sampler import PromptSampler
+from lightrft.models.loading.adapter_folder import has_adapters
 from lightrft.trainer.checks.preflight import check_enough
 from lightrft.trainer.pipelines.generate import check_generate
 from lightrft.trainer.preference.checks import check
@@ -208,6 +209,13 @@ def check_models(config: IterateConfig) -> None:
         raise ConfigError(
             f"model.path = {path!r} is a run folder or a checkpoint, and training starts from a "
             f"model folder; give {Path(path) / 'model'} of a run, or what lightrft export writes"
+        )
+    is_whole = config.rounds > 1 and config.train_from == "previous" and config.model.lora is None
+    if path and is_whole and has_adapters(config.model):
+        raise ConfigError(
+            f"model.path = {path!r} holds adapters, which the first round would merge, so that the "
+            "next one trained all weights; write a model by lightrft merge and set model.lora, or "
+            "set train_from=start"
         )
     changed = changed_fields(config.generator)
     if changed and not config.generator.path:

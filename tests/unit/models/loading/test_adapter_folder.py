@@ -45,7 +45,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lora": ("qwen2", UNTIED, {}),
     "dora": ("qwen2", UNTIED, {"use_dora": True}),
     "rslora": ("qwen2", TIED, {"use_rslora": True}),
-    "ranks by layer": ("qwen2", TIED, {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"v_proj": 3}}),
+    "ranks by layer": (
+        "qwen2",
+        TIED,
+        {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"v_proj": 3}},
+    ),
     "a whole head": ("qwen2", TIED, {"modules_to_save": ["lm_head"]}),
     "whole embeddings": ("qwen2", UNTIED, {"modules_to_save": ["embed_tokens"]}),
     "whole norms": ("qwen2", UNTIED, {"modules_to_save": ["norm"]}),
@@ -120,7 +124,9 @@ def test_adapters_over_deferred_weights_give_the_same_log_probs(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", CHANGES_BASE)
-def test_adapters_that_change_the_base_are_refused_where_its_values_are_deferred(tmp_path: Path, kind: str) -> None:
+def test_adapters_that_change_the_base_are_refused_where_its_values_are_deferred(
+    tmp_path: Path, kind: str
+) -> None:
     adapters = saved(tmp_path, *CHANGES_BASE[kind])
     with pytest.raises(ModelError, match=r"change the base \(.*launch\.processes=1"):
         Actor.load(ModelConfig(path=str(adapters)), device="meta")
@@ -208,7 +214,7 @@ def test_adapters_of_prompts_are_refused(tmp_path: Path, adapters: Path) -> None
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     get_peft_model(base, prompts).save_pretrained(str(tmp_path / "prompts"))
-    with pytest.raises(ModelError, match="PROMPT_TUNING.*adds tokens to a prompt"):
+    with pytest.raises(ModelError, match=r"PROMPT_TUNING.*adds tokens to a prompt"):
         load_model(ModelConfig(path=str(tmp_path / "prompts")))
 
 
@@ -237,7 +243,7 @@ def test_a_base_that_is_no_model_is_refused(tmp_path: Path, adapters: Path) -> N
         load_model(config)
     shutil.copytree(adapters, tmp_path / "more")
     config = rewritten(adapters, base_model_name_or_path=str(tmp_path / "more"))
-    with pytest.raises(ModelError, match="folder of adapters too.*lightrft merge"):
+    with pytest.raises(ModelError, match=r"folder of adapters too.*lightrft merge"):
         load_model(config)
 
 
@@ -250,7 +256,9 @@ def test_a_base_may_be_relative_to_the_folder_and_has_its_revision(adapters: Pat
     assert given is not None and given.base.revision == "def"
 
 
-def test_the_digest_is_of_the_weights_and_not_of_their_place(tmp_path: Path, adapters: Path) -> None:
+def test_the_digest_is_of_the_weights_and_not_of_their_place(
+    tmp_path: Path, adapters: Path
+) -> None:
     base = ModelConfig(path=str(tmp_path / "base"))
     shutil.copytree(tmp_path / "base", tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "README.md").write_text("a model")
@@ -270,7 +278,7 @@ def test_another_base_is_refused_and_one_that_is_set_is_taken(
     load_model(config)
     family_model("qwen2", seed=5, **UNTIED).save_pretrained(tmp_path / "base")
     for load in (load_model, lambda c: Actor.load(c, device="meta")):
-        with pytest.raises(ModelError, match="trained on other weights.*model.base"):
+        with pytest.raises(ModelError, match=r"trained on other weights.*model\.base"):
             load(config)
     with caplog.at_level(logging.WARNING):
         load_model(config.model_copy(update={"base": base.path}))
