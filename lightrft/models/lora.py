@@ -241,7 +241,7 @@ def adapter_dropout(model: nn.Module) -> float:
     """Return the largest dropout probability of the adapters of ``model``; 0 without adapters."""
     adapted: Any = model
     settings = adapted.peft_config.values() if is_adapted(model) else ()
-    return max((getattr(each, "lora_dropout", 0.0) for each in settings), default=0.0)
+    return max((vars(each).get("lora_dropout", 0.0) for each in settings), default=0.0)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

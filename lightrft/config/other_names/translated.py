@@ -58,12 +58,6 @@ MODELS = (
     ),
     NameRow("model_revision", "model.revision"),
     NameRow(
-        f"{MODEL}.lora_adapter_path {MODEL}.lora.adapter_path",
-        "model.path",
-        "a folder of adapters is the model, and names its base, or model.base does",
-        by_hand,
-    ),
-    NameRow(
         "disable_dropout",
         "model.dropout",
         "the opposite: true trains with dropout; the default is false, except in sft",

@@ -540,7 +540,7 @@ MERGING = (
     NameRow("parameters.normalize", "normalize"),
     NameRow("lora_path adapter_name_or_path adapters", "models", "folders of adapters", as_list),
     NameRow(
-        "adapter_name_or_path adapters",
+        f"adapter_name_or_path adapters {MODEL}.lora_adapter_path {MODEL}.lora.adapter_path",
         "model.path",
         "a folder of adapters is the model, and names its base, or model.base does",
         by_hand,

@@ -43,6 +43,14 @@ _UNSERVED = (
 """Settings of peft whose adapters are more than one product of two matrices for a linear layer."""
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the weights of the base as they are."""
+_LORA_FIELDS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "dora": "use_dora",
+    "rslora": "use_rslora",
+}
+"""Setting of ``model.lora`` to its name in peft."""
 _REFUSED = {
     "layer_replication": "repeats layers of the base",
     "alora_invocation_tokens": "starts at a token of the prompt",
@@ -146,23 +154,20 @@ def lora_of(config: ModelConfig) -> LoRAConfig | None:
     if found is None:
         return config.lora
     settings: Any = peft_settings(found.folder)
-    odd = [name for name in _UNSERVED if getattr(settings, name, None)]
-    if settings.bias != "none":
-        odd.append("bias")
+    fields = vars(settings)
+    odd = {name: fields[name] for name in _UNSERVED if fields.get(name)}
+    if fields.get("bias", "none") != "none":
+        odd["bias"] = fields["bias"]
+    if settings.peft_type != "LORA":
+        odd["peft_type"] = str(settings.peft_type.value)
     if odd:
-        values = ", ".join(f"{name} = {getattr(settings, name)!r}" for name in odd)
+        values = ", ".join(f"{name} = {value!r}" for name, value in odd.items())
         raise ModelError(
             f"model.path = {config.path!r}: another engine than the native one cannot be sent "
             f"these adapters ({ADAPTER_CONFIG}: {values}); set engine.kind=native, or write the "
             "model whole by lightrft merge"
         )
-    return LoRAConfig(
-        rank=settings.r,
-        alpha=settings.lora_alpha,
-        dropout=settings.lora_dropout,
-        dora=settings.use_dora,
-        rslora=settings.use_rslora,
-    )
+    return LoRAConfig(**{name: fields[own] for name, own in _LORA_FIELDS.items()})
 
 
 def weight_files(where: str, name: str, revision: str | None = None) -> list[str]:
@@ -355,7 +360,7 @@ def checked_settings(folder: Path, config: ModelConfig) -> PeftConfig:
             "adapters of layers are needed, such as LORA"
         )
     for name, does in _REFUSED.items():
-        if getattr(settings, name, None):
+        if vars(settings).get(name):
             raise ModelError(f"{where}: {name} of {ADAPTER_CONFIG} {does}, which is not supported")
     if config.lora is not None and (other := _other_setting(config.lora, settings, folder)):
         raise ModelError(
@@ -367,16 +372,10 @@ def checked_settings(folder: Path, config: ModelConfig) -> PeftConfig:
 
 def _other_setting(lora: LoRAConfig, settings: Any, folder: Path) -> str:
     """Return the first setting of ``lora`` that the adapters in ``folder`` do not have."""
-    saved = {
-        "rank": getattr(settings, "r", None),
-        "alpha": getattr(settings, "lora_alpha", None),
-        "dropout": getattr(settings, "lora_dropout", None),
-        "dora": getattr(settings, "use_dora", None),
-        "rslora": getattr(settings, "use_rslora", None),
-    }
-    for name, value in saved.items():
-        if value != getattr(lora, name):
-            return f"{name} = {value}, where model.lora.{name} = {getattr(lora, name)}"
+    fields, wanted = vars(settings), lora.model_dump()
+    for name, own in _LORA_FIELDS.items():
+        if fields.get(own) != wanted[name]:
+            return f"{name} = {fields.get(own)}, where model.lora.{name} = {wanted[name]}"
     if lora.targets == "all-linear":
         return ""
     for tensor in adapter_tensors(folder, str(folder)):
@@ -395,13 +394,13 @@ def base_change(folder: Path) -> str:
 
     Such adapters need the values of the base when they are loaded.
     """
-    settings: Any = peft_settings(folder)
-    start = getattr(settings, "init_lora_weights", None)
+    fields = vars(peft_settings(folder))
+    start = fields.get("init_lora_weights")
     if isinstance(start, str) and start not in _KEEPS_BASE:
         return f"init_lora_weights = {start!r}"
-    if (bias := getattr(settings, "bias", "none")) != "none":
+    if (bias := fields.get("bias", "none")) != "none":
         return f"bias = {bias!r}"
-    if tokens := getattr(settings, "trainable_token_indices", None):
+    if tokens := fields.get("trainable_token_indices"):
         return f"trainable_token_indices = {tokens!r}"
     # peft writes adapted embeddings whole, with their factors
     names = [name for name in adapter_tensors(folder, str(folder)) if ".lora_" not in name]

@@ -467,7 +467,7 @@ def save_model(
         if is_adapted(inner) and not merge:
             inner.save_pretrained(str(path))
             own = inner.get_base_model().config
-            commit = getattr(own, "_commit_hash", None)
+            commit = vars(own).get("_commit_hash")
             write_base(Path(path), ModelConfig(path=own.name_or_path, revision=commit))
         else:
             whole = merged_model(inner) if is_adapted(inner) else inner

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from lightrft.config.model import ModelConfig
@@ -208,6 +208,20 @@ def test_adapters_that_no_setting_describes_are_named(tmp_path: Path, kind: str)
     [name, *_] = case[2]
     with pytest.raises(ModelError, match=rf"{name} = .*engine\.kind=native"):
         lora_of(ModelConfig(path=str(adapters)))
+
+
+def test_another_kind_than_lora_computes_what_peft_does_and_is_for_the_native_engine(
+    tmp_path: Path, adapters: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoHaConfig(r=2, target_modules=QV, init_weights=False))
+    model.save_pretrained(str(tmp_path / "loha"))
+    config = ModelConfig(path=str(tmp_path / "loha"))
+    torch.testing.assert_close(
+        scores(Actor.load(config)), expected(tmp_path / "loha"), atol=1e-5, rtol=1e-5
+    )
+    with pytest.raises(ModelError, match=r"peft_type = 'LOHA'.*engine\.kind=native"):
+        lora_of(config)
 
 
 def test_adapters_of_prompts_are_refused(tmp_path: Path, adapters: Path) -> None:
