@@ -47,9 +47,7 @@ def reference_source(
     is_own = adapters and path is None
     if source == "adapters_off" and not is_own:
         problem = (
-            "the start model gets no new adapters (model.lora)"
-            if path is None
-            else f"reference is {path!r}"
+            "the policy has no adapters of model.lora" if path is None else f"reference is {path!r}"
         )
         raise ConfigError(f"preference.reference.source = adapters_off: {problem}; take auto")
     if source in ("cached", "step", "adapters_off"):
