@@ -90,7 +90,10 @@ def test_a_run_without_digests_is_resumed(config, tmp_path):
     (tmp_path / "run" / module.FILE).unlink()
     (tmp_path / "rows.jsonl").write_text("other")
     resume(config, tmp_path)
-    assert not (tmp_path / "run" / module.FILE).exists()
+    # From now on, it has them.
+    (tmp_path / "rows.jsonl").write_text("more")
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.path"):
+        resume(config, tmp_path)
 
 
 def test_blocks_of_a_large_file_are_read_up_to_its_end(config, tmp_path, monkeypatch):
