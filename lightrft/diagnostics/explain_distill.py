@@ -11,7 +11,7 @@ from lightrft.diagnostics.effective_settings import EffectiveSetting
 from lightrft.diagnostics.explain import Explanation, Line, symbol_of
 from lightrft.diagnostics.step_workload import Forward, Role
 from lightrft.models.divergence.kinds import DIVERGENCES
-from lightrft.models.loading.adapter_folder import adds_adapters, has_adapters
+from lightrft.models.loading.adapter_base import adds_adapters, has_adapters
 from lightrft.utils.registry import About
 
 GKD = "GKD, arXiv 2306.13649, algorithm 1"

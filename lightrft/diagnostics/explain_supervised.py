@@ -23,7 +23,7 @@ from lightrft.config.verbs import DPOConfig, GivenDataConfig, SupervisedConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting, flat, set_by
 from lightrft.diagnostics.explain import Explanation, Line
 from lightrft.diagnostics.step_workload import Forward, Role
-from lightrft.models.loading.adapter_folder import adds_adapters, has_adapters
+from lightrft.models.loading.adapter_base import adds_adapters, has_adapters
 from lightrft.utils.registry import About
 
 SFT_LOSS = About(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.verbs import RLConfig
-from lightrft.models.loading.adapter_folder import adds_adapters, has_adapters
+from lightrft.models.loading.adapter_base import adds_adapters, has_adapters
 
 T = TypeVar("T")
 

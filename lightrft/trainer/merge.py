@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.model import TASK_VECTORS, ConvertConfig, MergeConfig, MergeInput, ModelConfig
-from lightrft.models.loading.adapter_folder import saved_adapters
+from lightrft.models.loading.adapter_base import saved_adapters
 from lightrft.models.loading.export_check import (
     check_export,
     fits_memory,

@@ -17,7 +17,7 @@ from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Maker, Worker
 from lightrft.models.actor import Actor
-from lightrft.models.loading.adapter_folder import adds_adapters
+from lightrft.models.loading.adapter_base import adds_adapters
 from lightrft.models.processors import Processor
 from lightrft.rewards.base import RewardScorer
 from lightrft.roles import Roles

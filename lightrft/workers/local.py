@@ -34,7 +34,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.expert_replay import ExpertReplay
-from lightrft.models.loading.adapter_folder import adds_adapters, saved_adapters
+from lightrft.models.loading.adapter_base import adds_adapters, saved_adapters
 from lightrft.models.loading.from_pretrained import has_tokenizer, load_tokenizer
 from lightrft.models.lora import merged_model
 from lightrft.models.processors import Processor

@@ -27,7 +27,8 @@ from lightrft.engines.text_endpoint import TextEndpoint
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.families import context_length, family_of
-from lightrft.models.loading.adapter_folder import has_adapters, lora_of
+from lightrft.models.loading.adapter_base import has_adapters
+from lightrft.models.loading.adapter_folder import lora_of
 from lightrft.models.loading.from_pretrained import base_and_lora, model_settings, where_of
 from lightrft.models.loading.meta_device import dtype_of
 from lightrft.models.multimodal.merge_inputs import media_token_ids

@@ -18,7 +18,7 @@ from lightrft.engines.vllm import VLLMEngine
 from lightrft.engines.vllm_parts.media import MediaKind
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.families import family_of
-from lightrft.models.loading.adapter_folder import has_adapters
+from lightrft.models.loading.adapter_base import has_adapters
 from lightrft.models.loading.from_pretrained import base_and_lora, model_settings
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError

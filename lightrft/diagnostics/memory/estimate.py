@@ -42,7 +42,7 @@ from lightrft.diagnostics.memory.phases import (
 from lightrft.diagnostics.memory.sent_weights import ServerKind, asks_server, sent_weights
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
-from lightrft.models.loading.adapter_folder import adds_adapters
+from lightrft.models.loading.adapter_base import adds_adapters
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.onednn.packed_layers import PACKED_BYTES
 from lightrft.models.onednn.products import onednn_available

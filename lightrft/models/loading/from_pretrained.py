@@ -25,13 +25,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_family, check_members, family_of
-from lightrft.models.loading.adapter_folder import (
-    base_of,
-    lora_of,
-    saved_adapters,
-    with_saved_adapters,
-    write_base,
-)
+from lightrft.models.loading.adapter_base import base_of, saved_adapters
+from lightrft.models.loading.adapter_folder import lora_of, with_saved_adapters, write_base
 from lightrft.models.loading.chat_template import fit_template
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
 from lightrft.models.loading.older_readers import add_older_names

@@ -8,7 +8,8 @@ from transformers import PreTrainedConfig
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_members
-from lightrft.models.loading.adapter_folder import checked_settings, saved_adapters
+from lightrft.models.loading.adapter_base import saved_adapters
+from lightrft.models.loading.adapter_folder import checked_settings
 from lightrft.models.loading.from_pretrained import (
     freeze,
     from_settings,

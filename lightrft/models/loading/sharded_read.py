@@ -33,14 +33,8 @@ from transformers.utils import cached_file
 from lightrft.config.model import ModelConfig
 from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.families import family_of
-from lightrft.models.loading.adapter_folder import (
-    INDEX,
-    SINGLE,
-    base_change,
-    base_of,
-    saved_adapters,
-    with_saved_adapters,
-)
+from lightrft.models.loading.adapter_base import base_of, saved_adapters
+from lightrft.models.loading.adapter_folder import INDEX, SINGLE, base_change, with_saved_adapters
 from lightrft.models.loading.from_pretrained import (
     freeze,
     from_settings,

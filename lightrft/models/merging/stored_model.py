@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from lightrft.config.model import ModelConfig
+from lightrft.models.loading.adapter_base import SavedAdapters, saved_adapters
 from lightrft.models.loading.adapter_folder import (
     BIN,
-    SavedAdapters,
     adapter_tensors,
     base_change,
     peft_settings,
-    saved_adapters,
     weight_files,
     with_saved_adapters,
 )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from lightrft.models.multimodal.towers import PIXELS, Features, ModalityEncoder, Tower
 from lightrft.utils.errors import ModelError
@@ -47,6 +46,11 @@ def _own_clips(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str,
 def _picture_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Build a blank of one picture of the size of a tile: the tile, and the same as an overview."""
     side = model.config.vision_config.image_size
+    # Its module takes a sixth of a second to import.
+    from transformers.models.llava_onevision.modeling_llava_onevision import (
+        image_size_to_num_patches,
+    )
+
     tiles = image_size_to_num_patches([side, side], model.config.image_grid_pinpoints, side)
     return {names[0]: torch.ones(tiles, 3, side, side), names[1]: torch.tensor([[side, side]])}
 

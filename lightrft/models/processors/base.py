@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_family, family_of
-from lightrft.models.loading.adapter_folder import saved_adapters
+from lightrft.models.loading.adapter_base import saved_adapters
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.types import Extent, Media
 from lightrft.utils.errors import DataError, ModelError

@@ -29,7 +29,7 @@ from transformers import (
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model import RewardHeadConfig, RewardModelConfig
-from lightrft.models.loading.adapter_folder import saved_adapters
+from lightrft.models.loading.adapter_base import saved_adapters
 from lightrft.models.loading.from_pretrained import model_settings, where_of
 from lightrft.models.loading.sharded_read import StoredTensor
 from lightrft.models.lora import is_adapted, merged_state

@@ -8,7 +8,7 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardTerm, ScoringModelConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.models.loading.adapter_folder import adds_adapters
+from lightrft.models.loading.adapter_base import adds_adapters
 from lightrft.trainer.checks.check_engine import check_engine
 from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.trainer.checks.preflight import check_learning, check_trained_weights

@@ -23,7 +23,7 @@ from lightrft.config.verbs import (
 from lightrft.engines.constrained.grammars import check_constraint
 from lightrft.engines.requests import refuse_filters, unsupported_settings
 from lightrft.engines.vllm import check_sampling
-from lightrft.models.loading.adapter_folder import has_adapters
+from lightrft.models.loading.adapter_base import has_adapters
 from lightrft.rewards.success import Success
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.statistics.repeated_samples import powers_of_two

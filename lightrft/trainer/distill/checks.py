@@ -8,7 +8,7 @@ from lightrft.config.base import changed_fields
 from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.models.loading.adapter_folder import adds_adapters
+from lightrft.models.loading.adapter_base import adds_adapters
 from lightrft.trainer.supervised import check_supervised
 from lightrft.utils.errors import ConfigError
 

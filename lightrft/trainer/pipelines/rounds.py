@@ -14,7 +14,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.verbs import DPOConfig, GenerateConfig, IterateConfig, SFTConfig
 from lightrft.datasets.sampler import PromptSampler
-from lightrft.models.loading.adapter_folder import has_adapters
+from lightrft.models.loading.adapter_base import has_adapters
 from lightrft.trainer.checks.preflight import check_enough
 from lightrft.trainer.pipelines.generate import check_generate
 from lightrft.trainer.preference.checks import check

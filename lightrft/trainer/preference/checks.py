@@ -12,7 +12,7 @@ from lightrft.algorithms.preference.requirements import (
 )
 from lightrft.config.base import changed_fields
 from lightrft.config.verbs import DPOConfig
-from lightrft.models.loading.adapter_folder import adds_adapters
+from lightrft.models.loading.adapter_base import adds_adapters
 from lightrft.trainer.checks.preflight import greedy_setting, weightless_rewards
 from lightrft.trainer.supervised import check_supervised
 from lightrft.utils.errors import ConfigError

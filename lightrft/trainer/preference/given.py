@@ -15,7 +15,7 @@ from lightrft.learner.preference_step import preference_step
 from lightrft.learner.reference_cache import ReferenceLogprobs, cached_logprobs
 from lightrft.learner.reference_update import update_reference
 from lightrft.learner.sft_step import with_sources
-from lightrft.models.loading.adapter_folder import adds_adapters
+from lightrft.models.loading.adapter_base import adds_adapters
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
 from lightrft.roles import AdapterFreeReference, FrozenModel

@@ -15,12 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
-from lightrft.models.loading.adapter_folder import (
-    base_digest,
-    lora_of,
-    saved_adapters,
-    write_base,
-)
+from lightrft.models.loading.adapter_base import saved_adapters
+from lightrft.models.loading.adapter_folder import base_digest, lora_of, write_base
 from lightrft.models.loading.from_pretrained import (
     base_and_lora,
     load_model,
