@@ -153,6 +153,11 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "apply_chat_template": (True, "prompts", {"apply_chat_template": False}),
     "chat_template_options": ({"shout": True}, "prompts", {"apply_chat_template": True}),
     "template": ("Q: {prompt}", "prompts", {}),
+    "prefill": (
+        True,
+        "prompts",
+        {"sources": ["{root}/begun.jsonl"], "apply_chat_template": True},
+    ),
     "system": ("Be brief.", "prompts", {"apply_chat_template": True}),
     "special_tokens": ("control", "prompts", {"sources": ["{root}/marked.jsonl"]}),
     "blend": (

@@ -196,6 +196,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)
     ]
     write(folder / "talks.jsonl", [{"messages": talk}])
+    begun = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is"}]
+    write(folder / "begun.jsonl", [{"messages": begun, "response": " 2"}])
     told = {
         "prompt": "1+1=",
         "label": "2",
