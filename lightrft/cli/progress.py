@@ -16,7 +16,6 @@ from lightrft.config.run import RunConfig
 from lightrft.distributed.process_group import first_rank
 from lightrft.observability.progress_bar import Progress
 from lightrft.utils.errors import NothingTrained, UserError, first_line, without_overwrite
-from lightrft.viewer.report import write_report
 
 ACCURACIES = {"heldout_before": " before training", "heldout_after": " after training"}
 """Entries of a summary that hold an accuracy, and the time of its measurement."""
@@ -76,6 +75,9 @@ def with_report(run: RunConfig, lines: Sequence[str]) -> list[str]:
     If the report cannot be written, the line says so. The run is safe, and ``lightrft report`` can
     write the report later.
     """
+    # A run needs it at its end, and imports it then.
+    from lightrft.viewer.report import write_report
+
     folder = Path(run.dir).expanduser() / run.name
     try:
         said = f"report: {write_report(folder)}"

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
@@ -40,6 +39,7 @@ from lightrft.utils.http_client.server_client import (
     Unanswered,
     check_digest,
 )
+from lightrft.utils.lazy_imports import httpx
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

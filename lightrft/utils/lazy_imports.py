@@ -1,7 +1,7 @@
-"""NumPy and torch under their usual names, imported when one of their attributes is first read.
+"""Packages under their usual names, imported when one of their attributes is first read.
 
-Modules that hold formulas import them from here. A command can then print a formula without loading
-torch.
+Modules that hold formulas import NumPy and torch from here. A command can then print a formula
+without loading torch. A run without servers needs no httpx.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class _LazyTensor(type):
 
 
 if TYPE_CHECKING:
+    import httpx
     import numpy as np
     import torch
     from torch import Tensor
 else:
-    np, torch = LazyModule("numpy"), LazyModule("torch")
+    httpx, np, torch = LazyModule("httpx"), LazyModule("numpy"), LazyModule("torch")
 
     class Tensor(metaclass=_LazyTensor):
         """``torch.Tensor`` in annotations and ``isinstance``."""
 
 
-__all__ = ["LazyModule", "Tensor", "np", "torch"]
+__all__ = ["LazyModule", "Tensor", "httpx", "np", "torch"]

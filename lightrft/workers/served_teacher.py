@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from lightrft.models.divergence.token_divergence import TopTarget
 from lightrft.models.sampled_distribution import Distribution
 from lightrft.types import Batch
 from lightrft.utils.errors import RESUMES, ConfigError, ResourceError
+from lightrft.utils.lazy_imports import httpx
 
 WAITS = (1.0, 4.0, 15.0)
 """Seconds before each repetition of a failed request."""

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from lightrft.config.other_names.earlier import new_name, why_removed
 from lightrft.config.other_names.rows import FRAMEWORKS, Converted, NameRow, NoValue, Unclear
-from lightrft.config.other_names.table import rows_of
 
 Exists = Callable[[str], bool]
 """Return True for a setting of the verb, by its dotted name."""
@@ -33,6 +32,13 @@ class _Unread(Mapping[str, Any]):
         return 0
 
 
+def _rows_of(name: str) -> list[tuple[str, NameRow]]:
+    # The thousands of names take longer to import than a config without an unknown one to read.
+    from lightrft.config.other_names import table
+
+    return table.rows_of(name)
+
+
 def options_in(name: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the options below ``name`` with their values.
 
@@ -42,7 +48,7 @@ def options_in(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield name, value
         return
     below = [pair for key, one in value.items() for pair in options_in(f"{name}.{key}", one)]
-    if rows_of(name) and not any(rows_of(leaf) for leaf, _ in below):
+    if _rows_of(name) and not any(_rows_of(leaf) for leaf, _ in below):
         yield name, value
     else:
         yield from below
@@ -78,7 +84,7 @@ def _answer(name: str, value: object, exists: Exists, verbs_with: Callable[[str]
     """Return the answer for one option, or ""."""
     if now := new_name(name, exists):
         return f"{name} is {now} here"
-    rows = rows_of(name)
+    rows = _rows_of(name)
     # The first of several rows for all frameworks: a row for another verb may fit too.
     fitting: list[tuple[str, NameRow]] = []
     for of, row in rows:
@@ -138,7 +144,7 @@ def _in_its_section(name: str, exists: Exists) -> str:
         section, rest = ".".join(parts[:k]), ".".join(parts[k:])
         if not exists(section):
             continue
-        for _, row in rows_of(rest):
+        for _, row in _rows_of(rest):
             for here in row.here.split():
                 for own in (here, f"{section}.{here}"):
                     if own.startswith(f"{section}.") and exists(own):

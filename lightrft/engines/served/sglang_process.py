@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
-
 from lightrft.distributed.guarded.process import GuardedProcess
 from lightrft.distributed.local_store import LOOPBACK
 from lightrft.utils.errors import ResourceError
+from lightrft.utils.lazy_imports import httpx
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import httpx
-
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.http_client.circuit_breaker import CircuitBreaker
+from lightrft.utils.lazy_imports import httpx
 
 log = logging.getLogger(__name__)
 

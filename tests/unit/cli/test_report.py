@@ -8,6 +8,7 @@ from lightrft.config.base import Settings
 from lightrft.config.run import RunConfig
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.utils.errors import DataError
+from lightrft.viewer import report
 
 
 class Config(Settings):
@@ -55,7 +56,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, capsys,
     def refuse(folder):
         raise DataError("the file is malformed")
 
-    monkeypatch.setattr(progress, "write_report", refuse)
+    monkeypatch.setattr(report, "write_report", refuse)
     assert (
         progress.finish(
             RunConfig(name="x", dir=str(tmp_path)), {"finished": True, "steps": 1, "seconds": 1.0}
