@@ -25,7 +25,7 @@ from lightrft.engines.vllm import VLLMEngine
 from lightrft.engines.vllm_parts.media import SERVED_KINDS, MediaKind
 from lightrft.engines.vllm_parts.parameter_names import REPEATED
 from lightrft.models.decoding.kv_decoder import KVDecoder
-from lightrft.models.multimodal.merge_inputs import own_keywords
+from lightrft.models.multimodal.merge_inputs import media_token_ids, own_keywords
 from lightrft.models.multimodal.submodules import part_of
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError
@@ -101,7 +101,7 @@ class Subject:
         return found
 
     def logits(self, rollout: Rollout) -> torch.Tensor:
-        """Of the response tokens, by the plain forward pass of transformers."""
+        """Of the response tokens, by the plain forward pass of transformers, without what the model reads as media."""
         prompt = rollout.prompt
         ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids]])
         # a sampled placeholder stands for no item
@@ -109,6 +109,9 @@ class Subject:
         model, reader = self.rig.actor.model, self.rig.actor.family.reader
         with torch.no_grad():
             logits = model(ids, **own_keywords(model, reader, written, prompt.media)).logits
+        banned = media_token_ids(model.config, self.rig.actor.family)
+        assert self.placeholder in banned
+        logits[..., list(banned)] = -torch.inf
         return logits[0, len(prompt.token_ids) - 1 : -1]
 
     def check(self, rollout: Rollout) -> None:
