@@ -17,13 +17,16 @@ from PIL import Image
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.diagnostics.replay import replay
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.multimodal.merge_inputs import media_token_ids
 from lightrft.models.multimodal.towers import Tower
 from lightrft.models.processors import load_processor
+from lightrft.models.sampled_distribution import distribution_of
 from lightrft.models.tiny import save_tiny_media
 from lightrft.rollout.serialization import load_batch
 from lightrft.trainer.rl import run_rl
@@ -167,10 +170,13 @@ def test_what_a_run_exports_loads_with_its_processors_and_says_what_the_run_said
     batch = load_batch(tmp_path / "run" / "batches" / "step_000001")
     assert batch.prompts.media
     with torch.no_grad():
-        moved = Actor.load(config).score(batch).logprobs - batch.behavior_logprobs
-        start = (
-            Actor.load(ModelConfig(path=str(root / "model"), dtype="float32")).score(batch).logprobs
-        )
+        actor = Actor.load(ModelConfig(path=str(root / "model"), dtype="float32"))
+        # Sampling bans what the model reads as media.
+        banned = media_token_ids(actor.base.config, actor.family)
+        drawn_from = distribution_of(SamplingConfig(), (), banned)
+        start = actor.score(batch, temperature=drawn_from).logprobs
+        after_it = Actor.load(config).score(batch, temperature=drawn_from).logprobs
+        moved = after_it - batch.behavior_logprobs
     assert (start - batch.behavior_logprobs).abs().max() < 1e-5
     assert moved.abs().max() > 1e-3
 
