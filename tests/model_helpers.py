@@ -11,7 +11,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrOCRConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrOCRConfig,
+)
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
@@ -120,6 +126,20 @@ def vllm_model(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
     return model
+
+
+def save_random_adapters(base: PreTrainedModel, settings: Any, folder: Path) -> Any:
+    """Write adapters with random weights, as plain peft does. Returns the adapted model."""
+    from peft import get_peft_model
+
+    adapted = get_peft_model(base, settings)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(str(folder))
+    return adapted
 
 
 def assert_logprobs_close(

@@ -131,14 +131,18 @@ def continued(
         said: messages that begin with one of the assistant.
     """
     begun, first = asked[-1], said[0]
-    texts = [begun["content"], first["content"]]
-    if all(isinstance(text, str) for text in texts):
-        content: object = "".join(texts)
-    else:
-        parts = [[{"type": "text", "text": t}] if isinstance(t, str) else list(t) for t in texts]
-        content = [*parts[0], *parts[1]]
-    whole = {**begun, **first, "content": content}
+    whole = {**begun, **first, "content": joined_content(begun["content"], first["content"])}
     return [dict(message) for message in (*asked[:-1], whole, *said[1:])]
+
+
+def joined_content(one: Any, other: Any) -> Any:
+    """Return two contents of messages as one: texts as a text, and parts as parts."""
+    if isinstance(one, str) and isinstance(other, str):
+        return one + other
+    parts: list[Any] = []
+    for content in (one, other):
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 def _as_messages(said: str | list[Message] | None, role: str) -> list[Message]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +36,7 @@ from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.http_client import server_client
 from tests.e2e.command import assert_refused, command
 from tests.e2e.several import train
+from tests.model_helpers import save_random_adapters
 from tests.serving_helpers import model_server
 
 Tree = dict[str, Any]
@@ -51,13 +52,7 @@ KINDS = {
 
 def save_adapters(base: Path, settings: LoraConfig, folder: Path) -> Path:
     """Write adapters with random weights, as plain peft does."""
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    adapted.save_pretrained(str(folder))
+    save_random_adapters(AutoModelForCausalLM.from_pretrained(base), settings, folder)
     return folder
 
 

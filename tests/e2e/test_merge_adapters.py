@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, TaskType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -24,6 +24,7 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model
 from lightrft.utils.errors import ModelError
 from tests.e2e.command import assert_refused, command
+from tests.model_helpers import save_random_adapters
 
 IDS = torch.arange(4, 12)[None]
 QV = ["q_proj", "v_proj"]
@@ -42,13 +43,7 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 
 def trained(base: PreTrainedModel, settings: Any, folder: Path) -> Tensor:
     """Save adapters with random weights, and return the logits of the adapted model."""
-    adapted = get_peft_model(base, settings)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    adapted.save_pretrained(str(folder))
+    adapted = save_random_adapters(base, settings, folder)
     with torch.no_grad():
         return adapted.eval()(input_ids=IDS).logits
 

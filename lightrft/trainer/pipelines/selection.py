@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.rollout import ConditionConfig, SelectConfig
-from lightrft.datasets.row_parser import ends_with_assistant
+from lightrft.datasets.row_parser import ends_with_assistant, joined_content
 
 Line = Mapping[str, Any]
 """A response as ``lightrft generate`` writes it without a selection."""
@@ -327,20 +327,9 @@ def with_condition(
     copies = [dict(message) for message in messages]
     if where == "prompt":
         last = copies[-2] if len(copies) > 1 and ends_with_assistant(copies) else copies[-1]
-        last["content"] = _joined(text + "\n", last["content"])
+        last["content"] = joined_content(text + "\n", last["content"])
     elif copies[0]["role"] == "system":
-        copies[0]["content"] = _joined(copies[0]["content"], "\n" + text)
+        copies[0]["content"] = joined_content(copies[0]["content"], "\n" + text)
     else:
         copies.insert(0, {"role": "system", "content": text})
     return copies
-
-
-def _joined(one: Any, other: Any) -> Any:
-    """Return two contents as one: texts as a text, and parts as parts."""
-    if isinstance(one, str) and isinstance(other, str):
-        return one + other
-    contents = (one, other)
-    parts: list[Any] = []
-    for content in contents:
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return parts
