@@ -54,13 +54,13 @@ def check_one_place(what: str, path: str, url: str | None) -> None:
 
 
 def check_place_settings(
-    settings: Settings, url: str | None, local: Set[str], remote: Set[str]
+    settings: Settings, url: str | Sequence[str] | None, local: Set[str], remote: Set[str]
 ) -> None:
     """Raise ``ValueError`` for settings that act only on a model elsewhere.
 
     Args:
         settings: The settings.
-        url: Address of the served model. ``None`` for a model in this process.
+        url: Addresses of the served model. ``None`` or empty for a model in this process.
         local: Names of settings of a model in this process.
         remote: Names of settings of a served model.
     """
@@ -87,8 +87,16 @@ class ScoringModelConfig(Settings):
 
     path: str = ""
     """Folder that ``lightrft rm`` has written, or a reward model of another framework."""
-    url: str | None = None
-    """Address of ``lightrft serve-rm``, such as ``http://judge:8000``, in place of ``path``."""
+    url: str | tuple[str, ...] | None = None
+    """Address of ``lightrft serve-rm``, such as ``http://judge:8000``, in place of ``path``. With
+    ``protocol: openrlhf`` or ``lightrft``, the whole address of a reward server, such as
+    ``http://judge:5000/get_reward``. Several servers of one model are a list, or are separated by
+    commas. Requests are spread over them, and a server that does not answer is left out."""
+    protocol: Literal["serve-rm", "openrlhf", "lightrft"] = "serve-rm"
+    """Form of the requests to ``url``. ``serve-rm`` sends token ids, or conversations. ``openrlhf``
+    posts rendered texts as OpenRLHF does (``query``, ``prompts``, ``labels``), and ``lightrft`` as
+    LightRFT does (``queries``, ``prompts``, ``references``, ``images``), to any server that answers
+    with ``rewards`` or ``scores``. Other numbers of such an answer are reported as metrics."""
     digest: str | None = None
     """Digest of the model that ``url`` must serve, as its start line shows it, or its first 12
     digits or more. ``null`` takes any model, and holds on to it for the run."""
@@ -126,15 +134,30 @@ class ScoringModelConfig(Settings):
 
     @model_validator(mode="after")
     def _has_one_place(self) -> ScoringModelConfig:
-        check_one_place("a reward model", self.path, self.url)
+        for url in self.urls or (None,):
+            check_one_place("a reward model", self.path, url)
         local = {"aggregate", "separator", "offload"}
-        remote = {"digest", "token_file", "deadline", "max_in_flight"}
-        check_place_settings(self, self.url, local, remote)
+        remote = {"protocol", "digest", "token_file", "deadline", "max_in_flight"}
+        check_place_settings(self, self.urls, local, remote)
+        unread = set(changed_fields(self)) & {"digest", "head", "reencode"}
+        if self.protocol != "serve-rm" and unread:
+            raise ValueError(
+                f"{', '.join(sorted(unread))}: the protocol {self.protocol!r} has no such field; "
+                "leave them out, or set protocol: serve-rm"
+            )
         return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Addresses of the servers; empty for a model in ``path``."""
+        given = self.url.split(",") if isinstance(self.url, str) else self.url or ()
+        return tuple(stripped for one in given if (stripped := one.strip()))
 
     @property
     def label(self) -> str | None:
         """Name of the term, if it is known before the model is loaded."""
+        if self.protocol != "serve-rm":
+            return self.name or "remote"
         return self.name or self.head
 
 

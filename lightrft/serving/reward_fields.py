@@ -46,12 +46,15 @@ _INPUTS: Mapping[str, Types] = {
 PROMPTS, RESPONSES = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
 """Names of the two sides of ``/score`` of vLLM."""
 
+TEXTS = ("query", "queries")
+"""Names of the texts of ``/get_reward``: of OpenRLHF, and of LightRFT."""
 GET_REWARD = RequestFields(
-    read={"query": (TEXT, LIST), "prompts": (LIST, NULL), **_HEAD},
+    read={**dict.fromkeys(TEXTS, (TEXT, LIST)), "prompts": (LIST, NULL), "images": (LIST, NULL)}
+    | _HEAD,
     # no reward model reads the reference answers
-    unread=("labels",),
+    unread=("labels", "references"),
 )
-"""``/get_reward`` of OpenRLHF."""
+"""``/get_reward`` of OpenRLHF and of LightRFT."""
 SCORE = RequestFields(
     read={**dict.fromkeys((*PROMPTS, *RESPONSES), _SEVERAL), **_HEAD},
     unread=_UNREAD,

@@ -37,6 +37,7 @@ from lightrft.serving.reward_fields import (
     RESPONSES,
     REWARDS,
     SCORE,
+    TEXTS,
 )
 from lightrft.serving.sample_encoder import SampleEncoder
 from lightrft.serving.server_metrics import ServerMetrics
@@ -212,16 +213,20 @@ class RewardService:
         return [dict(separated(part, found)) for part in matrix.split(sizes)]
 
     async def get_reward(self, call: HTTPCall) -> dict[str, object]:
-        """Answer as the reward server of OpenRLHF."""
-        texts = call.listed("query")
+        """Answer as the reward server of OpenRLHF, or as LightRFT's trainer expects it."""
+        texts = call.listed(*TEXTS)
         prompts = call.body.get("prompts") or [None] * len(texts)
-        if len(prompts) != len(texts):
-            raise bad(f"query has {len(texts)} items and prompts {len(prompts)}; send as many")
+        images = call.body.get("images") or [None] * len(texts)
+        for name, values in (("prompts", prompts), ("images", images)):
+            if len(values) != len(texts):
+                raise bad(
+                    f"the request has {len(texts)} texts and {len(values)} {name}; send as many"
+                )
         if self.model.gate is not None and not all(prompts):
             raise bad("this model weights its heads by the prompt; send prompts too")
 
         def encode(k: int) -> Sample:
-            return self.encoder.query(texts[k], prompts[k], k)
+            return self.encoder.query(texts[k], prompts[k], k, images[k])
 
         head = self._head(call)
         outputs, _ = await self._outputs(call, encode, len(texts))

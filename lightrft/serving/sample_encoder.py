@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.data import MediaConfig
 from lightrft.datasets.conversations.conversation_encoder import ConversationEncoder, Sample
+from lightrft.datasets.media.items import Item
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.models.processors import Processor
+from lightrft.models.processors.base import token_text
 from lightrft.types import Prompt
 from lightrft.utils.errors import DataError
 from lightrft.workers.scoring.reward_wire import checked_ids
+
+
+def _items(images: object, where: str) -> list[Item]:
+    """Return the images of a text.
+
+    Args:
+        images: An image or a list of images, each as base64, as a data URL or as an address.
+        where: Name of the field, for messages of errors.
+
+    Raises:
+        DataError: An image is no text.
+    """
+    found = []
+    for one in images if isinstance(images, list) else [] if images is None else [images]:
+        if not isinstance(one, str):
+            raise DataError(f"{where}: an image is {reprlib.repr(one)}, not a text of base64")
+        is_address = one.startswith(("data:", "http://", "https://"))
+        value: object = one if is_address else {"base64": one}
+        found.append(Item("image", value, where, Path()))
+    return found
 
 
 class SampleEncoder(ConversationEncoder):
@@ -53,31 +79,46 @@ class SampleEncoder(ConversationEncoder):
             return self.sample(value, where)
         return self._cut(checked_ids(value, self.vocabulary, where), where)
 
-    def query(self, text: object, prompt: object, number: int) -> Sample:
-        """Return the sample of a rendered conversation, as OpenRLHF sends it.
+    def query(self, text: object, prompt: object, number: int, images: object = None) -> Sample:
+        """Return the sample of a rendered conversation, as OpenRLHF and LightRFT send it.
+
+        Padding before and after the text is left out. In the text, an image is the placeholder of
+        the chat template, or the placeholders of its patches.
 
         Args:
             text: Prompt and response. An end token is added where no special token ends it.
             prompt: The beginning of ``text`` that is the prompt; ``None`` or empty if unknown.
             number: Number of the item, for messages of errors.
+            images: An image as base64 or a URL, or a list of images. ``None`` for none.
 
         Raises:
-            DataError: One of them is no text, or ``text`` does not begin with ``prompt``.
+            DataError: One of them is no text, or ``text`` does not begin with ``prompt``. Or an
+                image cannot be read, or has no placeholder in ``text``.
         """
         where = f"query.{number}"
         if prompt is not None and not isinstance(prompt, str):
             raise DataError(f"prompts.{number} is {prompt!r}, not a text")
         if not isinstance(text, str) or not text:
             raise DataError(f"{where} must be a text of prompt and response")
-        ids = self._ids(text)
+        items = _items(images, f"images.{number}")
+        ids = self._unpadded(self._ids(self._with_places(text, items, where)))
         if ids[-1] not in self._ends:
             ids = [*ids, self.encoder.eos]
         if not prompt:
-            return self._cut(ids, where)
-        asked = self._ids(prompt)
-        if ids[: len(asked)] != asked or len(asked) == len(ids):
-            raise DataError(f"{where} does not begin with the tokens of its prompt; leave it out")
-        return Sample(Prompt("", asked), ids[len(asked) :])
+            found = self._cut(ids, where)
+        else:
+            asked = self._unpadded(self._ids(self._with_places(prompt, items, where)))
+            if ids[: len(asked)] != asked or len(asked) == len(ids):
+                raise DataError(
+                    f"{where} does not begin with the tokens of its prompt; leave it out"
+                )
+            found = Sample(Prompt("", asked), ids[len(asked) :])
+        if not items:
+            return found
+        assert self.encoder.media is not None
+        parts = (found.prompt.token_ids, found.response)
+        found.prompt.media, media = self.encoder.media.split(items, parts, where)
+        return Sample(found.prompt, found.response, media)
 
     def pair(self, asked: object, answer: object, where: str) -> Sample:
         """Return the sample of a question and an answer.
@@ -105,6 +146,54 @@ class SampleEncoder(ConversationEncoder):
             start = self.encoder.start
         ids = encoded["input_ids"]
         return ids if ids[: len(start)] == start else [*start, *ids]
+
+    def _unpadded(self, ids: list[int]) -> list[int]:
+        """Return ``ids`` without padding. Where the end token pads, the first one stays."""
+        tokenizer = self.encoder.tokenizer
+        pad, last = tokenizer.pad_token_id, len(ids)
+        while last > 1 and ids[last - 1] == pad:
+            last -= 1
+        if pad == self.encoder.eos:
+            last = min(last + 1, len(ids))
+        start = self.encoder.start
+        first = len(start)
+        while first < last - 1 and ids[first] == pad:
+            first += 1
+        kept = ids[first:last]
+        # The text may spell the start token after its padding.
+        return kept if start and kept[: len(start)] == start else [*start, *kept]
+
+    def _with_places(self, text: str, items: Sequence[Item], where: str) -> str:
+        """Return ``text`` with a placeholder for each feature of ``items``.
+
+        Args:
+            text: A text with a placeholder for each image, or for each of its features.
+            items: The images.
+            where: Name of the text, for messages of errors.
+        """
+        if not items:
+            return text
+        media = self.encoder.media
+        if media is None or "image" not in media.processor.parts:
+            raise DataError(f"{where} has images, and the model reads none; leave them out")
+        written = media.processor.parts["image"].written
+        token = token_text(self.encoder.tokenizer, media.processor.tokens["image"])
+        found, at = [], 0
+        for item, extent in zip(items, media.measured(items), strict=True):
+            if isinstance(extent, MalformedRow):
+                raise extent
+            shown = media.expand(item, extent)
+            # The client may have sized the image in another way, so a run of any length is one.
+            forms = [f"(?:{re.escape(token)})+"] if written == token else []
+            forms += [re.escape(shown), re.escape(written)]
+            place = re.compile("|".join(forms)).search(text, at)
+            if place is None:
+                raise DataError(
+                    f"{where} has {len(items)} images, and fewer placeholders {written!r}"
+                )
+            found += [text[at : place.start()], shown]
+            at = place.end()
+        return "".join(found) + text[at:]
 
     def _cut(self, ids: list[int], where: str) -> Sample:
         """Return a sample whose response is the last token."""

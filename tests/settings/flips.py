@@ -523,6 +523,7 @@ FLIPS: dict[str, Flip] = {
         {"reward": {"models": [{"url": "http://judge", "deadline": 5.0}]}},
         refused=True,
     ),
+    "reward.models.protocol": Flip("openrlhf", "served", SERVED, refused=True),
     "reward.models.digest": Flip("sha256:000000000000", "served", SERVED, refused=True),
     "reward.models.token_file": Flip("{root}/reward.py", "served", SERVED),
     "reward.models.deadline": Flip(0.2, "served", SERVED),

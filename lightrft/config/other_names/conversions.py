@@ -346,10 +346,25 @@ def reward_function(value: Any, options: Options) -> Any:
         return Converted()
     names = ("custom_reward_function.name", "reward.custom_reward_function.name")
     if str(value).endswith(".py"):
-        return [f"{value}:{first(options, *names) or 'reward_func'}"]
-    if str(value).startswith(("http://", "https://")):
-        raise Unclear("a server has another protocol here: lightrft serve-rm, in reward.models.url")
+        term = f"{value}:{first(options, *names) or 'reward_func'}"
+        return Converted({"reward.terms": [term]})
+    listed = value if isinstance(value, list | tuple) else [value]
+    urls = [one.strip() for text in listed for one in str(text).split(",")]
+    if all(one.startswith(("http://", "https://")) for one in urls):
+        return Converted({"reward.models": [{"url": urls, "protocol": "openrlhf"}]})
     raise Unclear("give the function as file.py:function")
+
+
+def lightrft_server(value: Any, options: Options) -> Any:
+    """Convert ``remote_rm_url`` of LightRFT, where several servers are several rewards."""
+    if isinstance(value, str) and value.startswith(("http://", "https://")) and "," not in value:
+        return Converted({"reward.models": [{"url": value, "protocol": "lightrft"}]})
+    if str(value).startswith(("http://", "https://", "[")):
+        raise Unclear(
+            "several servers are several rewards in LightRFT: give each an entry of reward.models, "
+            "with url, protocol: lightrft, name and weight"
+        )
+    return reward_function(value, options)
 
 
 def template(value: Any, _: Options) -> Any:

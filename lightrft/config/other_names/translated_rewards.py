@@ -23,12 +23,23 @@ REWARD = (
     ),
     NameRow(
         "reward_funcs custom_reward_function.path reward.custom_reward_function.path "
-        "remote_rm_url reward.remote_url reward_model_plugin external_plugins "
-        "custom_reward_function",
+        "reward_model_plugin external_plugins custom_reward_function",
         "reward.terms",
-        "a function gets one rollout and returns a number (docs/tutorials/own-reward.md); a "
-        "server of scores is reward.models.url",
+        "a function gets one rollout and returns a number (docs/tutorials/own-reward.md)",
         to.reward_function,
+    ),
+    NameRow(
+        "openrlhf:remote_rm_url reward.remote_url",
+        "reward.models",
+        "{url: http://host:5000/get_reward, protocol: openrlhf}; a file with a function is "
+        "reward.terms",
+        to.reward_function,
+    ),
+    NameRow(
+        "lightrft:remote_rm_url",
+        "reward.models",
+        "{url: http://host:5000/get_reward, protocol: lightrft}, which sends references and images",
+        to.lightrft_server,
     ),
     NameRow(
         "custom_reward_function.name reward.custom_reward_function.name",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,27 @@ def chat_messages(question: Raw) -> list[dict[str, Any]]:
     ]
 
 
+def media_files(question: Raw) -> list[tuple[str, bytes]]:
+    """Return kind and file of each media part of a question, in order.
+
+    Raises ``MalformedRow`` if a part cannot be read.
+    """
+    if isinstance(question, str):
+        return []
+    contents = [message["content"] for message in question]
+    parts = itertools.chain.from_iterable(c for c in contents if isinstance(c, list | tuple))
+    kinds = [(kind, part) for part in parts if (kind := kind_of(part)) is not None]
+    return [(kind, _file(read_part(part, kind, "a prompt")[0], kind)) for kind, part in kinds]
+
+
+def _file(value: object, kind: str) -> bytes:
+    """Return the file of a media part. Raises ``MalformedRow`` if it cannot be read."""
+    try:
+        return _bytes(_FETCH.content(value, Path()), kind)
+    except (OSError, ValueError) as error:
+        raise MalformedRow(f"{kind} of a question to a judge: {error}") from error
+
+
 def _content(content: object) -> object:
     if not isinstance(content, list | tuple):
         return content
@@ -59,10 +81,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     value, _ = read_part(part, kind, "a question to a judge")
     if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
         return {"type": f"{kind}_url", f"{kind}_url": {"url": value}}
-    try:
-        data = _bytes(_FETCH.content(value, Path()), kind)
-    except (OSError, ValueError) as error:
-        raise MalformedRow(f"{kind} of a question to a judge: {error}") from error
+    data = _file(value, kind)
     found = next((name for start, name in _TYPES.items() if data.startswith(start)), _USUAL[kind])
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         found = "webp"

@@ -40,6 +40,17 @@ class CircuitBreaker:
         """Seconds since the first failure after the last answer; 0 without one."""
         return time.monotonic() - self._first if self._failures else 0.0
 
+    @property
+    def holds(self) -> bool:
+        """The last requests failed, so others are held back."""
+        return self._failures >= self.after
+
+    @property
+    def is_ready(self) -> bool:
+        """A request may be sent now, if only to try the server."""
+        with self._changed:
+            return not self.holds or (not self._trying and time.monotonic() >= self._next)
+
     def enter(self, deadline: float) -> bool:
         """Wait until a request may be sent. Return False if that is after ``deadline``.
 
@@ -49,7 +60,7 @@ class CircuitBreaker:
         with self._changed:
             while True:
                 now = time.monotonic()
-                if self._failures < self.after:
+                if not self.holds:
                     return True
                 if not self._trying and now >= self._next:
                     self._trying = True

@@ -44,7 +44,7 @@ class Unanswered(Exception):
 
     Attributes:
         refused: The server refused it, so that a repetition would not help.
-        status: HTTP status of the refusal, or 0.
+        status: HTTP status of the answer to the last trial, or 0 without one.
     """
 
     refused = False
@@ -58,12 +58,16 @@ class Passing(Exception):
         problem: The cause.
         pause: Fewest seconds before the next trial.
         broken: The server does not work. Otherwise the trial counts as an answer.
+        status: HTTP status of the answer, or 0 without one.
     """
 
-    def __init__(self, problem: str, pause: float = 0.0, *, broken: bool = False) -> None:
+    def __init__(
+        self, problem: str, pause: float = 0.0, *, broken: bool = False, status: int = 0
+    ) -> None:
         super().__init__(problem)
         self.pause = pause
         self.broken = broken
+        self.status = status
 
 
 class OpenStream:
@@ -194,7 +198,7 @@ class ServerClient:
 
         Args:
             method: HTTP method.
-            path: Path of the endpoint.
+            path: Path of the endpoint below ``url``. Empty for ``url`` itself.
             body: JSON object to send. ``None`` for none.
             headers: Further headers.
             data: Bytes to send in place of a body.
@@ -210,7 +214,7 @@ class ServerClient:
             sent = {**(headers or {}), **self.authorization()}
             waits = _timeout(min(silence, left), left)
             answer = self._client.request(
-                method, path, json=body, content=data, headers=sent, timeout=waits
+                method, path or self.url, json=body, content=data, headers=sent, timeout=waits
             )
             self._check(answer)
             return {} if is_text else answer.json()
@@ -345,7 +349,7 @@ class ServerClient:
         def end() -> float:
             return seconds + (trials.start if handle is None else max(trials.start, self._news))
 
-        problem = ""
+        problem, status = "", 0
         while True:
             prepare()
             if not self.breaker.enter(end()):
@@ -356,12 +360,14 @@ class ServerClient:
                 result = trial(max(shortest, end() - time.monotonic()))
             except Passing as error:
                 problem, pause = str(error), max(trials.wait, error.pause)
+                status = error.status
                 if error.broken:
                     self.breaker.failed(problem)
                 else:
                     self.breaker.succeeded()
             except (httpx.TransportError, ValueError) as error:
                 problem, pause = f"{type(error).__name__}: {error}", trials.wait
+                status = 0
                 self.breaker.failed(problem)
             except Exception:
                 # it has answered, whatever the caller thinks of that
@@ -371,7 +377,9 @@ class ServerClient:
                 self.breaker.succeeded()
                 return result
             if once:
-                raise Unanswered(f"{self.url} did not answer: {problem}")
+                failure = Unanswered(f"{self.url} did not answer: {problem}")
+                failure.status = status
+                raise failure
             self._say_once(problem, time.monotonic() - trials.start, end() - time.monotonic())
             if time.monotonic() + pause >= end() or (handle is not None and handle.is_closed):
                 break
@@ -416,9 +424,9 @@ class ServerClient:
         """
         problem = f"status {status}: {text}"
         if status in self.passing:
-            raise Passing(problem, pause)
+            raise Passing(problem, pause, status=status)
         if status >= httpx.codes.INTERNAL_SERVER_ERROR:
-            raise Passing(problem, pause, broken=True)
+            raise Passing(problem, pause, broken=True, status=status)
         refusal = Unanswered(f"{self.url} refused the request: {problem}")
         refusal.refused, refusal.status = True, status
         raise refusal

@@ -26,6 +26,7 @@ from lightrft.utils.errors import ConfigError, ModelError, path_of
 from lightrft.workers.scoring.collecting import CollectingScorer, add_term, batch_of
 from lightrft.workers.scoring.own_tokens import OwnTokens, own_tokens
 from lightrft.workers.scoring.process_scorer import StepScoringModel, step_scoring_model
+from lightrft.workers.scoring.reward_endpoint import RewardEndpoint
 from lightrft.workers.scoring.served_reward import ServedRewardModel
 
 
@@ -236,7 +237,9 @@ def scoring_model(
         ConfigError: The model cannot be loaded, or has no such head.
         ResourceError: The server does not answer.
     """
-    if term.url is not None:
+    if term.protocol != "serve-rm":
+        return RewardEndpoint.of(term, key, tokenizer)
+    if term.urls:
         return ServedRewardModel.of(term, key, tokenizer)
     config = model_settings(policy, term.path)
     place = torch.device("cpu") if term.offload else device

@@ -21,6 +21,7 @@ from lightrft.rollout.generation import LARGEST_REWARD
 from lightrft.types import Batch, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered, check_digest
+from lightrft.utils.http_client.server_pool import ServerPool
 from lightrft.workers.scoring.own_tokens import asked
 from lightrft.workers.scoring.reward_wire import (
     PATH,
@@ -48,7 +49,7 @@ class ServedRewardModel:
         layout: Layout of the model's inputs.
         reencodes: True if the server gets conversations, because its vocabulary or template is not
             the policy's.
-        client: Asks the server.
+        client: Asks the servers.
     """
 
     term: ScoringModelConfig
@@ -57,14 +58,14 @@ class ServedRewardModel:
     head: str
     digest: str
     layout: str
-    client: ServerClient
+    client: ServerPool
     reencodes: bool = False
 
     @staticmethod
     def of(
         term: ScoringModelConfig, key: str, tokenizer: PreTrainedTokenizerBase
     ) -> ServedRewardModel:
-        """Ask the server for its model and check it.
+        """Ask each server for its model and check it.
 
         Args:
             term: Settings of the term.
@@ -76,11 +77,11 @@ class ServedRewardModel:
                 responses.
             ResourceError: It does not answer before ``deadline``.
         """
-        header = functools.partial(_bearer, term, key)
-        client = ServerClient(str(term.url), term.deadline, term.max_in_flight, header)
+        client = open_pool(term, key)
         found = ServedRewardModel(term, key, "", "", "", "", client)
         try:
-            found._check(found._about(), tokenizer)
+            for one in client.clients:
+                found._check(found._about(one), one.url, tokenizer)
         except BaseException:
             client.close()
             raise
@@ -164,15 +165,15 @@ class ServedRewardModel:
         scores = answer.get("scores", {}).get(self.head)
         if not isinstance(scores, list) or len(scores) != count:
             return [f"the server sent no score of {self.head!r} for each response"] * count
-        found = [_score(one) for one in scores]
+        found = [score_of(one) for one in scores]
         for place, problem in (answer.get("problems") or {}).items():
             found[int(place)] = str(problem)
         return found
 
-    def _about(self) -> Mapping[str, Any]:
-        """Return the entry of the server's model."""
+    def _about(self, client: ServerClient) -> Mapping[str, Any]:
+        """Return the entry of the model of a server."""
         try:
-            answer = self.client.ask("GET", "/v1/models")
+            answer = client.ask("GET", "/v1/models")
         except Unanswered as error:
             raise ResourceError(
                 f"{self.key}.url: {error}; start it by lightrft serve-rm, and give its address"
@@ -181,14 +182,21 @@ class ServedRewardModel:
         entry = entries[0] if isinstance(entries, list) and entries else {}
         if not entry.get("digest") or not entry.get("heads"):
             raise ConfigError(
-                f"{self.key}.url = {self.term.url!r} serves no reward model with heads; start one "
-                "by lightrft serve-rm"
+                f"{self.key}.url = {client.url!r} serves no reward model with heads; start one "
+                f"by lightrft serve-rm, or set {self.key}.protocol to openrlhf or lightrft"
             )
         return entry
 
-    def _check(self, entry: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep what the server says about its model, or raise ``ConfigError``."""
-        where = f"{self.key}.url = {self.term.url!r}"
+    def _check(
+        self, entry: Mapping[str, Any], url: str, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Keep what a server says about its model, or raise ``ConfigError``."""
+        where = f"{self.key}.url = {url!r}"
+        if self.digest and entry["digest"] != self.digest:
+            raise ConfigError(
+                f"{where} serves a model of digest {entry['digest']}, and the servers before it "
+                f"one of {self.digest}; serve one model, or give each its own entry"
+            )
         self.digest, self.layout = entry["digest"], entry["layout"]
         check_digest(self.term.digest, self.digest, entry["id"], self.key)
         self.reencodes = self._is_other(entry, tokenizer, where)
@@ -247,6 +255,17 @@ def messages_of(rollouts: Sequence[Rollout]) -> dict[int, Messages]:
     return found
 
 
+def open_pool(term: ScoringModelConfig, key: str) -> ServerPool:
+    """Return the clients of the servers of ``term``.
+
+    Args:
+        term: Settings of the term.
+        key: Key of ``term``, for messages.
+    """
+    header = functools.partial(_bearer, term, key)
+    return ServerPool(term.urls, term.deadline, term.max_in_flight, header)
+
+
 def _bearer(term: ScoringModelConfig, key: str) -> dict[str, str]:
     """Return the header with the token. The file is read each time, as tokens are replaced."""
     if term.token_file is None:
@@ -261,7 +280,7 @@ def _bearer(term: ScoringModelConfig, key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {words[0]}"}
 
 
-def _score(sent: object) -> float | str:
+def score_of(sent: object) -> float | str:
     """Return a score of an answer, NaN for null, or why it is none."""
     if sent is None:
         return math.nan

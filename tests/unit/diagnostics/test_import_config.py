@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from lightrft.cli.main import main
-from lightrft.config.base import has_setting, load_settings
+from lightrft.config.base import build, has_setting, load_settings
 from lightrft.config.other_names.rows import FRAMEWORKS
+from lightrft.config.verbs import RLConfig
 from lightrft.diagnostics.importing.reading import Foreign, read_foreign
 from lightrft.diagnostics.importing.writing import VERBS, collect, translate
 from tests.unit.config.test_other_names import option_names
@@ -309,3 +310,28 @@ def test_what_cannot_be_read_is_refused(
     (tmp_path / "bad.yaml").write_text("a: [\n")
     assert main(["import-config", *(word.format(tmp=tmp_path) for word in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "value", "urls", "protocol"),
+    [
+        ("openrlhf", "remote_rm_url", "http://a:1/x,http://b:1/x", 2, "openrlhf"),
+        ("openrlhf", "reward.remote_url", "http://a:1/get_reward", 1, "openrlhf"),
+        ("openrlhf", "remote_rm_url", ["http://a:1", "http://b:1"], 2, "openrlhf"),
+        ("lightrft", "remote_rm_url", "http://a:1/score", 1, "lightrft"),
+    ],
+)
+def test_a_server_of_rewards_is_a_model_with_its_protocol(
+    framework: str, name: str, value: object, urls: int, protocol: str
+) -> None:
+    result = collect(Foreign({name: value}), framework, "rl")
+    (model,) = build(RLConfig, {"reward": {"models": result.tree["reward.models"]}}).reward.models
+    assert (len(model.urls), model.protocol) == (urls, protocol)
+
+
+def test_several_servers_of_lightrft_are_several_rewards_to_set_by_hand() -> None:
+    result = collect(Foreign({"remote_rm_url": "http://a:1,http://b:1"}), "lightrft", "rl")
+    assert "reward.models" not in result.tree
+    assert any("several rewards" in line for line in result.left)
+    own = collect(Foreign({"remote_rm_url": "a/b.py"}), "lightrft", "rl")
+    assert own.tree["reward.terms"] == ["a/b.py:reward_func"]

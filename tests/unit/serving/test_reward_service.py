@@ -259,14 +259,20 @@ def test_a_gate_needs_the_prompt(tmp_path):
         assert answer["rewards"] == answer["extra_logs"]["mixture"]
 
 
-def test_pictures_of_a_request_are_read_by_the_rules_of_data(tmp_path):
-    path, file = tmp_path / "vl", tmp_path / "a.png"
-    save_tiny_media("qwen2_5_vl", path)
-    config = ModelConfig(path=str(path), dtype="float32")
+def save_media_judge(folder: Path) -> Path:
+    """Save a tiny reward model that reads pictures, with the head ``good``."""
+    save_tiny_media("qwen2_5_vl", folder / "vl")
+    config = ModelConfig(path=str(folder / "vl"), dtype="float32")
     tokenizer = load_tokenizer(config)
     heads = RewardModelConfig(heads=[{"name": "good"}])  # type: ignore[arg-type]
     model = RewardModel.load(config, heads, seed=3)
-    model.save(tokenizer, tmp_path / "rm", load_processor(config, tokenizer))
+    model.save(tokenizer, folder / "rm", load_processor(config, tokenizer))
+    return folder / "rm"
+
+
+def test_pictures_of_a_request_are_read_by_the_rules_of_data(tmp_path):
+    save_media_judge(tmp_path)
+    file = tmp_path / "a.png"
     picture(file, 32, 40)
     data = base64.b64encode(file.read_bytes()).decode()
 
@@ -298,3 +304,50 @@ def test_pictures_of_a_request_are_read_by_the_rules_of_data(tmp_path):
         with torch.no_grad():
             local = service.model.score(batch_of_samples([sample]))["good"].scores[0]
         assert float(local) == pytest.approx(score, abs=1e-6)
+
+
+def test_lightrft_asks_with_queries_references_and_no_images(folder, url):
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    asked = {"prompts": ["1+1=", "3+1="], "references": ["2", None], "images": [None, []]}
+    answer = post(url, "/get_reward", queries=["1+1=2", f"3+1=4{eos}"], **asked)
+    other = post(url, "/get_reward", query=["1+1=2", f"3+1=4{eos}"], prompts=asked["prompts"])
+    assert answer == other
+    # the trainer decodes rows of a padded batch
+    padded = [f"{pad}{pad}1+1=2{eos}{pad}", f"3+1=4{eos}"]
+    assert post(url, "/get_reward", queries=padded, prompts=asked["prompts"]) == other
+    assert "'query' and 'queries'" in refused(url, "/get_reward", query=["a"], queries=["a"])
+    message = refused(url, "/get_reward", queries=["ab"], images=[["aGk="]])
+    assert "the model reads none" in message
+
+
+@pytest.mark.parametrize("form", ["written", "expanded", "of another size"])
+def test_images_of_lightrft_are_read_as_those_of_a_conversation(tmp_path, form):
+    folder = save_media_judge(tmp_path)
+    file = tmp_path / "a.png"
+    picture(file, 32, 40)
+    image = base64.b64encode(file.read_bytes()).decode()
+    url_of = f"data:image/png;base64,{image}"
+    said = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url_of}}]},
+        {"role": "assistant", "content": "2"},
+    ]
+    config = ModelConfig(path=str(folder))
+    tokenizer = load_tokenizer(config)
+    with judge_server(folder, batching={"wait_ms": 0}) as (url, _):
+        expected = post(url, "/pooling", messages=said)["data"][0]["data"][0]
+        shown = [{"role": "user", "content": [{"type": "image"}]}, said[1]]
+        text = str(tokenizer.apply_chat_template(shown, tokenize=False)).rstrip()
+        prompt = str(
+            tokenizer.apply_chat_template(shown[:1], tokenize=False, add_generation_prompt=True)
+        )
+        part = load_processor(config, tokenizer).parts["image"]
+        more = {"written": 1, "expanded": 5, "of another size": 7}[form]
+        text = text.replace(part.written, part.written * more)
+        for asked in ({}, {"prompts": [prompt]}):
+            found = post(url, "/get_reward", queries=[text], images=[[image]], **asked)
+            assert found["rewards"] == pytest.approx([expected], abs=1e-5)
+        message = refused(url, "/get_reward", queries=[text], images=[[image, image]])
+        assert "fewer placeholders" in message
+        message = refused(url, "/get_reward", queries=[text], images=[[5]])
+        assert "images.0" in message and "base64" in message

@@ -173,7 +173,7 @@ def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_
     with answering(*judge.endpoints()) as (url, _):
         served = term_of(folder, url=url, deadline=1.0, max_in_flight=4)
     served.term = served.term.model_copy(update={"max_tokens_per_micro_batch": 1})
-    served.client.breaker.pause = 0.2
+    served.client.clients[0].breaker.pause = 0.2
     start = time.monotonic()
     assert all(isinstance(score, str) for score in served.scores([], batch(8)))
     assert time.monotonic() - start < 4  # eight requests, four at once
