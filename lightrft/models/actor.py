@@ -97,9 +97,10 @@ class Backbone(nn.Module):
             ``ModelConfig``.
     """
 
+    counts_tokens: bool = False
+    """Count the positions of media as those of text, whatever the family has."""
     kept_features: KeptFeatures | None = None
-    """Outputs of the towers in the current step, shared with models of equal towers. ``None`` keeps
-    none."""
+    """Outputs of the towers in this step, shared with equal towers. ``None`` keeps none."""
     experts: ExpertReplay | None = None
     """Replays the experts that the sampler chose. ``None`` leaves the choice to the routers."""
 
@@ -266,7 +267,7 @@ class Backbone(nn.Module):
             every_tower=self.run_towers,
             kept=self.kept_features,
         )
-        axes = None if seen is None else seen.positions
+        axes = None if seen is None or self.counts_tokens else seen.positions
         packed = pack(batch, self._layout, final=final, axes=axes)
         if whole and packed.plan is not None:
             packed.plan.heads = ()

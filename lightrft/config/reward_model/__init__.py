@@ -81,6 +81,11 @@ class RewardModelConfig(Settings):
     learned ``attention`` over all tokens, or that of a learned ``token`` after the last one."""
     layer: int = -1
     """Layer whose hidden states are pooled; -1 is the last. Later layers are not computed."""
+    positions: Literal["model", "text"] | None = None
+    """Positions of tokens in a prompt with media. ``model`` takes those of the family, such as
+    time, height and width of a patch (M-RoPE). ``text`` counts tokens, as LightRFT trains its
+    scalar reward models. ``null`` takes those that the folder was trained with, and ``model`` for a
+    new reward model."""
     losses: Annotated[tuple[RewardLossConfig, ...], bare_names("name")] = Field(
         (RewardLossConfig(name="bradley_terry"),), min_length=1
     )

@@ -115,7 +115,7 @@ class PaddedRows:
             packed = Packed(self.tokens, positions, None, none, None, source, real.long())
         present = {name: values for name, values in media.items() if values is not None}
         seen = self._see(backbone, lengths, present)
-        if seen is not None and seen.positions is not None:
+        if seen is not None and seen.positions is not None and not backbone.counts_tokens:
             positions = seen.positions[:, packed.source.clamp(min=0)]
             packed.position_ids = positions.unflatten(1, self.tokens.shape)
         return backbone.states(packed, seen)

@@ -8,7 +8,8 @@ The state dict holds the language model under ``model.`` and these tensors of ea
 
 The files name neither the order of the heads nor the layer that is pooled. ``preference`` is the
 first one, if it is there, and the layer is LightRFT's default, the state before the last layer.
-Settings may name others.
+Settings may name others. LightRFT counts the tokens of media as those of text, so
+``reward_model.positions`` is ``text``.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def form_of_named_heads(
         heads=tuple(kinds),
         pooling="attention" if pooled.pop() else "last",
         layer=-1 if layer == count else layer,
+        # ``ScalarRewardModelVL.forward`` passes the index of each token
+        positions="text",
     )
     tensors: dict[str, Tensor] = {
         "score_mean": torch.zeros(len(kinds), dtype=torch.float64),

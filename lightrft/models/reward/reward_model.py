@@ -81,6 +81,7 @@ class RewardModel(Backbone):
         super().__init__(model, config)
         self.settings = settings
         self.is_cut = is_cut
+        self.counts_tokens = settings.positions == "text"
         self._cut()
         width = self.text_config.hidden_size
         self.head_names = [head.name for head in settings.heads]
@@ -211,6 +212,8 @@ class RewardModel(Backbone):
         """
         if form is None:
             return cls(model, config, settings, seed=seed)
+        if settings.positions is None:
+            settings = settings.model_copy(update={"positions": form.settings.positions})
         if form.is_cut:
             # an index from the end is known only with all layers
             check_form(settings, form.settings, config.path)

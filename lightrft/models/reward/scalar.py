@@ -36,7 +36,8 @@ class PublicRewardModel(PublicModel):
     """A scalar reward model with the public interface, around ``RewardModel``.
 
     ``{head}_head`` are the layers of a head, ``{head}_attnpool`` is its pooling, and
-    ``{head}_logit_scale`` is its log scale.
+    ``{head}_logit_scale`` is its log scale. As in LightRFT, tokens of media have the positions of
+    text, unless a folder of ``reward.save`` says otherwise.
 
     Args:
         pretrain_or_model: A folder, a hub name, or a transformers or peft model. Heads of a folder
@@ -105,6 +106,8 @@ class PublicRewardModel(PublicModel):
             heads=tuple(heads), pooling=_POOLINGS[pooling_method], layer=probing_layer
         )
         form = read_form(config.path) or read_other_form(config, settings) if config.path else None
+        if form is None:
+            settings = settings.model_copy(update={"positions": "text"})
         self.reward = RewardModel.around(model, config, settings, form)
         self.packing_samples = packing_samples
 
