@@ -82,8 +82,10 @@ OF_ROLLOUTS = ("grpo", "ppo", "lora", "pictures", "one row", "experts")
 OF_RESPONSES = (
     "sft",
     "sft pictures",
+    "sft experts",
     "dpo",
     "dpo lora",
+    "dpo experts",
     "dpo pictures",
     "dpo frozen pictures",
     "dpo online",
@@ -165,13 +167,18 @@ CASES: dict[str, Tree] = {
         "algorithm": {"preset": "reinforce"},
         "rollout": {"prompts_per_step": 1, "group_size": 1},
     },
-    # A mixture of experts, trained with the experts that generation picked.
-    "experts": {"algorithm": {"preset": "grpo"}, "model": {"replay_routes": True}},
+    # A mixture of experts, trained with the experts that generation picked, and to balance them.
+    "experts": {
+        "algorithm": {"preset": "grpo"},
+        "model": {"replay_routes": True, "router_aux_loss_coef": 0.1},
+    },
     # The rows have weights, and each place in the batch its own noise.
     "sft": {"batch_size": 5, "neftune_alpha": 5.0},
     "sft pictures": {"batch_size": 5, "train": {"steps": 2}},
+    "sft experts": {"batch_size": 5, "model": {"router_aux_loss_coef": 0.1}},
     "dpo": {"preference": {"preset": "dpo"}},
     "dpo lora": {"preference": {"preset": "dpo"}, "model": {"lora": {"rank": 4}}},
+    "dpo experts": {"preference": {"preset": "dpo"}, "model": {"router_aux_loss_coef": 0.1}},
     "dpo pictures": {"preference": {"preset": "dpo"}, "train": {"steps": 2}},
     # Policy and reference share features, and all ranks must agree on when the tower runs.
     "dpo frozen pictures": {
@@ -228,8 +235,10 @@ CASES: dict[str, Tree] = {
 SUPERVISED = {
     "sft": "sft",
     "sft pictures": "sft",
+    "sft experts": "sft",
     "dpo": "dpo",
     "dpo lora": "dpo",
+    "dpo experts": "dpo",
     "dpo pictures": "dpo",
     "dpo frozen pictures": "dpo",
     "dpo online": "dpo",
@@ -355,7 +364,7 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
     from lightrft.config.base import deep_merge
 
     media = case.endswith("pictures")
-    model = "reader" if media else "experts" if case == "experts" else "model"
+    model = "reader" if media else "experts" if case.endswith("experts") else "model"
     verb = SUPERVISED.get(case, "rl")
     name = ROWS_OF[verb]
     if media:

@@ -124,7 +124,17 @@ class ModelConfig(Settings):
         return 256 if kind == "cuda" else 64
 
 
-class PolicyModelConfig(ModelConfig):
+class TrainedModelConfig(ModelConfig):
+    """A policy that is trained."""
+
+    router_aux_loss_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961, as
+    transformers pools layers), over all tokens of an optimizer step; 0 adds none. Set it where
+    training sends most tokens to few experts; configs of models have 0.001 to 0.02. It costs one
+    forward pass without gradient per optimizer step, and ``policy/router_aux_loss`` shows it."""
+
+
+class PolicyModelConfig(TrainedModelConfig):
     """The policy that ``lightrft rl`` trains."""
 
     replay_routes: bool = False
@@ -133,7 +143,7 @@ class PolicyModelConfig(ModelConfig):
     it if ``policy/rollout_logprob_diff`` of such a model is high."""
 
 
-class SupervisedModelConfig(ModelConfig):
+class SupervisedModelConfig(TrainedModelConfig):
     """The model that ``lightrft sft`` trains."""
 
     dropout: bool = True

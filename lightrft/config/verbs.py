@@ -19,7 +19,12 @@ from lightrft.config.data import (
 )
 from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.config.launch import LaunchConfig
-from lightrft.config.model import ModelConfig, PolicyModelConfig, SupervisedModelConfig
+from lightrft.config.model import (
+    ModelConfig,
+    PolicyModelConfig,
+    SupervisedModelConfig,
+    TrainedModelConfig,
+)
 from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.preference.online import OnlineConfig
 from lightrft.config.reward import RewardConfig, RewardTerm
@@ -126,6 +131,8 @@ class GivenDataConfig(HeldOutSettings):
 class SupervisedConfig(GivenDataConfig):
     """The settings that all verbs share which train a policy on given responses."""
 
+    model: TrainedModelConfig = TrainedModelConfig()
+    """Model to train."""
     data: DataConfig = DataConfig()
     """Conversations to learn from."""
     eval: EvalConfig = EvalConfig()
@@ -293,10 +300,6 @@ class JudgeTrainingConfig(Settings):
 class JudgeSFTConfig(JudgeTrainingConfig, SFTConfig):
     """The settings of ``lightrft grm sft``: supervised training on judgements."""
 
-    verb: ClassVar[str] = "sft"
-    """Name of the verb."""
-    model: SupervisedModelConfig = SupervisedModelConfig()
-    """Model to train."""
     data: SFTDataConfig = SFTDataConfig()
     """Rows of responses, with a judgement or with labels."""
 
@@ -319,8 +322,6 @@ class JudgeRLConfig(JudgeTrainingConfig, RLConfig):
 class JudgeDPOConfig(JudgeTrainingConfig, DPOConfig):
     """The settings of ``lightrft grm dpo``: preference learning on judgements."""
 
-    verb: ClassVar[str] = "dpo"
-    """Name of the verb."""
     data: PreferenceDataConfig = PreferenceDataConfig()
     """Rows of responses, with preferred and rejected judgements or with labels."""
 
@@ -477,7 +478,7 @@ class IterateConfig(HeldOutSettings):
     run: RunConfig = RunConfig(name="iterate")
     """Folder of all rounds and start. Round 1 takes the seed of ``run``, and each later round has
     its own."""
-    model: ModelConfig = ModelConfig()
+    model: TrainedModelConfig = TrainedModelConfig()
     """Model to train. It also generates, unless ``generator`` is set."""
     generator: ModelConfig = ModelConfig()
     """Model that generates in every round, such as a larger one. An empty path takes the model that

@@ -35,6 +35,7 @@ from lightrft.learner.controllers import Controllers, mean_entropy
 from lightrft.learner.distillation import distillation_targets
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.learner.micro_batches import MicroBatch, local_micro_batches, mini_batches
+from lightrft.learner.router_loss import router_terms
 from lightrft.models.actor import TokenScores
 from lightrft.models.sampled_distribution import Distribution
 from lightrft.models.training_mode import values_of_evaluation
@@ -463,7 +464,9 @@ def policy_step(
         return objective(part, values_of_evaluation(roles.actor, score))
 
     # ``loss_weights`` hold the denominator already, so leaving rows out does not change the loss.
-    active = mini.select(objective.active(mini))
+    # The load-balancing loss of experts reaches every row.
+    reaches_all = roles.actor.router_loss is not None
+    active = mini if reaches_all else mini.select(objective.active(mini))
     additional = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
     budget = settings.train.max_tokens_per_micro_batch
     loss, metrics = optimizer_step(
@@ -562,7 +565,7 @@ def optimizer_step(
         cut: If False, no group is cut to balance the ranks.
 
     Returns:
-        The loss summed over all ranks, and all metrics.
+        The loss summed over all ranks, without the load-balancing loss of experts, and all metrics.
     """
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     # Gradient checkpointing and dropout act in training mode only.
@@ -572,14 +575,17 @@ def optimizer_step(
     for each, loss_of_each in ((batch, loss_of), *additional):
         own = local_micro_batches(each, budget, layout, teams, cut=cut)
         parts += [(each, loss_of_each, part) for part in own]
-    for i, (whole, loss_of_part, part) in enumerate(parts):
-        loss, found = loss_of_part(part.of(whole).to(strategy.device))
-        strategy.backward(trained.state, loss, last=i == len(parts) - 1)
-        total = total + loss.detach()
-        metrics.merge(found)
+    batches = [partial(_on_device, part, whole, strategy) for whole, _, part in parts]
+    with router_terms(trained.model, batches, strategy) as routers:
+        for i, (batch_of_part, (_, loss_of_part, _)) in enumerate(zip(batches, parts)):
+            loss, found = loss_of_part(batch_of_part())
+            strategy.backward(trained.state, routers.added(loss), last=i == len(parts) - 1)
+            total = total + loss.detach()
+            metrics.merge(found)
     # Old log-probs and rollouts are computed between steps, without dropout.
     trained.model.eval()
     metrics = all_reduce_metrics(metrics, teams)
+    metrics.merge(routers.metrics(who, strategy))
     # Every rank has the same number of parts, so all take the step or none does.
     skipped = False
     if parts:
@@ -594,6 +600,10 @@ def optimizer_step(
         # The schedule of a run ends with its last step, whichever steps trained nothing.
         strategy.advance(trained.state, 1)
     return teams.sum(total), metrics
+
+
+def _on_device(part: MicroBatch, whole: Batch, strategy: Strategy) -> Batch:
+    return part.of(whole).to(strategy.device)
 
 
 def _times(losses: Tensor, factor: Tensor) -> Tensor:

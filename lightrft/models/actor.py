@@ -44,6 +44,7 @@ from lightrft.models.multimodal.merge_inputs import (
 )
 from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
 from lightrft.models.reward.saved_form import holds_heads
+from lightrft.models.router_loss import RouterLoss, counts_of_tokens, report_unread
 from lightrft.models.sampled_distribution import (
     Distribution,
     SampledDistribution,
@@ -103,6 +104,8 @@ class Backbone(nn.Module):
     """Outputs of the towers in this step, shared with equal towers. ``None`` keeps none."""
     experts: ExpertReplay | None = None
     """Replays the experts that the sampler chose. ``None`` leaves the choice to the routers."""
+    router_loss: RouterLoss | None = None
+    """The load-balancing loss of experts in training. ``None`` for none."""
 
     def __init__(self, model: nn.Module, config: ModelConfig | None = None) -> None:
         super().__init__()
@@ -130,22 +133,10 @@ class Backbone(nn.Module):
             return self
         set_training(self.model, noise=self.config.dropout, adapter_noise=self._drops_adapters)
         self.fit_layout()
-        self._report_unread()
-        return self
-
-    def _report_unread(self) -> None:
-        """Warn once of a loss that the model's config asks for, and that no training adds."""
-        if self._has_reported:
-            return
+        if not self._has_reported and self.router_loss is None:
+            report_unread(self.text_config)
         self._has_reported = True
-        asked = self.text_config.to_dict()
-        weight = asked.get("router_aux_loss_coef")
-        if asked.get("output_router_logits") and weight:
-            log.warning(
-                "output_router_logits = true and router_aux_loss_coef = %g of the model's config "
-                "change nothing: no training here adds a load-balancing loss of experts",
-                weight,
-            )
+        return self
 
     def fit_layout(self) -> None:
         """Take padded rows if the model drops attention weights in training.
@@ -268,8 +259,13 @@ class Backbone(nn.Module):
             kept=self.kept_features,
         )
         axes = None if seen is None or self.counts_tokens else seen.positions
-        packed = pack(batch, self._layout, final=final, axes=axes)
-        if whole and packed.plan is not None:
+        routed = self.router_loss is not None and self.router_loss.reads_calls
+        # routers count every token of a row, as the model's own forward does
+        packed = pack(batch, self._layout, final=final or routed, axes=axes)
+        if routed:
+            packed.counts = counts_of_tokens(batch, packed.source)
+            packed.final = packed.final if final else None
+        if (whole or routed) and packed.plan is not None:
             packed.plan.heads = ()
         return self.states(packed, seen).flatten(0, 1), packed
 
@@ -310,7 +306,11 @@ class Backbone(nn.Module):
             elif seen is not None:
                 embeddings = inputs["inputs_embeds"]
                 inputs |= seen.masks(self.text_config, embeddings, packed.source, packed.mask)
-            return self.decoder(**inputs, use_cache=False).last_hidden_state
+            if packed.counts is None or self.router_loss is None:
+                return self.decoder(**inputs, use_cache=False).last_hidden_state
+            output = self.decoder(**inputs, use_cache=False, output_router_logits=True)
+            self.router_loss.read(output.router_logits, packed.counts, self._team)
+            return output.last_hidden_state
 
     def _own_tokens(self, packed: Packed) -> tuple[dict[str, Any], Tensor]:
         """Return ``packed.inputs`` and ``packed.source`` of this rank's tokens."""

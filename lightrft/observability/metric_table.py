@@ -105,6 +105,13 @@ METRICS: tuple[MetricRow, ...] = (
     ),
     MetricRow("policy/positive_nll", "trained tokens of right responses", "minus the log-prob"),
     MetricRow("policy/nonfinite_tokens", SUM, "tokens whose log-prob is not finite"),
+    MetricRow(
+        "policy/router_aux_loss",
+        "tokens of the optimizer step",
+        "load-balancing loss of experts, before its coefficient; not part of `policy/loss` or "
+        "`loss`",
+        "`model.router_aux_loss_coef` is 0",
+    ),
     MetricRow("policy/kl_coef", STEP, "coefficient of the KL term"),
     MetricRow("policy/kl_per_answer", RESPONSES, "KL of a whole response from the reference"),
     MetricRow("policy/entropy_coef", STEP, "coefficient of the entropy bonus"),

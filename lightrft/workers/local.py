@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.requirements import Requirements
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import ModelConfig, TrainedModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.strategy import (
     SERVED_KINDS,
@@ -38,6 +38,7 @@ from lightrft.models.loading.adapter_base import adds_adapters, saved_adapters
 from lightrft.models.loading.from_pretrained import has_tokenizer, load_tokenizer
 from lightrft.models.lora import merged_model
 from lightrft.models.processors import Processor
+from lightrft.models.router_loss import RouterLoss
 from lightrft.rewards.base import NullScorer, RewardScorer
 from lightrft.rewards.scorer import Scorer
 from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, TrainableModel
@@ -129,6 +130,7 @@ def local_policy(
     Raises:
         ConfigError: the engine cannot generate for such media, or its server does not read a
             setting, or has other weights.
+        ModelError: the model has no load-balancing loss, and ``model`` sets its coefficient.
     """
     check_media(model, engine, media)
     placed = strategy_of(strategy, ranks)
@@ -145,6 +147,9 @@ def local_policy(
         actor.model = merged_model(actor.model).eval()
     # The engine generates from the shards of the policy, which must be gathered for it.
     whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
+    if trains and isinstance(model, TrainedModelConfig) and model.router_aux_loss_coef:
+        coef, tries = model.router_aux_loss_coef, actor.unread is None
+        actor.router_loss = RouterLoss(actor.base, actor.decoder, coef, tries=tries)
     if replay_routes:
         actor.experts = ExpertReplay(actor.model)
     decoder = KVDecoder(actor.model, actor.experts)

@@ -386,6 +386,7 @@ FLIPS: dict[str, Flip] = {
     "model.logits_mb": Flip(1, "loaded"),
     "model.trust_remote_code": Flip(True, "asked_of_the_hub"),
     "model.replay_routes": Flip(True, "run", {"model": {"path": "{root}/experts"}}),
+    "model.router_aux_loss_coef": Flip(0.5, "run", {"model": {"path": "{root}/experts"}}),
     "model.freeze": Flip(["model.embed_tokens"], "loaded"),
     "reference": Flip("{root}/second", "run"),
     "teacher.path": Flip("{root}/policy", "run", TEACHER),

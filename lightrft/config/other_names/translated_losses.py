@@ -18,6 +18,14 @@ from lightrft.config.other_names.translated import (
 
 ALGORITHM = (
     NameRow(
+        "router_aux_loss_coef moe_aux_loss_coef aux_loss_coef actor.aux_loss_coef "
+        "model.aux_loss_coef",
+        "model.router_aux_loss_coef",
+        "the coefficient of the load-balancing loss, here over all tokens of an optimizer step and "
+        "not of each micro-batch",
+        positive,
+    ),
+    NameRow(
         "advantage_estimator adv_estimator algorithm.adv_estimator algo.advantage.estimator",
         "algorithm.preset",
         "a preset sets loss, aggregation and KL too; algorithm.advantage.name alone replaces the "

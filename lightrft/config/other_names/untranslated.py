@@ -191,9 +191,9 @@ MODELS = (
         "value_head_prefix ds.value_head_prefix",
     ),
     none(
-        "the load-balancing loss of a mixture of experts is not added here",
-        "aux_loss_coef actor.aux_loss_coef model.aux_loss_coef router_aux_loss_coef",
-        "moe_aux_loss_coef moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type",
+        "Megatron's losses of routers, one for each layer, are not added here; "
+        "model.router_aux_loss_coef adds the one that transformers pools over layers",
+        "moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type",
     ),
     none(
         "heads for several tokens ahead are not trained here",

@@ -38,6 +38,8 @@ class Packed:
         noise: Noise on the token embeddings. ``None`` for none.
         experts: ``[N, layers, k]`` experts to replay for the prompts' tokens followed by the
             responses'. ``None`` replays none.
+        counts: ``[S * T]`` number of rows that each token stands for in the loss of routers.
+            ``None`` without that loss.
     """
 
     input_ids: Tensor
@@ -49,6 +51,7 @@ class Packed:
     mask: Tensor | None = None
     noise: EmbeddingNoise | None = None
     experts: Tensor | None = None
+    counts: Tensor | None = None
 
     def experts_of(self, source: Tensor) -> Tensor | None:
         """Return the experts to replay for each token of ``source``, see ``Packed.source``."""

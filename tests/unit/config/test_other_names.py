@@ -212,6 +212,11 @@ def test_a_setting_that_does_not_exist_is_answered(given: str, expected: str) ->
         ("serve-rm", "host=0.0.0.0", "host is http.host here"),
         ("serve", "gpu_memory_utilization=0.9", "not a share of it"),
         ("chat", "system_prompt=x", "system_prompt is system here"),
+        ("sft", "moe_aux_loss_coef=0.01", "moe_aux_loss_coef is model.router_aux_loss_coef here"),
+        ("rl", "actor.aux_loss_coef=0.01", "all tokens of an optimizer step and not of each"),
+        ("dpo", "router_aux_loss_coef=0.1", "router_aux_loss_coef is model.router_aux_loss_coef"),
+        ("rm", "model.aux_loss_coef=0.1", "model.router_aux_loss_coef in lightrft rl"),
+        ("sft", "moe_aux_loss_coeff=0.1", "Megatron's losses of routers, one for each layer"),
     ],
 )
 def test_the_answer_is_the_one_of_the_verb(verb: str, given: str, expected: str) -> None:
