@@ -96,6 +96,40 @@ def overlong(
 
 
 @SHAPINGS.register(
+    "truncated",
+    formula="R <- factor R, or value, if the length limit cut the response",
+    latex=r"R\leftarrow fR\ (\text{or }v)\ \text{if the length limit cut the response}",
+    paper="ProRL v2, stop-properly penalty of OpenRLHF",
+)
+def truncated(
+    batch: Batch,
+    rewards: Tensor,
+    *,
+    max_new_tokens: int,
+    factor: float = 0.0,
+    value: float | None = None,
+) -> Tensor:
+    """Scale or replace the rewards of responses that were cut at the length limit.
+
+    Args:
+        factor: Factor of these rewards, from 0 to 1.
+        value: Reward in their place. ``None`` scales them.
+
+    Raises:
+        ConfigError: If ``factor`` is outside of [0, 1], or given next to ``value``.
+    """
+    if not 0 <= factor <= 1 or (value is not None and factor):
+        raise ConfigError(
+            f"shaping truncated: options.factor is {factor} and options.value {value}; give a "
+            "factor from 0 to 1, or a value alone"
+        )
+    if batch.truncated is None:
+        raise ValueError("shaping truncated needs batch.truncated")
+    shaped = factor * rewards if value is None else torch.full_like(rewards, value)
+    return torch.where(batch.truncated, shaped, rewards)
+
+
+@SHAPINGS.register(
     "cosine",
     formula="R <- end + (start - end) (1 + cos(pi l / L_max)) / 2, start and end as R >= threshold "
     "or not; exceed from L_max on",

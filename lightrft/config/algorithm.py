@@ -42,6 +42,9 @@ class AdvantageConfig(NamedFunction):
     normalize: Literal["none", "group", "batch"] = "none"
     """Standardise advantages over the trained tokens of the global ``batch`` or of each ``group``.
     ``none`` leaves them as they are."""
+    clip: float | None = Field(None, gt=0)
+    """Clip advantages to ``[-clip, clip]``, after ``normalize`` and a teacher's part. ``null``
+    clips nothing."""
     options: dict[str, object] = Field(default_factory=dict)
     """Further keyword arguments of the advantage function."""
 

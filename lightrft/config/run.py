@@ -78,3 +78,7 @@ class LogConfig(Settings):
     writes none. ``lightrft.diagnostics.replay`` runs any phase on them again."""
     entropy: bool = True
     """Measure the policy's entropy also where no loss term needs it."""
+    repetition: bool = False
+    """Measure how much of each response repeats an earlier part of it: the share of its substrings
+    that occurred before, as ``response/repetition``. It takes some milliseconds for each thousand
+    characters."""

@@ -209,6 +209,7 @@ def _advantage(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) 
     settings = algorithm.advantage
     about = COMPONENT_KINDS["advantage"].registry.about(settings.name)
     own = _below("algorithm.advantage", found)
+    own = tuple(number for number in own if symbol_of(number) != "clip")
     # Then only the whitening below divides by it.
     if "eps" not in about.reads:
         own = tuple(number for number in own if symbol_of(number) != "eps")
@@ -219,6 +220,9 @@ def _advantage(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) 
         eps = tuple(number for number in found if number.key == "algorithm.advantage.eps")
         whitening = About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED)
         yield Line("advantage", "whiten", whitening, eps)
+    if settings.clip is not None:
+        bound = tuple(number for number in found if number.key == "algorithm.advantage.clip")
+        yield Line("advantage", "clip", About("A <- clip(A, -clip, clip)", ""), bound)
 
 
 def _only(symbol: str, found: tuple[EffectiveSetting, ...]) -> tuple[EffectiveSetting, ...]:

@@ -46,6 +46,18 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("response/max_length", "largest", "longest response, in tokens"),
     MetricRow("response/clip_ratio", RESPONSES, "share that `sampling.max_new_tokens` cut"),
     MetricRow(
+        "response/reflections",
+        RESPONSES,
+        "number of words by which a response looks back: let me think, let me reconsider, "
+        "actually, wait, correction, mistake, wrong, rethink",
+    ),
+    MetricRow(
+        "response/repetition",
+        RESPONSES,
+        "share of the substrings of a response that occurred in it before",
+        "without `log.repetition`",
+    ),
+    MetricRow(
         "rollout/entropy",
         "sampled tokens of all responses",
         "minus the log-prob of the sampler: an estimate of the entropy that it samples with, in "
@@ -75,6 +87,12 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("rollout/compile<...>", STEP, "compiled decoding so far", "not compiled"),
     MetricRow("policy/loss", STEP, "the loss, as `algorithm.aggregation` divides it"),
     MetricRow("policy/frac_rows_with_advantage", "responses of the batch", "share with one"),
+    MetricRow(
+        "policy/advantage_clip_fraction",
+        "tokens of the batch",
+        "share whose advantage is at a bound of `algorithm.advantage.clip`",
+        "without it",
+    ),
     MetricRow("policy/frac_rows_with_loss", "responses of the batch", "share in the loss"),
     MetricRow(
         "policy/clip_fraction",

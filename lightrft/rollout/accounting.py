@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightrft.algorithms.group_filters import drop_reason
+from lightrft.algorithms.reward_terms.text_measures import reflections, repetition
 from lightrft.algorithms.sample_selection import selected
 from lightrft.config.base import ComponentConfig
 from lightrft.observability.metrics import Last, Max, Mean, Metrics, Min, Sum
@@ -266,6 +267,7 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
         metrics.add("response/length", Mean(len(rollout)))
         metrics.add("response/max_length", Max(len(rollout)))
         metrics.add("response/clip_ratio", Mean(float(rollout.finish_reason == "length")))
+        metrics.add("response/reflections", Mean(reflections(rollout.text)))
     if drafted := sum(r.drafted for r in collected.rollouts):
         accepted = sum(r.accepted for r in collected.rollouts)
         metrics.add("rollout/draft_acceptance", Mean(accepted, drafted))
@@ -274,6 +276,16 @@ def rollout_metrics(collected: CollectedRollouts) -> Metrics:
     for name, value in collected.curriculum.items():
         metrics.add(f"curriculum/{name}", Last(value))
     return metrics
+
+
+def mean_repetition(collected: CollectedRollouts) -> Mean:
+    """Return the mean repetition of the responses of a step; see ``repetition``."""
+    texts = [
+        rollout.text
+        for rollout in collected.rollouts
+        if rollout.sample != GREEDY and rollout.finish_reason != "abort"
+    ]
+    return Mean(math.fsum(map(repetition, texts)), len(texts))
 
 
 def _sampled_entropy(answers: Sequence[Rollout]) -> Mean:

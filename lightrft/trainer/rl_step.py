@@ -43,7 +43,12 @@ from lightrft.models.critic import Critic
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import CollectedRollouts, filter_and_select, rollout_metrics
+from lightrft.rollout.accounting import (
+    CollectedRollouts,
+    filter_and_select,
+    mean_repetition,
+    rollout_metrics,
+)
 from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import CollectSettings, PromptSource, collect_rollouts
 from lightrft.rollout.logprob_check import check_batch, replay_metrics
@@ -215,6 +220,10 @@ def _learn_from(
             return StepResult(collected, None, rollout_metrics(collected))
         batch = advantages_from(batch, config, controls)
     metrics.merge(rollout_metrics(collected))
+    if config.log.repetition:
+        metrics.add("response/repetition", mean_repetition(collected))
+    if config.algorithm.advantage.clip is not None:
+        metrics.add("policy/advantage_clip_fraction", clipped_share(batch, config))
     metrics.merge(compile_metrics(roles.engine))
     has_advantage = rows_with_advantage(batch)
     metrics.add("policy/frac_rows_with_advantage", Mean(int(has_advantage.sum()), len(batch)))
@@ -242,6 +251,19 @@ def advance_all(roles: Roles, config: RLConfig, step: int) -> None:
     """
     optimizer_steps = config.train.ppo_epochs * config.train.num_mini_batches
     advance_schedules(roles, config.critic.warmup_steps, step, optimizer_steps)
+
+
+def clipped_share(batch: Batch, config: RLConfig) -> Mean:
+    """Return the share of trained tokens whose advantage is at a bound of ``advantage.clip``.
+
+    Args:
+        batch: The batch with its advantages.
+        config: Settings of the run.
+    """
+    advantages = require_column(batch.advantages)
+    bound = advantages.new_tensor(config.algorithm.advantage.clip)
+    at_bound = (advantages.abs() >= bound) & batch.mask
+    return Mean(int(at_bound.sum()), int(batch.mask.sum()))
 
 
 def rows_with_advantage(batch: Batch) -> Tensor:
@@ -467,4 +489,6 @@ def advantages_from(batch: Batch, config: RLConfig, controls: Controllers) -> Ba
     # After whitening, which would change the weight of the teacher against the reward.
     whitened = WHITENINGS[settings.normalize](advantages, batch, settings.eps)
     advantages = add_distillation_reward(whitened, batch, algorithm.distill)
+    if settings.clip is not None:
+        advantages = advantages.clamp(-settings.clip, settings.clip)
     return batch.replace(advantages=advantages.float(), returns=returns.float())

@@ -96,6 +96,7 @@ UNREAD = (
     "log.rollouts_every",
     "log.batches_every",
     "log.entropy",
+    "log.repetition",
     "data.max_prompt_tokens",
 )
 """Settings that reinforcement learning alone reads."""

@@ -597,6 +597,7 @@ FLIPS: dict[str, Flip] = {
     "log.wandb": Flip("project", "run", refused=True),
     "log.rollouts_every": Flip(0, "run"),
     "log.entropy": Flip(False, "run"),
+    "log.repetition": Flip(True, "run"),
     "log.batches_every": Flip(1, "run"),
     "algorithm.preset": Flip("dr_grpo", "objective"),
     "algorithm.advantage.name": Flip("rloo", "objective"),
@@ -605,6 +606,7 @@ FLIPS: dict[str, Flip] = {
     "algorithm.advantage.bootstrap_truncated": Flip(True, "run", CRITIC),
     "algorithm.advantage.eps": Flip(0.1, "objective"),
     "algorithm.advantage.normalize": Flip("group", "objective"),
+    "algorithm.advantage.clip": Flip(0.1, "objective"),
     "algorithm.advantage.options": Flip(
         {"alpha": 0.5}, "objective", {"algorithm": {"preset": "vapo"}}
     ),

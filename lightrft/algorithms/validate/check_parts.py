@@ -125,8 +125,8 @@ def _unread(
         return
     reads = registry.about(settings.name).reads
     known = ", ".join(sorted(reads)) or "none of them"
-    # name and options select the function, and normalize applies to the result of any
-    read = reads | also | {"name", "options", "normalize"}
+    # name and options select the function; normalize and clip apply to the result of any
+    read = reads | also | {"name", "options", "normalize", "clip"}
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if name not in read and value != field.default:

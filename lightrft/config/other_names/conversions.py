@@ -439,6 +439,14 @@ def overlong(*factors: str) -> Any:
     return convert
 
 
+def stop_properly(value: Any, _: Options) -> Any:
+    """Convert the penalty of truncated responses: a factor, or a reward below 0."""
+    if value is None:
+        return Converted()
+    option = "value" if value < 0 else "factor"
+    return [{"name": "truncated", "options": {option: float(value)}}]
+
+
 def entropy_filter(value: Any, _: Options) -> Any:
     """Convert the flag of dynamic sampling."""
     return ["zero_variance"] if value else Converted()

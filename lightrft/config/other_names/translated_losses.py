@@ -286,6 +286,12 @@ ALGORITHM = (
         ValueTable({True: "batch", False: "none"}),
     ),
     NameRow(
+        "advantage_clip",
+        "algorithm.advantage.clip",
+        "0 clips nothing",
+        positive,
+    ),
+    NameRow(
         "whiten_rewards ppo_whiten_rewards ppo_score_norm reward.normalize_enable "
         "reward_running_norm normalize_reward",
         "algorithm.normalize.rewards",

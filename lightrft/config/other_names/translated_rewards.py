@@ -143,6 +143,12 @@ REWARD = (
         ),
     ),
     NameRow(
+        "stop_properly_penalty_coef reward.stop_properly_penalty_coef",
+        "algorithm.shaping",
+        "{name: truncated, options: {factor: c}}, or {value: c} below 0",
+        to.stop_properly,
+    ),
+    NameRow(
         "cosine_{min,max}_len_value_{wrong,correct} cosine_max_len",
         "algorithm.shaping",
         "options of `cosine`",

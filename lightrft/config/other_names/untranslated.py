@@ -335,13 +335,12 @@ ROLLOUT_ROWS = (
 LEARNING = (
     none(
         "responses that were cut stay in the loss; filters and shapings decide about them",
-        "mask_truncated_completions overlong_filter stop_properly_penalty_coef",
-        "reward.stop_properly_penalty_coef",
+        "mask_truncated_completions overlong_filter",
     ),
     none(
         "this term of the loss is not part of the framework; algorithm.loss takes a function of "
         "your own (docs/extending.md)",
-        "advantage_clip advantage_reweight chord_** fipo_** rlsd_** sdar_** cosine_** asft_alpha",
+        "advantage_reweight chord_** fipo_** rlsd_** sdar_** cosine_** asft_alpha",
         "eaft_alpha use_asft_loss use_eaft_loss use_dft_loss enable_dft_loss enable_channel_loss",
         "repetition_max_penalty repetition_n_grams soft_max_length multi_objective_aggregation",
         "token_level_kl vf_coef entropy_coef_max entropy_coef_min max_density_ratio",

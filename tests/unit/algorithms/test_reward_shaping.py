@@ -7,11 +7,12 @@ import torch
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.reward_shaping import SHAPINGS, TERMS, shape, token_rewards
+from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.base import ComponentConfig
+from lightrft.config.base import ComponentConfig, build
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.trainer.rl_step import with_advantages
+from lightrft.trainer.rl_step import clipped_share, with_advantages
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from tests.numbers.strategies import batch_of, plain_case
@@ -201,3 +202,41 @@ def test_each_reward_of_gdpo_is_normalised_in_its_group_and_their_sum_over_the_b
     # sums -4 s, 4 s, -s, s with s = sqrt(1/2): mean 0, variance s^2 (16 + 16 + 1 + 1) / 3
     std = (34 / 3) ** 0.5
     assert found.tolist() == pytest.approx([-4 / std, 4 / std, -1 / std, 1 / std], rel=1e-6)  # type: ignore[union-attr]
+
+
+def test_rewards_of_truncated_responses_are_scaled_or_replaced() -> None:
+    batch = batch_of(plain_case([[True]] * 3, [0, 0, 0], [1.0, -2.0, 4.0]))
+    batch = batch.replace(truncated=torch.tensor([True, True, False]))
+
+    def shaped(**options: float) -> list[float]:
+        parts = [ComponentConfig(name="truncated", options=options)]
+        return shape(batch, parts, 8).tolist()
+
+    assert shaped() == [0.0, 0.0, 4.0]
+    assert shaped(factor=0.5) == [0.5, -1.0, 4.0]
+    assert shaped(value=-0.5) == [-0.5, -0.5, 4.0]
+    for wrong in ({"factor": 1.5}, {"factor": -0.5}, {"factor": 0.5, "value": 1.0}):
+        with pytest.raises(ConfigError, match=r"shaping truncated: options\.factor"):
+            shaped(**wrong)
+
+
+def test_advantages_are_clipped_after_they_are_whitened() -> None:
+    rewards = [0.0, 1.0, 1.0, 1.0]
+    batch = batch_of(plain_case([[True] * 2] * 4, [0] * 4, rewards))
+
+    def advantages(**settings: object) -> torch.Tensor:
+        algorithm = {"preset": "grpo", "advantage": {"name": "grpo", **settings}}
+        config = build(RLConfig, {"algorithm": algorithm})
+        own = config.algorithm
+        check_parts(own)
+        found = with_advantages(batch, config, Controllers.of(own), Requirements.of(own))
+        if "clip" in settings:
+            share = clipped_share(found, config)
+            assert share.compute() == 0.25  # the response without a reward
+        assert found.advantages is not None
+        return found.advantages
+
+    whole = advantages(normalize="batch")
+    clipped = advantages(normalize="batch", clip=1.0)
+    assert float(whole.abs().max()) > 1.2
+    assert torch.equal(clipped, whole.clamp(-1.0, 1.0))

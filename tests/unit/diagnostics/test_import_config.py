@@ -329,6 +329,21 @@ def test_a_server_of_rewards_is_a_model_with_its_protocol(
     assert (len(model.urls), model.protocol) == (urls, protocol)
 
 
+def test_penalties_of_long_responses_become_shapings_in_their_order() -> None:
+    options = {"overlong_buffer_len": 64, "overlong_penalty_factor": 1.0}
+    for coef, own in ((0.25, {"factor": 0.25}), (-0.5, {"value": -0.5})):
+        given = {**options, "stop_properly_penalty_coef": coef}
+        shaping = collect(Foreign(given), "openrlhf", "rl").tree["algorithm.shaping"]
+        assert [part["name"] for part in shaping] == ["overlong", "truncated"]
+        assert shaping[1]["options"] == own
+
+
+@pytest.mark.parametrize(("value", "expected"), [(5.0, 5.0), (0.0, None)])
+def test_the_clip_of_advantages_is_ours_and_off_at_0(value: float, expected: object) -> None:
+    tree = collect(Foreign({"advantage_clip": value}), "lightrft", "rl").tree
+    assert tree.get("algorithm.advantage.clip") == expected
+
+
 def test_several_servers_of_lightrft_are_several_rewards_to_set_by_hand() -> None:
     result = collect(Foreign({"remote_rm_url": "http://a:1,http://b:1"}), "lightrft", "rl")
     assert "reward.models" not in result.tree
