@@ -37,6 +37,9 @@ class LoRAConfig(Settings):
     rslora: bool = False
     """Divide ``alpha`` by the square root of the rank (rsLoRA, arXiv 2312.03732). Set it for high
     ranks, whose updates are small otherwise."""
+    modules_to_save: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Modules that are trained whole and saved with the adapters, by the ends of their names, as in
+    peft: ``embed_tokens``, ``lm_head``, ``norm``. They get no adapters. Set it for new tokens."""
 
     @property
     def scale(self) -> float:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.config.model import LoRAConfig
 from lightrft.models.families import family_of
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.multimodal.submodules import LANGUAGE, TOWER, check_parts, part_of, parts_of
-from lightrft.utils.errors import ModelError, whole_message
+from lightrft.utils.errors import ModelError, did_you_mean, whole_message
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -41,16 +41,18 @@ def add_adapters(
 
     Args:
         model: A transformers model.
-        config: Rank, scale, dropout, targets and parts of the adapters.
+        config: Rank, scale, dropout, targets and parts of the adapters, and the modules that are
+            trained whole.
         exclude: Path components. Modules below them get no adapters.
 
     Raises:
         ModelError: The model lacks one of ``config.parts``, or ``config.targets`` names no module
-            of one.
+            of one. A module of ``config.modules_to_save`` cannot be trained whole.
     """
     from peft import LoraConfig, get_peft_model
 
     check_parts(model.config, "model.lora.parts", config.parts)
+    check_saved_modules(model, config)
     exclude = tuple(exclude)
     # a text model without exclusions leaves the search for targets to peft
     some = bool(exclude) or family_of(model.config).reader is not None
@@ -62,6 +64,7 @@ def add_adapters(
         use_dora=config.dora,
         use_rslora=config.rslora,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        modules_to_save=list(config.modules_to_save) or None,
         task_type="CAUSAL_LM",
         bias="none",
     )
@@ -69,10 +72,99 @@ def add_adapters(
         _leave_out(model, settings)
     try:
         with suppress_hf_warnings(local=True):
-            return get_peft_model(model, settings)
-    except ValueError as error:
+            adapted = get_peft_model(model, settings)
+    except (ValueError, TypeError) as error:
         problem = whole_message(error)
         raise ModelError(f"model.lora.targets = {config.targets!r}: {problem}") from None
+    for name, module in saved_modules(adapted):
+        if any(hasattr(inner, "lora_A") for inner in module.modules()):
+            raise _both(config, name)
+    share_configs(adapted)
+    return adapted
+
+
+def share_configs(model: nn.Module) -> None:
+    """Give modules that are trained whole the config of the model.
+
+    peft copies it with them. The attention of the model is selected in its config.
+    """
+    for _, module in saved_modules(model):
+        for copied in module.modules_to_save.values():
+            for new, old in zip(copied.modules(), module.original_module.modules(), strict=True):
+                for name, value in vars(old).items():
+                    if isinstance(value, PreTrainedConfig):
+                        setattr(new, name, value)
+
+
+def check_saved_modules(model: nn.Module, config: LoRAConfig) -> None:
+    """Raise ``ModelError`` if a module of ``config.modules_to_save`` cannot be trained whole.
+
+    Args:
+        model: A model without adapters.
+        config: Settings of the adapters.
+    """
+    given = f"model.lora.modules_to_save = {list(config.modules_to_save)}"
+    modules = {name: module for name, module in model.named_modules() if name}
+    chosen: list[str] = []
+    for ending in config.modules_to_save:
+        found = [name for name in modules if name.endswith(ending)]
+        if not found:
+            ends = {name.rpartition(".")[2] for name in modules} | set(modules)
+            names = sorted(name for name in ends if not name.isdigit())
+            hint = did_you_mean(ending, names)
+            raise ModelError(f"{given}: {ending!r} is the end of no module's name{hint}")
+        chosen += found
+    for target in () if isinstance(config.targets, str) else config.targets:
+        hits = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if hits and all(_is_inside(name, chosen) for name in hits):
+            raise _both(config, hits[0])
+    for name in chosen:
+        module = modules[name]
+        inside = [other for other in chosen if other.startswith(f"{name}.")]
+        weights = list(module.parameters())
+        why = ""
+        if inside:
+            why = f"{inside[0]} is inside of {name}, which is trained whole; name one of them"
+        elif not weights:
+            why = f"{name} has no weights; leave it out"
+        elif not all(weight.is_floating_point() for weight in weights):
+            why = f"{name} is quantised; leave it out, or set model.load_in_4bit=false"
+        elif isinstance(module, nn.ModuleList | nn.ModuleDict):
+            why = f"{name} is a list of modules; name modules inside of it"
+        if why:
+            raise ModelError(f"{given}: {why}")
+
+
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def _both(config: LoRAConfig, name: str) -> ModelError:
+    return ModelError(
+        f"model.lora.modules_to_save = {list(config.modules_to_save)} and model.lora.targets = "
+        f"{config.targets!r} both name {name}: a module is trained whole or gets adapters; leave "
+        "it out of one of them"
+    )
+
+
+def saved_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of a peft model that are trained whole, with their names."""
+    for name, module in model.named_modules():
+        if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
+            yield name, module
+
+
+def untied_modules(model: nn.Module) -> list[str]:
+    """Return the embeddings and the head that are trained whole, if the model without adapters ties
+    them. The list is empty where they stay one tensor."""
+    base = base_model(model)
+    ends: list[Any] = [base.get_output_embeddings(), base.get_input_embeddings()]
+    if any(end is None for end in ends) or ends[0].weight is ends[1].weight:
+        return []
+    starts = [end.original_module if hasattr(end, "original_module") else end for end in ends]
+    if starts[0].weight is not starts[1].weight:
+        return []
+    return [name for name, module in saved_modules(base) if module in ends]
 
 
 def _leave_out(model: PreTrainedModel, settings: LoraConfig) -> None:

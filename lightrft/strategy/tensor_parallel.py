@@ -162,6 +162,9 @@ def _parts(
         if len(getattr(module, "lora_magnitude_vector", ())):
             why = "model.lora.dora = true needs the norms of whole weights"
             raise _refused(size, f"{why}; set model.lora.dora=false", "or ")
+        if hasattr(module, "original_module"):
+            why = f"model.lora.modules_to_save trains {name} whole"
+            raise _refused(size, f"{why}; leave it out there", "or ")
         for part in _matrices(module, style):
             yield part, STYLES[style]()
 

@@ -18,6 +18,9 @@ _FACTORS: dict[str, Factor] = {
     "lora_B": "b",
     "lora_magnitude_vector": "magnitude",
 }
+ORIGINAL = ".original_module."
+"""Part of a name of a module's weights, where a copy of the module is trained whole."""
+_SAVED = re.compile(r"(.*)\.modules_to_save\.\w+\.(.*)")
 _WRAPPED = re.compile(r"(\.base_layer|\.original_module)+\.")
 _FACTOR = re.compile(r"(.*)\.(base_layer|lora_A|lora_B|lora_magnitude_vector)(\.\w+)?\.weight")
 
@@ -32,6 +35,16 @@ def plain_name(name: str) -> str | None:
         return None
     # peft nests a layer for each adapted weight of stacked experts
     return _WRAPPED.sub(".", name)
+
+
+def saved_name(name: str) -> str | None:
+    """Return the name in the model without adapters of a parameter of a module that is trained
+    whole.
+
+    It is ``None`` for another parameter.
+    """
+    found = _SAVED.fullmatch(name.removeprefix(_PREFIX))
+    return None if found is None else f"{found[1]}.{found[2]}"
 
 
 def factor_of(name: str) -> tuple[str, Factor] | None:

@@ -36,7 +36,7 @@ from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.loading.adapter_base import adds_adapters, saved_adapters
 from lightrft.models.loading.from_pretrained import has_tokenizer, load_tokenizer
-from lightrft.models.lora import merged_model
+from lightrft.models.lora import merged_model, untied_modules
 from lightrft.models.processors import Processor
 from lightrft.models.router_loss import RouterLoss
 from lightrft.rewards.base import NullScorer, RewardScorer
@@ -141,6 +141,12 @@ def local_policy(
     is_hollow = is_served and not trains and not engine.check_logprobs
     with placed.loading() as device:
         actor = Actor.load(model, device="meta" if is_hollow else device)
+    if trains and engine.kind != "native" and (names := untied_modules(actor.model)):
+        raise ModelError(
+            f"modules_to_save = {names}: the model has one tensor for embeddings and output head "
+            f"(tie_word_embeddings), and so has the engine, {engine.kind}, which could not tell "
+            "the two; set engine.kind=native, or leave them out"
+        )
     if weights is not None and not is_hollow:
         load_weights(actor, weights)
     if merges and actor.has_adapters:

@@ -347,7 +347,7 @@ def test_a_base_without_adapters_in_the_path_is_refused(rl_tree, tmp_path, model
         run_of("sft", rl_tree, tmp_path, model=model)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_server_gets_the_adapters_merged_and_gives_the_numbers_of_the_native_engine(
     rl_tree, tmp_path, adapters, model_folder, monkeypatch, kind
 ):
@@ -370,15 +370,16 @@ def test_a_server_gets_the_adapters_merged_and_gives_the_numbers_of_the_native_e
 
 
 def test_adapters_that_an_engine_cannot_be_sent_are_refused_with_the_setting(
-    rl_tree, tmp_path, adapters, model_folder, monkeypatch
+    rl_tree, tmp_path, model_folder, monkeypatch
 ):
     monkeypatch.setenv("TEST_KEY_OF_SERVERS", "secret")
     (tmp_path / "keys").write_text("secret\n")
+    ranks = LoraConfig(r=2, target_modules=QV, rank_pattern={"q_proj": 4}, task_type="CAUSAL_LM")
+    kept = save_adapters(model_folder, ranks, tmp_path / "ranks")
     with model_server(model_folder, weights_token_file=str(tmp_path / "keys")) as (url, _):
         engine = {"kind": "http", "url": url, "api_key_env": "TEST_KEY_OF_SERVERS"}
-        model = {"path": str(adapters("head"))}
-        with pytest.raises(ModelError, match=r"modules_to_save = .*engine\.kind=native"):
-            run_of("rl", rl_tree, tmp_path, engine=engine, model=model)
+        with pytest.raises(ModelError, match=r"rank_pattern = .*engine\.kind=native"):
+            run_of("rl", rl_tree, tmp_path, engine=engine, model={"path": str(kept)})
 
 
 @pytest.mark.slow

@@ -380,6 +380,7 @@ FLIPS: dict[str, Flip] = {
     "model.lora.parts": Flip(["language", "tower"], "loaded", READER),
     "model.lora.dora": Flip(True, "loaded", ADAPTERS),
     "model.lora.rslora": Flip(True, "loaded", ADAPTERS),
+    "model.lora.modules_to_save": Flip(["norm"], "loaded", ADAPTERS),
     "model.load_in_4bit": Flip(True, "loaded", refused=True),
     "model.gradient_checkpointing": Flip(True, "loaded"),
     "model.dropout": Flip(True, "run", {"model": {"path": "{root}/dropout"}}),

@@ -6,7 +6,14 @@ import re
 from pathlib import PurePath
 from typing import Any
 
-from lightrft.config.other_names.rows import Converted, NoValue, Options, Unclear, ValueTable
+from lightrft.config.other_names.rows import (
+    Converted,
+    NoValue,
+    Options,
+    Unclear,
+    ValueTable,
+    as_list,
+)
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 DTYPES = ValueTable(
@@ -320,6 +327,11 @@ def lora_targets(value: Any, options: Options) -> Any:
     if isinstance(value, str) and not re.search(r"[\\^$*+?()\[\]|]", value):
         return [part.strip() for part in re.split(r"[,\s]+", value) if part.strip()]
     return value
+
+
+def lora_modules(value: Any, options: Options) -> Any:
+    """Convert the modules that are trained whole next to adapters, a list or names with commas."""
+    return as_list(value, options) if uses_lora(options) else Converted()
 
 
 def folder(value: Any, _: Options) -> Converted:

@@ -26,6 +26,12 @@ from lightrft.config.other_names.translated import (
 
 STEPS = (
     NameRow(
+        "lora_modules_to_save modules_to_save additional_target",
+        "model.lora.modules_to_save",
+        "ends of names of modules that are trained whole, in a list",
+        to.lora_modules,
+    ),
+    NameRow(
         "num_train_epochs num_epochs total_epochs trainer.total_epochs epochs",
         "train.epochs",
         "",

@@ -136,12 +136,13 @@ HARDWARE = (
 
 MODELS = (
     none(
-        "adapters of this kind are not trained here; model.lora has rank, alpha, targets, dora and rslora",
+        "adapters of this kind are not trained here; model.lora has rank, alpha, targets, dora, rslora "
+        "and modules_to_save",
         "lora_bias lora_dtype lora_target_parameters lora_task_type use_swift_lora",
         "target_parameters init_weights loraplus_lr_ratio loraplus_lr_embedding lorap_lr_ratio",
         "pissa_init pissa_iter pissa_convert lora_ga_** adalora_** vera_** boft_** fourier_**",
         "oft_** reft_** adapter_act adapter_length module_dropout create_new_adapter",
-        "llamapro_** use_llama_pro lora_modules_to_save modules_to_save additional_target",
+        "llamapro_** use_llama_pro",
         f"{MODEL}.lora.{{a2a_experimental,dropout_position,dtype,exclude_modules}}",
         f"{MODEL}.lora.{{lora_A_init_method,lora_B_init_method,merge,type}} {MODEL}.exclude_modules",
         "critic.model.lora.** critic.model.lora_adapter_path",

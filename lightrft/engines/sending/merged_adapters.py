@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrft.config.model import LoRAConfig
 from lightrft.utils.errors import ModelError
-from lightrft.utils.module_tensors import Factor, factor_of, plain_name
+from lightrft.utils.module_tensors import ORIGINAL, Factor, factor_of, plain_name, saved_name
 
 
 def merged(weights: Iterable[tuple[str, Tensor]], lora: LoRAConfig) -> Iterator[tuple[str, Tensor]]:
@@ -27,6 +27,11 @@ def merged(weights: Iterable[tuple[str, Tensor]], lora: LoRAConfig) -> Iterator[
     needed = 4 if lora.dora else 3
     begun: dict[str, dict[Factor, Tensor]] = {}
     for name, tensor in weights:
+        if ORIGINAL in name:
+            continue
+        if (saved := saved_name(name)) is not None:
+            yield saved, tensor
+            continue
         known = factor_of(name)
         if known is None:
             plain = plain_name(name)

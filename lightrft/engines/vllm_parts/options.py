@@ -196,6 +196,8 @@ def unserved_reason(lora: LoRAConfig) -> str:
         return "it has no DoRA"
     if lora.rank > LORA_RANKS[-1]:
         return f"rank {lora.rank} is above its limit of {LORA_RANKS[-1]}"
+    if lora.modules_to_save:
+        return "it serves no modules that are trained whole"
     if lora.parts != ("language",):
         return f"it adapts the language model alone, and model.lora.parts = {list(lora.parts)}"
     return ""

@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.loading.adapter_base import SavedAdapters, saved_adapters
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
+from lightrft.models.lora import share_configs
 from lightrft.observability.input_digests import digest_of
 from lightrft.utils.atomic_files import write_json
 from lightrft.utils.errors import ModelError, whole_message
@@ -35,7 +36,6 @@ _PAIRS = ((SINGLE, INDEX), (BIN, f"{BIN}.index.json"))
 _UNSERVED = (
     "rank_pattern",
     "alpha_pattern",
-    "modules_to_save",
     "target_parameters",
     "trainable_token_indices",
     "lora_bias",
@@ -82,7 +82,9 @@ def lora_of(config: ModelConfig) -> LoRAConfig | None:
             f"these adapters ({ADAPTER_CONFIG}: {values}); set engine.kind=native, or write the "
             "model whole by lightrft merge"
         )
-    return LoRAConfig(**{name: fields[own] for name, own in _LORA_FIELDS.items()})
+    whole = tuple(sorted(fields.get("modules_to_save") or ()))
+    given = {name: fields[own] for name, own in _LORA_FIELDS.items()}
+    return LoRAConfig(**given, modules_to_save=whole)
 
 
 def weight_files(where: str, name: str, revision: str | None = None) -> list[str]:
@@ -250,6 +252,7 @@ def with_saved_adapters(
                 else "name the base that they were trained on"
             )
         )
+    share_configs(adapted)
     return adapted.eval()
 
 
@@ -291,9 +294,15 @@ def _other_setting(lora: LoRAConfig, settings: Any, folder: Path) -> str:
     for name, own in _LORA_FIELDS.items():
         if fields.get(own) != wanted[name]:
             return f"{name} = {fields.get(own)}, where model.lora.{name} = {wanted[name]}"
+    whole = sorted(fields.get("modules_to_save") or ())
+    if whole != sorted(lora.modules_to_save):
+        wanted_whole = sorted(lora.modules_to_save)
+        return f"modules_to_save = {whole}, where model.lora.modules_to_save = {wanted_whole}"
     if lora.targets == "all-linear":
         return ""
     for tensor in adapter_tensors(folder, str(folder)):
+        if ".lora_" not in tensor:
+            continue
         layer = tensor.removeprefix("base_model.model.").partition(".lora_")[0]
         if isinstance(lora.targets, str):
             is_target = re.fullmatch(lora.targets, layer) is not None

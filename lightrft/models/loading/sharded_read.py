@@ -45,7 +45,7 @@ from lightrft.models.loading.from_pretrained import (
 )
 from lightrft.models.loading.hf_logging import BROKEN
 from lightrft.models.loading.meta_device import dtype_of
-from lightrft.models.lora import add_adapters, base_model, is_adapted
+from lightrft.models.lora import add_adapters, base_model, is_adapted, saved_modules
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import exchange, plain_name
 
@@ -97,7 +97,8 @@ class DeferredWeights:
         types: Dtype of each weight by name.
         stored: Tensors that are used as they are, by weight name.
         converted: Conversions of several stored tensors, by the name of their first weight.
-        dora: New adapters decompose weights, so they need the norms of the weights' rows.
+        new_adapters: Modules that are trained whole start from the weights, and adapters that
+            decompose weights from the norms of their rows.
         output_head: The files must hold the output head. Otherwise a missing one is 0.
     """
 
@@ -106,7 +107,7 @@ class DeferredWeights:
     types: dict[str, torch.dtype]
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     converted: dict[str, WeightConverter] = field(default_factory=dict)
-    dora: bool = False
+    new_adapters: bool = False
     output_head: bool = True
 
     @torch.no_grad()
@@ -121,11 +122,13 @@ class DeferredWeights:
             # adapters have values already
             if plain is not None:
                 tensors[plain] = tensor
-        magnitudes = _magnitudes(model) if self.dora else {}
+        magnitudes = _magnitudes(model) if self.new_adapters else {}
+        copies = _copies(model) if self.new_adapters else {}
         filled: set[int] = set()
 
         def fill(name: str, tensor: Tensor, source: Source) -> None:
-            self._fill(name, tensor, source, held)
+            for copy in (tensor, *copies.get(id(tensor), ())):
+                self._fill(name, copy, source, held)
             for magnitude in magnitudes.get(id(tensor), []):
                 self._fill_norms(name, magnitude, source, held)
             filled.add(id(tensor))
@@ -296,7 +299,7 @@ def build_on_meta(
         model = with_saved_adapters(base, found, config)
     elif config.lora is not None:
         model = add_adapters(base, config.lora)
-        unread.dora = config.lora.dora
+        unread.new_adapters = True
     exchange(
         model,
         lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta") if id(p) in hollow else None,
@@ -452,6 +455,18 @@ def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
                 problem = f"model.lora.dora: {name} is no linear layer"
                 raise ModelError(f"{problem}, and its weights are spread over processes")
             found.setdefault(id(layer.weight), []).append(magnitude.weight)
+    return found
+
+
+def _copies(model: nn.Module) -> dict[int, list[Tensor]]:
+    """Return the tensors of modules that are trained whole, by the id of the weight that each
+    starts from."""
+    found: dict[int, list[Tensor]] = {}
+    for _, module in saved_modules(model):
+        for copied in module.modules_to_save.values():
+            new = copied.state_dict(keep_vars=True)
+            for name, weight in module.original_module.state_dict(keep_vars=True).items():
+                found.setdefault(id(weight), []).append(new[name])
     return found
 
 

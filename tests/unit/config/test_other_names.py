@@ -212,6 +212,8 @@ def test_a_setting_that_does_not_exist_is_answered(given: str, expected: str) ->
         ("serve-rm", "host=0.0.0.0", "host is http.host here"),
         ("serve", "gpu_memory_utilization=0.9", "not a share of it"),
         ("chat", "system_prompt=x", "system_prompt is system here"),
+        ("sft", "additional_target=lm_head", "additional_target is model.lora.modules_to_save"),
+        ("rl", "lora_modules_to_save=lm_head", "ends of names of modules that are trained whole"),
         ("sft", "moe_aux_loss_coef=0.01", "moe_aux_loss_coef is model.router_aux_loss_coef here"),
         ("rl", "actor.aux_loss_coef=0.01", "all tokens of an optimizer step and not of each"),
         ("dpo", "router_aux_loss_coef=0.1", "router_aux_loss_coef is model.router_aux_loss_coef"),

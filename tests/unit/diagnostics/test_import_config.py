@@ -71,6 +71,8 @@ model_name_or_path: meta/llama
 finetuning_type: lora
 lora_rank: 8
 lora_target: all
+additional_target: embed_tokens,lm_head
+moe_aux_loss_coef: 0.01
 pref_beta: 0.2
 pref_loss: sigmoid
 dataset: dpo_en_demo
@@ -254,6 +256,14 @@ def test_adapters_that_are_off_are_not_turned_on() -> None:
     assert not [k for k in translate(Foreign(off), "openrlhf", "sft").tree if "lora" in k]
     full = {"finetuning_type": "full", "lora_rank": 8, "lora_alpha": 16}
     assert not [k for k in translate(Foreign(full), "llamafactory", "sft").tree if "lora" in k]
+
+
+def test_whole_modules_and_the_loss_of_routers_are_read() -> None:
+    given = {"finetuning_type": "lora", "lora_rank": 8, "moe_aux_loss_coef": 0.01}
+    given["additional_target"] = "embed_tokens,lm_head"
+    tree = translate(Foreign(given), "llamafactory", "sft").tree
+    assert tree["model.lora.modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert tree["model.router_aux_loss_coef"] == 0.01
 
 
 def test_a_kl_that_is_off_stays_off() -> None:

@@ -49,6 +49,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a whole head": ("qwen2", TIED, {"modules_to_save": ["lm_head"]}),
     "whole embeddings": ("qwen2", UNTIED, {"modules_to_save": ["embed_tokens"]}),
     "whole norms": ("qwen2", UNTIED, {"modules_to_save": ["norm"]}),
+    "whole attention": ("qwen2", TIED, {"modules_to_save": ["1.self_attn"]}),
     "experts": ("mixtral", {}, {"target_modules": "all-linear"}),
     "experts of another kind": ("qwen3_moe", {}, {"target_modules": "all-linear"}),
     "shared experts": ("deepseek_v3", {}, {"target_modules": "all-linear"}),
@@ -197,7 +198,12 @@ def test_an_engine_gets_the_base_and_settings_of_the_adapters(tmp_path: Path) ->
     assert adapter_dropout(load_model(ModelConfig(path=str(adapters)))) == 0.25
 
 
-@pytest.mark.parametrize("kind", ["ranks by layer", "a whole head", "single tokens"])
+def test_an_engine_gets_the_names_of_whole_modules(tmp_path: Path) -> None:
+    lora = lora_of(ModelConfig(path=str(saved(tmp_path, *KINDS["a whole head"]))))
+    assert lora is not None and lora.modules_to_save == ("lm_head",)
+
+
+@pytest.mark.parametrize("kind", ["ranks by layer", "single tokens"])
 def test_adapters_that_no_setting_describes_are_named(tmp_path: Path, kind: str) -> None:
     case = {**KINDS, **CHANGES_BASE}[kind]
     adapters = saved(tmp_path, *case)
