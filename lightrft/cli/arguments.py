@@ -99,21 +99,36 @@ def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> 
     return [named.get(a, a) for a in arguments]
 
 
-def file_first(arguments: Sequence[str], key: str) -> list[str]:
-    """Replace the file that a verb takes by ``key=file``, and ``--from x`` by ``framework=x``.
+def with_origin(arguments: Sequence[str], setting: str, example: str) -> list[str]:
+    """Replace ``--from x``, ``--from=x`` and ``from=x`` by ``setting=x``.
 
     Args:
-        arguments: A file of any kind, ``key=value`` and ``--from``.
+        arguments: The words of a verb.
+        setting: Setting of the origin.
+        example: A value, for messages.
+    """
+    found: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--from" and (value := next(words, None)) is None:
+            raise ConfigError(f"--from names no {setting}; write e.g. --from {example}")
+        given = f"--from={value}" if word == "--from" else word
+        key, equals, rest = given.partition("=")
+        is_origin = equals and key in ("--from", "from")
+        found.append(f"{setting}={rest}" if is_origin else given)
+    return found
+
+
+def file_first(arguments: Sequence[str], key: str) -> list[str]:
+    """Replace the file that a verb takes by ``key=file``.
+
+    Args:
+        arguments: A file of any kind, and ``key=value``.
         key: Setting of the file.
     """
     words, found = list(arguments), []
     while words and HELP.isdisjoint(arguments):
         word = words.pop(0)
-        if word == "--from":
-            if not words:
-                raise ConfigError("--from names no framework; write e.g. --from trl")
-            word = f"framework={words.pop(0)}"
-        word = f"framework={word[7:]}" if word.startswith("--from=") else word
         is_setting = "=" in word or word.startswith("-")
         found.append(word if is_setting else f"{key}={json.dumps(word)}")
     if sum(word.startswith(f"{key}=") for word in found) > 1:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightrft.algorithms.preference.requirements import preference_requirements
-from lightrft.cli.arguments import file_first, memory_errors, parse, positional, settings_of
+from lightrft.cli.arguments import (
+    file_first,
+    memory_errors,
+    parse,
+    positional,
+    settings_of,
+    with_origin,
+)
 from lightrft.cli.dispatch import import_function, program, started
 from lightrft.cli.progress import finish, watching, with_report
 from lightrft.config.base import Loaded
@@ -61,7 +68,8 @@ class OneProcessVerb:
     standard output, and ``notes`` for standard error. ``path_setting`` is the setting for a folder
     that is given without a key, or for several with ``several_paths``. With ``has_report``, the
     report of the run folder is written. With ``takes_file``, the first word is a file for
-    ``path_setting``, and none is a file of settings.
+    ``path_setting``, and none is a file of settings. ``origin`` is the setting that ``--from``
+    stands for, and one of its values.
     """
 
     settings: type[EvaluateConfig | EvalRMConfig | GenerateConfig | LabelStepsConfig | FolderConfig]
@@ -73,6 +81,7 @@ class OneProcessVerb:
     several_paths: bool = False
     has_report: bool = False
     takes_file: bool = False
+    origin: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +209,12 @@ ONE_PROCESS = {
     ),
     "convert": OneProcessVerb(
         ConvertConfig,
-        "Write a model folder with weights of another type, or in files of another size: lightrft "
-        "convert MODEL dtype=bfloat16 output=FOLDER",
+        "Write a model folder with weights of another type, in files of another size, or of a "
+        "checkpoint of DeepSpeed or FSDP: lightrft convert MODEL dtype=bfloat16 output=FOLDER",
         "lightrft.trainer.merge:run_convert",
         "path",
         lambda config, written: written.line(),
+        origin=("layout", "deepspeed"),
     ),
     "import-config": OneProcessVerb(
         ImportConfig,
@@ -214,6 +224,7 @@ ONE_PROCESS = {
         "path",
         lambda config, result: result.lines(config.output),
         takes_file=True,
+        origin=("framework", "trl"),
     ),
 }
 SERVING = {
@@ -320,6 +331,8 @@ def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
         row: definition of the verb.
         arguments: YAML files and ``key=value``.
     """
+    if row.origin is not None:
+        arguments = with_origin(arguments, *row.origin)
     if row.takes_file:
         words = file_first(arguments, row.path_setting)
     else:

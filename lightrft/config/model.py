@@ -289,14 +289,22 @@ class ConvertConfig(Settings):
     """The settings of ``lightrft convert``: a model folder with weights of another type, or in
     files of another size. ``path`` may stand without its key."""
 
-    paths: ClassVar[tuple[str, ...]] = ("path",)
+    paths: ClassVar[tuple[str, ...]] = ("path", "base")
     """The settings of this section that are paths."""
     path: str = ""
     """Model to convert: a Hugging Face folder with safetensors or ``pytorch_model.bin``, a name on
-    the hub, a folder of PEFT adapters, a run folder or a checkpoint."""
+    the hub, a folder of PEFT adapters, a run folder or a checkpoint. Or a checkpoint of DeepSpeed
+    or FSDP that LightRFT, OpenRLHF or another framework wrote."""
+    layout: Literal["auto", "model", "deepspeed", "fsdp"] = "auto"
+    """Layout of ``path``, for which ``from=deepspeed`` may stand: a ``model``, a checkpoint of
+    ``deepspeed`` (ZeRO 0 to 3), or one of ``fsdp``, which is torch's distributed checkpoint.
+    ``auto`` tells it from the files."""
+    base: str | None = None
+    """Model that the training of a checkpoint of DeepSpeed or FSDP started from. It gives the
+    config, the tokenizer and the processor."""
     dtype: DType = "auto"
     """Type of the written weights. A value that is too large for it is an error. ``auto`` keeps the
-    type of each tensor."""
+    type of each tensor, which is float32 for the trained weights of DeepSpeed."""
     max_shard_size: Size = "5GB"
     """Largest size of a file of weights. Memory must hold one file."""
     output: str = "converted"

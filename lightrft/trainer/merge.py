@@ -35,6 +35,7 @@ from lightrft.models.merging.stored_model import (
     tokenizer_folder,
     without_tied_copies,
 )
+from lightrft.models.merging.training_checkpoint import layout_of, open_training_checkpoint
 from lightrft.models.merging.write_model import (
     WeightWriter,
     copy_small_files,
@@ -93,10 +94,13 @@ class _Inputs:
 def run_convert(config: ConvertConfig) -> WrittenModel:
     """Write the model of ``config.path`` in another dtype or in files of another size.
 
+    The model may be in a checkpoint of DeepSpeed or FSDP.
+
     Raises ``ConfigError`` and ``ModelError`` as ``run_merge`` does.
     """
     if not config.path:
         raise ConfigError("path is empty; name a model, e.g. lightrft convert path/to/a/model")
+    opened = _of_training(config)
     # The mean of one model is that model, bit for bit.
     merge = MergeConfig(
         models=(MergeInput(model=config.path),),
@@ -105,10 +109,30 @@ def run_convert(config: ConvertConfig) -> WrittenModel:
         output=config.output,
         overwrite=config.overwrite,
     )
-    return run_merge(merge, title="convert")
+    return run_merge(merge, title="convert", opened=opened)
 
 
-def run_merge(config: MergeConfig, title: str = "merge") -> WrittenModel:
+def _of_training(config: ConvertConfig) -> StoredModel | None:
+    """Return the weights of a checkpoint of DeepSpeed or FSDP; ``None`` for a model."""
+    layout = config.layout if config.layout != "auto" else layout_of(config.path)
+    if layout == "model":
+        if config.base is not None:
+            raise ConfigError(
+                f"base = {config.base!r} changes nothing: {config.path} is no checkpoint of "
+                "DeepSpeed or FSDP; leave it out"
+            )
+        return None
+    if config.base is None:
+        raise ConfigError(
+            f"{config.path} is a checkpoint of {layout}, which has no config and no tokenizer; set "
+            "base to the model that the training started from"
+        )
+    return open_training_checkpoint(config.path, layout, config.base)
+
+
+def run_merge(
+    config: MergeConfig, title: str = "merge", opened: StoredModel | None = None
+) -> WrittenModel:
     """Merge ``config.models`` into the folder ``config.output``. Return a description of it.
 
     One tensor of each model, and one file of the result, are in memory at a time. The folder
@@ -117,6 +141,7 @@ def run_merge(config: MergeConfig, title: str = "merge") -> WrittenModel:
     Args:
         config: Models, method and output.
         title: Title of the progress line.
+        opened: The only model of ``config``, if it is open already.
 
     Raises:
         ConfigError: No models are named, ``base_model`` is not read, or the output exists.
@@ -133,7 +158,10 @@ def run_merge(config: MergeConfig, title: str = "merge") -> WrittenModel:
         check_replaceable(output, config.overwrite)
     config = _ordered(config)
     with whole_folder(output) as folder:
-        inputs = _open(config, folder / _RUNS)
+        if opened is None:
+            inputs = _open(config, folder / _RUNS)
+        else:
+            inputs = _Inputs([without_tied_copies(opened)], None, opened.tokenizer)
         _check_models(inputs.all)
         _check_tokenizers(inputs)
         writer = WeightWriter(
@@ -146,7 +174,8 @@ def run_merge(config: MergeConfig, title: str = "merge") -> WrittenModel:
             set_config_dtype(folder / "config.json", tree, config.dtype)
         add_older_names(folder)
         _write(config, inputs, writer, title)
-        check_export(folder, _expected(config, inputs))
+        # Nothing but the weights of a checkpoint tells its logits.
+        check_export(folder, _expected(config, inputs) if opened is None else None)
         shutil.rmtree(folder / _RUNS, ignore_errors=True)
         files = len(list(folder.glob("*.safetensors")))
     return WrittenModel(output, len(writer.specs), files, writer.total_bytes)
