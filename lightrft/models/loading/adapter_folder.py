@@ -239,12 +239,15 @@ def with_saved_adapters(
             adapted: Any = get_peft_model(model, settings)
             keys = adapted.load_adapter(str(folder), "default", is_trainable=True)
     except (*BROKEN, TypeError, AttributeError) as error:
+        if problem := _other_vocabulary(folder, model):
+            raise ModelError(f"{where}: {problem}") from error
         problem = f"{type(error).__name__}: {whole_message(error)}"
         raise ModelError(f"{where}: the adapters cannot be read ({problem})") from error
-    if keys.missing_keys or keys.unexpected_keys:
+    unexpected = _without_copies(keys.unexpected_keys, folder)
+    if keys.missing_keys or unexpected:
         raise ModelError(
             f"{where}: the adapters do not fit their base model, or are not complete: "
-            f"{_misfits(keys.missing_keys, keys.unexpected_keys)}; "
+            f"{_misfits(keys.missing_keys, unexpected)}; "
             + (
                 "they are adapters of a classifier, such as a reward model: write it whole by "
                 "lightrft merge"
@@ -254,6 +257,41 @@ def with_saved_adapters(
         )
     share_configs(adapted)
     return adapted.eval()
+
+
+def _other_vocabulary(folder: Path, base: PreTrainedModel) -> str:
+    """Return the way out for adapters that hold embeddings or a head of another size than the base,
+    or an empty string."""
+    ends: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
+    shapes: dict[str, int] = {}
+    for name, module in base.named_modules():
+        for end in ends:
+            if module is end:
+                shapes[f"{name}.weight"] = len(end.weight)
+    for key, tensor in adapter_tensors(folder, str(folder)).items():
+        name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        tokens = len(tensor)
+        if name in shapes and tokens != shapes[name]:
+            return (
+                f"its adapters have {tokens} tokens ({name}), and their base has {shapes[name]}; "
+                f"write the base with as many (model.resize_token_embeddings({tokens}), "
+                "save_pretrained, and the tokenizer of the adapters), and name it in model.base"
+            )
+    return ""
+
+
+def _without_copies(unexpected: Sequence[str], folder: Path) -> list[str]:
+    """Return ``unexpected`` without second copies of modules that are trained whole, which peft
+    writes where the vocabulary was enlarged."""
+    if not unexpected:
+        return []
+    tensors = adapter_tensors(folder, str(folder))
+    left = []
+    for name in unexpected:
+        used = tensors.get(name.replace(".modules_to_save.", "."))
+        if ".modules_to_save." not in name or used is None or not used.equal(tensors[name]):
+            left.append(name)
+    return left
 
 
 def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> str:
@@ -326,10 +364,16 @@ def base_change(folder: Path) -> str:
         return f"bias = {bias!r}"
     if tokens := fields.get("trainable_token_indices"):
         return f"trainable_token_indices = {tokens!r}"
-    # peft writes adapted embeddings whole, with their factors
-    names = [name for name in adapter_tensors(folder, str(folder)) if ".lora_" not in name]
-    own = [name for name in names if ".base_layer." in name]
-    return f"the tensor {own[0]}" if own else ""
+    # peft writes embeddings and head whole where they are adapted, or the vocabulary was enlarged
+    whole = tuple(fields.get("modules_to_save") or ())
+    for name in adapter_tensors(folder, str(folder)):
+        module, _, _ = name.rpartition(".")
+        if ".lora_" in name or ".modules_to_save." in name:
+            continue
+        is_end = module.endswith((".embed_tokens", ".lm_head")) and not module.endswith(whole)
+        if ".base_layer." in name or ".original_module." in name or is_end:
+            return f"the tensor {name}"
+    return ""
 
 
 def peft_settings(folder: Path) -> PeftConfig:

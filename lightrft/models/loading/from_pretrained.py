@@ -339,8 +339,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     rows = None if settings is None else settings.get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
         own = f"the tokenizer {where!r} has {len(tokenizer)} tokens"
+        way_out = ""
+        if found is not None:
+            way_out = f"; set model.base to a base of adapters with {len(tokenizer)} tokens"
         raise ModelError(
-            f"{own}, the model {config.path!r} only {rows}: they do not belong together"
+            f"{own}, the model {base.path!r} only {rows}: they do not belong together{way_out}"
         )
     # responses follow the prompt without a gap
     tokenizer.padding_side = "left"
