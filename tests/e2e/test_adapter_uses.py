@@ -166,7 +166,9 @@ def test_adapters_that_enlarged_the_vocabulary_need_a_base_that_has_it(
     with pytest.raises(ModelError, match=named):
         run_of("sft", rl_tree, tmp_path, model=model, **still)
     tokenizer.save_pretrained(tmp_path / "wide")
-    with pytest.raises(ModelError, match=rf"tokenizer .* {tokens + 8} tokens.*model\.base"):
+    with pytest.raises(
+        ModelError, match=rf"tokenizer .* {tokens + 8} tokens.*lightrft merge.*model\.base"
+    ):
         run_of("sft", rl_tree, tmp_path, model=model, **still)
     model["base"] = str(tmp_path / "wide_base")
     run_of("sft", rl_tree, tmp_path, model=model, run={"name": "named"}, **still)

@@ -274,8 +274,8 @@ def _other_vocabulary(folder: Path, base: PreTrainedModel) -> str:
         if name in shapes and tokens != shapes[name]:
             return (
                 f"its adapters have {tokens} tokens ({name}), and their base has {shapes[name]}; "
-                f"write the base with as many (model.resize_token_embeddings({tokens}), "
-                "save_pretrained, and the tokenizer of the adapters), and name it in model.base"
+                "write the model whole by lightrft merge, or, to train the adapters further, name "
+                f"a base with {tokens} tokens in model.base (resize_token_embeddings)"
             )
     return ""
 

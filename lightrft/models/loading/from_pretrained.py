@@ -341,7 +341,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         own = f"the tokenizer {where!r} has {len(tokenizer)} tokens"
         way_out = ""
         if found is not None:
-            way_out = f"; set model.base to a base of adapters with {len(tokenizer)} tokens"
+            way_out = "; write the model whole by lightrft merge, or set model.base to a base of"
+            way_out += f" {len(tokenizer)} tokens"
         raise ModelError(
             f"{own}, the model {base.path!r} only {rows}: they do not belong together{way_out}"
         )
