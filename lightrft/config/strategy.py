@@ -66,14 +66,15 @@ class OptimizerConfig(Settings):
         return self
 
 
-SHARDING = ("hsdp_shard_size", "reshard_after_forward", "cpu_offload")
+SHARDING = ("hsdp_shard_size", "reshard_after_forward")
 """Settings that act only if FSDP2 shards the weights."""
 
 # The last kind of each setting is the one that the error proposes.
 _OF_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tensor_parallel", "sequence_parallel", *SHARDING), ("auto", "fsdp2")),
     **dict.fromkeys(
-        ("offload_activations", "offload_during_generation"), ("auto", "fsdp2", "single")
+        ("offload_activations", "offload_during_generation", "cpu_offload"),
+        ("auto", "single", "fsdp2"),
     ),
     **dict.fromkeys(("zero_stage", "deepspeed"), ("deepspeed",)),
 }
@@ -105,7 +106,9 @@ class StrategyConfig(Settings):
     """Weights kept from a block's forward pass to its backward pass: its shard (true), all (false),
     or the shard of so many ranks. Keep more to gather less. For ``fsdp2``."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in the host's memory. For ``fsdp2``."""
+    """Keep gradients and optimizer state in the host's memory, and update the weights there. With
+    ``fsdp2``, the weights are there too, and each block is fetched for its calls. In one process,
+    the weights stay on the device."""
     offload_activations: bool = False
     """Keep in the host's memory what the forward pass saves for the backward pass."""
     offload_during_generation: bool = False

@@ -44,6 +44,8 @@ class Fsdp2Strategy(SingleStrategy):
 
     def __init__(self, config: StrategyConfig, ranks: ProcessGroup) -> None:
         super().__init__(config)
+        # FSDP2 keeps the shards on the host itself, and they are their own masters.
+        self.keeps_state_on_host = False
         self.ranks = ranks
         self.team, self._teams = build_parallel_groups(
             ranks, config.sequence_parallel, config.tensor_parallel

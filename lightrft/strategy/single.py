@@ -11,6 +11,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class SingleStrategy:
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
         self.device = _device(config.device)
+        self.keeps_state_on_host = config.cpu_offload
+        """Masters, their gradients and the moments are on the host, apart from the weights."""
         if self.device.type == "cpu":
             bound_products()
             keep_freed_memory()
@@ -103,6 +106,8 @@ class SingleStrategy:
             is_full = p.dtype in (torch.float32, torch.float64)
             # bfloat16 has 8 bits of precision: a step of a learning rate of 1e-6 would be lost.
             masters[name] = p if is_full else p.detach().float()
+            if self.keeps_state_on_host:
+                masters[name] = self._host_like(masters[name]).copy_(masters[name].detach())
         shapes = shapes_of(model)
         groups: list[dict[str, Any]] = []
         for group in parameter_groups(model, shapes, masters, optimizer):
@@ -115,6 +120,9 @@ class SingleStrategy:
         return TrainState(model, adamw, optimizer, inner, shapes)
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
+        if self.keeps_state_on_host:
+            self._collect_on_host(state, loss)
+            return
         loss.backward()
         inner: Masters = state.inner
         halves = [(p, m) for p, m in inner.halves() if p.grad is not None]
@@ -129,6 +137,45 @@ class SingleStrategy:
             for (parameter, master), grad in zip(pairs, grads):
                 master.grad = grad if master.grad is None else master.grad
                 parameter.grad = None
+
+    def _collect_on_host(self, state: TrainState, loss: Tensor) -> None:
+        """Add the gradients of ``loss`` to those of the masters on the host.
+
+        Each gradient leaves the device once it is complete, during the backward pass. The
+        host waits once, for the last one.
+
+        Args:
+            state: The state of the trained model.
+            loss: The loss of a micro-batch.
+        """
+        inner: Masters = state.inner
+        arrived: dict[str, Tensor] = {}
+
+        def send(name: str, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            arrived[name] = self._host_like(inner.masters[name])
+            arrived[name].copy_(parameter.grad, non_blocking=True)
+            parameter.grad = None
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(send, name))
+            for name, parameter in inner.parameters.items()
+        ]
+        try:
+            loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        for name, grad in arrived.items():
+            master = inner.masters[name]
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+
+    def _host_like(self, tensor: Tensor) -> Tensor:
+        """Return memory of the host for ``tensor``, pinned if a device copies to it."""
+        pinned = self.device.type != "cpu"
+        return torch.empty_like(tensor, device=HOST, pin_memory=pinned, requires_grad=False)
 
     def step(self, state: TrainState) -> StepInfo:
         inner: Masters = state.inner
@@ -162,11 +209,12 @@ class SingleStrategy:
     def offloaded(
         self, states: Iterable[TrainState], frozen: Iterable[nn.Module]
     ) -> Generator[None]:
-        # With ``cpu_offload``, the state is on the host all the time.
-        if not self.config.offload_during_generation or self.config.cpu_offload:
+        # With ``cpu_offload``, the state is on the host all the time; with FSDP2, weights are too.
+        is_away = self.config.cpu_offload and not self.keeps_state_on_host
+        if not self.config.offload_during_generation or is_away:
             yield
             return
-        states, frozen = list(states), list(frozen)
+        states, frozen = [] if self.keeps_state_on_host else list(states), list(frozen)
         self._bring(states, frozen, HOST)
         try:
             yield
@@ -247,6 +295,12 @@ class SingleStrategy:
         set_lr(state.optimizer, state.config, inner.step, inner.total)
 
     def _write_back(self, inner: Masters) -> None:
+        if self.keeps_state_on_host:
+            with torch.no_grad():
+                # The next call on the device comes after these copies, so nothing waits for them.
+                for parameter, master in inner.halves():
+                    parameter.copy_(master, non_blocking=True)
+            return
         for pairs in _pieces(inner.halves()):
             parameters, masters = zip(*pairs)
             self._copy(parameters, masters)

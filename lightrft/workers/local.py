@@ -95,7 +95,13 @@ def strategy_of(config: StrategyConfig, ranks: ProcessGroup) -> Strategy:
                 f"strategy.{name} = {value} changes nothing in one process; set "
                 "launch.processes, or leave it out"
             )
-    return SingleStrategy(config)
+    found = SingleStrategy(config)
+    if config.cpu_offload and found.device.type == "cpu":
+        raise ConfigError(
+            "strategy.cpu_offload = True changes nothing in one process on the CPU, whose memory "
+            "is the host's; leave it out"
+        )
+    return found
 
 
 def local_policy(

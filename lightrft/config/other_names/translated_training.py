@@ -308,7 +308,8 @@ PLACES = (
         f"{ACTOR}.fsdp_config.optimizer_offload {ACTOR}.fsdp_config.offload_policy "
         "model.fsdp_config.cpu_offload model.fsdp_config.offload_params",
         "strategy.cpu_offload",
-        "weights and optimizer together, and the optimizer steps on the CPU; for FSDP2",
+        "the optimizer steps on the CPU; in one process the weights stay on the device, with FSDP2 "
+        "they are in the host's memory too",
         ValueTable({False: Converted(), None: Converted()}),
     ),
     NameRow(

@@ -25,7 +25,9 @@ def shares_of(
         block: number of trained weights of its largest block.
     """
     if processes == 1:
-        return WHOLE
+        is_away = strategy.cpu_offload and trained and kind != "cpu"
+        # Every trained weight has a master on the host, and a gradient leaves once it is complete.
+        return ShardingFactors(copied=True, on_host=("state", "gradients")) if is_away else WHOLE
     if strategy.kind == "deepspeed":
         return _zero(strategy, processes, kind, trained, block)
     return _fsdp(strategy, processes, kind, trained)

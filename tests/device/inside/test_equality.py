@@ -38,6 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
     "a reference that moves": {"algorithm": {"preset": "grpo", "kl": {**KL, "refresh_every": 1}}},
     "a process reward model": {"algorithm": {"preset": "prime"}},
     "generation ahead of training": {"rollout": {"staleness": 1}},
+    "optimizer state on the host, several micro-batches": {
+        "strategy": {"cpu_offload": True, "offload_during_generation": True},
+        "train": {"max_tokens_per_micro_batch": 60},
+    },
     "activations offloaded, layers recomputed": {
         "strategy": {"offload_activations": True},
         "model": {"gradient_checkpointing": True},
@@ -120,6 +124,9 @@ def varied(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_on(tree: dict[str, Any], name: str, device: str, **more: Any) -> Path:
+    if device == "cpu":
+        # The CPU's memory is the host's.
+        more = deep_merge({"strategy": {"cpu_offload": False}}, more)
     tree = deep_merge(
         tree, {"run": {"name": name}, "strategy": {"device": device}, "train": {"steps": 2}}
     )

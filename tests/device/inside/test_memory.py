@@ -101,6 +101,27 @@ def test_sleeping_frees_optimizer_states_and_frozen_models_while_responses_are_g
     ]
 
 
+def test_optimizer_state_in_the_hosts_memory_is_never_on_the_device(
+    rl_tree: dict[str, Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offload = {"strategy": {"cpu_offload": True}}
+    kept = measure(rl_tree, monkeypatch, run={"name": "kept"})
+    away = measure(rl_tree, monkeypatch, run={"name": "away"}, **offload)
+    policy, _ = sizes(rl_tree)
+    assert kept.generating[0] == away.generating[0]  # the weights stay
+    weights = len(list(Actor.load(build(RLConfig, rl_tree).model).parameters()))
+    # The moments of AdamW, and its step count of four bytes for each weight.
+    assert kept.generating[1] - away.generating[1] == 2 * policy + 4 * weights
+    # Neither moments nor the gradients of all weights.
+    assert kept.updates[1].peak_bytes - away.updates[1].peak_bytes > 2 * policy
+    config = build(RLConfig, deep_merge(rl_tree, offload))
+    computed = estimate_memory(config, LENGTHS, Device(NAME, 0))
+    assert computed.models["policy"].moments == computed.models["policy"].masters == 0
+    # Masters, moments and gradients, of four bytes each.
+    assert computed.host["policy"] == 4 * policy
+
+
 def test_offloaded_activations_leave_the_device_until_the_backward_pass(
     rl_tree: dict[str, Any],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -11,10 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
+from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.strategy import single
 from lightrft.strategy.base import TrainState
 from lightrft.strategy.single import STATE_FILE, SingleStrategy
-from lightrft.utils.errors import CheckpointError
+from lightrft.utils.errors import CheckpointError, ConfigError
+from lightrft.workers.local import strategy_of
 from tests.model_helpers import rounding
 
 
@@ -260,3 +262,49 @@ def test_a_setting_of_another_strategy_is_refused(setting: str, kind: str) -> No
         match=rf"strategy\.{setting} = {value} needs strategy\.kind \w+, which is {kind}; set ",
     ):
         StrategyConfig(kind=kind, **{setting: value})
+
+
+def offloading(
+    dtype: torch.dtype, **config: object
+) -> tuple[SingleStrategy, TrainState, SingleStrategy, TrainState]:
+    """A strategy that keeps its state beside the weights, and one that keeps it on the host."""
+    plain, state = make(dtype, **config)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)).to(dtype)
+    host = SingleStrategy(StrategyConfig(device="cpu", cpu_offload=True))
+    return plain, state, host, host.prepare(model, OptimizerConfig(**config), 100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_optimizer_state_on_the_host_gives_the_same_numbers_bit_for_bit(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    plain, one, host, other = offloading(dtype, lr=1e-2, max_grad_norm=0.1, weight_decay=0.1)
+    for seed in range(6):
+        infos = []
+        for strategy, state in ((plain, one), (host, other)):
+            for part in range(2):  # micro-batches
+                strategy.backward(state, loss_of(state, 2 * seed + part), last=part == 1)
+            infos.append(strategy.step(state))
+        assert infos[0] == infos[1]
+        pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        if seed == 3:  # checkpoints of one are read by the other
+            plain.save(one, tmp_path / "plain")
+            host.load(other, tmp_path / "plain")
+    masters = other.inner.masters
+    assert all(masters[n] is not p for n, p in other.inner.parameters.items())
+
+
+def test_a_skipped_step_leaves_weights_and_masters_on_the_host_alone() -> None:
+    _, _, host, state = offloading(torch.float32, lr=1e-2)
+    before = [p.detach().clone() for p in state.model.parameters()]
+    host.backward(state, loss_of(state, 1) * float("inf"), last=True)
+    assert host.step(state).skipped
+    assert all(torch.equal(p, b) for p, b in zip(state.model.parameters(), before, strict=True))
+
+
+def test_state_on_the_host_is_refused_where_the_device_is_the_host() -> None:
+    config = StrategyConfig(device="cpu", cpu_offload=True)
+    with pytest.raises(ConfigError, match=r"cpu_offload = True changes nothing.*on the CPU"):
+        strategy_of(config, SINGLE_PROCESS)
