@@ -37,7 +37,7 @@ from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.families import FAMILIES
-from lightrft.models.tiny import MEDIA_FAMILIES
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_model
 from lightrft.types import Batch, Prompt, Request
@@ -78,8 +78,9 @@ def prove(family: str, folder: Path, *, sampling: bool = True) -> Proof:
     layout = "" if row is None else row.layout
     try:
         actor, batch, expected = (
-            _media(family, folder) if family in MEDIA_FAMILIES else _text(family, folder)
+            _media(family, folder) if family in ALL_MEDIA_FAMILIES else _text(family, folder)
         )
+        layout = actor.family.layout
         with precise(actor):
             check_layouts(actor, batch, *expected)
             # Sampling from media needs banned tokens: tests/unit/models/multimodal/test_media_decoding.py.
@@ -233,8 +234,8 @@ def main() -> int:
     parser.add_argument(
         "--families",
         nargs="+",
-        choices=(*TEXT_FAMILIES, *MEDIA_FAMILIES),
-        default=[*TEXT_FAMILIES, *MEDIA_FAMILIES],
+        choices=(*TEXT_FAMILIES, *ALL_MEDIA_FAMILIES),
+        default=[*TEXT_FAMILIES, *ALL_MEDIA_FAMILIES],
     )
     parser.add_argument(
         "--no-sampling", action="store_true", help="leave out the check of the engine"
@@ -254,7 +255,7 @@ def main() -> int:
             f"{proof.reason}",
             flush=True,
         )
-    for kind, names in (("text", set(TEXT_FAMILIES)), ("media", set(MEDIA_FAMILIES))):
+    for kind, names in (("text", set(TEXT_FAMILIES)), ("media", set(ALL_MEDIA_FAMILIES))):
         counts = Counter(proof.verdict for proof in found if proof.family in names)
         print(
             f"{kind}: {counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong"
@@ -264,7 +265,7 @@ def main() -> int:
         newest = {proof.family: proof for proof in (*stored(), *found)}
         rows = [
             asdict(newest[family])
-            for family in (*TEXT_FAMILIES, *MEDIA_FAMILIES)
+            for family in (*TEXT_FAMILIES, *ALL_MEDIA_FAMILIES)
             if family in newest
         ]
         result = {"transformers": transformers.__version__, "families": rows}

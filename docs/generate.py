@@ -224,7 +224,12 @@ def families_page() -> str:
     texts = [
         row
         for row in result["families"]
-        if row["family"] in FAMILIES and FAMILIES[row["family"]].reader is None
+        if row["family"] in FAMILIES and not FAMILIES[row["family"]].reads_media
+    ]
+    own = [
+        row
+        for row in result["families"]
+        if row["family"] in FAMILIES and FAMILIES[row["family"]].own is not None
     ]
     right = [row for row in texts if row["verdict"] == "right"]
     kinds = dict.fromkeys((row["layout"], row["decoding"]) for row in right)
@@ -269,6 +274,24 @@ def families_page() -> str:
                 _family(name, family)
                 for name, family in FAMILIES.items()
                 if family.reader is not None
+            ),
+            "\n## Families that read pictures by their own processor\n",
+            f"{len(own)} more families have no code of their own here. The family's processor of "
+            "transformers writes the placeholders",
+            "and computes the tensors, and its `get_image_features` computes the features. Tests "
+            "compare both, log-probs,",
+            "gradients and sampled tokens with the model's own forward. "
+            "[Limits](media.md#families-without-a-row-of-their-own).\n",
+            "| layout | decoding | model types |\n|---|---|---|",
+            *(
+                f"| `{layout}` | {decoding} | "
+                + ", ".join(
+                    f"`{row['family']}`"
+                    for row in own
+                    if (row["layout"], row["decoding"]) == (layout, decoding)
+                )
+                + " |"
+                for layout, decoding in sorted({(r["layout"], r["decoding"]) for r in own})
             ),
             "\n## Families that read text\n",
             "`layout` is the leanest layout that gives the right numbers. It replaces a leaner "

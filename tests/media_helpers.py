@@ -87,7 +87,8 @@ def rig_in(path: Path, dtype: torch.dtype = torch.float32) -> Rig:
     processor = load_processor(config, tokenizer)
     assert processor is not None
     actor = Actor.load(config, dtype=dtype)
-    if dtype == torch.float64 and hasattr(actor.text_config, "num_experts"):
+    experts = ("num_experts", "moe_num_experts", "n_routed_experts")
+    if dtype == torch.float64 and any(hasattr(actor.text_config, name) for name in experts):
         actor.base.set_experts_implementation("eager")  # the grouped kernel knows no float64
     return Rig(actor, tokenizer, processor, path)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.config.model import Layout
-from lightrft.models.multimodal import audio_towers, tile_towers, towers
+from lightrft.models.multimodal import audio_towers, derived, tile_towers, towers
 from lightrft.utils.errors import ModelError, first_line
 
 
@@ -39,6 +40,8 @@ class Family:
         reader: The towers and inputs of a multimodal family. ``None`` for text alone.
         refused: The reason why no model of the family can be trained. ``None`` for families that
             can.
+        own: The family reads media by its own processor and methods. ``family_of`` gives it a
+            reader, and the rest of its text model's row. ``None`` for other families.
     """
 
     decoder: str = "model"
@@ -50,6 +53,12 @@ class Family:
     loader: str = "AutoModelForCausalLM"
     reader: towers.ModalityEncoder | None = None
     refused: str | None = None
+    own: derived.Own | None = None
+
+    @property
+    def reads_media(self) -> bool:
+        """``True`` for a family with inputs besides text."""
+        return self.reader is not None or self.own is not None
 
 
 _LANGUAGE = "model.language_model"
@@ -89,7 +98,35 @@ _GPT = Family(decoder="transformer")
 _MAMBA = replace(_EAGER, decoder="backbone")
 _GRANITE = Family(divisor="logits_scaling")
 
+_OWN = derived.Own()
+_OWN_MEDIA = {
+    "aya_vision": derived.Own(plain_head=True),
+    "cosmos3_edge": _OWN,
+    "cosmos3_omni": _OWN,
+    "deepseek_vl": _OWN,
+    "exaone4_5": _OWN,
+    "glm46v": _OWN,
+    "glm4v": _OWN,
+    "glm4v_moe": _OWN,
+    "glm_ocr": _OWN,
+    "glmga": _OWN,
+    "hyperclovax_vision_v2": _OWN,
+    "janus": _OWN,
+    "lfm3_vl": _OWN,
+    "lighton_ocr": _OWN,
+    "llava": _OWN,
+    "llava_next": _OWN,
+    "llava_next_video": _OWN,
+    "qianfan_ocr": _OWN,
+    "video_llama_3": _OWN,
+    "video_llava": _OWN,
+    "vipllava": _OWN,
+}
+"""Families that read media by their own processor and methods, and facts about them that
+transformers' classes do not state."""
+
 FAMILIES: dict[str, Family] = {
+    **{name: Family(own=own) for name, own in _OWN_MEDIA.items()},
     **dict.fromkeys(_PLAIN, Family()),
     **dict.fromkeys(_OWN_ATTENTION, _PADDED),
     **dict.fromkeys(_OWN_EAGER_ATTENTION, _EAGER),
@@ -239,7 +276,37 @@ def family_of(config: PreTrainedConfig) -> Family:
 
     A family without a row gets the model's own forward in the ``padded`` layout.
     """
-    return FAMILIES.get(config.model_type, _UNPROVED)
+    row = FAMILIES.get(config.model_type, _UNPROVED)
+    if row.own is None:
+        return row
+    text = config.get_text_config(decoder=True).model_type
+    return _with_reader(config.model_type, text)
+
+
+@lru_cache
+def _with_reader(model_type: str, text: str) -> Family:
+    """Return the row of a family that reads media by its own methods.
+
+    Args:
+        model_type: The family.
+        text: Model type of its language model.
+    """
+    row = FAMILIES[model_type]
+    assert row.own is not None
+    reader = derived.reader_of(model_type, row.own)
+    of_text = FAMILIES.get(text, _UNPROVED)
+    if row.own.plain_head:
+        of_text = replace(of_text, multiplier=None, divisor=None)
+    if row.own.attention is not None:
+        of_text = replace(of_text, padded_attention=row.own.attention)
+    return replace(
+        of_text,
+        decoder="",
+        loader=derived.loader_of(model_type),
+        layout="padded" if reader.whole else of_text.layout,
+        reader=reader,
+        own=row.own,
+    )
 
 
 def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) -> None:
@@ -262,7 +329,7 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
     unknown = f"{where}: the family {kind!r} is not known"
     # a config that holds a text config belongs to a multimodal model
     if config.get_text_config(decoder=True) is not config:
-        known = ", ".join(name for name, family in FAMILIES.items() if family.reader is not None)
+        known = ", ".join(name for name, family in FAMILIES.items() if family.reads_media)
         raise ModelError(
             f"{unknown}. It has parts besides a language model, which would be left out. "
             f"Families that read media: {known}"
@@ -270,7 +337,7 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
     if not allow_unproved:
         names = []
         for name, family in FAMILIES.items():
-            if family.reader is None and not family.refused:
+            if not family.reads_media and not family.refused:
                 names.append(name)
         raise ModelError(
             f"{unknown}, so no test shows that it is trained and sampled right. "
@@ -357,6 +424,7 @@ def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | No
 
 def _field(config: PreTrainedConfig, name: str | None) -> float | None:
     """Return the value of a field or property of ``config``; ``None`` for a family without it."""
-    if not name or not hasattr(config, name):
-        return None
-    return getattr(config, name)
+    for part in (config, config.get_text_config(decoder=True)):
+        if name and hasattr(part, name):
+            return getattr(part, name)
+    return None

@@ -79,8 +79,26 @@ def add_adapters(
     for name, module in saved_modules(adapted):
         if any(hasattr(inner, "lora_A") for inner in module.modules()):
             raise _both(config, name)
+    _check_places(adapted, config)
     share_configs(adapted)
     return adapted
+
+
+def _check_places(adapted: nn.Module, config: LoRAConfig) -> None:
+    """Raise ``ModelError`` if peft put adapters outside of ``config.parts``.
+
+    It takes names that a tower shares with experts for those of the experts.
+    """
+    family = family_of(base_model(adapted).config)
+    for name, parameter in adapted.named_parameters():
+        part = part_of(family, name)
+        if ".lora_" in name and parameter.requires_grad and part not in config.parts:
+            parts = ", ".join(config.parts)
+            raise ModelError(
+                f"model.lora.parts = {parts}: peft puts adapters on {part} too ({name}), whose "
+                "experts have layers of the same names; set model.lora.targets to names that only "
+                f"{parts} has"
+            )
 
 
 def share_configs(model: nn.Module) -> None:

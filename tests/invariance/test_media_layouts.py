@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.models.attention.layout_check import check_layout
-from lightrft.models.tiny import MEDIA_FAMILIES
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import layouts_of, mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, float32_bound, gap, gradients, weights
@@ -22,7 +22,7 @@ def own_gradients(actor, batch):
     }
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_media_layouts_agree_with_the_models_own_forward_in_float64_towers_included(
     family, tmp_path
 ):
@@ -38,7 +38,7 @@ def test_media_layouts_agree_with_the_models_own_forward_in_float64_towers_inclu
             assert gap(grads, expected_grads) < 1e-9
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_media_layouts_agree_in_float32(family, tmp_path):
     r = rig(family, tmp_path)
     batch = mixed_batch(mixed_prompts(r))
@@ -50,7 +50,7 @@ def test_media_layouts_agree_in_float32(family, tmp_path):
         assert gap(grads, expected_grads) < float32_bound(r.actor)
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_media_change_what_the_model_says(family, tmp_path):
     r = rig(family, tmp_path)
     prompts = mixed_prompts(r)
@@ -67,7 +67,7 @@ def test_media_change_what_the_model_says(family, tmp_path):
     assert not changed[plain].any()
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_the_check_of_the_layout_reads_media_and_leaves_out_answers_with_sampled_placeholders(
     family, tmp_path, monkeypatch
 ):

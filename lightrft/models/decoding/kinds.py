@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
+from lightrft.models.families import family_of
+
 PLAN_FAMILIES: frozenset[str] = frozenset(
     (
         *("apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere"),
@@ -66,7 +68,9 @@ _STEP_FLOOR_FAMILIES = frozenset({"nemotron_h", "zamba2"})
 def decodes_by_plan(config: PreTrainedConfig) -> bool:
     """Return ``True`` if tests prove that a model of ``config`` decodes by an attention plan."""
     text = config.get_text_config(decoder=True)
-    if not {config.model_type, text.model_type} <= PLAN_FAMILIES:
+    # A family with methods of its own merges media before the first layer, as the others do.
+    types = {text.model_type} if family_of(config).own else {config.model_type, text.model_type}
+    if not types <= PLAN_FAMILIES:
         return False
     return set(text.to_dict().get("layer_types") or ()) <= PLAN_LAYERS
 

@@ -55,10 +55,15 @@ prefill."""
 def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
     """Return the tokens that end a response, from the generation config and the model's config."""
     config: Any = model.config
-    sources = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
+    # Some text configs have no such field: the config around them has it.
+    sources = (
+        getattr(model, "generation_config", None),
+        config.get_text_config(decoder=True),
+        config,
+    )
     found: list[int] = []
     for source in sources:
-        found += [] if source is None else end_list(source.eos_token_id)
+        found += end_list(getattr(source, "eos_token_id", None))
     return tuple(dict.fromkeys(found))
 
 

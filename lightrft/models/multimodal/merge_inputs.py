@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
 
@@ -20,7 +21,7 @@ from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.segment_plan import Run
 from lightrft.models.families import Family
 from lightrft.models.multimodal.kept_features import KeptFeatures, TowerOutputs
-from lightrft.models.multimodal.towers import Features, ModalityEncoder, Tower
+from lightrft.models.multimodal.towers import Features, ModalityEncoder, Tower, in_dtype
 from lightrft.types import Batch, Media, Ragged, Segments
 from lightrft.utils.errors import ModelError
 
@@ -208,6 +209,9 @@ def _run_towers(
     """Compute the features of ``media``, and run towers without media if ``every_tower``."""
     features: dict[str, Features] = {}
     idle: list[Tensor] = []
+    if every_tower and not reader.has_blanks:
+        idle.append(_zero_of_parameters(model, reader))
+        every_tower = False
     for tower in reader.towers:
         if inputs := given(tower, media):
             features[tower.kind] = tower.features(model, inputs)
@@ -280,15 +284,14 @@ def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
 
 
 def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
-    """Return the inputs of ``tower`` in ``media``; empty if its content is missing.
+    """Return the inputs of ``tower`` in ``media``; empty if it has none.
 
     Args:
         tower: The tower.
         media: Media by input name.
         hints: Also return the inputs that only positions depend on.
     """
-    first = media.get(tower.inputs[0])
-    if first is None or not first.values.shape[0]:
+    if not any(media[name].values.shape[0] for name in tower.inputs if name in media):
         return {}
     names = (*tower.inputs, *tower.hints) if hints else tower.inputs
     return {name: media[name].values for name in names if name in media}
@@ -308,6 +311,29 @@ def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
     return torch.stack([0 * level.sum() for level in (features.values, *features.deep)]).sum()
 
 
+def _zero_of_parameters(model: PreTrainedModel, reader: ModalityEncoder) -> Tensor:
+    """Return 0, computed from every trained parameter of the towers, so that each gets a gradient.
+
+    Raises ``ModelError`` if the parameters are sharded, since each process must then run the
+    towers.
+    """
+    prefixes = tuple(prefix for part in reader.parts.values() for prefix in part)
+    zero = torch.zeros((), device=model.device)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or not name.startswith(prefixes):
+            continue
+        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+            kind = model.config.model_type
+            raise ModelError(
+                f"model type {kind!r}: its towers are trained with sharded weights in several "
+                "processes, of which some may have no media, and no input is known on which they "
+                'could run there; set model.freeze=["tower", "projector"], or shard no weights'
+            )
+        # not detached: the parameter must get a gradient, of 0
+        zero = zero + 0 * parameter.sum()
+    return zero
+
+
 def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:
     """Return ``[N]`` bool: tokens that are not part of a resumed response."""
     runs = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -320,7 +346,8 @@ def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:
 def _places(model: PreTrainedModel, tower: Tower, both: Segments, inside: Tensor) -> Tensor:
     """Return the placeholders of ``tower`` in the runs with its media. In other runs such a token
     was sampled, or is plain text."""
-    with_media = torch.repeat_interleave(both.media[tower.inputs[0]].lengths > 0, both.lengths)
+    rows = next(both.media[name].lengths for name in tower.inputs if name in both.media)
+    with_media = torch.repeat_interleave(rows > 0, both.lengths)
     return ((both.tokens == tower.token_id(model.config)) & with_media & inside).nonzero()[:, 0]
 
 
@@ -385,7 +412,7 @@ def _rope(
     lengths = runs.lengths.tolist()
     types = torch.zeros_like(runs.tokens)
     for tower in reader.towers:
-        if tower.inputs[0] in runs.media:
+        if any(name in runs.media for name in tower.inputs):
             types[_places(model, tower, runs, inside)] = tower.type_id
 
     def pad(flat: Tensor) -> Tensor:
@@ -449,7 +476,8 @@ def own_keywords(
     types = torch.zeros_like(ids)
     for tower in reader.towers:
         if inputs := given(tower, media, hints=True):
-            made |= tower.adapt(model.config, inputs)
+            # Not every model casts its inputs.
+            made |= in_dtype(tower.adapt(model.config, inputs), tower.inputs, model.dtype)
             types[ids == tower.token_id(model.config)] = tower.type_id
     # families name the same keyword differently
     accepted = set(inspect.signature(model.forward).parameters)

@@ -86,6 +86,24 @@ class Tower:
         return Features(_joined(values), tuple(_joined(level) for level in deep))
 
 
+def in_dtype(
+    keywords: dict[str, object], names: Sequence[str], dtype: torch.dtype
+) -> dict[str, object]:
+    """Return ``keywords`` with the floating-point tensors of ``names`` in ``dtype``.
+
+    Args:
+        keywords: Keyword arguments of a forward.
+        names: Names of the tensors to cast.
+        dtype: Type of the weights.
+    """
+    changed = {}
+    for name in names:
+        value = keywords.get(name)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            changed[name] = value.to(dtype)
+    return {**keywords, **changed}
+
+
 def patch_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return the patches of one feature, and their grid."""
     vision = model.config.vision_config
@@ -121,6 +139,9 @@ class ModalityEncoder:
         alone: The model's own forward takes media of unequal sizes only in separate rows.
         unread: Prefixes of parameters that no feature depends on.
         marks: Config fields with the ids of tokens that the model's own forward counts as media.
+        whole: Only the model's own forward merges media with text. Rows with media are padded.
+        has_blanks: Its towers have a ``blank``. Otherwise parameters that a process does not use
+            get zero gradients by themselves, which sharded parameters do not allow.
     """
 
     towers: tuple[Tower, ...]
@@ -130,6 +151,8 @@ class ModalityEncoder:
     alone: bool = False
     unread: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
+    whole: bool = False
+    has_blanks: bool = True
 
 
 def _joined(values: Tensor | Sequence[Tensor]) -> Tensor:

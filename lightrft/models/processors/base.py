@@ -6,6 +6,7 @@ A processor is a table of parts, one for each kind of media.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -221,6 +222,27 @@ def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:
         raise ModelError(f"max_pixels = {max_pixels}: {problem}")
 
 
+def bounded(
+    height: int, width: int, min_pixels: int | None, max_pixels: int | None
+) -> tuple[int, int]:
+    """Return the size of a picture within limits of pixels, at its aspect ratio.
+
+    Args:
+        height: Height of the picture.
+        width: Its width.
+        min_pixels: Lower bound. ``None`` for none.
+        max_pixels: Upper bound. ``None`` for none.
+    """
+    pixels = height * width
+    if max_pixels is not None and pixels > max_pixels:
+        scale = math.sqrt(max_pixels / pixels)
+    elif min_pixels is not None and pixels < min_pixels:
+        scale = math.sqrt(min_pixels / pixels)
+    else:
+        return height, width
+    return max(1, int(height * scale)), max(1, int(width * scale))
+
+
 def write_settings(file: Path, fields: Mapping[str, object]) -> None:
     """Write ``fields`` as JSON, as transformers does."""
     file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -266,14 +288,14 @@ def load_processor(
         # a family that reads media and has no row is no text model
         check_family(settings, f"model.path = {config.path!r}", allow_unproved=True)
         return None
-    from lightrft.models.processors.registry import BUILD
+    from lightrft.models.processors.registry import build_of
 
     config = _placed(config)
     folder = Path(config.path).expanduser()
     # transformers does not expand ``~`` in a path
     placed = config.model_copy(update={"path": str(folder)}) if folder.is_dir() else config
     try:
-        parts = BUILD[settings.model_type](placed, settings, tokenizer)
+        parts = build_of(settings.model_type)(placed, settings, tokenizer)
         source = _source(placed)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(

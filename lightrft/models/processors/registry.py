@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrft.models.processors import audio, gemma, qwen, smolvlm, tiles
+from lightrft.models.processors import audio, gemma, own, qwen, smolvlm, tiles
 from lightrft.models.processors.base import Build
 
 BUILD: dict[str, Build] = {
@@ -21,3 +21,8 @@ BUILD: dict[str, Build] = {
     "idefics3": smolvlm.build,
     "qwen2_5_omni_thinker": audio.omni,
 }
+
+
+def build_of(model_type: str) -> Build:
+    """Return the function that builds the parts of ``model_type``."""
+    return BUILD.get(model_type, own.build)

@@ -21,7 +21,12 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import ModalityProcessor, token_text, write_settings
+from lightrft.models.processors.base import (
+    ModalityProcessor,
+    bounded,
+    token_text,
+    write_settings,
+)
 from lightrft.models.processors.frames import EvenFrames
 from lightrft.types import Extent
 
@@ -189,15 +194,7 @@ class OnevisionImage:
     def _bounded(self, height: int, width: int) -> tuple[int, int]:
         """Return the size at which the picture is read: the original size, unless it is out of
         bounds."""
-        low, high = self.bounds
-        pixels = height * width
-        if high is not None and pixels > high:
-            scale = math.sqrt(high / pixels)
-        elif low is not None and pixels < low:
-            scale = math.sqrt(low / pixels)
-        else:
-            return height, width
-        return max(1, int(height * scale)), max(1, int(width * scale))
+        return bounded(height, width, *self.bounds)
 
     def _features(self, height: int, width: int) -> int:
         """Return the number of features, with the rounding of the model's

@@ -12,9 +12,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lightrft.models.families import FAMILIES
+from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import save_model
-from lightrft.models.tiny import audio, gemma, qwen, smolvlm, tiles
+from lightrft.models.tiny import audio, gemma, own, qwen, smolvlm, tiles
 from lightrft.models.tiny.spec import Fields, Tiny
 from lightrft.models.tiny.text import PRINTABLE, tiny_tokenizer
 from lightrft.utils.errors import ModelError
@@ -27,7 +27,10 @@ def tiny_media_tokenizer(family: str, **options: Any) -> PreTrainedTokenizerFast
     """
     tiny = _tiny(family)
     return tiny_tokenizer(
-        special=tiny.special, chat_template=_chat_template(tiny.written), **options
+        special=tiny.special,
+        chat_template=_chat_template(tiny.written),
+        named=tiny.named,
+        **options,
     )
 
 
@@ -73,7 +76,7 @@ def tiny_media_model(
     # the weights depend on ``seed`` alone, and the caller's random numbers stay as they are
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, FAMILIES[config.model_type].loader)(config)
+        model = getattr(transformers, family_of(config).loader)(config)
         for parameter in model.parameters():
             # A zero projector would hide the picture.
             if parameter.ndim > 1 and not parameter.any():
@@ -111,9 +114,10 @@ def save_tiny_media(
 
 
 def _tiny(family: str) -> Tiny:
-    if family not in _FAMILIES:
-        raise ModelError(f"unknown family {family!r}; known: {', '.join(_FAMILIES)}")
-    return _FAMILIES[family]
+    known = {**_FAMILIES, **own.FAMILIES}
+    if family not in known:
+        raise ModelError(f"unknown family {family!r}; known: {', '.join(known)}")
+    return known[family]
 
 
 def _chat_template(written: dict[str, str]) -> str:
@@ -139,3 +143,9 @@ _FAMILIES: dict[str, Tiny] = {
     **audio.FAMILIES,
 }
 MEDIA_FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
+"""Families with towers and a processor of this package."""
+
+OWN_MEDIA_FAMILIES: tuple[str, ...] = tuple(own.FAMILIES)
+"""Families that read media by their own processor and methods."""
+
+ALL_MEDIA_FAMILIES: tuple[str, ...] = (*MEDIA_FAMILIES, *OWN_MEDIA_FAMILIES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transformers import PreTrainedConfig
@@ -28,9 +28,11 @@ class Tiny:
         config: Builds the config from fields of the text config, the ids of ``special``, and fields
             of the tower's config.
         processor: Builds the processor that is saved with the model.
+        named: Tokens by the attribute of the tokenizer that names each.
     """
 
     special: tuple[str, ...]
     written: dict[str, str]
     config: Callable[[Fields, dict[str, int], Fields], PreTrainedConfig]
     processor: Callable[..., SavedProcessor]
+    named: Mapping[str, str] = field(default_factory=dict)

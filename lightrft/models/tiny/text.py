@@ -5,7 +5,7 @@ They serve tests, and a first run without downloads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def tiny_tokenizer(
     whole_roles: bool = False,
     special: Sequence[str] = (),
     chat_template: str = CHAT_TEMPLATE,
+    named: Mapping[str, str] | None = None,
 ) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character.
 
@@ -50,6 +51,7 @@ def tiny_tokenizer(
             prompt, so prompts get shorter.
         special: More special tokens, last in the vocabulary.
         chat_template: The chat template.
+        named: Special tokens by the attribute of the tokenizer that names each.
     """
     roles = ROLES if whole_roles else ()
     # a dict keeps the order and drops what is listed twice
@@ -59,12 +61,15 @@ def tiny_tokenizer(
     role = rf"^(?:{'|'.join(ROLES)})(?=\n)|" if whole_roles else ""
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(role + r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
+    # Named tokens replace the list of special tokens, so that the others need names as well.
+    others = {f"special_{i}": token for i, token in enumerate([START, *special])}
+    extra = {**others, **named} if named else [START, *special]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         unk_token=UNK,
         eos_token=END,
-        additional_special_tokens=[START, *special],
+        extra_special_tokens=extra,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

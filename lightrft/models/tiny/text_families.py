@@ -455,6 +455,14 @@ TEXT_FAMILIES: tuple[str, ...] = tuple(name for name in _ROWS if name in CONFIG_
 """Model types of the table that the installed transformers knows."""
 
 
+def text_sizes(model_type: str) -> Fields:
+    """Return the fields that a tiny language model of ``model_type`` needs; none if it is unknown.
+
+    They may include fields that its config does not have.
+    """
+    return {**_SIZES, **_ROWS.get(model_type, {})}
+
+
 def family_config(model_type: str, **overrides: object) -> PreTrainedConfig:
     """Build a tiny config of ``model_type``. ``overrides`` are fields of its config class.
 

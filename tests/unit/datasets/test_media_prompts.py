@@ -20,7 +20,7 @@ from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.items import listed
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import MalformedRow
-from lightrft.models.tiny import MEDIA_FAMILIES
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError, DataError
 from tests.media_helpers import Rig, mixed_batch, rig
@@ -217,7 +217,7 @@ def test_rows_rendered_beforehand_name_places_as_the_template_would(eye: Rig, fo
     assert torch.equal(raw.media["pixel_values"].values, plain.media["pixel_values"].values)
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_every_family_reads_what_rows_name(
     family: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -20,7 +20,7 @@ from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
-from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import tiny_config, tiny_model
 from lightrft.strategy.base import TrainState
 from lightrft.strategy.single import Masters, SingleStrategy
@@ -172,7 +172,7 @@ def test_other_families_run_without_numbers(tmp_path: Path, family: str) -> None
     assert update(actor(saved(tmp_path, family=family)), BATCH, 1).activations > 0
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_towers_count_and_their_models_run_without_numbers(tmp_path: Path, family: str) -> None:
     save_tiny_media(family, tmp_path)
     config = ModelConfig(path=str(tmp_path))

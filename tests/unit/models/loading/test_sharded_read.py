@@ -14,7 +14,7 @@ from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.loading.from_pretrained import save_model
-from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import exchange
@@ -72,7 +72,7 @@ def test_every_family_of_text_is_what_loading_at_once_gives(family, dtype, tmp_p
     check_same(read(config), loaded(config))
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_every_family_that_reads_media_is_what_loading_at_once_gives(family, tmp_path):
     save_tiny_media(family, tmp_path)
     config = ModelConfig(path=str(tmp_path))

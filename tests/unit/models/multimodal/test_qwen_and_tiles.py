@@ -18,7 +18,7 @@ from lightrft.models.attention.layouts import pack
 from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, save_model
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.processors import load_processor
-from lightrft.models.tiny import MEDIA_FAMILIES, qwen, save_tiny_media, tiles
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES, qwen, save_tiny_media, tiles
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import layouts_of, mixed_batch, mixed_prompts, random_media, rig
@@ -369,7 +369,7 @@ def edit(file, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_a_saved_folder_loads_with_equal_log_probs(family, tmp_path):
     r = rig(family, tmp_path)
     batch = mixed_batch(mixed_prompts(r))
@@ -380,7 +380,7 @@ def test_a_saved_folder_loads_with_equal_log_probs(family, tmp_path):
         assert torch.equal(again.score(batch).logprobs, found)
 
 
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
 def test_a_processor_that_was_saved_makes_the_same_of_everything(family, tmp_path):
     r = rig(family, tmp_path)
     save_model(r.actor, r.tokenizer, tmp_path / "saved", processor=r.processor)

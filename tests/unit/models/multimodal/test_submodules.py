@@ -18,7 +18,7 @@ from lightrft.models.lora import apply_lora_configuration
 from lightrft.models.multimodal.equal_towers import has_constant_towers
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.multimodal.submodules import part_of
-from lightrft.models.tiny import MEDIA_FAMILIES
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.strategy.base import TrainState
 from lightrft.strategy.single import SingleStrategy
@@ -31,7 +31,7 @@ PARTS = ("language", "tower", "projector")
 RATES = {"tower": 1e-4, "projector": 1e-3}
 
 
-@pytest.fixture(scope="module", params=MEDIA_FAMILIES)
+@pytest.fixture(scope="module", params=ALL_MEDIA_FAMILIES)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Rig, Batch]:
@@ -210,6 +210,10 @@ def test_training_with_rates_by_part_goes_on_bit_for_bit_from_a_checkpoint(made,
     assert all(a.equal(b) for a, b in zip(*(end.values() for end in ends), strict=True))
 
 
+SHARES_NAMES = "glm4v_moe"
+"""A family whose experts have layers named as those of the tower: peft adapts both."""
+
+
 def adaptable(r: Rig) -> tuple[str, ...]:
     """Parts with linear layers: some projectors are a bare matrix."""
     family = family_of(r.actor.base.config)
@@ -228,6 +232,10 @@ def test_adapters_land_on_the_parts_that_were_asked_for_and_nowhere_else(made, p
     r, _ = made
     if not set(parts) <= set(adaptable(r)):
         with pytest.raises(ModelError, match="names no module of projector"):
+            load(r, lora={"rank": 2, "alpha": 4.0, "parts": parts})
+        return
+    if SHARES_NAMES in str(r.path) and "language" not in parts:
+        with pytest.raises(ModelError, match="peft puts adapters on language too"):
             load(r, lora={"rank": 2, "alpha": 4.0, "parts": parts})
         return
     actor = load(r, lora={"rank": 2, "alpha": 4.0, "parts": parts})
@@ -252,7 +260,7 @@ def shared_leaf(r: Rig) -> str:
 @pytest.mark.parametrize("as_pattern", [False, True])
 def test_a_leaf_name_that_the_tower_has_too_does_not_match_there(made, as_pattern):
     r, _ = made
-    leaf = shared_leaf(r)
+    leaf = "q_proj" if SHARES_NAMES in str(r.path) else shared_leaf(r)
     targets = rf".*\.{leaf}" if as_pattern else [leaf]
     actor = load(r, lora={"rank": 2, "alpha": 4.0, "targets": targets})
     assert trained_parts(actor) == {"language"}

@@ -1,0 +1,208 @@
+"""Towers and input rules of families that read media, derived from transformers' classes.
+
+A class has ``get_image_features``, ``get_video_features`` or ``get_audio_features`` for each kind
+of media that it reads, and its config has the placeholder of the kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lightrft.models.multimodal.towers import (
+    Features,
+    ModalityEncoder,
+    Tower,
+    in_dtype,
+    rope_index,
+)
+from lightrft.utils.errors import ModelError
+
+SHAPE = ".shape"
+"""Ending of the name of the shapes ``[items, axes]`` of an input whose items differ in shape."""
+
+KINDS = ("image", "video", "audio")
+
+_TYPES = {"image": 1, "video": 2, "audio": 3}
+_OPTIONS = ("_layer", "_strategy", "_encoding", "_mode", "return_dict")
+"""Endings of parameters that are no media."""
+
+
+def places_name(kind: str) -> str:
+    """Return the name of the number of placeholders ``[items]`` of each item of ``kind``."""
+    return f"{kind}_placeholders"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Facts about a family that cannot be derived from transformers' classes.
+
+    Attributes:
+        more: Inputs that the method which computes features takes by keyword.
+        both_ways: See ``ModalityEncoder``.
+        whole: See ``ModalityEncoder``.
+        kinds: Kinds of media that are read.
+        plain_head: The logits are the head's outputs, although the text config has a scale.
+        attention: Implementation of attention in the text model. ``None`` for its own row's.
+    """
+
+    more: tuple[str, ...] = ()
+    both_ways: bool = False
+    whole: bool = False
+    kinds: tuple[str, ...] = KINDS
+    plain_head: bool = False
+    attention: str | None = None
+
+
+def loader_of(model_type: str) -> str:
+    """Return the name of the transformers class that reads the media of ``model_type``.
+
+    Raises ``ModelError`` if the installed transformers has none.
+    """
+    for table in ("MODEL_FOR_MULTIMODAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"):
+        names = getattr(modeling_auto, f"{table}_MAPPING_NAMES", {})
+        if model_type in names:
+            return names[model_type]
+    raise ModelError(
+        f"transformers {transformers.__version__} has no class for models of type {model_type!r}; "
+        "install a newer one"
+    )
+
+
+def reader_of(model_type: str, own: Own) -> ModalityEncoder:
+    """Return towers and input rules of ``model_type``.
+
+    Args:
+        model_type: A model type that transformers knows.
+        own: Facts that its classes do not state.
+    """
+    model_class = getattr(transformers, loader_of(model_type))
+    inner = _inner(model_type)
+    config: Any = CONFIG_MAPPING[model_type]
+    towers = []
+    for kind in own.kinds:
+        token = _token_field(config, kind)
+        inputs = _inputs(kind, model_class, inner, own)
+        if token is not None and inputs:
+            towers.append(_tower(kind, inputs, token, own))
+    positions = rope_index if hasattr(inner, "get_rope_index") else None
+    return ModalityEncoder(
+        tuple(towers),
+        positions,
+        parts=_PARTS,
+        both_ways=own.both_ways,
+        alone=True,
+        whole=own.whole,
+        has_blanks=False,
+    )
+
+
+_TOWERS = (
+    *("vision_tower", "vision_model", "vision_encoder", "visual", "audio_tower", "image_tower"),
+    *("video_tower", "encoder", "embed_vision", "vqmodel", "generation_embeddings"),
+    *("generation_aligner", "generation_head"),
+)
+_PROJECTORS = (
+    *("multi_modal_projector", "projector", "connector", "aligner", "merger", "visual.merger"),
+    *("vision_projection", "vision_resampler", "image_newline"),
+)
+_PARTS = {
+    "tower": tuple(f"model.{name}." for name in _TOWERS),
+    "projector": tuple(f"model.{name}" for name in _PROJECTORS),
+}
+
+
+def _inner(model_type: str) -> Any:
+    """Return the class of the model without its head, or ``None``."""
+    name = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
+    return getattr(transformers, name, None) if isinstance(name, str) else None
+
+
+def _token_field(config: Any, kind: str) -> str | None:
+    fields = {*(field.name for field in dataclasses.fields(config)), *config.attribute_map}
+    for name in (f"{kind}_token_id", f"{kind}_token_index"):
+        if name in fields:
+            return name
+    return None
+
+
+def _inputs(kind: str, model_class: Any, inner: Any, own: Own) -> tuple[str, ...]:
+    """Return the names of the media that the features of ``kind`` are computed from."""
+    for owner in (inner, model_class):
+        method = getattr(owner, f"get_{kind}_features", None)
+        if method is None:
+            continue
+        names = []
+        for name, parameter in inspect.signature(method).parameters.items():
+            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if is_named and name != "self" and not name.endswith(_OPTIONS):
+                names.append(name)
+        if names:
+            return (*names, *(name for name in own.more if name not in names))
+    return ()
+
+
+def _tower(kind: str, inputs: Sequence[str], token: str, own: Own) -> Tower:
+    stored = [*inputs, *(name + SHAPE for name in inputs), places_name(kind)]
+
+    def adapt(config: PreTrainedConfig, media: dict[str, Tensor]) -> dict[str, object]:
+        return {name: _joined(name, media) for name in inputs if name in media}
+
+    def features(model: PreTrainedModel, media: dict[str, Tensor]) -> Features:
+        getter = f"get_{kind}_features"
+        owner: Any = model if hasattr(model, getter) else model.base_model
+        given = in_dtype(adapt(model.config, media), inputs, model.dtype)
+        output = getattr(owner, getter)(**given, return_dict=True)
+        return Features(_flat(getattr(output, "pooler_output", output)))
+
+    return Tower(
+        kind,
+        tuple(stored),
+        token,
+        adapt=adapt,
+        compute=features,
+        type_id=_TYPES[kind],
+    )
+
+
+def _joined(name: str, media: dict[str, Tensor]) -> Tensor:
+    """Return the input ``name`` of all items.
+
+    Items of unequal shape are padded with zeros at the end of each axis, as transformers'
+    processors pad them.
+    """
+    values = media[name]
+    shapes = media.get(name + SHAPE)
+    if shapes is not None:
+        sizes = shapes.tolist()
+        items = [
+            part.view(size)
+            for part, size in zip(values.split([math.prod(size) for size in sizes]), sizes)
+        ]
+        widest = [max(size[axis] for size in sizes) for axis in range(1, len(sizes[0]))]
+        whole = values.new_zeros(sum(size[0] for size in sizes), *widest)
+        row = 0
+        for item in items:
+            corner = (slice(row, row + len(item)), *(slice(0, n) for n in item.shape[1:]))
+            whole[corner] = item
+            row += len(item)
+        values = whole
+    return values
+
+
+def _flat(values: Any) -> Tensor:
+    """Return the features ``[K, H]`` of all items."""
+    if isinstance(values, Tensor):
+        return values.reshape(-1, values.shape[-1])
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in values])

@@ -1,0 +1,301 @@
+"""Tiny models of families that read media by their own processor and methods.
+
+One table: each row holds the tokens of a family, fields of its config and of its processor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from lightrft.models.tiny.spec import Fields, SavedProcessor, Tiny
+from lightrft.models.tiny.text_families import text_sizes
+
+_TOWER: Fields = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 16,
+    "patch_size": 4,
+    "depth": 2,
+    "embed_dim": 32,
+    "projection_dim": 32,
+    "head_dim": 16,
+    "initializer_range": 0.1,
+    "drop_path_rate": 0.0,
+}
+"""Fields of a tower's config that are set if it has them."""
+
+_OF_TOKENS = ("vocab_size", "pad_token_id", "eos_token_id", "max_position_embeddings")
+_TEXT = ("text_config", "language_config", "llm_config")
+_SQUARE: Fields = {"size": {"height": 16, "width": 16}}
+_CROPPED: Fields = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One family.
+
+    Attributes:
+        tokens: Special tokens, by the attribute of the tokenizer or processor that names each.
+        written: Text that the chat template writes for a picture.
+        config: Fields of the config.
+        text: Fields of the text config.
+        vision: Fields of the tower's config.
+        picture: Settings of the picture processor.
+        processor: Settings of the processor.
+        ids: Config fields with the id of a token of ``tokens``.
+        like: Family whose processor is used. Empty for its own.
+    """
+
+    tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token": "<image>"})
+    written: str = "<image>\n"
+    config: Fields = field(default_factory=dict)
+    text: Fields = field(default_factory=dict)
+    vision: Fields = field(default_factory=dict)
+    picture: Fields = field(default_factory=dict)
+    processor: Fields = field(default_factory=dict)
+    ids: Mapping[str, str] = field(default_factory=dict)
+    like: str = ""
+
+
+_CLIP: Fields = {"patch_size": 4, "vision_feature_select_strategy": "default"}
+_LLAVA: Fields = {**_CLIP, "num_additional_image_tokens": 1}
+_GRIDS = [[16, 16], [16, 32], [32, 16]]
+_PAD = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+_GLM = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "image_start_token": "<|begin_of_image|>",
+    "image_end_token": "<|end_of_image|>",
+}
+_ROPE: Fields = {
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+}
+_HALF_ROPE: Fields = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_section": [1, 1, 0],
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    }
+}
+_PATCHES: Fields = {"size": {"shortest_edge": 64, "longest_edge": 4096}, "patch_size": 4}
+_MERGED: Fields = {"spatial_merge_size": 2, "out_hidden_size": 32}
+_ROWS: dict[str, _Row] = {
+    "aya_vision": _Row(
+        {
+            "image_token": "<image>",
+            "start_of_img_token": "<|START_OF_IMG|>",
+            "end_of_img_token": "<|END_OF_IMG|>",
+            "img_patch_token": "<|IMG_PATCH|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+            "tile_token": "TILE",
+            "tile_global_token": "TILE_GLOBAL",
+        },
+        picture={**_SQUARE, "crop_to_patches": True, "max_patches": 4},
+        processor={"patch_size": 4, "img_size": 16, "downsample_factor": 2},
+        ids={"image_token_id": "<|IMG_PATCH|>"},
+    ),
+    "deepseek_vl": _Row(picture=_SQUARE, processor={"num_image_tokens": 16}),
+    "exaone4_5": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
+    "glm4v": _Row(
+        _GLM,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        picture=_PATCHES,
+        text=_ROPE,
+        vision=_MERGED,
+    ),
+    "glm4v_moe": _Row(
+        _GLM,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        picture=_PATCHES,
+        text=_HALF_ROPE,
+        vision=_MERGED,
+        like="glm4v",
+    ),
+    "glm46v": _Row(
+        _GLM,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        picture=_PATCHES,
+        text=_HALF_ROPE,
+        vision=_MERGED,
+    ),
+    "glm_ocr": _Row(
+        _GLM,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        picture=_PATCHES,
+        text=_HALF_ROPE,
+        vision=_MERGED,
+        like="glm46v",
+    ),
+    "glmga": _Row(
+        _GLM,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        picture=_PATCHES,
+        text=_HALF_ROPE,
+        vision=_MERGED,
+        like="glm46v",
+    ),
+    "cosmos3_edge": _Row(
+        {**_PAD, "vision_start_token": "<|vs|>", "vision_end_token": "<|ve|>"},
+        "<|vs|><|image_pad|><|ve|>",
+        picture=_PATCHES,
+        text=_ROPE,
+        vision=_MERGED,
+    ),
+    "cosmos3_omni": _Row(
+        {**_PAD, "vision_start_token": "<|vs|>", "vision_end_token": "<|ve|>"},
+        "<|vs|><|image_pad|><|ve|>",
+        picture=_PATCHES,
+        text=_ROPE,
+        vision=_MERGED,
+        like="qwen3_vl",
+    ),
+    "hyperclovax_vision_v2": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
+    "janus": _Row(
+        {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
+        "<image>",
+        picture=_SQUARE,
+        vision={"projection_dim": 32},
+        processor={"num_image_tokens": 16},
+    ),
+    "lfm3_vl": _Row(
+        {**_PAD, "vision_start_token": "<|vs|>", "vision_end_token": "<|ve|>"},
+        "<|vs|><|image_pad|><|ve|>",
+        picture=_PATCHES,
+        vision=_MERGED,
+    ),
+    "lighton_ocr": _Row(
+        {
+            "image_token": "<|image_pad|>",
+            "image_break_token": "<|vision_pad|>",
+            "image_end_token": "<|vision_end|>",
+        },
+        "<|image_pad|>",
+        picture={"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
+        processor={"patch_size": 4, "spatial_merge_size": 2},
+    ),
+    "llava": _Row(picture=_CROPPED, processor=_LLAVA),
+    "llava_next": _Row(
+        picture={**_CROPPED, "image_grid_pinpoints": _GRIDS},
+        processor=_LLAVA,
+        config={"image_grid_pinpoints": _GRIDS},
+    ),
+    "llava_next_video": _Row(
+        {"image_token": "<image>", "video_token": "<video>"},
+        picture={**_CROPPED, "image_grid_pinpoints": _GRIDS},
+        processor=_LLAVA,
+        config={"image_grid_pinpoints": _GRIDS},
+    ),
+    "qianfan_ocr": _Row(
+        {
+            "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+        },
+        "<image>",
+        picture=_SQUARE,
+        processor={"image_seq_length": 4},
+        ids={"image_token_id": "<IMG_CONTEXT>"},
+    ),
+    "video_llama_3": _Row(_PAD, "<|image_pad|>", picture=_PATCHES),
+    "video_llava": _Row(
+        {"image_token": "<image>", "video_token": "<video>"},
+        picture=_CROPPED,
+        processor=_LLAVA,
+    ),
+    "vipllava": _Row(
+        picture=_CROPPED, processor=_LLAVA, config={"vision_feature_layers": [-1, -2]}
+    ),
+}
+
+
+def _fitting(kind: Any, sizes: Fields) -> Fields:
+    """Return the fields of ``sizes`` that a config class has, under any of its names."""
+    known = {item.name for item in dataclasses.fields(kind)}
+    return {k: v for k, v in sizes.items() if k in known or kind.attribute_map.get(k) in known}
+
+
+def _config(model_type: str, row: _Row) -> Callable[[Fields, dict[str, int], Fields], Any]:
+    def build(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
+        kind: Any = CONFIG_MAPPING[model_type]
+        sections: Fields = {}
+        for name, section in vars(kind()).items():
+            if not isinstance(section, PreTrainedConfig):
+                continue
+            own = type(section)
+            given = {k: v for k, v in sizes.items() if k in _OF_TOKENS and v is not None}
+            if name in _TEXT:
+                fields = {**text_sizes(section.model_type), **given}
+                extra = row.text
+            else:
+                fields = {**_TOWER, **tower}
+                extra = row.vision
+            fields = {k: v for k, v in fields.items() if v is not None}
+            extra = {**extra, **row.config.get(name, {})}
+            sections[name] = {
+                "model_type": section.model_type,
+                **_fitting(own, fields),
+                **extra,
+            }
+        fields = {k: v for k, v in row.config.items() if k not in sections}
+        names = {item.name for item in dataclasses.fields(kind)}
+        for attribute, token in row.tokens.items():
+            for name in (f"{attribute}_id", f"{attribute}_index"):
+                if name in names:
+                    fields[name] = ids[token]
+        fields |= {name: ids[token] for name, token in row.ids.items()}
+        return kind(**sections, **fields)
+
+    return build
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Files of a processor: of pictures, and the processor's."""
+
+    picture: SavedProcessor
+    fields: Fields
+
+    def save_pretrained(self, path: str, /) -> None:
+        self.picture.save_pretrained(path)
+        text = json.dumps(self.fields, indent=2, sort_keys=True)
+        (Path(path) / "processor_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
+    def build(**settings: Any) -> SavedProcessor:
+        kind = row.like or model_type
+        name = str(IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"])
+        picture = getattr(transformers, name)(**{**row.picture, **settings})
+        fields = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **row.processor}
+        return _Files(picture, fields)
+
+    return build
+
+
+FAMILIES: dict[str, Tiny] = {
+    name: Tiny(
+        tuple(row.tokens.values()),
+        {"image": row.written},
+        _config(name, row),
+        _processor(name, row),
+        dict(row.tokens),
+    )
+    for name, row in _ROWS.items()
+    if name in CONFIG_MAPPING
+}

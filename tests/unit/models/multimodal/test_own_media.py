@@ -1,0 +1,184 @@
+"""Families that read pictures by their own processor: the numbers of transformers' own forward on its own tensors."""
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from lightrft.config.model import ModelConfig
+from lightrft.models.actor_vl import ActorVL
+from lightrft.models.families import family_of
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.multimodal.derived import SHAPE, _joined
+from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
+from lightrft.models.processors import load_processor
+from lightrft.models.processors.base import bounded
+from lightrft.models.tiny import OWN_MEDIA_FAMILIES
+from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
+from lightrft.utils.errors import DataError, ModelError
+from tests.media_helpers import mixed_batch, mixed_prompts, rig
+
+SIZES = [(20, 30), (9, 40), (33, 17)]
+
+
+def pictures(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (*size, 3)).astype(np.uint8) for size in SIZES]
+
+
+def prompt_of(r, values):
+    """A prompt of text and ``values``, put together item by item."""
+    part = r.processor.parts["image"]
+    text, media = "see", {}
+    for value in values:
+        extent = Extent(value.shape)
+        text += part.placeholder_text(extent) + " or "
+        for name, tensor in part.inputs(value, extent).items():
+            media.setdefault(name, []).append(tensor)
+    ids = r.tokenizer(text, add_special_tokens=False)["input_ids"]
+    rows = {n: Ragged(torch.cat(t), torch.tensor([sum(map(len, t))])) for n, t in media.items()}
+    return Prompt("0", ids, text, media=rows)
+
+
+@pytest.mark.parametrize("family", OWN_MEDIA_FAMILIES)
+def test_ids_and_log_probs_are_those_of_the_familys_processor_and_forward(family, tmp_path):
+    r = rig(family, tmp_path)
+    part = r.processor.parts["image"]
+    values = pictures()[: 3 if part.several else 1]
+    prompt = prompt_of(r, values)
+    text = "see" + "".join(f"{part.written} or " for _ in values)
+    made = part.processor(
+        text=[text],
+        images=[[Image.fromarray(value) for value in values]],
+        return_tensors="pt",
+        text_kwargs={"add_special_tokens": False},
+    )
+    assert prompt.token_ids == made["input_ids"][0].tolist()
+    answer = [10, 20, 30]
+    ids = torch.cat([made["input_ids"], torch.tensor([answer])], 1)
+    extra = {}
+    if "mm_token_type_ids" in inspect.signature(r.actor.base.forward).parameters:
+        extra = {"mm_token_type_ids": (ids == r.processor.tokens["image"]).long()}
+    text_names = ("input_ids", "attention_mask", "token_type_ids", "labels", "mm_token_type_ids")
+    media = {name: value for name, value in made.items() if name not in text_names}
+    r.actor.use_attention("padded")
+    with torch.no_grad():
+        logits = r.actor.base(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **media, **extra
+        ).logits
+        expected = logits[0, -4:-1].log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        batch = Batch(Segments.of_prompts([prompt]), Segments.of([answer]), torch.tensor([0]))
+        found = r.actor.score(batch).logprobs
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llava", "aya_vision", "glm4v", "exaone4_5"])
+def test_the_public_actor_reads_the_familys_own_tensors(family, tmp_path):
+    r = rig(family, tmp_path)
+    prompt = prompt_of(r, pictures()[:1])
+    ids = torch.tensor([[*prompt.token_ids, 10, 20, 30]])
+    names = {
+        n: rows.values for n, rows in prompt.media.items() if "pixel_values" in n or "grid" in n
+    }
+    batch = Batch(Segments.of_prompts([prompt]), Segments.of([[10, 20, 30]]), torch.tensor([0]))
+    with torch.no_grad():
+        expected = r.actor.score(batch).logprobs
+        for source in (str(r.path), r.actor.base):
+            found = ActorVL(source, bf16=False)(ids, num_actions=3, **names)
+            assert found[0].tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+def test_a_processor_that_joins_pictures_in_another_way_refuses_several(tmp_path):
+    r = rig("llava", tmp_path)
+    part = replace(r.processor.parts["image"], several=False)
+    media = prompt_of(r, pictures()).media
+    with pytest.raises(DataError, match=r"a prompt with 3 pictures: LlavaProcessor.*one by one"):
+        part.count({name: rows.values for name, rows in media.items()})
+
+
+def test_limits_of_pixels_are_refused_where_every_picture_has_one_size(tmp_path):
+    part = rig("llava", tmp_path).processor.parts["image"]
+    with pytest.raises(ModelError, match="max_pixels = 64: this model reads pictures of 256"):
+        part.limited(None, 64)
+
+
+def test_limits_of_pixels_change_placeholders_and_features_alike(tmp_path):
+    r = rig("exaone4_5", tmp_path)
+    part = r.processor.parts["image"]
+    value = np.full((64, 96, 3), 90, np.uint8)
+    small = part.limited(None, 1024)
+    counts = []
+    for one in (part, small):
+        inputs = one.inputs(value, Extent(value.shape))
+        text = one.placeholder_text(Extent(value.shape))
+        assert text.count(one.token) == one.count(inputs)
+        counts.append(one.count(inputs))
+    assert counts[1] < counts[0] / 3
+    assert bounded(64, 96, None, 1024) == (26, 39)
+
+
+def test_a_saved_processor_loads_in_transformers_and_makes_the_same_ids(tmp_path):
+    r = rig("llava", tmp_path)
+    r.processor.save(tmp_path / "llava")
+    saved = AutoProcessor.from_pretrained(tmp_path / "llava")
+    value = pictures()[0]
+    made = saved(text=["a<image>b"], images=[Image.fromarray(value)], return_tensors="pt")
+    part = r.processor.parts["image"]
+    text = f"a{part.placeholder_text(Extent(value.shape))}b"
+    assert made["input_ids"][0].tolist() == r.tokenizer(text)["input_ids"]
+    mine = part.inputs(value, Extent(value.shape))["pixel_values"]
+    assert torch.equal(mine, made["pixel_values"])
+
+
+def test_items_of_unequal_shape_are_padded_at_the_end_of_each_axis():
+    first, second = torch.ones(1, 2, 3), 2 * torch.ones(2, 3, 2)
+    media = {
+        "x": torch.cat([first.flatten(), second.flatten()]),
+        "x" + SHAPE: torch.tensor([[1, 2, 3], [2, 3, 2]]),
+    }
+    whole = _joined("x", media)
+    assert whole.shape == (3, 3, 3)
+    assert torch.equal(whole[:1, :2, :3], first)
+    assert torch.equal(whole[1:, :, :2], second)
+    assert whole.sum() == first.sum() + second.sum()
+
+
+def test_media_without_places_are_an_error(tmp_path):
+    r = rig("llava", tmp_path)
+    prompt = mixed_prompts(r)[1]
+    token = r.processor.tokens["image"]
+    prompt.token_ids = [i for i in prompt.token_ids if i != token]
+    with pytest.raises(ModelError, match=r"0 image tokens in the batch, but \d+ image features"):
+        merge_multimodal_inputs(r.actor.base, r.actor.family, Segments.of_prompts([prompt]))
+
+
+def test_a_folder_without_a_processor_is_refused(tmp_path: Path):
+    r = rig("llava", tmp_path)
+    (r.path / "preprocessor_config.json").unlink()
+    config = ModelConfig(path=str(r.path))
+    with pytest.raises(ModelError, match="how it reads media cannot be loaded"):
+        load_processor(config, load_tokenizer(config))
+
+
+def test_the_text_model_inside_decides_about_the_layout(tmp_path):
+    r = rig("llava", tmp_path)
+    config = r.actor.base.config
+    assert family_of(config).layout == "prefix_shared"
+    config.text_config.model_type = "falcon"
+    assert family_of(config).layout == "padded"
+
+
+def test_towers_with_sharded_weights_are_refused_where_a_process_may_have_no_pictures(
+    tmp_path, monkeypatch
+):
+    r = rig("llava", tmp_path)
+    r.actor.run_towers = True
+    batch = mixed_batch(mixed_prompts(r))
+    monkeypatch.setattr("lightrft.models.multimodal.merge_inputs.DTensor", torch.nn.Parameter)
+    with pytest.raises(ModelError, match=r"sharded weights in several processes.*model\.freeze"):
+        r.actor.score(batch)
