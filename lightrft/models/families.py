@@ -293,17 +293,14 @@ def _with_reader(model_type: str, text: str) -> Family:
     """
     row = FAMILIES[model_type]
     assert row.own is not None
-    reader = derived.reader_of(model_type, row.own)
+    reader = derived.reader_of(model_type)
     of_text = FAMILIES.get(text, _UNPROVED)
     if row.own.plain_head:
         of_text = replace(of_text, multiplier=None, divisor=None)
-    if row.own.attention is not None:
-        of_text = replace(of_text, padded_attention=row.own.attention)
     return replace(
         of_text,
         decoder="",
         loader=derived.loader_of(model_type),
-        layout="padded" if reader.whole else of_text.layout,
         reader=reader,
         own=row.own,
     )

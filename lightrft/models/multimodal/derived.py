@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,20 +49,10 @@ class Own:
     """Facts about a family that cannot be derived from transformers' classes.
 
     Attributes:
-        more: Inputs that the method which computes features takes by keyword.
-        both_ways: See ``ModalityEncoder``.
-        whole: See ``ModalityEncoder``.
-        kinds: Kinds of media that are read.
         plain_head: The logits are the head's outputs, although the text config has a scale.
-        attention: Implementation of attention in the text model. ``None`` for its own row's.
     """
 
-    more: tuple[str, ...] = ()
-    both_ways: bool = False
-    whole: bool = False
-    kinds: tuple[str, ...] = KINDS
     plain_head: bool = False
-    attention: str | None = None
 
 
 def loader_of(model_type: str) -> str:
@@ -80,30 +70,23 @@ def loader_of(model_type: str) -> str:
     )
 
 
-def reader_of(model_type: str, own: Own) -> ModalityEncoder:
-    """Return towers and input rules of ``model_type``.
-
-    Args:
-        model_type: A model type that transformers knows.
-        own: Facts that its classes do not state.
-    """
+def reader_of(model_type: str) -> ModalityEncoder:
+    """Return towers and input rules of ``model_type``, which transformers knows."""
     model_class = getattr(transformers, loader_of(model_type))
     inner = _inner(model_type)
     config: Any = CONFIG_MAPPING[model_type]
     towers = []
-    for kind in own.kinds:
+    for kind in KINDS:
         token = _token_field(config, kind)
-        inputs = _inputs(kind, model_class, inner, own)
+        inputs = _inputs(kind, model_class, inner)
         if token is not None and inputs:
-            towers.append(_tower(kind, inputs, token, own))
+            towers.append(_tower(kind, inputs, token))
     positions = rope_index if hasattr(inner, "get_rope_index") else None
     return ModalityEncoder(
         tuple(towers),
         positions,
         parts=_PARTS,
-        both_ways=own.both_ways,
         alone=True,
-        whole=own.whole,
         has_blanks=False,
     )
 
@@ -137,7 +120,7 @@ def _token_field(config: Any, kind: str) -> str | None:
     return None
 
 
-def _inputs(kind: str, model_class: Any, inner: Any, own: Own) -> tuple[str, ...]:
+def _inputs(kind: str, model_class: Any, inner: Any) -> tuple[str, ...]:
     """Return the names of the media that the features of ``kind`` are computed from."""
     for owner in (inner, model_class):
         method = getattr(owner, f"get_{kind}_features", None)
@@ -149,22 +132,30 @@ def _inputs(kind: str, model_class: Any, inner: Any, own: Own) -> tuple[str, ...
             if is_named and name != "self" and not name.endswith(_OPTIONS):
                 names.append(name)
         if names:
-            return (*names, *(name for name in own.more if name not in names))
+            return tuple(names)
     return ()
 
 
-def _tower(kind: str, inputs: Sequence[str], token: str, own: Own) -> Tower:
+def _tower(kind: str, inputs: Sequence[str], token: str) -> Tower:
     stored = [*inputs, *(name + SHAPE for name in inputs), places_name(kind)]
 
     def adapt(config: PreTrainedConfig, media: dict[str, Tensor]) -> dict[str, object]:
+        if kind == "video":
+            _refuse_unequal(config, inputs, media)
         return {name: _joined(name, media) for name in inputs if name in media}
 
     def features(model: PreTrainedModel, media: dict[str, Tensor]) -> Features:
         getter = f"get_{kind}_features"
         owner: Any = model if hasattr(model, getter) else model.base_model
-        given = in_dtype(adapt(model.config, media), inputs, model.dtype)
-        output = getattr(owner, getter)(**given, return_dict=True)
-        return Features(_flat(getattr(output, "pooler_output", output)))
+        found = []
+        # Padded frames would get features, so that each clip is computed alone.
+        for part in _items(media) if kind == "video" else [media]:
+            keywords: dict[str, object] = {n: _joined(n, part) for n in inputs if n in part}
+            output = getattr(owner, getter)(
+                **in_dtype(keywords, inputs, model.dtype), return_dict=True
+            )
+            found.append(_flat(getattr(output, "pooler_output", output)))
+        return Features(torch.cat(found))
 
     return Tower(
         kind,
@@ -174,6 +165,36 @@ def _tower(kind: str, inputs: Sequence[str], token: str, own: Own) -> Tower:
         compute=features,
         type_id=_TYPES[kind],
     )
+
+
+def _refuse_unequal(
+    config: PreTrainedConfig, inputs: Sequence[str], media: dict[str, Tensor]
+) -> None:
+    """Raise ``ModelError`` for clips of unequal length, which the model's own forward cannot take
+    together."""
+    for name in inputs:
+        shapes = media.get(name + SHAPE)
+        if shapes is not None and bool((shapes != shapes[0]).any()):
+            raise ModelError(
+                f"model type {config.model_type!r}: a prompt has clips of unequal length, and "
+                "transformers' own forward takes clips of one length only, so that the layout "
+                "cannot be checked against it; set model.check_layout=false"
+            )
+
+
+def _items(media: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the media of each item, whose inputs all have shapes."""
+    named = [name for name in media if name + SHAPE in media]
+    starts = dict.fromkeys(named, 0)
+    for k in range(len(media[named[0] + SHAPE])):
+        item = {}
+        for name in named:
+            shape = media[name + SHAPE][k]
+            end = starts[name] + math.prod(shape.tolist())
+            item[name] = media[name][starts[name] : end]
+            item[name + SHAPE] = shape[None]
+            starts[name] = end
+        yield item
 
 
 def _joined(name: str, media: dict[str, Tensor]) -> Tensor:

@@ -139,7 +139,6 @@ class ModalityEncoder:
         alone: The model's own forward takes media of unequal sizes only in separate rows.
         unread: Prefixes of parameters that no feature depends on.
         marks: Config fields with the ids of tokens that the model's own forward counts as media.
-        whole: Only the model's own forward merges media with text. Rows with media are padded.
         has_blanks: Its towers have a ``blank``. Otherwise parameters that a process does not use
             get zero gradients by themselves, which sharded parameters do not allow.
     """
@@ -151,7 +150,6 @@ class ModalityEncoder:
     alone: bool = False
     unread: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
-    whole: bool = False
     has_blanks: bool = True
 
 

@@ -1,16 +1,15 @@
 """Any family, by its own transformers processor.
 
-The processor writes the placeholders of an item and computes the tensors. It is tried on three
-pictures, alone and together, which shows how the tensors of several items are joined.
+The processor writes the placeholders of an item and computes the tensors. It is tried on items of
+several sizes, alone and together, which shows how the tensors of several items are joined.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import cached_file
 
@@ -38,8 +38,15 @@ from lightrft.models.processors.base import (
 from lightrft.types import Extent
 from lightrft.utils.errors import DataError, first_line
 
-_TRIED = ((40, 60, 3), (24, 72, 3), (72, 24, 3))
-"""Shapes of the pictures by which the rules of a processor are found."""
+_TRIED = {
+    "image": ((40, 60, 3), (24, 72, 3), (72, 24, 3)),
+    "video": ((2, 24, 36, 3), (2, 36, 24, 3)),
+}
+"""Shapes of the items by which the rules of a processor are found."""
+
+_CLIP_FRAMES = ("LlavaNextVideoProcessor", "VideoLlavaProcessor")
+"""Processors whose processor of clips resizes, crops and normalizes frames as that of CLIP's
+pictures does."""
 
 
 def build(
@@ -60,14 +67,19 @@ def build(
     reader = family_of(settings).reader
     assert reader is not None
     processor, files = _load(config, settings, tokenizer)
+    readable = {"image": hasattr(processor, "image_processor"), "video": _reads_clips(processor)}
     parts: dict[str, ModalityProcessor] = {}
     for tower in reader.towers:
-        # clips and sounds need a processor of their own
-        if tower.kind == "image":
-            parts[tower.kind] = _picture_part(processor, tower, settings, tokenizer, files)
+        if readable.get(tower.kind):
+            token = token_text(tokenizer, tower.token_id(settings))
+            parts[tower.kind] = _part(processor, tower, token, files)
     if not parts:
-        raise ValueError(f"{type(processor).__name__} reads no pictures")
+        raise ValueError(f"{type(processor).__name__} reads neither pictures nor clips")
     return parts
+
+
+def _reads_clips(processor: Any) -> bool:
+    return isinstance(getattr(processor, "video_processor", None), _Frames)
 
 
 def _load(
@@ -87,9 +99,11 @@ def _load(
             files[name] = Path(file).read_text(encoding="utf-8")
     fields = json.loads(files.get(PROCESSOR_FILES[2], "{}"))
     name = fields.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(settings.model_type)
-    known = None if name is None else _class(name)
+    known: Any = getattr(transformers, name, None) if name else None
     if known is None:
         raise ValueError(f"transformers {transformers.__version__} has no processor {name!r}")
+    if not issubclass(known, ProcessorMixin):
+        raise ValueError(f"{name} needs torchvision; install the one of your torch")
     given: list[Any] = []
     for part in known.get_attributes():
         if part == "tokenizer":
@@ -99,32 +113,44 @@ def _load(
             given.append(AutoImageProcessor.from_pretrained(config.path, **options))
         else:
             given.append(None)
-    # A processor of pictures alone has no processor of clips.
+    # Parts may be missing, and transformers' own processors of clips need torchvision.
     lenient: Any = type(known.__name__, (known,), {"check_argument_for_proper_class": _lenient})
-    return lenient.from_args_and_dict(given, fields), files
-
-
-def _class(name: str) -> Any:
-    """Return a processor class of transformers, or ``None``.
-
-    Some are hidden without torchvision, which they need for clips only.
-    """
-    found = getattr(transformers, name, None)
-    if found is None or issubclass(found, ProcessorMixin):
-        return found
-    family = name.removesuffix("Processor").lower()
-    try:
-        module = import_module(f"transformers.models.{family}.processing_{family}")
-    except ImportError:
-        return None
-    return getattr(module, name, None)
+    processor = lenient.from_args_and_dict(given, fields)
+    if name in _CLIP_FRAMES:
+        own = fields.get("video_processor") or json.loads(files.get(PROCESSOR_FILES[1], "{}"))
+        processor.video_processor = _Frames(own)
+    return processor, files
 
 
 def _lenient(self: Any, name: str, argument: Any) -> Any:
-    """Accept a part that is left out."""
+    """Accept a part that is missing."""
     if argument is None:
         return type(None)
     return ProcessorMixin.check_argument_for_proper_class(self, name, argument)
+
+
+class _Frames:
+    """Stands for a processor of clips, and processes frames as pictures.
+
+    Args:
+        fields: Settings of the processor of clips. Those that are missing have CLIP's values.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        known = CLIPImageProcessorPil().to_dict()
+        own = {name: value for name, value in fields.items() if name in known}
+        self.frames = CLIPImageProcessorPil.from_dict(own)
+
+    def __call__(self, videos: Any, **options: Any) -> dict[str, Any]:
+        clips = []
+        for clip in videos:
+            pictures = [Image.fromarray(frame) for frame in clip]
+            clips.append(self.frames(images=pictures, return_tensors="pt")["pixel_values"])
+        return {"pixel_values_videos": torch.stack(clips)}
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return ["pixel_values_videos"]
 
 
 class _Recorder:
@@ -142,76 +168,72 @@ class _Recorder:
         return getattr(self._tokenizer, name)
 
 
-def _call(processor: Any, text: str, pictures: list[Any]) -> tuple[str, dict[str, Any]]:
+def _call(
+    processor: Any, kind: str, text: str, items: Sequence[np.ndarray]
+) -> tuple[str, dict[str, Any]]:
     """Return the text with placeholders, and the outputs for one prompt."""
     own = copy.copy(processor)
     own.tokenizer = _Recorder(processor.tokenizer)
-    options = {"return_tensors": "pt", "text_kwargs": {"add_special_tokens": False}}
-    try:
-        made = own(text=[text], images=[pictures], **options)
-    except ValueError:
-        # Some take one list of pictures, and not one for each prompt.
-        made = own(text=[text], images=pictures, **options)
+    options: dict[str, Any] = {
+        "text": [text],
+        "return_tensors": "pt",
+        "text_kwargs": {"add_special_tokens": False},
+    }
+    if kind == "video":
+        made = own(videos=list(items), **options)
+    else:
+        made = own(images=[[Image.fromarray(item) for item in items]], **options)
     return own.tokenizer.text, dict(made)
 
 
-def _picture_part(
-    processor: Any,
-    tower: Tower,
-    settings: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    files: Mapping[str, str],
-) -> OwnImage:
+def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) -> OwnPart:
+    kind = tower.kind
     names = tuple(name for name in tower.inputs if not name.endswith(SHAPE))[:-1]
-    token = token_text(tokenizer, tower.token_id(settings))
-    written, tail = _written(processor, token)
-    blanks = [Image.fromarray(np.full(shape, 100, np.uint8)) for shape in _TRIED]
-    rules, several = _rules(processor, written, names, blanks)
-    part = OwnImage(processor, written, token, rules, files, several=several, tail=tail)
-    counts = {part.placeholder_text(Extent(shape)).count(token) for shape in (*_TRIED, (64, 64, 3))}
-    return replace(part, fixed=len(counts) == 1, around=_around(tokenizer, written))
+    tried = [np.full(shape, 100, np.uint8) for shape in _TRIED[kind]]
+    written = _written(processor, kind, token, tried[0])
+    rules, several = _rules(processor, kind, written, names, tried)
+    part = OwnPart(processor, kind, written, token, rules, files, several=several)
+    counts = {part.placeholder_text(Extent(item.shape)).count(token) for item in tried}
+    around = _around(processor.tokenizer, kind, written)
+    return replace(part, fixed=len(counts) == 1, around=around)
 
 
-_MARKS = ("image_token", "boi_token", "image_placeholder_token", "start_of_image_token")
-"""Attributes of processors with the text that may stand for a picture."""
-
-_ENDS = ("image_start_token", "image_end_token")
+_MARKS = ("{}_token", "boi_token", "{}_placeholder_token", "start_of_{}_token")
+"""Attributes of processors with the text that may stand for an item of a kind."""
 
 
-def _written(processor: Any, token: str) -> tuple[str, str]:
-    """Return the text that the processor replaces by placeholders, and what it adds to a prompt."""
-    picture = Image.fromarray(np.full(_TRIED[0], 100, np.uint8))
-    reason = ""
-    marks = [str(getattr(processor, name, None) or "") for name in _MARKS]
-    ends = [str(getattr(processor, name, None) or "") for name in _ENDS]
-    for text in dict.fromkeys([*marks, ends[0] + marks[0] + ends[1]]):
+def _written(processor: Any, kind: str, token: str, item: np.ndarray) -> str:
+    """Return the text that the processor replaces by placeholders."""
+    names = [name.format(kind) for name in (*_MARKS, "{}_start_token", "{}_end_token")]
+    *marks, start, end = (str(getattr(processor, name, None) or "") for name in names)
+    reason = "no attribute names it"
+    for text in dict.fromkeys([*marks, start + marks[0] + end]):
         if not text:
             continue
         try:
-            whole, _ = _call(processor, f"a{text}b", [picture])
+            whole, _ = _call(processor, kind, f"a{text}b", [item])
+            spaced, _ = _call(processor, kind, f"a {text}\nb", [item])
         except Exception as error:  # processors raise arbitrary errors
             reason = first_line(error)
             continue
-        if token not in whole or not whole.startswith("a") or "b" not in whole:
+        if token not in whole or not whole.startswith("a") or not whole.endswith("b"):
             reason = f"it writes {whole[:60]!r} for {text!r}"
-            continue
-        spaced, _ = _call(processor, f"a {text}\nb", [picture])
-        if whole[1 : whole.rindex("b")] != spaced[2 : spaced.rindex("\nb")]:
+        elif whole[1:-1] != spaced[2:-2]:
             reason = f"what it writes for {text!r} depends on the words around it"
-            continue
-        return text, whole[whole.rindex("b") + 1 :]
+        else:
+            return text
     name = type(processor).__name__
-    raise ValueError(f"{name}: the text that stands for a picture was not found ({reason})")
+    raise ValueError(f"{name}: the text that stands for one {kind} was not found ({reason})")
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, written: str) -> tuple[str, str]:
+def _around(tokenizer: Any, kind: str, written: str) -> tuple[str, str]:
     """Return the text around ``written`` in the chat template."""
     usual = ("", "\n")
     if not tokenizer.chat_template:
         return usual
     word = {"type": "text", "text": "(word)"}
     texts = []
-    for content in ([{"type": "image"}, word], [word]):
+    for content in ([{"type": kind}, word], [word]):
         message: Any = {"role": "user", "content": content}
         try:
             text = tokenizer.apply_chat_template([message], tokenize=False)
@@ -225,39 +247,37 @@ def _around(tokenizer: PreTrainedTokenizerBase, written: str) -> tuple[str, str]
     return before.removeprefix(start), after.partition("(word)")[0]
 
 
+_TEXT = ("labels", "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
 def _rules(
-    processor: Any, written: str, names: tuple[str, ...], pictures: list[Any]
+    processor: Any, kind: str, written: str, names: tuple[str, ...], items: list[np.ndarray]
 ) -> tuple[dict[str, str], bool]:
-    """Return the rule of each tensor, and whether a prompt may have several pictures.
+    """Return the rule of each tensor, and whether a prompt may have several items.
 
     The first axis of ``rows`` joins items. Items of a ``flat`` input differ in shape.
     """
-    alone = [_call(processor, written, [picture]) for picture in pictures]
+    alone = [_call(processor, kind, written, [item]) for item in items]
     rules: dict[str, str] = {}
     for name in names:
         tensors = [_tensor(made[name]) for _, made in alone if name in made]
         if tensors:
-            # Tiles: their number depends on the picture, and may be equal by chance.
-            tiles = any(t.ndim > 4 for t in tensors)
-            same = len({t.shape[1:] for t in tensors}) == 1 and not tiles
+            # Tiles and frames: their number depends on the item, and may be equal by chance.
+            many = any(t.ndim > 4 for t in tensors)
+            same = len({t.shape[1:] for t in tensors}) == 1 and not many
             rules[name] = "rows" if same else "flat"
-    known = {*names, *_TEXT}
-    unread = sorted({name for _, made in alone for name in made} - known)
+    unread = sorted({name for _, made in alone for name in made} - {*names, *_TEXT})
     if unread:
         raise ValueError(f"{type(processor).__name__} makes {', '.join(unread)}, which are unread")
     try:
-        text, joint = _call(processor, written * len(pictures), pictures)
-    except Exception:  # a family of one picture per prompt
+        text, joint = _call(processor, kind, written * len(items), items)
+    except Exception:  # a family of one item per prompt
         return rules, False
     several = text == "".join(one for one, _ in alone)
     for name, rule in rules.items():
         parts = [_tensor(made[name]) for _, made in alone]
-        whole = _tensor(joint[name])
-        several = several and _joins(parts, whole, rule)
+        several = several and _joins(parts, _tensor(joint[name]), rule)
     return rules, several
-
-
-_TEXT = ("labels", "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def _joins(parts: list[Tensor], whole: Tensor, rule: str) -> bool:
@@ -289,49 +309,52 @@ def _tensor(value: Any) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnImage:
-    """Pictures, by the family's processor.
+class OwnPart:
+    """Items of one kind, by the family's processor.
 
     Attributes:
         processor: The processor.
+        kind: ``image`` or ``video``.
         written: Text that the processor replaces by placeholders.
         token: Text of a placeholder.
         rules: Rule of each tensor, see ``_rules``.
         files: Texts of the processor's files.
-        several: Several pictures of one prompt are read as one by one.
-        fixed: Every picture has as many placeholders.
-        tail: Text that the processor adds to a prompt.
+        several: Several items of one prompt are read as one by one.
+        fixed: Every picture or frame has as many placeholders.
         bounds: Limits of pixels.
     """
 
     processor: Any
+    kind: str
     written: str
     token: str
     rules: Mapping[str, str]
     files: Mapping[str, str]
     several: bool = True
     fixed: bool = False
-    tail: str = ""
     bounds: tuple[int | None, int | None] = (None, None)
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
     _texts: dict[tuple[int, ...], str] = field(default_factory=dict, compare=False)
 
     def placeholder_text(self, extent: Extent) -> str:
-        shape = (*self._bounded(*extent.shape[:2]), 3)
+        shape = self._shape(extent.shape)
         if shape not in self._texts:
             # Only the size is read.
-            blank = Image.fromarray(np.zeros(shape, np.uint8))
-            text, _ = _call(self.processor, f"a{self.written}b", [blank])
-            self._texts[shape] = text[1 : text.rindex("b")]
+            blank = np.zeros(shape, np.uint8)
+            text, _ = _call(self.processor, self.kind, f"a{self.written}b", [blank])
+            self._texts[shape] = text[1:-1]
         return self._texts[shape]
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        height, width = self._bounded(*value.shape[:2])
-        picture = Image.fromarray(value)
-        if (height, width) != value.shape[:2]:
-            picture = picture.resize((width, height), resample=Image.Resampling.BICUBIC)
-        text, made = _call(self.processor, self.written, [picture])
+        shape = self._shape(value.shape)
+        if shape != value.shape:
+            resized = [
+                np.asarray(Image.fromarray(frame).resize((shape[-2], shape[-3]), _BICUBIC))
+                for frame in value.reshape(-1, *value.shape[-3:])
+            ]
+            value = np.stack(resized).reshape(shape)
+        text, made = _call(self.processor, self.kind, self.written, [value])
         stored: dict[str, Tensor] = {}
         for name, rule in self.rules.items():
             tensor = _tensor(made[name])
@@ -340,24 +363,25 @@ class OwnImage:
                 stored[name + SHAPE] = torch.tensor([list(tensor.shape)])
             else:
                 stored[name] = tensor
-        stored[places_name("image")] = torch.tensor([text.count(self.token)])
+        stored[places_name(self.kind)] = torch.tensor([text.count(self.token)])
         return stored
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        places = inputs[places_name("image")]
+        places = inputs[places_name(self.kind)]
         if len(places) > 1 and not self.several:
             raise DataError(
-                f"a prompt with {len(places)} pictures: {type(self.processor).__name__} reads "
-                "several pictures of one prompt in another way than one by one; give one"
+                f"a prompt with {len(places)} items of kind {self.kind}: "
+                f"{type(self.processor).__name__} reads several of one prompt in another way than "
+                "one by one; give one"
             )
         return int(places.sum())
 
-    def limited(self, min_pixels: int | None, max_pixels: int | None) -> OwnImage:
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> OwnPart:
         low, high = self.bounds
         low = low if min_pixels is None else min_pixels
         high = high if max_pixels is None else max_pixels
-        size = getattr(self.processor.image_processor, "crop_size", None)
-        size = size or getattr(self.processor.image_processor, "size", None) or {}
+        part = self.processor.image_processor
+        size = getattr(part, "crop_size", None) or getattr(part, "size", None) or {}
         if self.fixed and "height" in size:
             within(size["height"] * size["width"], min_pixels, max_pixels)
         return replace(self, bounds=(low, high), _texts={})
@@ -366,6 +390,9 @@ class OwnImage:
         for name, text in self.files.items():
             (path / name).write_text(text, encoding="utf-8")
 
-    def _bounded(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size at which the picture is read."""
-        return bounded(height, width, *self.bounds)
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape at which an item is read."""
+        return (*shape[:-3], *bounded(*shape[-3:-1], *self.bounds), 3)
+
+
+_BICUBIC = Image.Resampling.BICUBIC

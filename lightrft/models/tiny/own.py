@@ -52,6 +52,7 @@ class _Row:
     Attributes:
         tokens: Special tokens, by the attribute of the tokenizer or processor that names each.
         written: Text that the chat template writes for a picture.
+        clip: Text that it writes for a clip. Empty for families whose clips are not read here.
         config: Fields of the config.
         text: Fields of the text config.
         vision: Fields of the tower's config.
@@ -63,6 +64,7 @@ class _Row:
 
     tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token": "<image>"})
     written: str = "<image>\n"
+    clip: str = ""
     config: Fields = field(default_factory=dict)
     text: Fields = field(default_factory=dict)
     vision: Fields = field(default_factory=dict)
@@ -197,6 +199,7 @@ _ROWS: dict[str, _Row] = {
     ),
     "llava_next_video": _Row(
         {"image_token": "<image>", "video_token": "<video>"},
+        clip="<video>\n",
         picture={**_CROPPED, "image_grid_pinpoints": _GRIDS},
         processor=_LLAVA,
         config={"image_grid_pinpoints": _GRIDS},
@@ -215,6 +218,7 @@ _ROWS: dict[str, _Row] = {
     "video_llama_3": _Row(_PAD, "<|image_pad|>", picture=_PATCHES),
     "video_llava": _Row(
         {"image_token": "<image>", "video_token": "<video>"},
+        clip="<video>\n",
         picture=_CROPPED,
         processor=_LLAVA,
     ),
@@ -266,13 +270,17 @@ def _config(model_type: str, row: _Row) -> Callable[[Fields, dict[str, int], Fie
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Files of a processor: of pictures, and the processor's."""
+    """Files of a processor: of pictures, of clips, and the processor's."""
 
     picture: SavedProcessor
+    clip: Fields
     fields: Fields
 
     def save_pretrained(self, path: str, /) -> None:
         self.picture.save_pretrained(path)
+        if self.clip:
+            video = json.dumps(self.clip, indent=2, sort_keys=True)
+            (Path(path) / "video_preprocessor_config.json").write_text(video, encoding="utf-8")
         text = json.dumps(self.fields, indent=2, sort_keys=True)
         (Path(path) / "processor_config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -283,7 +291,7 @@ def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
         name = str(IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"])
         picture = getattr(transformers, name)(**{**row.picture, **settings})
         fields = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **row.processor}
-        return _Files(picture, fields)
+        return _Files(picture, _CROPPED if row.clip else {}, fields)
 
     return build
 
@@ -291,7 +299,7 @@ def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
 FAMILIES: dict[str, Tiny] = {
     name: Tiny(
         tuple(row.tokens.values()),
-        {"image": row.written},
+        {"image": row.written, **({"video": row.clip} if row.clip else {})},
         _config(name, row),
         _processor(name, row),
         dict(row.tokens),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor_vl import ActorVL
@@ -93,11 +94,64 @@ def test_the_public_actor_reads_the_familys_own_tensors(family, tmp_path):
             assert found[0].tolist() == pytest.approx(expected.tolist(), abs=2e-5)
 
 
+CLIP_FAMILIES = ["llava_next_video", "video_llava"]
+
+
+@pytest.mark.parametrize("family", CLIP_FAMILIES)
+def test_clips_are_read_as_the_familys_forward_reads_frames_that_clip_would_process(
+    family, tmp_path
+):
+    r = rig(family, tmp_path)
+    assert r.kinds == {"image", "video"}
+    prompt = r.prompt("0", ("video", (3, 24, 36, 3)), "and then?", seed=5)
+    clip = np.random.default_rng(5).integers(0, 256, size=(3, 24, 36, 3)).astype(np.uint8)
+    frames = CLIPImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    )
+    pixels = frames([Image.fromarray(frame) for frame in clip], return_tensors="pt")["pixel_values"]
+    ids = torch.tensor([[*prompt.token_ids, 10, 20, 30]])
+    r.actor.use_attention("padded")
+    with torch.no_grad():
+        logits = r.actor.base(
+            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values_videos=pixels[None]
+        ).logits
+        batch = Batch(Segments.of_prompts([prompt]), Segments.of([[10, 20, 30]]), torch.tensor([0]))
+        found = r.actor.score(batch).logprobs
+    expected = logits[0, -4:-1].log_softmax(-1).gather(1, ids[0, -3:, None])[:, 0]
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("family", CLIP_FAMILIES)
+def test_clips_of_unequal_length_are_computed_one_by_one(family, tmp_path):
+    r = rig(family, tmp_path)
+    pieces = [("video", (2, 24, 36, 3)), ("video", (4, 20, 20, 3))]
+    both = r.prompt("0", *pieces, "and then?")
+    with torch.no_grad():
+        seen = merge_multimodal_inputs(r.actor.base, r.actor.family, Segments.of_prompts([both]))
+        found = []
+        part = r.processor.parts["video"]
+        rng = np.random.default_rng(0)
+        for _, shape in pieces:
+            value = rng.integers(0, 256, size=shape).astype(np.uint8)
+            made = part.inputs(value, Extent(shape))
+            pixels = made["pixel_values_videos"].view(
+                made["pixel_values_videos" + SHAPE][0].tolist()
+            )
+            output = r.actor.base.model.get_video_features(pixel_values_videos=pixels, return_dict=True)
+            found.append(output.pooler_output.reshape(-1, seen.features.shape[1]))
+    torch.testing.assert_close(seen.features, torch.cat(found))
+    batch = Batch(Segments.of_prompts([both]), Segments.of([[10, 20]]), torch.tensor([0]))
+    with pytest.raises(ModelError, match=r"clips of unequal length.*model\.check_layout=false"):
+        r.actor.own_logprobs(batch)
+
+
 def test_a_processor_that_joins_pictures_in_another_way_refuses_several(tmp_path):
     r = rig("llava", tmp_path)
     part = replace(r.processor.parts["image"], several=False)
     media = prompt_of(r, pictures()).media
-    with pytest.raises(DataError, match=r"a prompt with 3 pictures: LlavaProcessor.*one by one"):
+    with pytest.raises(
+        DataError, match=r"a prompt with 3 items of kind image: LlavaProcessor.*one by one"
+    ):
         part.count({name: rows.values for name, rows in media.items()})
 
 
