@@ -275,11 +275,11 @@ def families_page() -> str:
                 for name, family in FAMILIES.items()
                 if family.reader is not None
             ),
-            "\n## Families that read pictures by their own processor\n",
+            "\n## Families that read media by their own processor\n",
             f"{len(own)} more families have no code of their own here. The family's processor of "
             "transformers writes the placeholders",
-            "and computes the tensors, and its `get_image_features` computes the features. Tests "
-            "compare both, log-probs,",
+            "and computes the tensors, and its methods such as `get_image_features` compute the "
+            "features. Tests compare both, log-probs,",
             "gradients and sampled tokens with the model's own forward. "
             "[Limits](media.md#families-without-a-row-of-their-own).\n",
             "| layout | decoding | model types |\n|---|---|---|",

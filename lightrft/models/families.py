@@ -109,6 +109,8 @@ _OWN_MEDIA = {
     "glm4v": _OWN,
     "glm4v_moe": _OWN,
     "glm_ocr": _OWN,
+    "glmasr": _OWN,
+    "qwen3_asr": _OWN,
     "glmga": _OWN,
     "hyperclovax_vision_v2": _OWN,
     "janus": _OWN,

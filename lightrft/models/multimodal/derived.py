@@ -148,8 +148,9 @@ def _tower(kind: str, inputs: Sequence[str], token: str) -> Tower:
         getter = f"get_{kind}_features"
         owner: Any = model if hasattr(model, getter) else model.base_model
         found = []
-        # Padded frames would get features, so that each clip is computed alone.
-        for part in _items(media) if kind == "video" else [media]:
+        # Padded frames would get features, so that each clip and sound is computed alone.
+        alone = kind != "image" and any(name.endswith(SHAPE) for name in media)
+        for part in _items(media) if alone else [media]:
             keywords: dict[str, object] = {n: _joined(n, part) for n in inputs if n in part}
             output = getattr(owner, getter)(
                 **in_dtype(keywords, inputs, model.dtype), return_dict=True

@@ -18,7 +18,12 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
@@ -41,6 +46,7 @@ from lightrft.utils.errors import DataError, first_line
 _TRIED = {
     "image": ((40, 60, 3), (24, 72, 3), (72, 24, 3)),
     "video": ((2, 24, 36, 3), (2, 36, 24, 3)),
+    "audio": ((7000,), (12000,), (3000,)),
 }
 """Shapes of the items by which the rules of a processor are found."""
 
@@ -67,19 +73,25 @@ def build(
     reader = family_of(settings).reader
     assert reader is not None
     processor, files = _load(config, settings, tokenizer)
-    readable = {"image": hasattr(processor, "image_processor"), "video": _reads_clips(processor)}
+    readable = {
+        "image": hasattr(processor, "image_processor"),
+        "video": isinstance(getattr(processor, "video_processor", None), _Frames),
+        "audio": _sounds(processor) is not None,
+    }
     parts: dict[str, ModalityProcessor] = {}
     for tower in reader.towers:
         if readable.get(tower.kind):
             token = token_text(tokenizer, tower.token_id(settings))
             parts[tower.kind] = _part(processor, tower, token, files)
     if not parts:
-        raise ValueError(f"{type(processor).__name__} reads neither pictures nor clips")
+        raise ValueError(f"{type(processor).__name__} reads no kind of media that is known here")
     return parts
 
 
-def _reads_clips(processor: Any) -> bool:
-    return isinstance(getattr(processor, "video_processor", None), _Frames)
+def _sounds(processor: Any) -> Any:
+    """Return the part that processes sounds, or ``None``."""
+    own = getattr(processor, "feature_extractor", None)
+    return getattr(processor, "audio_processor", None) if own is None else own
 
 
 def _load(
@@ -111,6 +123,9 @@ def _load(
         elif part == "image_processor":
             options = {"backend": "pil", "revision": config.revision or "main"}
             given.append(AutoImageProcessor.from_pretrained(config.path, **options))
+        elif part in ("feature_extractor", "audio_processor"):
+            revision = config.revision or "main"
+            given.append(AutoFeatureExtractor.from_pretrained(config.path, revision=revision))
         else:
             given.append(None)
     # Parts may be missing, and transformers' own processors of clips need torchvision.
@@ -179,7 +194,9 @@ def _call(
         "return_tensors": "pt",
         "text_kwargs": {"add_special_tokens": False},
     }
-    if kind == "video":
+    if kind == "audio":
+        made = own(audio=list(items), **options)
+    elif kind == "video":
         made = own(videos=list(items), **options)
     else:
         made = own(images=[[Image.fromarray(item) for item in items]], **options)
@@ -189,13 +206,21 @@ def _call(
 def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) -> OwnPart:
     kind = tower.kind
     names = tuple(name for name in tower.inputs if not name.endswith(SHAPE))[:-1]
-    tried = [np.full(shape, 100, np.uint8) for shape in _TRIED[kind]]
+    tried = [_blank(kind, shape) for shape in _TRIED[kind]]
     written = _written(processor, kind, token, tried[0])
     rules, several = _rules(processor, kind, written, names, tried)
     part = OwnPart(processor, kind, written, token, rules, files, several=several)
     counts = {part.placeholder_text(Extent(item.shape)).count(token) for item in tried}
     around = _around(processor.tokenizer, kind, written)
-    return replace(part, fixed=len(counts) == 1, around=around)
+    rate = _sounds(processor).sampling_rate if kind == "audio" else 0
+    return replace(part, fixed=len(counts) == 1, around=around, rate=rate)
+
+
+def _blank(kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an item of this shape. Its content does not matter."""
+    if kind == "audio":
+        return np.full(shape, 0.1, np.float32)
+    return np.full(shape, 100, np.uint8)
 
 
 _MARKS = ("{}_token", "boi_token", "{}_placeholder_token", "start_of_{}_token")
@@ -314,7 +339,7 @@ class OwnPart:
 
     Attributes:
         processor: The processor.
-        kind: ``image`` or ``video``.
+        kind: ``image``, ``video`` or ``audio``.
         written: Text that the processor replaces by placeholders.
         token: Text of a placeholder.
         rules: Rule of each tensor, see ``_rules``.
@@ -322,6 +347,8 @@ class OwnPart:
         several: Several items of one prompt are read as one by one.
         fixed: Every picture or frame has as many placeholders.
         bounds: Limits of pixels.
+        around: Text around ``written`` in the chat template.
+        rate: Samples per second of sounds. 0 for other kinds.
     """
 
     processor: Any
@@ -340,8 +367,7 @@ class OwnPart:
     def placeholder_text(self, extent: Extent) -> str:
         shape = self._shape(extent.shape)
         if shape not in self._texts:
-            # Only the size is read.
-            blank = np.zeros(shape, np.uint8)
+            blank = _blank(self.kind, shape)
             text, _ = _call(self.processor, self.kind, f"a{self.written}b", [blank])
             self._texts[shape] = text[1:-1]
         return self._texts[shape]
@@ -380,6 +406,8 @@ class OwnPart:
         low, high = self.bounds
         low = low if min_pixels is None else min_pixels
         high = high if max_pixels is None else max_pixels
+        if self.kind == "audio":
+            return self
         part = self.processor.image_processor
         size = getattr(part, "crop_size", None) or getattr(part, "size", None) or {}
         if self.fixed and "height" in size:
@@ -392,6 +420,8 @@ class OwnPart:
 
     def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape at which an item is read."""
+        if self.kind == "audio":
+            return shape
         return (*shape[:-3], *bounded(*shape[-3:-1], *self.bounds), 3)
 
 

@@ -57,6 +57,9 @@ class _Row:
         text: Fields of the text config.
         vision: Fields of the tower's config.
         picture: Settings of the picture processor.
+        sound: Text that it writes for a sound, which replaces pictures. Empty for families that
+            read pictures.
+        extractor: Class of the processor of sounds.
         processor: Settings of the processor.
         ids: Config fields with the id of a token of ``tokens``.
         like: Family whose processor is used. Empty for its own.
@@ -65,6 +68,8 @@ class _Row:
     tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token": "<image>"})
     written: str = "<image>\n"
     clip: str = ""
+    sound: str = ""
+    extractor: str = "WhisperFeatureExtractor"
     config: Fields = field(default_factory=dict)
     text: Fields = field(default_factory=dict)
     vision: Fields = field(default_factory=dict)
@@ -135,6 +140,27 @@ _ROWS: dict[str, _Row] = {
         picture=_PATCHES,
         text=_HALF_ROPE,
         vision=_MERGED,
+    ),
+    "glmasr": _Row(
+        {"audio_token": "<|pad|>"},
+        sound="<|pad|>",
+        vision={"num_mel_bins": 16, "max_position_embeddings": 50},
+    ),
+    "qwen3_asr": _Row(
+        {
+            "audio_token": "<|audio_pad|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+        extractor="Qwen3ASRFeatureExtractor",
+        sound="<|audio_start|><|audio_pad|><|audio_end|>",
+        vision={
+            "num_mel_bins": 16,
+            "max_source_positions": 100,
+            "d_model": 32,
+            "output_dim": 32,
+            "downsample_hidden_size": 16,
+        },
     ),
     "glm_ocr": _Row(
         _GLM,
@@ -285,12 +311,20 @@ class _Files:
         (Path(path) / "processor_config.json").write_text(text + "\n", encoding="utf-8")
 
 
+def _extractor(name: str, **settings: Any) -> SavedProcessor:
+    """Build an extractor with windows of one second at 16 kHz and 16 mel bins: 100 frames."""
+    sizes: Fields = {"feature_size": 16, "chunk_length": 1, "sampling_rate": 16000, **settings}
+    return getattr(transformers, name)(**sizes)
+
+
 def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
     def build(**settings: Any) -> SavedProcessor:
         kind = row.like or model_type
+        fields = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **row.processor}
+        if row.sound:
+            return _Files(_extractor(row.extractor, **settings), {}, fields)
         name = str(IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"])
         picture = getattr(transformers, name)(**{**row.picture, **settings})
-        fields = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **row.processor}
         return _Files(picture, _CROPPED if row.clip else {}, fields)
 
     return build
@@ -299,7 +333,9 @@ def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
 FAMILIES: dict[str, Tiny] = {
     name: Tiny(
         tuple(row.tokens.values()),
-        {"image": row.written, **({"video": row.clip} if row.clip else {})},
+        {"audio": row.sound}
+        if row.sound
+        else {"image": row.written, **({"video": row.clip} if row.clip else {})},
         _config(name, row),
         _processor(name, row),
         dict(row.tokens),
