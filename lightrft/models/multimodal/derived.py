@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,8 +150,10 @@ def _tower(kind: str, inputs: Sequence[str], token: str) -> Tower:
         found = []
         # Padded frames would get features, so that each clip and sound is computed alone.
         alone = kind != "image" and any(name.endswith(SHAPE) for name in media)
-        for part in _items(media) if alone else [media]:
-            keywords: dict[str, object] = {n: _joined(n, part) for n in inputs if n in part}
+        given = [name for name in inputs if name in media]
+        parts = [_items(name, media) if alone else [_joined(name, media)] for name in given]
+        for values in zip(*parts, strict=True):
+            keywords: dict[str, object] = dict(zip(given, values))
             output = getattr(owner, getter)(
                 **in_dtype(keywords, inputs, model.dtype), return_dict=True
             )
@@ -183,44 +185,30 @@ def _refuse_unequal(
             )
 
 
-def _items(media: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the media of each item, whose inputs all have shapes."""
-    named = [name for name in media if name + SHAPE in media]
-    starts = dict.fromkeys(named, 0)
-    for k in range(len(media[named[0] + SHAPE])):
-        item = {}
-        for name in named:
-            shape = media[name + SHAPE][k]
-            end = starts[name] + math.prod(shape.tolist())
-            item[name] = media[name][starts[name] : end]
-            item[name + SHAPE] = shape[None]
-            starts[name] = end
-        yield item
-
-
 def _joined(name: str, media: dict[str, Tensor]) -> Tensor:
-    """Return the input ``name`` of all items.
+    """Return the input ``name`` of all items, as transformers' processors join them."""
+    return padded(_items(name, media)) if name + SHAPE in media else media[name]
 
-    Items of unequal shape are padded with zeros at the end of each axis, as transformers'
-    processors pad them.
-    """
-    values = media[name]
-    shapes = media.get(name + SHAPE)
-    if shapes is not None:
-        sizes = shapes.tolist()
-        items = [
-            part.view(size)
-            for part, size in zip(values.split([math.prod(size) for size in sizes]), sizes)
-        ]
-        widest = [max(size[axis] for size in sizes) for axis in range(1, len(sizes[0]))]
-        whole = values.new_zeros(sum(size[0] for size in sizes), *widest)
-        row = 0
-        for item in items:
-            corner = (slice(row, row + len(item)), *(slice(0, n) for n in item.shape[1:]))
-            whole[corner] = item
-            row += len(item)
-        values = whole
-    return values
+
+def _items(name: str, media: dict[str, Tensor]) -> list[Tensor]:
+    """Return the input ``name`` of each item. Without shapes, each item has one row."""
+    if name + SHAPE not in media:
+        return list(media[name].split(1))
+    sizes = media[name + SHAPE].tolist()
+    parts = media[name].split([math.prod(size) for size in sizes])
+    return [part.view(size) for part, size in zip(parts, sizes)]
+
+
+def padded(items: Sequence[Tensor]) -> Tensor:
+    """Return items joined along the first axis, with zeros at the end of each other axis."""
+    widest = [max(sizes) for sizes in zip(*(item.shape[1:] for item in items))]
+    whole = items[0].new_zeros(sum(map(len, items)), *widest)
+    row = 0
+    for item in items:
+        corner = (slice(row, row + len(item)), *(slice(0, n) for n in item.shape[1:]))
+        whole[corner] = item
+        row += len(item)
+    return whole
 
 
 def _flat(values: Any) -> Tensor:

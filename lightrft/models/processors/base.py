@@ -98,17 +98,14 @@ class Processor:
     parts: Mapping[str, ModalityProcessor]
     tokens: Mapping[str, int]
     source: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    limits: tuple[int | None, int | None] = (None, None)
+    limits: Bounds = (None, None)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Processor:
         """Return the same processor with other limits of pixels. ``None`` keeps a limit."""
         if min_pixels is None and max_pixels is None:
             return self
         parts = {kind: part.limited(min_pixels, max_pixels) for kind, part in self.parts.items()}
-        low, high = self.limits
-        low = low if min_pixels is None else min_pixels
-        high = high if max_pixels is None else max_pixels
-        return replace(self, parts=parts, limits=(low, high))
+        return replace(self, parts=parts, limits=newer(self.limits, min_pixels, max_pixels))
 
     def save(self, path: str | Path) -> None:
         """Write files from which transformers builds the same processor.
@@ -149,9 +146,9 @@ _REPLACED = ("min_pixels", "max_pixels", "chat_template", LIMITS)
 """Settings that the files of a saved processor have elsewhere: in ``size``, or in a file."""
 
 
-def _source(config: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Return the settings in the files of the model's processor, one table for each file."""
-    found: dict[str, dict[str, Any]] = {}
+def processor_texts(config: ModelConfig) -> dict[str, str]:
+    """Return the texts of the files of the model's processor, by name; none for a missing file."""
+    texts: dict[str, str] = {}
     for name in PROCESSOR_FILES:
         file = cached_file(
             config.path,
@@ -160,7 +157,15 @@ def _source(config: ModelConfig) -> dict[str, dict[str, Any]]:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        found[name] = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        if file is not None:
+            texts[name] = Path(file).read_text(encoding="utf-8")
+    return texts
+
+
+def _source(config: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Return the settings in the files of the model's processor, one table for each file."""
+    texts = processor_texts(config)
+    found = {name: json.loads(texts.get(name, "{}")) for name in PROCESSOR_FILES}
     whole = found[PROCESSOR_FILES[2]]
     for name, sections in _NESTED.items():
         for section in sections:
@@ -220,6 +225,25 @@ def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:
         raise ModelError(f"min_pixels = {min_pixels}: {problem}")
     if max_pixels is not None and pixels > max_pixels:
         raise ModelError(f"max_pixels = {max_pixels}: {problem}")
+
+
+Bounds = tuple[int | None, int | None]
+"""Lower and upper limit of pixels. ``None`` for no limit."""
+
+
+def newer(bounds: Bounds, min_pixels: int | None, max_pixels: int | None) -> Bounds:
+    """Return ``bounds`` with other limits.
+
+    Args:
+        bounds: Limits so far.
+        min_pixels: New lower limit. ``None`` keeps it.
+        max_pixels: New upper limit. ``None`` keeps it.
+    """
+    low, high = bounds
+    return (
+        low if min_pixels is None else min_pixels,
+        high if max_pixels is None else max_pixels,
+    )
 
 
 def bounded(

@@ -27,16 +27,18 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
-from transformers.utils import cached_file
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
-from lightrft.models.multimodal.derived import SHAPE, places_name
+from lightrft.models.multimodal.derived import SHAPE, padded, places_name
 from lightrft.models.multimodal.towers import Tower
 from lightrft.models.processors.base import (
     PROCESSOR_FILES,
+    Bounds,
     ModalityProcessor,
     bounded,
+    newer,
+    processor_texts,
     token_text,
     within,
 )
@@ -98,17 +100,7 @@ def _load(
     config: ModelConfig, settings: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Any, dict[str, str]]:
     """Return the processor, and the texts of its files by name."""
-    files: dict[str, str] = {}
-    for name in PROCESSOR_FILES:
-        file = cached_file(
-            config.path,
-            name,
-            revision=config.revision or "main",
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if file is not None:
-            files[name] = Path(file).read_text(encoding="utf-8")
+    files = processor_texts(config)
     fields = json.loads(files.get(PROCESSOR_FILES[2], "{}"))
     name = fields.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(settings.model_type)
     known: Any = getattr(transformers, name, None) if name else None
@@ -116,15 +108,15 @@ def _load(
         raise ValueError(f"transformers {transformers.__version__} has no processor {name!r}")
     if not issubclass(known, ProcessorMixin):
         raise ValueError(f"{name} needs torchvision; install the one of your torch")
+    revision = config.revision or "main"
     given: list[Any] = []
     for part in known.get_attributes():
         if part == "tokenizer":
             given.append(copy.copy(tokenizer))
         elif part == "image_processor":
-            options = {"backend": "pil", "revision": config.revision or "main"}
+            options = {"backend": "pil", "revision": revision}
             given.append(AutoImageProcessor.from_pretrained(config.path, **options))
         elif part in ("feature_extractor", "audio_processor"):
-            revision = config.revision or "main"
             given.append(AutoFeatureExtractor.from_pretrained(config.path, revision=revision))
         else:
             given.append(None)
@@ -208,12 +200,20 @@ def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) ->
     names = tuple(name for name in tower.inputs if not name.endswith(SHAPE))[:-1]
     tried = [_blank(kind, shape) for shape in _TRIED[kind]]
     written = _written(processor, kind, token, tried[0])
-    rules, several = _rules(processor, kind, written, names, tried)
-    part = OwnPart(processor, kind, written, token, rules, files, several=several)
-    counts = {part.placeholder_text(Extent(item.shape)).count(token) for item in tried}
-    around = _around(processor.tokenizer, kind, written)
-    rate = _sounds(processor).sampling_rate if kind == "audio" else 0
-    return replace(part, fixed=len(counts) == 1, around=around, rate=rate)
+    alone = [_call(processor, kind, written, [item]) for item in tried]
+    rules = _rules(processor, names, [made for _, made in alone])
+    return OwnPart(
+        processor,
+        kind,
+        written,
+        token,
+        rules,
+        files,
+        several=_reads_several(processor, kind, written, tried, alone, rules),
+        fixed=len({text.count(token) for text, _ in alone}) == 1,
+        around=_around(processor.tokenizer, kind, written),
+        rate=_sounds(processor).sampling_rate if kind == "audio" else 0,
+    )
 
 
 def _blank(kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -276,33 +276,46 @@ _TEXT = ("labels", "input_ids", "attention_mask", "token_type_ids", "mm_token_ty
 
 
 def _rules(
-    processor: Any, kind: str, written: str, names: tuple[str, ...], items: list[np.ndarray]
-) -> tuple[dict[str, str], bool]:
-    """Return the rule of each tensor, and whether a prompt may have several items.
+    processor: Any, names: tuple[str, ...], alone: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return the rule of each tensor, from the outputs for some items alone.
 
     The first axis of ``rows`` joins items. Items of a ``flat`` input differ in shape.
     """
-    alone = [_call(processor, kind, written, [item]) for item in items]
     rules: dict[str, str] = {}
     for name in names:
-        tensors = [_tensor(made[name]) for _, made in alone if name in made]
+        tensors = [_tensor(made[name]) for made in alone if name in made]
         if tensors:
             # Tiles and frames: their number depends on the item, and may be equal by chance.
             many = any(t.ndim > 4 for t in tensors)
             same = len({t.shape[1:] for t in tensors}) == 1 and not many
             rules[name] = "rows" if same else "flat"
-    unread = sorted({name for _, made in alone for name in made} - {*names, *_TEXT})
+    unread = sorted({name for made in alone for name in made} - {*names, *_TEXT})
     if unread:
         raise ValueError(f"{type(processor).__name__} makes {', '.join(unread)}, which are unread")
+    return rules
+
+
+def _reads_several(
+    processor: Any,
+    kind: str,
+    written: str,
+    items: Sequence[np.ndarray],
+    alone: Sequence[tuple[str, Mapping[str, Any]]],
+    rules: Mapping[str, str],
+) -> bool:
+    """Return ``True`` if the processor reads ``items`` of one prompt as it reads them ``alone``."""
     try:
         text, joint = _call(processor, kind, written * len(items), items)
     except Exception:  # a family of one item per prompt
-        return rules, False
-    several = text == "".join(one for one, _ in alone)
+        return False
+    if text != "".join(one for one, _ in alone):
+        return False
     for name, rule in rules.items():
         parts = [_tensor(made[name]) for _, made in alone]
-        several = several and _joins(parts, _tensor(joint[name]), rule)
-    return rules, several
+        if not _joins(parts, _tensor(joint[name]), rule):
+            return False
+    return True
 
 
 def _joins(parts: list[Tensor], whole: Tensor, rule: str) -> bool:
@@ -310,20 +323,10 @@ def _joins(parts: list[Tensor], whole: Tensor, rule: str) -> bool:
     if rule == "rows":
         joined = torch.cat(parts)
         return whole.numel() == joined.numel() and torch.equal(joined, whole.reshape(joined.shape))
-    row = 0
-    for part in parts:
-        own = whole[row : row + len(part)]
-        if own.ndim != part.ndim or len(own) != len(part):
-            return False
-        corner = tuple(slice(0, n) for n in part.shape)
-        if not torch.equal(own[corner], part):
-            return False
-        rest = own.clone()
-        rest[corner] = 0
-        if rest.any():
-            return False
-        row += len(part)
-    return row == len(whole)
+    if any(part.ndim != whole.ndim for part in parts):
+        return False
+    # The processor may pad beyond the largest part.
+    return torch.equal(padded([*parts, whole[:0]]), whole)
 
 
 def _tensor(value: Any) -> Tensor:
@@ -359,7 +362,7 @@ class OwnPart:
     files: Mapping[str, str]
     several: bool = True
     fixed: bool = False
-    bounds: tuple[int | None, int | None] = (None, None)
+    bounds: Bounds = (None, None)
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
     _texts: dict[tuple[int, ...], str] = field(default_factory=dict, compare=False)
@@ -369,6 +372,9 @@ class OwnPart:
         if shape not in self._texts:
             blank = _blank(self.kind, shape)
             text, _ = _call(self.processor, self.kind, f"a{self.written}b", [blank])
+            # A data set may have pictures of very many sizes.
+            if len(self._texts) == _KEPT:
+                self._texts.clear()
             self._texts[shape] = text[1:-1]
         return self._texts[shape]
 
@@ -403,16 +409,13 @@ class OwnPart:
         return int(places.sum())
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> OwnPart:
-        low, high = self.bounds
-        low = low if min_pixels is None else min_pixels
-        high = high if max_pixels is None else max_pixels
         if self.kind == "audio":
             return self
         part = self.processor.image_processor
         size = getattr(part, "crop_size", None) or getattr(part, "size", None) or {}
         if self.fixed and "height" in size:
             within(size["height"] * size["width"], min_pixels, max_pixels)
-        return replace(self, bounds=(low, high), _texts={})
+        return replace(self, bounds=newer(self.bounds, min_pixels, max_pixels), _texts={})
 
     def save(self, path: Path) -> None:
         for name, text in self.files.items():
@@ -426,3 +429,5 @@ class OwnPart:
 
 
 _BICUBIC = Image.Resampling.BICUBIC
+_KEPT = 1024
+"""Number of sizes whose placeholders a part keeps."""

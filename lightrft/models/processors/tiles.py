@@ -22,8 +22,10 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.processors.base import (
+    Bounds,
     ModalityProcessor,
     bounded,
+    newer,
     token_text,
     write_settings,
 )
@@ -155,7 +157,7 @@ class OnevisionImage:
     written: str
     side: int
     most: int
-    bounds: tuple[int | None, int | None] = (None, None)
+    bounds: Bounds = (None, None)
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
 
@@ -176,10 +178,7 @@ class OnevisionImage:
         )
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> OnevisionImage:
-        low, high = self.bounds
-        low = low if min_pixels is None else min_pixels
-        high = high if max_pixels is None else max_pixels
-        return replace(self, bounds=(low, high))
+        return replace(self, bounds=newer(self.bounds, min_pixels, max_pixels))
 
     def save(self, path: Path) -> None:
         self.processor.save_pretrained(path)

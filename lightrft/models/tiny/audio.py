@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
@@ -12,15 +13,20 @@ from lightrft.models.tiny import qwen
 from lightrft.models.tiny.spec import Fields, Tiny
 
 
-def _whisper_extractor(**settings: object) -> transformers.WhisperFeatureExtractor:
-    """Build an extractor with windows of one second at 16 kHz and 16 mel bins: 100 frames."""
+def extractor(name: str = "WhisperFeatureExtractor", **settings: object) -> Any:
+    """Build an extractor with windows of one second at 16 kHz and 16 mel bins: 100 frames.
+
+    Args:
+        name: Its class in transformers.
+        **settings: Its other settings.
+    """
     sizes: Fields = {
         "feature_size": 16,
         "chunk_length": 1,
         "sampling_rate": 16000,
         **settings,
     }
-    return transformers.WhisperFeatureExtractor(**sizes)
+    return getattr(transformers, name)(**sizes)
 
 
 def _qwen2_audio(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
@@ -111,7 +117,7 @@ class _OmniProcessors:
 
     def __init__(self, **settings: Fields) -> None:
         self.pictures = qwen.processor(**settings.get("image", {}))
-        self.sound = _whisper_extractor(**settings.get("audio", {}))
+        self.sound = extractor(**settings.get("audio", {}))
 
     def save_pretrained(self, path: str) -> None:
         self.pictures.save_pretrained(path)
@@ -123,13 +129,13 @@ FAMILIES = {
         ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
         {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
         _qwen2_audio,
-        _whisper_extractor,
+        extractor,
     ),
     "voxtral": Tiny(
         ("[BEGIN_AUDIO]", "[AUDIO]"),
         {"audio": "[BEGIN_AUDIO][AUDIO]"},
         _voxtral,
-        _whisper_extractor,
+        extractor,
     ),
     "qwen2_5_omni_thinker": Tiny(
         _OMNI_SPECIAL,

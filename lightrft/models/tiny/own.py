@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from lightrft.models.tiny import audio
 from lightrft.models.tiny.spec import Fields, SavedProcessor, Tiny
 from lightrft.models.tiny.text_families import text_sizes
 
@@ -40,7 +41,6 @@ _TOWER: Fields = {
 """Fields of a tower's config that are set if it has them."""
 
 _OF_TOKENS = ("vocab_size", "pad_token_id", "eos_token_id", "max_position_embeddings")
-_TEXT = ("text_config", "language_config", "llm_config")
 _SQUARE: Fields = {"size": {"height": 16, "width": 16}}
 _CROPPED: Fields = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 
@@ -83,12 +83,6 @@ _CLIP: Fields = {"patch_size": 4, "vision_feature_select_strategy": "default"}
 _LLAVA: Fields = {**_CLIP, "num_additional_image_tokens": 1}
 _GRIDS = [[16, 16], [16, 32], [32, 16]]
 _PAD = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-_GLM = {
-    "image_token": "<|image|>",
-    "video_token": "<|video|>",
-    "image_start_token": "<|begin_of_image|>",
-    "image_end_token": "<|end_of_image|>",
-}
 _ROPE: Fields = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
 }
@@ -102,6 +96,24 @@ _HALF_ROPE: Fields = {
 }
 _PATCHES: Fields = {"size": {"shortest_edge": 64, "longest_edge": 4096}, "patch_size": 4}
 _MERGED: Fields = {"spatial_merge_size": 2, "out_hidden_size": 32}
+_GLM_46V = _Row(
+    {
+        "image_token": "<|image|>",
+        "video_token": "<|video|>",
+        "image_start_token": "<|begin_of_image|>",
+        "image_end_token": "<|end_of_image|>",
+    },
+    "<|begin_of_image|><|image|><|end_of_image|>",
+    picture=_PATCHES,
+    text=_HALF_ROPE,
+    vision=_MERGED,
+)
+_VISION_MARKS = _Row(
+    {**_PAD, "vision_start_token": "<|vs|>", "vision_end_token": "<|ve|>"},
+    "<|vs|><|image_pad|><|ve|>",
+    picture=_PATCHES,
+    vision=_MERGED,
+)
 _ROWS: dict[str, _Row] = {
     "aya_vision": _Row(
         {
@@ -119,28 +131,9 @@ _ROWS: dict[str, _Row] = {
     ),
     "deepseek_vl": _Row(picture=_SQUARE, processor={"num_image_tokens": 16}),
     "exaone4_5": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
-    "glm4v": _Row(
-        _GLM,
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        picture=_PATCHES,
-        text=_ROPE,
-        vision=_MERGED,
-    ),
-    "glm4v_moe": _Row(
-        _GLM,
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        picture=_PATCHES,
-        text=_HALF_ROPE,
-        vision=_MERGED,
-        like="glm4v",
-    ),
-    "glm46v": _Row(
-        _GLM,
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        picture=_PATCHES,
-        text=_HALF_ROPE,
-        vision=_MERGED,
-    ),
+    "glm4v": replace(_GLM_46V, text=_ROPE),
+    "glm4v_moe": replace(_GLM_46V, like="glm4v"),
+    "glm46v": _GLM_46V,
     "glmasr": _Row(
         {"audio_token": "<|pad|>"},
         sound="<|pad|>",
@@ -162,37 +155,10 @@ _ROWS: dict[str, _Row] = {
             "downsample_hidden_size": 16,
         },
     ),
-    "glm_ocr": _Row(
-        _GLM,
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        picture=_PATCHES,
-        text=_HALF_ROPE,
-        vision=_MERGED,
-        like="glm46v",
-    ),
-    "glmga": _Row(
-        _GLM,
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        picture=_PATCHES,
-        text=_HALF_ROPE,
-        vision=_MERGED,
-        like="glm46v",
-    ),
-    "cosmos3_edge": _Row(
-        {**_PAD, "vision_start_token": "<|vs|>", "vision_end_token": "<|ve|>"},
-        "<|vs|><|image_pad|><|ve|>",
-        picture=_PATCHES,
-        text=_ROPE,
-        vision=_MERGED,
-    ),
-    "cosmos3_omni": _Row(
-        {**_PAD, "vision_start_token": "<|vs|>", "vision_end_token": "<|ve|>"},
-        "<|vs|><|image_pad|><|ve|>",
-        picture=_PATCHES,
-        text=_ROPE,
-        vision=_MERGED,
-        like="qwen3_vl",
-    ),
+    "glm_ocr": replace(_GLM_46V, like="glm46v"),
+    "glmga": replace(_GLM_46V, like="glm46v"),
+    "cosmos3_edge": replace(_VISION_MARKS, text=_ROPE),
+    "cosmos3_omni": replace(_VISION_MARKS, text=_ROPE, like="qwen3_vl"),
     "hyperclovax_vision_v2": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
     "janus": _Row(
         {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
@@ -201,12 +167,7 @@ _ROWS: dict[str, _Row] = {
         vision={"projection_dim": 32},
         processor={"num_image_tokens": 16},
     ),
-    "lfm3_vl": _Row(
-        {**_PAD, "vision_start_token": "<|vs|>", "vision_end_token": "<|ve|>"},
-        "<|vs|><|image_pad|><|ve|>",
-        picture=_PATCHES,
-        vision=_MERGED,
-    ),
+    "lfm3_vl": _VISION_MARKS,
     "lighton_ocr": _Row(
         {
             "image_token": "<|image_pad|>",
@@ -264,25 +225,19 @@ def _config(model_type: str, row: _Row) -> Callable[[Fields, dict[str, int], Fie
     def build(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
         kind: Any = CONFIG_MAPPING[model_type]
         sections: Fields = {}
+        of_tokens = {k: v for k, v in sizes.items() if k in _OF_TOKENS}
         for name, section in vars(kind()).items():
             if not isinstance(section, PreTrainedConfig):
                 continue
-            own = type(section)
-            given = {k: v for k, v in sizes.items() if k in _OF_TOKENS and v is not None}
-            if name in _TEXT:
-                fields = {**text_sizes(section.model_type), **given}
-                extra = row.text
-            else:
-                fields = {**_TOWER, **tower}
-                extra = row.vision
-            fields = {k: v for k, v in fields.items() if v is not None}
-            extra = {**extra, **row.config.get(name, {})}
+            is_text = name == "text_config"
+            fields = {**text_sizes(section.model_type), **of_tokens} if is_text else _TOWER | tower
+            known = {k: v for k, v in fields.items() if v is not None}
             sections[name] = {
                 "model_type": section.model_type,
-                **_fitting(own, fields),
-                **extra,
+                **_fitting(type(section), known),
+                **(row.text if is_text else row.vision),
             }
-        fields = {k: v for k, v in row.config.items() if k not in sections}
+        fields = {**row.config}
         names = {item.name for item in dataclasses.fields(kind)}
         for attribute, token in row.tokens.items():
             for name in (f"{attribute}_id", f"{attribute}_index"):
@@ -311,18 +266,12 @@ class _Files:
         (Path(path) / "processor_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _extractor(name: str, **settings: Any) -> SavedProcessor:
-    """Build an extractor with windows of one second at 16 kHz and 16 mel bins: 100 frames."""
-    sizes: Fields = {"feature_size": 16, "chunk_length": 1, "sampling_rate": 16000, **settings}
-    return getattr(transformers, name)(**sizes)
-
-
 def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
     def build(**settings: Any) -> SavedProcessor:
         kind = row.like or model_type
         fields = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **row.processor}
         if row.sound:
-            return _Files(_extractor(row.extractor, **settings), {}, fields)
+            return _Files(audio.extractor(row.extractor, **settings), {}, fields)
         name = str(IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"])
         picture = getattr(transformers, name)(**{**row.picture, **settings})
         return _Files(picture, _CROPPED if row.clip else {}, fields)
