@@ -12,7 +12,6 @@ from transformers import AutoProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.actor_vl import ActorVL
 from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.multimodal.derived import SHAPE, _joined
@@ -47,6 +46,24 @@ def prompt_of(r, values):
     return Prompt("0", ids, text, media=rows)
 
 
+def check_scores(r, prompt, inputs):
+    """Compare the log-probs of an answer with the model's own forward on ``inputs`` of the family."""
+    answer = [10, 20, 30]
+    ids = torch.tensor([[*prompt.token_ids, *answer]])
+    extra = {}
+    if "mm_token_type_ids" in inspect.signature(r.actor.base.forward).parameters:
+        extra = {"mm_token_type_ids": (ids == r.processor.tokens["image"]).long()}
+    r.actor.use_attention("padded")
+    with torch.no_grad():
+        logits = r.actor.base(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **extra
+        ).logits
+        batch = Batch(Segments.of_prompts([prompt]), Segments.of([answer]), torch.tensor([0]))
+        found = r.actor.score(batch).logprobs
+    expected = logits[0, -4:-1].log_softmax(-1).gather(1, ids[0, -3:, None])[:, 0]
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+
+
 @pytest.mark.parametrize("family", sorted({*OWN_MEDIA_FAMILIES} - {*SOUND_FAMILIES}))
 def test_ids_and_log_probs_are_those_of_the_familys_processor_and_forward(family, tmp_path):
     r = rig(family, tmp_path)
@@ -61,38 +78,9 @@ def test_ids_and_log_probs_are_those_of_the_familys_processor_and_forward(family
         text_kwargs={"add_special_tokens": False},
     )
     assert prompt.token_ids == made["input_ids"][0].tolist()
-    answer = [10, 20, 30]
-    ids = torch.cat([made["input_ids"], torch.tensor([answer])], 1)
-    extra = {}
-    if "mm_token_type_ids" in inspect.signature(r.actor.base.forward).parameters:
-        extra = {"mm_token_type_ids": (ids == r.processor.tokens["image"]).long()}
     text_names = ("input_ids", "attention_mask", "token_type_ids", "labels", "mm_token_type_ids")
     media = {name: value for name, value in made.items() if name not in text_names}
-    r.actor.use_attention("padded")
-    with torch.no_grad():
-        logits = r.actor.base(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **media, **extra
-        ).logits
-        expected = logits[0, -4:-1].log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-        batch = Batch(Segments.of_prompts([prompt]), Segments.of([answer]), torch.tensor([0]))
-        found = r.actor.score(batch).logprobs
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
-
-
-@pytest.mark.parametrize("family", ["llava", "aya_vision", "glm4v", "exaone4_5"])
-def test_the_public_actor_reads_the_familys_own_tensors(family, tmp_path):
-    r = rig(family, tmp_path)
-    prompt = prompt_of(r, pictures()[:1])
-    ids = torch.tensor([[*prompt.token_ids, 10, 20, 30]])
-    names = {
-        n: rows.values for n, rows in prompt.media.items() if "pixel_values" in n or "grid" in n
-    }
-    batch = Batch(Segments.of_prompts([prompt]), Segments.of([[10, 20, 30]]), torch.tensor([0]))
-    with torch.no_grad():
-        expected = r.actor.score(batch).logprobs
-        for source in (str(r.path), r.actor.base):
-            found = ActorVL(source, bf16=False)(ids, num_actions=3, **names)
-            assert found[0].tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+    check_scores(r, prompt, media)
 
 
 @pytest.mark.parametrize("family", SOUND_FAMILIES)
@@ -106,17 +94,8 @@ def test_sounds_are_read_as_the_familys_processor_and_forward_read_them(family, 
         text=[text], audio=[sound], return_tensors="pt", text_kwargs={"add_special_tokens": False}
     )
     assert made["input_ids"][0].tolist() == prompt.token_ids
-    ids = torch.tensor([[*prompt.token_ids, 10, 20, 30]])
     names = ("input_features", "input_features_mask")
-    r.actor.use_attention("padded")
-    with torch.no_grad():
-        logits = r.actor.base(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **{n: made[n] for n in names}
-        ).logits
-        batch = Batch(Segments.of_prompts([prompt]), Segments.of([[10, 20, 30]]), torch.tensor([0]))
-        found = r.actor.score(batch).logprobs
-    expected = logits[0, -4:-1].log_softmax(-1).gather(1, ids[0, -3:, None])[:, 0]
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+    check_scores(r, prompt, {name: made[name] for name in names})
 
 
 CLIP_FAMILIES = ["llava_next_video", "video_llava"]
@@ -134,16 +113,7 @@ def test_clips_are_read_as_the_familys_forward_reads_frames_that_clip_would_proc
         size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
     )
     pixels = frames([Image.fromarray(frame) for frame in clip], return_tensors="pt")["pixel_values"]
-    ids = torch.tensor([[*prompt.token_ids, 10, 20, 30]])
-    r.actor.use_attention("padded")
-    with torch.no_grad():
-        logits = r.actor.base(
-            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values_videos=pixels[None]
-        ).logits
-        batch = Batch(Segments.of_prompts([prompt]), Segments.of([[10, 20, 30]]), torch.tensor([0]))
-        found = r.actor.score(batch).logprobs
-    expected = logits[0, -4:-1].log_softmax(-1).gather(1, ids[0, -3:, None])[:, 0]
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+    check_scores(r, prompt, {"pixel_values_videos": pixels[None]})
 
 
 @pytest.mark.parametrize("family", CLIP_FAMILIES)
