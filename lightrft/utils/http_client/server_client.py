@@ -349,10 +349,13 @@ class ServerClient:
         def end() -> float:
             return seconds + (trials.start if handle is None else max(trials.start, self._news))
 
+        def given_up() -> bool:
+            return self._client.is_closed or (handle is not None and handle.is_closed)
+
         problem, status = "", 0
-        while True:
+        while not given_up():
             prepare()
-            if not self.breaker.enter(end()):
+            if not self.breaker.enter(end()) or given_up():
                 break
             # the last trial too has some time
             shortest = min(CONNECT_SECONDS, self.deadline)
@@ -380,8 +383,10 @@ class ServerClient:
                 failure = Unanswered(f"{self.url} did not answer: {problem}")
                 failure.status = status
                 raise failure
+            if given_up():
+                break
             self._say_once(problem, time.monotonic() - trials.start, end() - time.monotonic())
-            if time.monotonic() + pause >= end() or (handle is not None and handle.is_closed):
+            if time.monotonic() + pause >= end():
                 break
             self.counts["retries"] += 1
             time.sleep(pause)

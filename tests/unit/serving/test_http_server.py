@@ -144,31 +144,39 @@ def test_a_body_that_does_not_arrive_and_an_answer_that_takes_too_long_are_given
 
 
 def test_a_full_server_refuses_with_the_time_to_wait_and_still_tells_its_health():
-    slow = Slow(0.5)
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    async def held(call: HTTPCall) -> Any:
+        begun.release()
+        await asyncio.to_thread(may_end.wait, 60)
+        return {}
 
     async def health(call: HTTPCall) -> Any:
         return {"status": "ok"}
 
     healthy = Endpoint(("/health",), health, "GET", is_open=True)
-    with answering(slow.endpoint, healthy, max_requests=2) as (url, _):
+    with answering(Endpoint(("/held",), held), healthy, max_requests=2) as (url, _):
         statuses: list[int] = []
         threads = [
             threading.Thread(
-                target=lambda: statuses.append(httpx.post(f"{url}/slow", json={}).status_code)
+                target=lambda: statuses.append(
+                    httpx.post(f"{url}/held", json={}, timeout=60).status_code
+                )
             )
             for _ in range(2)
         ]
         for thread in threads:
             thread.start()
-        time.sleep(0.2)
-        answer = httpx.post(f"{url}/slow", json={})
+        assert all(begun.acquire(timeout=60) for _ in threads)
+        answer = httpx.post(f"{url}/held", json={}, timeout=60)
         assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
         assert "http.max_requests" in message(answer)
-        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
+        may_end.set()
         for thread in threads:
             thread.join()
         assert statuses == [200, 200]
-        assert httpx.post(f"{url}/slow", json={}).status_code == 200
+        assert httpx.post(f"{url}/held", json={}, timeout=60).status_code == 200
 
 
 def test_a_repeated_request_is_computed_once_also_while_the_first_one_runs():
