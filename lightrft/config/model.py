@@ -104,7 +104,7 @@ class ModelConfig(Settings):
     it for custom code and for new families, and watch ``policy/rollout_logprob_diff``."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: parts (``language``, ``tower``, ``projector``) or prefixes
-    of parameters' names."""
+    of parameters' names. Modules that adapters would train are refused."""
 
     def at(self, path: str | None) -> Self:
         """Return the settings of a model without new adapters.

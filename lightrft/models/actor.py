@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -22,11 +22,7 @@ from lightrft.models.attention.layouts import Packed, pack
 from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
 from lightrft.models.divergence.token_divergence import AnyTarget, Target, divergence_of
 from lightrft.models.expert_replay import ExpertReplay
-from lightrft.models.families import (
-    decoder_of,
-    family_of,
-    head_transform,
-)
+from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.loading.sharded_read import DeferredWeights, build_model
 from lightrft.models.logprobs import (
     head_input,
@@ -35,7 +31,7 @@ from lightrft.models.logprobs import (
     transform_logits,
     wide,
 )
-from lightrft.models.lora import adapter_dropout, base_model, is_adapted, merged_state
+from lightrft.models.lora import adapter_dropout, base_model, check_frozen, is_adapted, merged_state
 from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.multimodal.merge_inputs import (
     MergedInputs,
@@ -339,6 +335,10 @@ class Backbone(nn.Module):
     def part_of(self, name: str) -> str:
         """Return the entry of ``parts`` that the parameter ``name`` belongs to."""
         return part_of(self.family, name.removeprefix("model."))
+
+    def check_trained(self, names: Iterable[str]) -> None:
+        """Raise ``ModelError`` if ``names`` change weights that ``model.freeze`` selects."""
+        check_frozen(self.family, self.config, (n.removeprefix("model.") for n in names))
 
     @property
     def run_towers(self) -> bool:

@@ -6,17 +6,26 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightrft.config.model import LoRAConfig
-from lightrft.models.families import family_of
+from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.models.families import Family, family_of
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
-from lightrft.models.multimodal.submodules import LANGUAGE, TOWER, check_parts, part_of, parts_of
+from lightrft.models.multimodal.submodules import (
+    LANGUAGE,
+    TOWER,
+    check_parts,
+    is_selected,
+    part_of,
+    parts_of,
+)
 from lightrft.utils.errors import ModelError, did_you_mean, whole_message
+from lightrft.utils.module_tensors import changed_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -163,6 +172,31 @@ def _both(config: LoRAConfig, name: str) -> ModelError:
         f"{config.targets!r} both name {name}: a module is trained whole or gets adapters; leave "
         "it out of one of them"
     )
+
+
+def check_frozen(family: Family, config: ModelConfig, names: Iterable[str]) -> None:
+    """Raise ``ModelError`` if adapters change weights that ``config.freeze`` selects.
+
+    Modules that are trained whole change the weights that they are copies of.
+
+    Args:
+        family: Family of the model.
+        config: Settings of the model.
+        names: Trained parameters of the peft model.
+    """
+    for name, what in product(names, config.freeze):
+        weight = changed_name(name)
+        if not is_selected(family, weight, what):
+            continue
+        other = f"the adapters of model.path = {config.path!r}"
+        if config.lora is not None and ".modules_to_save." in name:
+            other = f"model.lora.modules_to_save = {list(config.lora.modules_to_save)}"
+        elif config.lora is not None:
+            other = f"model.lora.targets = {config.lora.targets!r}"
+        raise ModelError(
+            f"model.freeze = {what!r} and {other} both name {weight.rpartition('.')[0]}: a frozen "
+            "module is not trained; leave it out of one of them"
+        )
 
 
 def saved_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

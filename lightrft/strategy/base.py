@@ -58,6 +58,10 @@ class TrainableModule(Protocol):
         """Return the part that the parameter ``name`` belongs to."""
         ...
 
+    def check_trained(self, names: Iterable[str]) -> None:
+        """Raise ``ModelError`` if the parameters ``names`` change weights that are frozen."""
+        ...
+
     def read_weights(self, held: ShardLayout = local_shard_of) -> None:
         """Fill parameters that were built on the meta device and have memory by now.
 

@@ -471,6 +471,7 @@ def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) ->
     Raises:
         ConfigError: No parameter is trained, or a learning rate names a part that the model lacks
             or does not train.
+        ModelError: A trained parameter changes a weight that ``model.freeze`` selects.
     """
     names = list(names)
     if not names:
@@ -478,6 +479,8 @@ def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) ->
             "nothing of the model is trained: model.freeze leaves no parameter; leave a part of "
             "the model out of it"
         )
+    if isinstance(model, TrainableModule):
+        model.check_trained(names)
     if not config.lr_of:
         return dict.fromkeys(names, config.lr)
     if not isinstance(model, TrainableModule):

@@ -47,6 +47,13 @@ def saved_name(name: str) -> str | None:
     return None if found is None else f"{found[1]}.{found[2]}"
 
 
+def changed_name(name: str) -> str:
+    """Return the name in the model without adapters of the weight that a parameter changes."""
+    name = name.removeprefix(_PREFIX)
+    layer, adapter, _ = name.partition(".lora_")
+    return saved_name(name) or _WRAPPED.sub(".", f"{layer}.weight" if adapter else name)
+
+
 def factor_of(name: str) -> tuple[str, Factor] | None:
     """Return the adapted layer of a parameter, and the parameter's use there.
 

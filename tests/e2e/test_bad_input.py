@@ -107,6 +107,10 @@ def copied(folder: Path, to: Path) -> Path:
         ("reward.models=[{path: rm, weight: .nan}]", ["reward.models.0.weight = nan", "finite"]),
         ("reward.terms=[{function: math, weight: .inf}]", ["reward.terms.0.weight = inf"]),
         ("model.freeze=[no.such.part]", ["model.freeze", "no.such.part"]),
+        (
+            "model={freeze: [model.norm], lora: {modules_to_save: [model.norm]}}",
+            ["model.freeze = 'model.norm'", "model.lora.modules_to_save = ['model.norm']"],
+        ),
         ("model.lora.targets=[nope]", ["model.lora.targets", "nope"]),
     ],
 )

@@ -32,7 +32,7 @@ from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
 from lightrft.models.loading.older_readers import add_older_names
 from lightrft.models.lora import is_adapted, merged_model
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
-from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
+from lightrft.models.multimodal.submodules import PARTS, check_parts, is_selected
 from lightrft.models.multimodal.tower_attention import join_segments, kept_implementations
 from lightrft.models.onednn.layers import use_onednn
 from lightrft.utils.atomic_files import looks_like_path, nearest_name, write_json
@@ -287,14 +287,7 @@ def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
             if name.startswith(family.reader.unread):
                 parameter.requires_grad_(False)
     for prefix in what:
-        hit = []
-        for name, parameter in parameters.items():
-            if prefix in PARTS:
-                selected = part_of(family, name) == prefix
-            else:
-                selected = name.startswith(prefix) or name.removeprefix("model.").startswith(prefix)
-            if selected:
-                hit.append(parameter)
+        hit = [p for name, p in parameters.items() if is_selected(family, name, prefix)]
         if not hit:
             tops = sorted({".".join(name.split(".")[:2]) for name in parameters})
             problem = f"names no parameter; names start with {', '.join(tops)}"

@@ -41,6 +41,19 @@ def part_of(family: Family, name: str) -> str:
     return found
 
 
+def is_selected(family: Family, name: str, what: str) -> bool:
+    """Return ``True`` if ``model.freeze = what`` selects the parameter ``name``.
+
+    Args:
+        family: Family of the model.
+        name: Name in the transformers model.
+        what: A part, or a prefix of names with or without a leading ``model.``.
+    """
+    if what in PARTS:
+        return part_of(family, name) == what
+    return name.startswith(what) or name.removeprefix("model.").startswith(what)
+
+
 def check_parts(config: PreTrainedConfig, setting: str, names: Iterable[str]) -> None:
     """Raise ``ModelError`` for a name that is not a part of models of ``config``.
 

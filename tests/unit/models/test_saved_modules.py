@@ -13,12 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.engines.sending.merged_adapters import merged
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.lora import merged_state, saved_modules, untied_modules
 from lightrft.models.tiny.text_families import family_model
+from lightrft.strategy.base import TrainState
+from lightrft.strategy.single import SingleStrategy
 from lightrft.strategy.tensor_parallel import shard_layers
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.module_tensors import exchange, saved_name
@@ -38,6 +41,10 @@ CASES: dict[str, tuple[str, bool, tuple[str, ...], Any]] = {
     "a router": ("mixtral", False, ("gate",), ("q_proj",)),
 }
 FAMILY_CASES = pytest.mark.parametrize("case", CASES)
+
+
+def prepared(actor: Actor) -> TrainState:
+    return SingleStrategy(StrategyConfig(device="cpu")).prepare(actor, OptimizerConfig(), 1)
 
 
 def saved(folder: Path, case: str, **lora: Any) -> ModelConfig:
@@ -204,6 +211,48 @@ def test_a_module_that_cannot_be_trained_whole_is_refused_by_name(
     for device in ("cpu", "meta"):
         with pytest.raises(ModelError, match=rf"model\.lora\.modules_to_save = .*{why}"):
             Actor.load(config, device=device)
+
+
+ATTENTION = "model.layers.0.self_attn"
+WHOLE_ATTENTION = {"modules_to_save": ("self_attn",), "targets": ("down_proj",)}
+OVERLAPS: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
+    "a head": (("lm_head",), {"modules_to_save": ("lm_head",)}, "lm_head"),
+    "no first model.": (("embed_tokens",), {"modules_to_save": ("embed_tokens",)}, "embed_tokens"),
+    "a layer inside": ((f"{ATTENTION}.q_proj",), WHOLE_ATTENTION, "q_proj"),
+    "a module around": (("layers.1.mlp",), {"modules_to_save": ("1.mlp.up_proj",)}, "up_proj"),
+    "a part": (("language",), {"modules_to_save": ("norm",)}, "q_proj"),
+    "one of two": (("model.norm", "lm_head"), {"modules_to_save": ("lm_head",)}, "lm_head"),
+    "adapters": ((f"{ATTENTION}.q_proj.weight",), {}, "q_proj"),
+    "adapters of a part": (("language",), {"dora": True}, "q_proj"),
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+def test_a_frozen_module_that_adapters_would_train_is_refused_by_both_settings(
+    tmp_path: Path, kind: str
+) -> None:
+    frozen, lora, module = OVERLAPS[kind]
+    family_model("qwen2", tie_word_embeddings=False).save_pretrained(tmp_path)
+    settings = LoRAConfig(rank=2, **{"targets": ("q_proj",), **lora})
+    actor = Actor.load(ModelConfig(path=str(tmp_path), lora=settings, freeze=frozen))
+    other = "targets" if module == "q_proj" and lora != WHOLE_ATTENTION else "modules_to_save"
+    said = rf"model\.freeze = '.*' and model\.lora\.{other} = .* both name .*{module}: .*leave"
+    with pytest.raises(ModelError, match=said):
+        prepared(actor)
+
+
+def test_a_frozen_module_beside_those_that_adapters_train_is_accepted(tmp_path: Path) -> None:
+    config = saved(tmp_path, "a head")
+    frozen = ("model.embed_tokens", "model.norm", f"{ATTENTION}.q_proj.bias")
+    assert prepared(Actor.load(config.model_copy(update={"freeze": frozen})))
+
+
+def test_a_frozen_module_that_adapters_of_a_folder_train_is_refused(tmp_path: Path) -> None:
+    config = saved(tmp_path, "a head")
+    save_model(Actor.load(config), None, tmp_path / "kept", merge=False)
+    loaded = Actor.load(ModelConfig(path=str(tmp_path / "kept"), freeze=("lm_head",)))
+    with pytest.raises(ModelError, match=r"'lm_head' and the adapters of model\.path = .*kept'"):
+        prepared(loaded)
 
 
 def test_a_model_on_the_meta_device_trains_them(tmp_path: Path) -> None:
