@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightrft.algorithms.constrained.lagrangian import CONSTRAINED, MULTIPLIER
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
 from lightrft.config.algorithm import AlgorithmConfig, LossConfig, NormalizeConfig
+from lightrft.config.model import TrainedModelConfig
 from lightrft.config.presets import PAPERS
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.effective_settings import EffectiveSetting, numbers
-from lightrft.diagnostics.formula_texts import IMPLICIT, OUTCOME_LOSS, PTX, SAMPLED
+from lightrft.diagnostics.effective_settings import EffectiveSetting, numbers, set_by
+from lightrft.diagnostics.formula_texts import IMPLICIT, OUTCOME_LOSS, PTX, ROUTER, SAMPLED
 from lightrft.diagnostics.step_workload import Forward, Role, forward_passes, gradient, roles
 from lightrft.models.divergence.kinds import DIVERGENCES
 from lightrft.rollout.curriculum import CURRICULA
@@ -91,7 +92,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
         objective += f" + {algorithm.positive_nll.coef:g} NLL"
         full += rf"+{algorithm.positive_nll.coef:g}\,\mathrm{{NLL}}"
     found = numbers(config, sources)
-    return Explanation(
+    explanation = Explanation(
         title=algorithm.preset or "custom",
         paper=PAPERS.get(algorithm.preset or "", ""),
         objective=f"minimise  {objective}",
@@ -101,6 +102,37 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
         gradient=tuple(gradient(config)),
         roles=tuple(roles(config)),
         forwards=tuple(forward_passes(config)),
+    )
+    return with_router_loss(explanation, config.model, sources)
+
+
+def with_router_loss(
+    explanation: Explanation, model: TrainedModelConfig, sources: Mapping[str, str]
+) -> Explanation:
+    """Add the load-balancing loss of experts to an explanation, if its coefficient is set.
+
+    Args:
+        explanation: The explanation of the other terms.
+        model: Settings of the trained model.
+        sources: The file or argument of each key.
+    """
+    coef, key = model.router_aux_loss_coef, "model.router_aux_loss_coef"
+    if not coef:
+        return explanation
+    number = EffectiveSetting(key, coef, set_by(key, sources) or "default")
+    forwards: list[Forward] = []
+    for forward in explanation.forwards:
+        if forward.gradient and forward.model in ("policy", "student"):
+            counts = "counts of chosen experts, before each optimizer step"
+            forwards.append(replace(forward, gradient=False, what=counts))
+        forwards.append(forward)
+    return replace(
+        explanation,
+        objective=f"{explanation.objective} + {coef:g} L_router",
+        latex=rf"{explanation.latex}+{coef:g}\,L_{{\mathrm{{router}}}}",
+        lines=(*explanation.lines, Line("experts", "load balance", ROUTER, (number,))),
+        numbers=(*explanation.numbers, number),
+        forwards=tuple(forwards),
     )
 
 

@@ -8,7 +8,7 @@ from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting
-from lightrft.diagnostics.explain import Explanation, Line, symbol_of
+from lightrft.diagnostics.explain import Explanation, Line, symbol_of, with_router_loss
 from lightrft.diagnostics.step_workload import Forward, Role
 from lightrft.models.divergence.kinds import DIVERGENCES
 from lightrft.models.loading.adapter_base import adds_adapters, has_adapters
@@ -43,7 +43,7 @@ def explain_distillation(config: DistillVerbConfig, sources: Mapping[str, str]) 
         inner = f"(D_t + {settings.nll_coef:g} NLL_t)"
         latex = rf"\big(D_{{i,t}}+{settings.nll_coef:g}\,\mathrm{{NLL}}_{{i,t}}\big)"
     aggregation = AGGREGATIONS.about(settings.aggregation)
-    return Explanation(
+    explanation = Explanation(
         title="distill",
         paper=GKD if settings.on_policy else "",
         objective=f"minimise  {aggregation.formula.replace('L_it', inner)}",
@@ -57,6 +57,7 @@ def explain_distillation(config: DistillVerbConfig, sources: Mapping[str, str]) 
             Forward("student", 1, True, "the loss, forward and backward"),
         ),
     )
+    return with_router_loss(explanation, config.model, sources)
 
 
 def _numbers(

@@ -21,7 +21,7 @@ from lightrft.config.preference.presets import (
 from lightrft.config.presets import source_of
 from lightrft.config.verbs import DPOConfig, GivenDataConfig, SupervisedConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting, flat, set_by
-from lightrft.diagnostics.explain import Explanation, Line
+from lightrft.diagnostics.explain import Explanation, Line, with_router_loss
 from lightrft.diagnostics.step_workload import Forward, Role
 from lightrft.models.loading.adapter_base import adds_adapters, has_adapters
 from lightrft.utils.registry import About
@@ -39,8 +39,8 @@ UNITS = {"pair": "pairs", "labelled": "responses", "ranked": "groups"}
 def explain_supervised(config: SupervisedConfig, sources: Mapping[str, str]) -> Explanation:
     """Explain the loss of ``config``. ``sources`` gives the file or argument of each key."""
     if isinstance(config, DPOConfig):
-        return explain_preference(config, sources)
-    return Explanation(
+        return with_router_loss(explain_preference(config, sources), config.model, sources)
+    explanation = Explanation(
         title=config.verb,
         paper="",
         objective="minimise  L",
@@ -51,6 +51,7 @@ def explain_supervised(config: SupervisedConfig, sources: Mapping[str, str]) -> 
         roles=(Role("policy", trained(config)),),
         forwards=(Forward("policy", 1, True, "the loss, forward and backward"),),
     )
+    return with_router_loss(explanation, config.model, sources)
 
 
 def explain_preference(config: DPOConfig, sources: Mapping[str, str]) -> Explanation:

@@ -24,6 +24,13 @@ OUTCOME_LOSS = About(
     r"-o\log\sigma\big(\textstyle\sum_tp_t\big)-(1-o)\log\sigma\big(-\sum_tp_t\big),\quad o=\mathbb 1[R\ge\tau]",
     "PRIME, arXiv 2502.01456",
 )
+ROUTER = About(
+    "L_router = E sum_e f_e P_e,  f_e = choices of expert e / tokens,  P_e = mean probability of "
+    "expert e, over the tokens of all routers in the optimizer step; f_e has no gradient",
+    r"L_{\mathrm{router}}=E\sum_ef_eP_e,\quad f_e=\operatorname{mean}_t\mathbb 1[e\in\mathcal T_t],"
+    r"\quad P_e=\operatorname{mean}_tp_t(e)",
+    "Switch Transformers, arXiv 2101.03961, eq. 4 to 6",
+)
 PTX = About(
     "coef * mean over the tokens of a separate batch of -logp",
     r"\gamma\,\operatorname{mean}_{(x,t)\sim\mathcal D}\big[-\log\pi_\theta(x_t)\big]",

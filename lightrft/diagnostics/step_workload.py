@@ -104,6 +104,7 @@ def gradient(config: RLConfig) -> Iterator[str]:
         (algorithm.policy_drift.coef, "the drift term"),
         (algorithm.distill.whole, "the teacher's divergence"),
         (algorithm.positive_nll.coef, "the likelihood of correct responses"),
+        (config.model.router_aux_loss_coef, "the load-balancing loss of experts"),
     )
     reached = " and ".join(_applying(terms))
     if reached:

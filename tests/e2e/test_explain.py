@@ -91,3 +91,47 @@ def test_rounds_are_explained_with_their_selection_and_the_loss_of_their_trainin
 def test_a_selection_that_a_training_cannot_read_is_refused_when_it_is_explained(capsys):
     words = ("recipes/gsm8k_iterative_dpo.yaml", "model=m", "select.keep=best")
     assert_refused(command(capsys, "explain", *words), "select.keep = 'best'", "lightrft dpo")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("grpo",),
+        ("ppo", "train.num_mini_batches=2"),
+        ("explain.verb=sft",),
+        ("dpo",),
+        ("kto",),
+        ("explain.verb=distill",),
+        ("recipes/gsm8k_iterative_dpo.yaml", "model=m"),
+    ],
+)
+def test_the_load_balancing_loss_of_experts_is_shown_where_it_is_added(capsys, words):
+    coefficient = "model.router_aux_loss_coef=0.02"
+    texts = [command(capsys, "explain", *words, *more).out for more in ((), (coefficient,))]
+    assert "router" not in texts[0]
+    shown = dict.fromkeys(line.strip() for line in texts[1].splitlines())
+    assert any(line.endswith(" + 0.02 L_router") for line in shown if "minimise" in line)
+    assert any("L_router = E sum_e f_e P_e" in line for line in shown)
+    assert "with router_aux_loss_coef = 0.02" in shown
+    (number,) = [line for line in shown if line.startswith("model.router_aux_loss_coef")]
+    assert number.split()[1:] == ["0.02", "command", "line"]
+    # One pass counts experts for each pass that trains.
+    passes = {line.split()[1] for line in shown if "counts of chosen experts" in line}
+    trains = {line.split()[1] for line in shown if line.endswith("the loss, forward and backward")}
+    assert passes == trains and len(passes) == 1
+    latex = command(capsys, "explain", *words, coefficient, "--latex").out
+    assert (
+        r"+0.02\,L_{\mathrm{router}}" in latex
+        and r"(\mathrm{router\_aux\_loss\_coef}=0.02)" in latex
+    )
+
+
+def test_rows_without_advantage_are_told_to_balance_experts(capsys):
+    words = ("grpo", "algorithm.kl.coef=0")
+    texts = [
+        command(capsys, "explain", *words, *more).out
+        for more in ((), ("model.router_aux_loss_coef=0.02",))
+    ]
+    dropped, kept = "are not run through the model", "gradient from the load-balancing loss"
+    assert [dropped in text for text in texts] == [True, False]
+    assert [kept in text for text in texts] == [False, True]
