@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from lightrft.utils.public_names import install
+
 __all__ = ["__version__"]
+
+install()
 
 
 def __getattr__(name: str) -> str:

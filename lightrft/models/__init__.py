@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from lightrft.utils.public_names import names_in, resolver
+
 _HOMES = {
     "actor": ("Actor", "TokenScores"),
     "actor_language": ("ActorLanguage", "ActorText", "CriticLanguage"),
@@ -46,13 +48,15 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)
+_compatible = resolver(__name__)
+
+__all__ = sorted([*_HOME_OF, *names_in(__name__)])
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _compatible(name)
     return getattr(import_module(f"{__name__}.{home}"), name)
 
 

@@ -24,6 +24,32 @@ _NO_PICTURES = (
 )
 
 
+def clips_of(audio_values: Clips | None, pixel_values: Clips | None) -> Clips | None:
+    """Return the clips of one call. ``pixel_values`` is another name for them.
+
+    LightRFT's callers pass one tensor by both names. Log-mel frames of a clip have two axes, which
+    patches of a picture have not.
+
+    Args:
+        audio_values: Log-mel frames of the clips, or ``None``.
+        pixel_values: The same clips, or ``None``.
+
+    Raises:
+        ModelError: The names hold different clips, or ``pixel_values`` holds pictures.
+    """
+    if pixel_values is None:
+        return audio_values
+    if any(clip.dim() != 2 for clip in pixel_values):
+        raise ModelError(f"pixel_values: {_NO_PICTURES}")
+    if audio_values is None or audio_values is pixel_values:
+        return pixel_values
+    if len(audio_values) == len(pixel_values) and all(map(torch.equal, audio_values, pixel_values)):
+        return audio_values
+    raise ModelError(
+        "pixel_values and audio_values are two names of one input, and differ: give one of them"
+    )
+
+
 class ActorAL(PublicActor):
     """A policy that reads text and audio.
 
@@ -41,7 +67,7 @@ class ActorAL(PublicActor):
         sequences: Tensor,
         num_actions: int | Sequence[int] | None = None,
         attention_mask: Tensor | None = None,
-        pixel_values: Tensor | None = None,
+        pixel_values: Clips | None = None,
         image_grid_thw: object = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: object = None,
@@ -53,14 +79,15 @@ class ActorAL(PublicActor):
         """Return the log-probs of the actions, see ``PublicActor.score_rows``.
 
         Pictures and videos must be ``None``: the parameters exist so that one loop can call every
-        actor. A grid without pictures has no effect.
+        actor. A grid without pictures has no effect. ``pixel_values`` is another name of
+        ``audio_values``, as LightRFT's loop has it.
 
         Args:
             sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
             num_actions: Actions at the end of each row, or one number per packed sample. ``None``
                 returns the model's output alone.
             attention_mask: ``[B, L]``, 0 for padding. ``None`` means no padding.
-            pixel_values: Must be ``None``.
+            pixel_values: Another name of ``audio_values``.
             image_grid_thw: Ignored.
             pixel_values_videos: Must be ``None``.
             video_grid_thw: Must be ``None``.
@@ -70,15 +97,11 @@ class ActorAL(PublicActor):
             feature_attention_mask: ``[clips, frames]``, 1 for valid frames.
 
         Raises:
-            ModelError: Pictures or videos are given.
+            ModelError: Pictures or videos are given, or two names hold different clips.
         """
-        refuse(
-            _NO_PICTURES,
-            pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos,
-            video_grid_thw=video_grid_thw,
-        )
-        media = audio_media(self.actor, sequences, audio_values, feature_attention_mask)
+        refuse(_NO_PICTURES, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
+        clips = clips_of(audio_values, pixel_values)
+        media = audio_media(self.actor, sequences, clips, feature_attention_mask)
         return self.score_rows(
             sequences, num_actions, attention_mask, return_output, packed_seq_lens, media
         )
@@ -87,7 +110,7 @@ class ActorAL(PublicActor):
         self,
         input_ids: Tensor,
         audio_values: Clips | None = None,
-        pixel_values: Tensor | None = None,
+        pixel_values: Clips | None = None,
         image_grid_thw: object = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: object = None,
@@ -102,7 +125,7 @@ class ActorAL(PublicActor):
         Args:
             input_ids: ``[B, L]`` prompts, padded on the left.
             audio_values: Log-mel frames of the clips, in order. ``None`` for text alone.
-            pixel_values: Must be ``None``.
+            pixel_values: Another name of ``audio_values``.
             image_grid_thw: Ignored.
             pixel_values_videos: Must be ``None``.
             video_grid_thw: Must be ``None``.
@@ -111,23 +134,19 @@ class ActorAL(PublicActor):
             **kwargs: Options of ``PublicActor.sample_rows``.
 
         Raises:
-            ModelError: Both names of the audio input are given, or pictures or videos are.
+            ModelError: Pictures or videos are given, or two names of the audio input.
         """
-        refuse(
-            _NO_PICTURES,
-            pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos,
-            video_grid_thw=video_grid_thw,
-        )
+        refuse(_NO_PICTURES, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
         if audio_values is None:
             audio_values = input_features
         elif input_features is not None:
             raise ModelError(
                 "input_features and audio_values are two names of one input: give one of them"
             )
+        clips = clips_of(audio_values, pixel_values)
         return self.sample_rows(
             input_ids,
-            audio_media(self.actor, input_ids, audio_values, feature_attention_mask),
+            audio_media(self.actor, input_ids, clips, feature_attention_mask),
             kwargs,
         )
 

@@ -434,8 +434,8 @@ def log_probs_from_logits(
 ) -> Tensor:
     """Return log-probs of ``labels`` under the softmax of ``logits``.
 
-    They are float32 (float64 for float64 logits). Half-precision logits are processed row by row,
-    so no float32 copy of all logits exists.
+    They have the dtype of the logits and are computed in float32 at least. Half-precision logits
+    are processed row by row, so no float32 copy of all logits exists.
 
     Args:
         logits: ``[..., V]``.
@@ -448,13 +448,13 @@ def log_probs_from_logits(
     if flat.is_cuda and not disable_logprobs_flashattn:
         fused = _fused_cross_entropy()
         if fused is not None:
-            return -fused(flat, picks)[0].reshape(labels.shape)
+            return -fused(flat, picks)[0].to(flat.dtype).reshape(labels.shape)
     if flat.dtype in (torch.bfloat16, torch.float16):
         if not len(flat):
-            return flat.new_zeros(labels.shape, dtype=torch.float32)
+            return flat.new_zeros(labels.shape)
         # row by row, since all logits in float32 take twice the memory of the input
         rows = [row.float().log_softmax(-1)[pick] for row, pick in zip(flat, picks, strict=True)]
-        return torch.stack(rows).reshape(labels.shape)
+        return torch.stack(rows).to(flat.dtype).reshape(labels.shape)
     chosen = flat.gather(1, picks[:, None])[:, 0]
     return (chosen - flat.logsumexp(-1)).reshape(labels.shape)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightrft.models.logprobs import entropy_from_logits, log_probs_from_logits
 from lightrft.models.lora import apply_lora_configuration, find_all_linear_modules
+from lightrft.utils.public_names import names_in, resolver
 
 __all__ = [
     "apply_lora_configuration",
@@ -23,7 +24,10 @@ __all__ = [
     "process_sequences",
     "reset_position_ids",
     "unpacking_samples",
+    *names_in(__name__),
 ]
+
+__getattr__ = resolver(__name__)
 
 
 def reset_position_ids(attention_mask: Tensor) -> Tensor:

@@ -1,1 +1,8 @@
 """Training runs and inference verbs: the only layer that composes all others."""
+
+from __future__ import annotations
+
+from lightrft.utils.public_names import names_in, resolver
+
+__all__ = names_in(__name__)
+__getattr__ = resolver(__name__)

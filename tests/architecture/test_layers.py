@@ -21,7 +21,7 @@ LEVELS = (
     ("learner", "rollout"),
     ("workers",),
     ("trainer",),
-    ("diagnostics", "viewer", "serving"),
+    ("diagnostics", "viewer", "serving", "compat"),
     ("cli",),
     ("__main__",),
 )

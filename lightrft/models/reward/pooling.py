@@ -23,7 +23,7 @@ HEADS_OF_POOLING = 4
 QUERY_STD = 0.02
 
 
-class AttentionPooling(nn.Module):
+class RaggedAttentionPooling(nn.Module):
     """Attention of one learned query to all tokens of a row, as in LightRFT.
 
     Keys and values are linear in the states, without bias. There are no projections of the query

@@ -34,7 +34,7 @@ from lightrft.models.reward.heads import (
 from lightrft.models.reward.other_layouts import read_other_form
 from lightrft.models.reward.pooling import (
     QUERY_STD,
-    AttentionPooling,
+    RaggedAttentionPooling,
     mean_pooling,
     prompt_ends,
     row_places,
@@ -92,7 +92,7 @@ class RewardModel(Backbone):
         self.pools = nn.ModuleDict()
         if settings.pooling == "attention":
             for name in self.head_names:
-                self.pools[name] = AttentionPooling(width, derive_seed(seed, "pooling", name))
+                self.pools[name] = RaggedAttentionPooling(width, derive_seed(seed, "pooling", name))
         self.end_token = self._new_end_token(seed) if settings.pooling == "token" else None
         self.gate = _gate(width, len(heads), seed) if settings.gate else None
         count = len(self.score_names)

@@ -281,11 +281,33 @@ def test_sound_by_another_name_is_used_and_pictures_are_refused(example):
     )
     with pytest.raises(ModelError, match="two names"):
         actor.generate(ids, input_features=example.whole, audio_values=example.whole, **given)
-    for name in ("pixel_values", "pixel_values_videos", "video_grid_thw"):
+    pictures = {
+        "pixel_values": torch.zeros(4, 12),
+        "pixel_values_videos": example.whole,
+        "video_grid_thw": torch.ones(1, 3),
+    }
+    for name, value in pictures.items():
         with pytest.raises(ModelError, match=f"{name}: .*audio_values"):
-            actor.generate(ids, **{name: example.whole}, **given)
+            actor.generate(ids, **{name: value}, **given)
         with pytest.raises(ModelError, match=f"{name}: .*audio_values"):
-            actor(ids, 3, mask, **{name: example.whole})
+            actor(ids, 3, mask, **{name: value})
+
+
+def test_sound_as_pixel_values_is_sound(example):
+    actor, (ids, mask) = actor_of(example, torch.float32), example.left()
+    clips, masks = example.whole, {"feature_attention_mask": example.mask}
+    with torch.no_grad():
+        scores = actor(ids, 3, mask, audio_values=clips, **masks)
+        assert torch.equal(actor(ids, 3, mask, pixel_values=clips, **masks), scores)
+        both = {"pixel_values": clips.clone(), "audio_values": clips}
+        assert torch.equal(actor(ids, 3, mask, **both, **masks), scores)
+        louder = actor(ids, 3, mask, pixel_values=clips.flip(1) * 3, **masks)
+        assert not torch.equal(louder, scores)
+    given = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 3, **masks}
+    rows = actor.generate(ids, audio_values=clips, **given)[0]
+    assert torch.equal(actor.generate(ids, pixel_values=clips, **given)[0], rows)
+    with pytest.raises(ModelError, match="pixel_values and audio_values are two names"):
+        actor(ids, 3, mask, pixel_values=clips * 2, audio_values=clips)
 
 
 def test_adapters_stay_out_of_the_tower_and_its_projector(example):
