@@ -42,6 +42,7 @@ BUFFER_PARTS = (
     "split_experience_batch",
     "zero_pad_sequences",
 )
+STRATEGIES = ("get_strategy", "is_engine")
 CALCULATORS = (
     "AdvantageCalculator",
     "BaseREINFORCECalculator",
@@ -62,6 +63,11 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "lightrft.models.loss": {"losses": LOSSES},
     "lightrft.models.utils": {"scored_pairs": SCORED_PAIRS},
     "lightrft.models.model": {"scored_pairs": ("get_vlm_for_sequence_regression",)},
+    "lightrft.strategy": {"strategies": (*STRATEGIES, "StrategyBase", "StrategyConfig")},
+    "lightrft.strategy.config": {"strategies": ("StrategyConfig",)},
+    "lightrft.strategy.fake_strategy": {"strategies": ("FakeStrategy", "get_fake_strategy")},
+    "lightrft.strategy.strategy": {"strategies": STRATEGIES},
+    "lightrft.strategy.strategy_base": {"strategies": ("StrategyBase",)},
     "lightrft.trainer": {
         "advantage_calculator": CALCULATORS,
         "controllers": KL_CONTROLLERS,
