@@ -1,6 +1,7 @@
 """LightRFT's training strategy in one process, over ``SingleStrategy``.
 
-It trains on the accelerator or the CPU. Several processes train by the verbs of the command line, and are refused here.
+It trains on the accelerator or the CPU. Several processes train by the verbs of the command line,
+and are refused here.
 """
 
 from __future__ import annotations
