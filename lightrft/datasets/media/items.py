@@ -16,6 +16,7 @@ from urllib.parse import urlparse
 from lightrft.datasets.media.fetch import (
     NESTED,
     Fetch,
+    digest,
     first_given,
     is_data_url,
     is_missing,
@@ -159,6 +160,26 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
         nested = [item if isinstance(item, list | tuple) else [item] for item in some]
         return [item for items in nested for item in items if not is_missing(item)]
     return some
+
+
+def is_same(first: object, second: object, root: Path) -> bool:
+    """Return True if two values of rows have equal content.
+
+    Files are compared by their bytes. Nothing is downloaded. Values that cannot be read differ.
+
+    Args:
+        first: one item.
+        second: another item.
+        root: folder of relative paths.
+    """
+    if isinstance(first, str) and isinstance(second, str) and first == second:
+        return True
+    try:
+        fetch = Fetch(root, 1.0, offline=True)
+        return digest(fetch.content(first, root)) == digest(fetch.content(second, root))
+    # The error is raised again, with its reason, when the items are read.
+    except Exception:
+        return False
 
 
 def _is_frame(value: object, root: Path) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.media.fetch import is_data_url
-from lightrft.datasets.media.items import CLOSE, OPEN, Item, listed, mark
+from lightrft.datasets.media.items import CLOSE, OPEN, Item, is_same, listed, mark
 from lightrft.datasets.media.parts import KINDS, kind_of, read_part
 from lightrft.datasets.row_tables import MalformedRow, Row, named_column
 from lightrft.datasets.rows.recorded_row import is_raw
@@ -178,10 +178,12 @@ class MediaFinder:
             sure = sum(text.count(f"{OPEN}{kind}{_SURE}") for text in texts)
             # Items of message parts, which ``part`` has found.
             explicit = any(item.kind == kind for item in self.items)
-            # media in the messages replace the usual columns, but not a column that is named
-            if explicit and not sure and not self.named.get(kind):
-                continue
             column, values = self._column(kind, row)
+            fits = self._fitting(kind, texts, own, len(values), sure)
+            # Media in the messages replace a usual column, unless its items have markers.
+            if explicit and not sure and not fits and not self.named.get(kind):
+                self._check_copies(kind, row)
+                continue
             marked = self._marked(kind, texts, own, column, len(values), sure, row)
             places = []
             for k, value in enumerate(values, start=1):
@@ -199,6 +201,31 @@ class MediaFinder:
         texts = [_WAITING.sub(self._word, text) for text in texts]
         texts[first] = front + texts[first]
         return PlacedMedia(texts, front, words)
+
+    def _check_copies(self, kind: str, row: Row) -> None:
+        """Raise ``MalformedRow`` if a usual column has other items than the message parts.
+
+        Published rows repeat the items of their messages in a column.
+        """
+        given = [item for item in self.items if item.kind == kind]
+        for name in self._names(kind, row):
+            values = listed(row[name], kind, self.root)
+            if not values:
+                continue
+            pairs = zip(given, values)
+            if len(values) != len(given) or not all(self._is_copy(*pair) for pair in pairs):
+                problem = f"the messages hold {_count(kind, len(given))} in their parts"
+                other = f"column {name!r} holds {_count(kind, len(values))}, not the same"
+                way_out = f"set data.columns.{kind}s: null, or {name} to show both"
+                raise MalformedRow(f"{self.where}: {problem}, and {other}; {way_out}")
+
+    def _is_copy(self, item: Item, value: object) -> bool:
+        """Return True if the ``value`` of a column is that of ``item``, without other settings."""
+        settings: dict[str, Any] = {}
+        if isinstance(value, Mapping):
+            value, settings = read_part(value, item.kind, self.where)
+        kept = all(getattr(item, name) == given for name, given in settings.items())
+        return kept and is_same(item.value, value, self.root)
 
     def _marked(
         self,
@@ -219,24 +246,14 @@ class MediaFinder:
             problem = f"column {column!r} holds {items}, but the model reads {self.reads}"
             way_out = f"leave the column out with data.columns.{kind}s: null"
             raise MalformedRow(f"{self.where}: {problem}; take a model that reads it, or {way_out}")
-        every = tuple(range(len(self.reads.spellings.get(kind, ()))))
-        owners = [k for k, owns in enumerate(own) if owns]
-        spelled = {
-            k: [text.count(_waiting(kind, _SPELLED, n)) for n in every]
-            for k, text in enumerate(texts)
-        }
-        by_owners = sum(sum(spelled[k]) for k in owners)
         if count and sure == count:
             return {}
-        if count:
-            # one spelling of the turns that ask, all of them, then those of every turn
-            tries = [(owners, (n,)) for n in every] + [(owners, every)]
-            tries += [(list(range(len(texts))), every)] if by_owners else []
-            for of, numbers in tries:
-                places = sum(spelled[k][n] for k in of for n in numbers)
-                if places and places + sure == count:
-                    return dict.fromkeys(of, numbers)
-        elif not sure:
+        if count and (fits := self._fitting(kind, texts, own, count, sure)):
+            return fits
+        every = range(len(self.reads.spellings.get(kind, ())))
+        owners = [text for text, owns in zip(texts, own) if owns]
+        by_owners = sum(text.count(_waiting(kind, _SPELLED, n)) for text in owners for n in every)
+        if not count and not sure:
             self._refuse_unread_column(kind, by_owners, row)
             return {}
         expected = by_owners + sure
@@ -248,6 +265,27 @@ class MediaFinder:
             raise MalformedRow(f"{self.where}: {problem}; {way_out}")
         way_out = "if they are words, set data.media.marks: false, or write parts of messages"
         raise MalformedRow(f"{self.where}: {problem} in column {column!r}; {way_out}")
+
+    def _fitting(
+        self, kind: str, texts: Sequence[str], own: Sequence[bool], count: int, sure: int
+    ) -> dict[int, tuple[int, ...]]:
+        """Return the numbers of the spellings that stand for ``count`` items, for each text that
+        has some; nothing if no spellings do. ``sure`` items have places in message parts."""
+        every = tuple(range(len(self.reads.spellings.get(kind, ()))))
+        owners = [k for k, owns in enumerate(own) if owns]
+        spelled = {
+            k: [text.count(_waiting(kind, _SPELLED, n)) for n in every]
+            for k, text in enumerate(texts)
+        }
+        # one spelling of the turns that ask, all of them, then those of every turn
+        tries = [(owners, (n,)) for n in every] + [(owners, every)]
+        if any(sum(spelled[k]) for k in owners):
+            tries.append((list(range(len(texts))), every))
+        for of, numbers in tries:
+            places = sum(spelled[k][n] for k in of for n in numbers)
+            if places and places + sure == count:
+                return dict.fromkeys(of, numbers)
+        return {}
 
     def _refuse_unread_column(self, kind: str, markers: int, row: Row) -> None:
         """Raise ``MalformedRow`` if the text has markers, and a column that is not read has media

@@ -132,6 +132,71 @@ def test_the_places_of_columns_and_the_items_of_columns_have_settings(
         dataset(eye, folder, {"prompt": "x", "images": [{"image": "a.png", "max_pixel": 300}]})
 
 
+def raw(folder: Path, name: str) -> dict[str, Any]:
+    import base64
+
+    return {"bytes": None, "data": base64.b64encode((folder / name).read_bytes()).decode()}
+
+
+PART = {"type": "image", "image": "a.png"}
+OTHER = {"type": "image", "image": "b.png"}
+LIMITED = {"image": "a.png", "max_pixels": 300}
+
+
+@pytest.mark.parametrize(
+    ("parts", "column", "shown"),
+    [
+        ([PART], ["a.png"], ["a.png"]),
+        ([PART], "a.png", ["a.png"]),
+        ([PART, OTHER], [["a.png", "b.png"]], ["a.png", "b.png"]),
+        ([PART, PART], ["./a.png", {"path": "a.png", "bytes": None}], ["a.png", "a.png"]),
+        ([{**PART, "max_pixels": 300}], [LIMITED], ["a.png"]),
+        ([PART], [], ["a.png"]),
+        ([PART], ["b.png"], None),
+        ([PART], ["a.png", "b.png"], None),
+        ([PART, OTHER], ["b.png", "a.png"], None),
+        ([PART, OTHER], ["a.png"], None),
+        ([PART], [LIMITED], None),
+        ([PART], ["missing.png"], None),
+    ],
+)
+def test_a_usual_column_beside_parts_with_content_repeats_them_or_is_refused(
+    parts: list[Any], column: Any, shown: list[str] | None, eye: Rig, folder: Path
+) -> None:
+    row = {**asked(*parts, TEXT), "images": column}
+    if shown is None:
+        said = r"line 1: the messages hold .* in their parts, and column 'images' holds .*not the"
+        with pytest.raises(
+            MalformedRow, match=said + r" same; set data\.columns\.images: null, or"
+        ):
+            dataset(eye, folder, row)
+        return
+    made = dataset(eye, folder, row)
+    assert made[0].media["image_grid_thw"].values.shape[0] == len(shown)
+    assert not any(made.unread.values())
+
+
+def test_a_copy_of_a_part_is_told_by_its_bytes(eye: Rig, folder: Path) -> None:
+    row = {**asked(PART, TEXT), "image": raw(folder, "a.png")}
+    assert prompt(eye, folder, row).token_ids == prompt(eye, folder, asked(PART, TEXT)).token_ids
+    with pytest.raises(MalformedRow, match="column 'image' holds 1 image, not the same"):
+        dataset(eye, folder, {**row, "image": raw(folder, "b.png")})
+
+
+def test_a_marker_of_one_turn_takes_the_column_beside_a_part_of_another(
+    eye: Rig, folder: Path
+) -> None:
+    turns = [
+        {"role": "user", "content": "<image>and this?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": [PART, TEXT]},
+    ]
+    found = prompt(eye, folder, {"prompt": turns, "images": ["b.png"]})
+    size = [prompt(eye, folder, asked({**PART, "image": n})) for n in ("b.png", "a.png")]
+    grids = [one.media["image_grid_thw"].values[0].tolist() for one in size]
+    assert found.media["image_grid_thw"].values.tolist() == grids
+
+
 def test_parts_of_other_interfaces_are_read(eye: Rig, folder: Path) -> None:
     import base64
 

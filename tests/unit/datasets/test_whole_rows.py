@@ -71,7 +71,6 @@ class Row:
         self.texts: dict[str, str] = {}
         self.columns: dict[str, Any] = {}
         self.pictures: list[str] = []
-        self.in_parts: list[str] = []
 
     def text(self, field: str) -> str:
         """Return a text that no other field has."""
@@ -92,7 +91,6 @@ class Row:
         if form == "mark":
             self.columns.setdefault("images", []).extend(names)
             return {"role": "user", "content": f"{'<image>' * len(names)}{text}"}
-        self.in_parts += names
         parts = [{"type": "image", "image": one} for one in names]
         return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
@@ -227,9 +225,7 @@ def test_all_that_a_row_carries_is_encoded_or_named_and_every_verb_has_one_promp
             assert one in text or answered or earlier or named, (verb, one, field, text)
         media = example.media if verb in SAMPLED else example.prompt_media
         pictures = len(media["image_grid_thw"].values) if media else 0
-        # Pictures of parts take the place of the usual column, which is then counted as unread.
-        reported = "images" in unread and row.in_parts
-        assert pictures == len(row.in_parts if reported else row.pictures), (verb, row.columns)
+        assert pictures == len(row.pictures), (verb, row.columns)
         inputs = {key: rows.values for key, rows in media.items()}
         count = processor.parts["image"].count(inputs) if media else 0
         assert ids.count(processor.tokens["image"]) == count
