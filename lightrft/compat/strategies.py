@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.strategy import OptimizerConfig
 from lightrft.config.strategy import StrategyConfig as PlacementConfig
@@ -353,6 +353,9 @@ class TrainingStrategy:
             ``(actor, optimizer, scheduler)``, the same of the critic, the reward models and the
             reference.
         """
+        # The module of schedules imports peft, which takes a second.
+        from transformers import get_scheduler
+
         config = self.config
         trained = [(actor, config.actor_learning_rate)]
         if critic is not None and config.critic_pretrain:
