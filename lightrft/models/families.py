@@ -60,6 +60,11 @@ class Family:
         """``True`` for a family with inputs besides text."""
         return self.reader is not None or self.own is not None
 
+    @property
+    def is_prefix_lm(self) -> bool:
+        """``True`` if the tokens of a prompt attend to each other in both directions."""
+        return self.reader is not None and self.reader.both_ways == "prompt"
+
 
 _LANGUAGE = "model.language_model"
 
@@ -99,6 +104,24 @@ _MAMBA = replace(_EAGER, decoder="backbone")
 _GRANITE = Family(divisor="logits_scaling")
 
 _OWN = derived.Own()
+_PALIGEMMA = """{%- for message in messages -%}
+{%- if message.role == 'user' and loop.first -%}
+{%- if message.content is string -%}{{ bos_token + message.content + '\\n' }}
+{%- else -%}
+{%- for part in message.content if part.type == 'image' -%}<image>{%- endfor -%}
+{{- bos_token -}}
+{%- for part in message.content if part.type == 'text' -%}{{ part.text }}{%- endfor -%}
+{{- '\\n' -}}
+{%- endif -%}
+{%- elif message.role == 'assistant' and loop.index == 2 -%}
+{{- message.content + eos_token -}}
+{%- else -%}
+{{- raise_exception('PaliGemma reads one question, and no ' + message.role + ' message more') -}}
+{%- endif -%}
+{%- endfor -%}"""
+"""A prompt as ``PaliGemmaProcessor`` writes it: pictures, the token of the beginning, the question,
+and a line break."""
+
 _OWN_MEDIA = {
     "aya_vision": derived.Own(plain_head=True),
     "cosmos3_edge": _OWN,
@@ -116,6 +139,7 @@ _OWN_MEDIA = {
     "janus": _OWN,
     "lfm3_vl": _OWN,
     "lighton_ocr": _OWN,
+    "paligemma": derived.Own(prefix=True, chat_template=_PALIGEMMA),
     "llava": _OWN,
     "llava_next": _OWN,
     "llava_next_video": _OWN,
@@ -295,7 +319,7 @@ def _with_reader(model_type: str, text: str) -> Family:
     """
     row = FAMILIES[model_type]
     assert row.own is not None
-    reader = derived.reader_of(model_type)
+    reader = derived.reader_of(model_type, row.own)
     of_text = FAMILIES.get(text, _UNPROVED)
     if row.own.plain_head:
         of_text = replace(of_text, multiplier=None, divisor=None)

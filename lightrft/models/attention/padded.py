@@ -157,13 +157,15 @@ class PaddedRows:
     def _see(
         self, backbone: Backbone, lengths: list[int], media: dict[str, Tensor]
     ) -> MergedInputs | None:
-        if not media:
+        is_prefix_lm = backbone.family.is_prefix_lm
+        if not media and not is_prefix_lm:
             return None
         # without padding, so that placeholders and features are in the same order
         tokens = self.tokens[self.mask != 0] if self.lengths is None else self.tokens[0]
         runs = rows_with_media(backbone, tokens, torch.tensor(lengths, device=tokens.device), media)
         try:
-            return merge_multimodal_inputs(backbone.base, backbone.family, runs)
+            begun = self._sampled() if is_prefix_lm else ()
+            return merge_multimodal_inputs(backbone.base, backbone.family, runs, begun=begun)
         except ModelError:
             # Placeholders and features differ in number: some placeholder was sampled, which stands
             # for no media. Without the actions the numbers may agree.

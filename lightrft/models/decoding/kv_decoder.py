@@ -194,9 +194,10 @@ class KVDecoder:
         """Keep keys and values of finished sequences, where ``reserve`` leaves room for them.
 
         Return ``False`` where they cannot be reused: for a model that decodes with its own cache,
-        one whose keys depend on the length of the whole sequence, and if experts are recorded.
+        one whose keys depend on the whole sequence, and if experts are recorded.
         """
-        keys_change = length_bound(self._config) is not None
+        is_prefix_lm = family_of(self.model.config).is_prefix_lm
+        keys_change = is_prefix_lm or length_bound(self._config) is not None
         if not self.by_plan or keys_change or self.experts is not None:
             return False
         self.prefixes = PrefixStore()

@@ -6,7 +6,8 @@ Their processor may have a template that their tokenizer lacks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import transformers
@@ -30,7 +31,7 @@ def fit_template(
     """Give ``tokenizer`` the processor's chat template if that accepts more kinds.
 
     The kinds are the media that the model reads. A tokenizer without any template gets one from a
-    file, never from a class.
+    file or from the family's row, never from a class.
 
     Args:
         tokenizer: Changed in place.
@@ -43,13 +44,17 @@ def fit_template(
         ValueError: The content of a file cannot be read.
         KeyError: A file lacks an entry.
     """
-    reader = family_of(settings).reader
+    family = family_of(settings)
+    reader = family.reader
     kinds = {tower.kind for tower in reader.towers} if reader is not None else set()
     own = _taken(tokenizer, None, kinds)
     if own == kinds:
         return
     has_template = bool(tokenizer.chat_template)
-    for template in _of_processor(settings.model_type, where, revision, chat=has_template):
+    templates: Iterable[str] = _of_processor(settings.model_type, where, revision, chat=has_template)
+    if family.own is not None and family.own.chat_template and not has_template:
+        templates = chain(templates, [family.own.chat_template])
+    for template in templates:
         taken = _taken(tokenizer, template, kinds)
         # a proper superset: a template that takes more kinds but loses one is no gain
         if taken > own:

@@ -50,9 +50,13 @@ class Own:
 
     Attributes:
         plain_head: The logits are the head's outputs, although the text config has a scale.
+        prefix: The tokens of a prompt attend to each other in both directions.
+        chat_template: Template that writes a prompt as the processor does, where no file has one.
     """
 
     plain_head: bool = False
+    prefix: bool = False
+    chat_template: str = ""
 
 
 def loader_of(model_type: str) -> str:
@@ -70,7 +74,7 @@ def loader_of(model_type: str) -> str:
     )
 
 
-def reader_of(model_type: str) -> ModalityEncoder:
+def reader_of(model_type: str, own: Own) -> ModalityEncoder:
     """Return towers and input rules of ``model_type``, which transformers knows."""
     model_class = getattr(transformers, loader_of(model_type))
     inner = _inner(model_type)
@@ -86,6 +90,7 @@ def reader_of(model_type: str) -> ModalityEncoder:
         tuple(towers),
         positions,
         parts=_PARTS,
+        both_ways="prompt" if own.prefix else None,
         alone=True,
         has_blanks=False,
     )

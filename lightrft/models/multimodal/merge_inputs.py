@@ -108,7 +108,8 @@ class MergedInputs:
             return {}
         block = self._block_of(source).view(embeddings.shape[:2])
         masks: dict[str, object] = {}
-        for kind in set(config.layer_types):
+        # a config without kinds of layers has one mask
+        for kind in set(getattr(config, "layer_types", None) or ("",)):
             # the blocks are added to the causal mask by ``or``, so a window must be applied again
             # by ``and``
             near = None
@@ -122,7 +123,7 @@ class MergedInputs:
                 or_mask_function=blockwise_overlay(block),
                 and_mask_function=near,
             )
-        return {"attention_mask": masks}
+        return {"attention_mask": masks.get("", masks)}
 
     def _block_of(self, source: Tensor) -> Tensor:
         assert self.blocks is not None
@@ -161,7 +162,7 @@ def merge_multimodal_inputs(
     responses = Segments.of([]) if responses is None else responses
     reader = family.reader
     any_media = has_media(prompts) or has_media(responses)
-    if not any_media and (reader is None or not every_tower):
+    if not any_media and not family.is_prefix_lm and (reader is None or not every_tower):
         return None
     reader = _check_readable(model, reader, (prompts, responses))
     # one tower call for prompts and responses; the batch may have no responses
@@ -196,7 +197,11 @@ def merge_multimodal_inputs(
     positions = None
     if reader.positions is not None and found:
         positions = _positions(model, reader, prompts, responses, prompt_of, begun)
-    blocks = _blocks(row, both.lengths) if reader.both_ways and found else None
+    blocks = None
+    if family.is_prefix_lm:
+        blocks = _of_prompts(model, both.lengths, len(prompts), inside)
+    elif reader.both_ways and found:
+        blocks = _blocks(row, both.lengths)
     embeddings: Any = model.get_input_embeddings()
     # without features, an empty tensor of the right width, dtype and device
     values = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
@@ -360,6 +365,33 @@ def _blocks(row: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(real, (real & ~follows).cumsum(0) - 1, -1)
 
 
+def _of_prompts(
+    model: PreTrainedModel, lengths: Tensor, count: int, inside: Tensor
+) -> Tensor:
+    """Return the blocks ``[N]`` of a model that reads each prompt in both directions.
+
+    Args:
+        model: The transformers model.
+        lengths: ``[R]`` tokens of each run.
+        count: Number of first runs, which are prompts.
+        inside: ``[N]``, ``False`` for a response that is resumed.
+
+    Raises:
+        ModelError: A prompt exceeds the sliding window, which no layout supports.
+    """
+    run = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    blocks = torch.where((run < count) & inside, run, -1)
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    longest = int(torch.bincount(blocks[blocks >= 0], minlength=1).max())
+    if window is not None and longest > window:
+        raise ModelError(
+            f"model type {model.config.model_type!r} reads a prompt in both directions, also beyond "
+            f"its sliding window of {window} tokens, which is not supported: a prompt has {longest} "
+            "tokens; set data.max_prompt_tokens"
+        )
+    return blocks
+
+
 def _positions(
     model: PreTrainedModel,
     reader: ModalityEncoder,
@@ -442,9 +474,10 @@ def own_inputs(
         batch: Prompts and responses.
         packed: The batch in the ``padded`` layout.
     """
-    if not has_media(batch.prompts) and not has_media(batch.responses):
-        return packed.inputs
     reader = family.reader
+    any_media = has_media(batch.prompts) or has_media(batch.responses)
+    if not any_media and not family.is_prefix_lm:
+        return packed.inputs
     if reader is None:
         raise ModelError(f"model type {model.config.model_type!r} cannot read media")
     needed = torch.unique(packed.gather // packed.input_ids.shape[1])
@@ -453,9 +486,13 @@ def own_inputs(
     assert len(rows) == len(needed)
     index = torch.tensor(rows, device=batch.prompt_of.device)
     whole = _joined(batch.prompts.select(batch.prompt_of[index]), batch.responses.select(index))
-    real = packed.source.view(packed.input_ids.shape) >= 0
-    made = {"input_ids": packed.input_ids, "attention_mask": real.long()}
-    return made | own_keywords(model, reader, packed.input_ids, whole.media)
+    source = packed.source.view(packed.input_ids.shape)
+    made: dict[str, object] = {"input_ids": packed.input_ids, "attention_mask": (source >= 0).long()}
+    made |= own_keywords(model, reader, packed.input_ids, whole.media)
+    if family.is_prefix_lm:
+        # 0 for the prompt, 1 for the response
+        made["token_type_ids"] = (source >= len(batch.prompts.tokens)).long()
+    return made
 
 
 def own_keywords(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -135,7 +136,8 @@ class ModalityEncoder:
         positions: Computes positions of several axes. ``None`` for one axis.
         parts: Prefixes of parameter names of ``tower`` and ``projector``. The projector may be
             inside the tower.
-        both_ways: Tokens of one picture attend to each other in both directions.
+        both_ways: Tokens that attend to each other in both directions: those of one picture
+            (``media``), or all of a prompt, with or without media (``prompt``).
         alone: The model's own forward takes media of unequal sizes only in separate rows.
         unread: Prefixes of parameters that no feature depends on.
         marks: Config fields with the ids of tokens that the model's own forward counts as media.
@@ -146,7 +148,7 @@ class ModalityEncoder:
     towers: tuple[Tower, ...]
     positions: Positions | None = None
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    both_ways: bool = False
+    both_ways: Literal["media", "prompt"] | None = None
     alone: bool = False
     unread: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
@@ -219,7 +221,7 @@ PIXELS = Tower(
 GEMMA_3 = ModalityEncoder(
     (PIXELS,),
     parts={"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)},
-    both_ways=True,
+    both_ways="media",
 )
 
 

@@ -112,7 +112,8 @@ def _load(
     given: list[Any] = []
     for part in known.get_attributes():
         if part == "tokenizer":
-            given.append(copy.copy(tokenizer))
+            # Some processors add tokens.
+            given.append(copy.deepcopy(tokenizer))
         elif part == "image_processor":
             options = {"backend": "pil", "revision": revision}
             given.append(AutoImageProcessor.from_pretrained(config.path, **options))
@@ -121,7 +122,12 @@ def _load(
         else:
             given.append(None)
     # Parts may be missing, and transformers' own processors of clips need torchvision.
-    lenient: Any = type(known.__name__, (known,), {"check_argument_for_proper_class": _lenient})
+    changes: dict[str, Any] = {"check_argument_for_proper_class": _lenient}
+    own = family_of(settings).own
+    if own is not None and own.chat_template:
+        # The template writes what the processor would write around the words.
+        changes["prepare_inputs_layout"] = ProcessorMixin.prepare_inputs_layout
+    lenient: Any = type(known.__name__, (known,), changes)
     processor = lenient.from_args_and_dict(given, fields)
     if name in _CLIP_FRAMES:
         own = fields.get("video_processor") or json.loads(files.get(PROCESSOR_FILES[1], "{}"))

@@ -191,6 +191,7 @@ _ROWS: dict[str, _Row] = {
         processor=_LLAVA,
         config={"image_grid_pinpoints": _GRIDS},
     ),
+    "paligemma": _Row(picture={**_SQUARE, "image_seq_length": 16}, config={"projection_dim": 32}),
     "qianfan_ocr": _Row(
         {
             "context_image_token": "<IMG_CONTEXT>",

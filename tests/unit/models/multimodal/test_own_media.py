@@ -53,6 +53,8 @@ def check_scores(r, prompt, inputs):
     extra = {}
     if "mm_token_type_ids" in inspect.signature(r.actor.base.forward).parameters:
         extra = {"mm_token_type_ids": (ids == r.processor.tokens["image"]).long()}
+    if r.actor.family.is_prefix_lm:
+        extra = {"token_type_ids": (torch.arange(ids.shape[1]) >= len(prompt.token_ids)).long()[None]}
     r.actor.use_attention("padded")
     with torch.no_grad():
         logits = r.actor.base(
