@@ -298,7 +298,7 @@ class Backbone(nn.Module):
             if packed.plan is not None:
                 # no loss reads a prompt's last states but one, so the last layer skips the others
                 packed.plan.last_layer = self.text_config.num_hidden_layers - 1
-                packed.plan.spans = [] if seen is None else seen.spans(packed.source)
+                packed.plan.spans = None if seen is None else seen.spans(packed.source)
             elif seen is not None:
                 embeddings = inputs["inputs_embeds"]
                 inputs |= seen.masks(self.text_config, embeddings, packed.source, packed.mask)

@@ -61,6 +61,12 @@ class Family:
         return self.reader is not None or self.own is not None
 
     @property
+    def loaded_attention(self) -> str | None:
+        """The implementation to load a model with. ``None`` leaves the choice to transformers,
+        since not every tower supports the usual one."""
+        return None if self.own and self.padded_attention == "sdpa" else self.padded_attention
+
+    @property
     def is_prefix_lm(self) -> bool:
         """``True`` if the tokens of a prompt attend to each other in both directions."""
         return self.reader is not None and self.reader.both_ways == "prompt"
@@ -128,6 +134,7 @@ _OWN_MEDIA = {
     "cosmos3_omni": _OWN,
     "deepseek_vl": _OWN,
     "exaone4_5": _OWN,
+    "gemma4": _OWN,
     "glm46v": _OWN,
     "glm4v": _OWN,
     "glm4v_moe": _OWN,
@@ -306,20 +313,24 @@ def family_of(config: PreTrainedConfig) -> Family:
     if row.own is None:
         return row
     text = config.get_text_config(decoder=True).model_type
-    return _with_reader(config.model_type, text)
+    near = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    return _with_reader(config.model_type, text, near=near)
 
 
 @lru_cache
-def _with_reader(model_type: str, text: str) -> Family:
+def _with_reader(model_type: str, text: str, *, near: bool = False) -> Family:
     """Return the row of a family that reads media by its own methods.
 
     Args:
         model_type: The family.
         text: Model type of its language model.
+        near: Tokens of a picture attend to each other, in layers with a sliding window.
     """
     row = FAMILIES[model_type]
     assert row.own is not None
     reader = derived.reader_of(model_type, row.own)
+    if near:
+        reader = replace(reader, both_ways="windowed media")
     of_text = FAMILIES.get(text, _UNPROVED)
     if row.own.plain_head:
         of_text = replace(of_text, multiplier=None, divisor=None)

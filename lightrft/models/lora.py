@@ -228,6 +228,11 @@ def _leave_out(model: PreTrainedModel, settings: LoraConfig) -> None:
     excluded = [name for name in names if not _is_linear(model.get_submodule(name))]
     if model.config.model_type in _FUSED_MAMBA:
         excluded += [name for name in names if name.rpartition(".")[2] == "out_proj"]
+    # peft matches last components, which modules around a linear layer may share (Gemma 4)
+    endings = {name.rpartition(".")[2] for name in names}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in endings and _is_around(module):
+            excluded.append(name)
     if excluded:
         settings.exclude_modules = excluded
     if not settings.use_dora and not settings.lora_dropout:
@@ -311,11 +316,20 @@ def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
     skipped = {"lm_head", "output_layer", *exclude}
     names = []
     for name, module in model.named_modules():
-        # some quantised layers are linear by name, not by class
-        is_linear = isinstance(module, nn.Linear) or "Linear" in type(module).__name__
-        if is_linear and module is not head and not skipped & set(name.split(".")):
+        # some quantised layers are linear by name, not by class, and some are around one
+        named = "Linear" in type(module).__name__ and not _is_around(module)
+        if (
+            (named or isinstance(module, nn.Linear))
+            and module is not head
+            and not skipped & set(name.split("."))
+        ):
             names.append(name)
     return names
+
+
+def _is_around(module: nn.Module) -> bool:
+    """Return ``True`` for a module with a linear layer among its children."""
+    return any(isinstance(child, nn.Linear) for child in module.children())
 
 
 def find_all_linear_modules(model: nn.Module, freeze_vision_tower: bool = True) -> set[str]:

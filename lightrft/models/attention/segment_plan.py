@@ -99,6 +99,19 @@ class Parts:
     ahead: list[SuffixSegment]
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Parts of runs with attention in both directions.
+
+    Attributes:
+        runs: Start and length of each.
+        windowed: They hold only in layers with a sliding window.
+    """
+
+    runs: Sequence[Run] = ()
+    windowed: bool = False
+
+
 @dataclass(slots=True)
 class SegmentPlan:
     """Attention where each run attends to itself and, in ``shared``, also to an earlier run.
@@ -110,7 +123,7 @@ class SegmentPlan:
         heads: Runs of which only the last token's final state is read. In ``last_layer`` their
             other queries are not computed.
         last_layer: Index of the last layer. ``None`` computes every query of every layer.
-        spans: Spans, each inside a run, whose tokens also attend to all later tokens of the span.
+        spans: Spans, whose tokens also attend to all later tokens of the span. ``None`` for none.
         places: ``positions`` on the host, if known there.
     """
 
@@ -119,9 +132,9 @@ class SegmentPlan:
     positions: Tensor
     heads: Sequence[Run] = ()
     last_layer: int | None = None
-    spans: Sequence[Run] = ()
+    spans: Spans | None = None
     places: Tensor | None = None
-    _parts: dict[tuple[int | None, bool], Parts] = field(default_factory=dict)
+    _parts: dict[tuple[int | None, bool, bool], Parts] = field(default_factory=dict)
     _varlen: dict[str, varlen_cuda.Keys] = field(default_factory=dict)
 
     def attend(
@@ -147,13 +160,19 @@ class SegmentPlan:
             window: Number of keys that a query attends to, itself included. ``None`` is unlimited.
         """
         # the kernel is causal, and tokens of a span also attend to later ones
-        if not self.spans and varlen_cuda.usable(query, value, softcap):
+        if not self._spans(window) and varlen_cuda.usable(query, value, softcap):
             if "keys" not in self._varlen:
                 self._varlen["keys"] = varlen_cuda.gather_keys(self.runs, self.shared, query.device)
             return varlen_cuda.attend(query, key, value, self._varlen["keys"], scale, window)
         return _Joined.apply(
             query, key, value, self.parts(window, layer == self.last_layer), scale, softcap
         )
+
+    def _spans(self, window: int | None) -> Sequence[Run]:
+        """Return the spans of a layer with a sliding window of ``window`` keys."""
+        if self.spans is None or (self.spans.windowed and window is None):
+            return ()
+        return self.spans.runs
 
     def parts(self, window: int | None, last: bool = False) -> Parts:
         """Return the parts of the softmax under a sliding window of ``window`` keys.
@@ -163,16 +182,18 @@ class SegmentPlan:
         longest = max((length for _, length in self.runs), default=0)
         for (_, length), queries in self.shared:
             longest = max(longest, length + max(n for _, n in queries))
+        spans = self._spans(window)
         # a window that hides nothing needs no masks and fewer parts
         if window is not None and window >= longest:
             window = None
         # under a window, the last layer computes all states of a head like the other layers
-        key = window, last and window is None and bool(self.heads)
+        last = last and window is None and bool(self.heads)
+        key = window, last, bool(spans)
         if key not in self._parts:
-            self._parts[key] = self._make_parts(*key)
+            self._parts[key] = self._make_parts(window, last, spans)
         return self._parts[key]
 
-    def _make_parts(self, window: int | None, last: bool) -> Parts:
+    def _make_parts(self, window: int | None, last: bool, all_spans: Sequence[Run]) -> Parts:
         heads = set(self.heads) if last else set()
         chunks: list[Run] = []
         for run in self.runs:
@@ -181,7 +202,7 @@ class SegmentPlan:
         device = self.positions.device
         own = [_own(bucket, device) for bucket in _buckets(chunks)]
         spans = []
-        for start, length in self.spans:
+        for start, length in all_spans:
             # the last layer computes no states inside a head, so no span there either
             unread = any(k <= start < k + m for k, m in heads)
             if length > 1 and not unread:

@@ -196,7 +196,8 @@ class KVDecoder:
         Return ``False`` where they cannot be reused: for a model that decodes with its own cache,
         one whose keys depend on the whole sequence, and if experts are recorded.
         """
-        is_prefix_lm = family_of(self.model.config).is_prefix_lm
+        config: Any = self.model.config
+        is_prefix_lm = family_of(config).is_prefix_lm
         keys_change = is_prefix_lm or length_bound(self._config) is not None
         if not self.by_plan or keys_change or self.experts is not None:
             return False
@@ -452,7 +453,7 @@ class PlanDecodeSession:
         shifts = np.zeros_like(lengths)
         source = torch.arange(tokens.numel(), device=self._device)
         seen = merge_multimodal_inputs(self._model, self._family, runs, begun=begun)
-        spans = [] if seen is None else seen.spans(source)
+        spans = None if seen is None else seen.spans(source)
         plan = PrefillPlan(self._prompts, len(self._handles), lengths, self._device, spans)
         inputs: dict[str, object] = {"input_ids": tokens, "position_ids": plan.positions}
         if seen is not None:

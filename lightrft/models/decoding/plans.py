@@ -5,14 +5,13 @@ Keys and values are rectangles: a prompt per slot, and a response per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.models.attention.segment_plan import Run, SegmentPlan
+from lightrft.models.attention.segment_plan import SegmentPlan, Spans
 from lightrft.utils.device_transfer import to_device
 
 
@@ -111,7 +110,7 @@ class PrefillPlan:
         first: int,
         lengths: np.ndarray,
         device: torch.device,
-        spans: Sequence[Run] = (),
+        spans: Spans | None = None,
     ) -> None:
         self._store = store
         self._first = first

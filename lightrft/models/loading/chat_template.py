@@ -51,7 +51,9 @@ def fit_template(
     if own == kinds:
         return
     has_template = bool(tokenizer.chat_template)
-    templates: Iterable[str] = _of_processor(settings.model_type, where, revision, chat=has_template)
+    templates: Iterable[str] = _of_processor(
+        settings.model_type, where, revision, chat=has_template
+    )
     if family.own is not None and family.own.chat_template and not has_template:
         templates = chain(templates, [family.own.chat_template])
     for template in templates:

@@ -122,7 +122,7 @@ def _load(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]] | None:
             folder,
             dtype="auto",
             output_loading_info=True,
-            attn_implementation=None if family is None else family.padded_attention,
+            attn_implementation=None if family is None else family.loaded_attention,
         )
     return model.eval(), info
 

@@ -94,7 +94,7 @@ def load_model(
         options["device_map"] = device_map
     settings = known_settings(config)
     family = family_of(settings)
-    implementation = config.attention or family.padded_attention
+    implementation = config.attention or family.loaded_attention
     where = where_of(config)
     try:
         with suppress_hf_warnings(local=Path(where).is_dir()):
@@ -181,7 +181,7 @@ def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
 
     Otherwise the error would blame the weights.
     """
-    implementation = config.attention or family_of(settings).padded_attention
+    implementation = config.attention or family_of(settings).loaded_attention
     options: dict[str, object] = {"trust_remote_code": True} if config.trust_remote_code else {}
     try:
         with torch.device("meta"):

@@ -337,7 +337,7 @@ def _stored_dtype(
 
 def _bare(config: ModelConfig, settings: PreTrainedConfig, kind: torch.dtype) -> PreTrainedModel:
     """Build the bare model on the meta device, except for computed buffers."""
-    options = {"attn_implementation": config.attention or family_of(settings).padded_attention}
+    options = {"attn_implementation": config.attention or family_of(settings).loaded_attention}
     try:
         with torch.device("meta"):
             model = from_settings(settings, kind, **options)

@@ -98,12 +98,12 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
 
 _TOWERS = (
     *("vision_tower", "vision_model", "vision_encoder", "visual", "audio_tower", "image_tower"),
-    *("video_tower", "encoder", "embed_vision", "vqmodel", "generation_embeddings"),
+    *("video_tower", "encoder", "vqmodel", "generation_embeddings"),
     *("generation_aligner", "generation_head"),
 )
 _PROJECTORS = (
     *("multi_modal_projector", "projector", "connector", "aligner", "merger", "visual.merger"),
-    *("vision_projection", "vision_resampler", "image_newline"),
+    *("vision_projection", "vision_resampler", "image_newline", "embed_vision", "embed_audio"),
 )
 _PARTS = {
     "tower": tuple(f"model.{name}." for name in _TOWERS),
@@ -162,7 +162,7 @@ def _tower(kind: str, inputs: Sequence[str], token: str) -> Tower:
             output = getattr(owner, getter)(
                 **in_dtype(keywords, inputs, model.dtype), return_dict=True
             )
-            found.append(_flat(getattr(output, "pooler_output", output)))
+            found.append(_flat(getattr(output, "pooler_output", output), _seen(output)))
         return Features(torch.cat(found))
 
     return Tower(
@@ -216,8 +216,16 @@ def padded(items: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _flat(values: Any) -> Tensor:
-    """Return the features ``[K, H]`` of all items."""
+def _seen(output: Any) -> Tensor | None:
+    """Return the mask of an encoder's states, ``False`` for padding; ``None`` without one."""
+    mask = getattr(output, "attention_mask", None)
+    return mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
+
+
+def _flat(values: Any, seen: Tensor | None = None) -> Tensor:
+    """Return the features ``[K, H]`` of all items, without states that ``seen`` leaves out."""
+    if seen is not None and isinstance(values, Tensor) and seen.shape == values.shape[:-1]:
+        return values[seen]
     if isinstance(values, Tensor):
         return values.reshape(-1, values.shape[-1])
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in values])

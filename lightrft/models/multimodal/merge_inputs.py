@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
 
 from lightrft.models.attention.layouts import Packed
-from lightrft.models.attention.segment_plan import Run
+from lightrft.models.attention.segment_plan import Spans
 from lightrft.models.families import Family
 from lightrft.models.multimodal.kept_features import KeptFeatures, TowerOutputs
 from lightrft.models.multimodal.towers import Features, ModalityEncoder, Tower, in_dtype
@@ -37,6 +37,7 @@ class MergedInputs:
         positions: ``[axes, N]``. ``None`` if a token's position is its index in the sequence.
         blocks: ``[N]`` number of the span with attention in both directions, -1 outside. ``None``
             if there are none.
+        windowed: The spans hold only in layers with a sliding window.
         idle: A zero that depends on towers that ran on a blank, so that zero gradients reach them.
             ``None`` if none did.
     """
@@ -46,6 +47,7 @@ class MergedInputs:
     deep: tuple[Tensor, ...]
     positions: Tensor | None
     blocks: Tensor | None = None
+    windowed: bool = False
     idle: Tensor | None = None
 
     def inputs(self, model: PreTrainedModel, ids: Tensor, source: Tensor) -> dict[str, object]:
@@ -67,25 +69,27 @@ class MergedInputs:
         if self.idle is not None:
             flat = flat + self.idle.to(flat.dtype)
         made: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
+        made |= _per_layer(model, ids, (row >= 0).view(ids.shape))
         if self.deep:
             made["visual_pos_masks"] = (row >= 0).view(ids.shape)
             made["deepstack_visual_embeds"] = [d[taken].to(flat.dtype) for d in self.deep]
         return made
 
-    def spans(self, source: Tensor) -> list[Run]:
-        """Return start and length of each copy of a block in a row of tokens.
+    def spans(self, source: Tensor) -> Spans | None:
+        """Return the copies of blocks in a row of tokens.
 
         ``source [T]`` are the indices of the row's tokens.
         """
         if self.blocks is None:
-            return []
+            return None
         block = self._block_of(source)
         follows = (block[1:] == block[:-1]) & (source[1:] == source[:-1] + 1)
         edge = torch.ones(1, dtype=torch.bool, device=source.device)
         starts = torch.cat([edge, ~follows]).nonzero()[:, 0]
         lengths = torch.diff(starts, append=starts.new_tensor([len(source)]))
         runs = list(zip(starts.tolist(), lengths.tolist()))
-        return [run for run, number in zip(runs, block[starts].tolist()) if number >= 0]
+        found = [run for run, number in zip(runs, block[starts].tolist()) if number >= 0]
+        return Spans(found, self.windowed)
 
     def masks(
         self,
@@ -112,15 +116,17 @@ class MergedInputs:
         for kind in set(getattr(config, "layer_types", None) or ("",)):
             # the blocks are added to the causal mask by ``or``, so a window must be applied again
             # by ``and``
-            near = None
+            near, ahead = None, blockwise_overlay(block)
             if kind == "sliding_attention":
                 near = sliding_window_overlay(config.sliding_window)
+            elif self.windowed:
+                ahead = None
             masks[kind] = create_causal_mask(
                 config,
                 embeddings,
                 real,
                 None,
-                or_mask_function=blockwise_overlay(block),
+                or_mask_function=ahead,
                 and_mask_function=near,
             )
         return {"attention_mask": masks.get("", masks)}
@@ -128,6 +134,22 @@ class MergedInputs:
     def _block_of(self, source: Tensor) -> Tensor:
         assert self.blocks is not None
         return torch.where(source < 0, -1, self.blocks[source.clamp(min=0)])
+
+
+def _per_layer(model: PreTrainedModel, ids: Tensor, is_media: Tensor) -> dict[str, object]:
+    """Return the embeddings that each layer adds, for models that have such (Gemma 3n and 4).
+
+    Args:
+        model: The transformers model.
+        ids: ``[S, T]`` token ids.
+        is_media: ``[S, T]``, ``True`` for placeholders, which are read as padding.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if not getattr(config, "hidden_size_per_layer_input", 0):
+        return {}
+    ids = torch.where(is_media, config.pad_token_id, ids)
+    text: Any = model.get_decoder()
+    return {"per_layer_inputs": text.get_per_layer_inputs(ids)}
 
 
 def merge_multimodal_inputs(
@@ -205,7 +227,8 @@ def merge_multimodal_inputs(
     embeddings: Any = model.get_input_embeddings()
     # without features, an empty tensor of the right width, dtype and device
     values = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
-    return MergedInputs(row, values, deep, positions, blocks, outputs.idle)
+    windowed = reader.both_ways == "windowed media"
+    return MergedInputs(row, values, deep, positions, blocks, windowed, outputs.idle)
 
 
 def _run_towers(
@@ -365,9 +388,7 @@ def _blocks(row: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(real, (real & ~follows).cumsum(0) - 1, -1)
 
 
-def _of_prompts(
-    model: PreTrainedModel, lengths: Tensor, count: int, inside: Tensor
-) -> Tensor:
+def _of_prompts(model: PreTrainedModel, lengths: Tensor, count: int, inside: Tensor) -> Tensor:
     """Return the blocks ``[N]`` of a model that reads each prompt in both directions.
 
     Args:
@@ -487,7 +508,10 @@ def own_inputs(
     index = torch.tensor(rows, device=batch.prompt_of.device)
     whole = _joined(batch.prompts.select(batch.prompt_of[index]), batch.responses.select(index))
     source = packed.source.view(packed.input_ids.shape)
-    made: dict[str, object] = {"input_ids": packed.input_ids, "attention_mask": (source >= 0).long()}
+    made: dict[str, object] = {
+        "input_ids": packed.input_ids,
+        "attention_mask": (source >= 0).long(),
+    }
     made |= own_keywords(model, reader, packed.input_ids, whole.media)
     if family.is_prefix_lm:
         # 0 for the prompt, 1 for the response

@@ -137,7 +137,8 @@ class ModalityEncoder:
         parts: Prefixes of parameter names of ``tower`` and ``projector``. The projector may be
             inside the tower.
         both_ways: Tokens that attend to each other in both directions: those of one picture
-            (``media``), or all of a prompt, with or without media (``prompt``).
+            (``media``; in layers with a sliding window alone, ``windowed media``), or all of a
+            prompt, with or without media (``prompt``).
         alone: The model's own forward takes media of unequal sizes only in separate rows.
         unread: Prefixes of parameters that no feature depends on.
         marks: Config fields with the ids of tokens that the model's own forward counts as media.
@@ -148,7 +149,7 @@ class ModalityEncoder:
     towers: tuple[Tower, ...]
     positions: Positions | None = None
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    both_ways: Literal["media", "prompt"] | None = None
+    both_ways: Literal["media", "windowed media", "prompt"] | None = None
     alone: bool = False
     unread: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()

@@ -82,7 +82,9 @@ def build(
     }
     parts: dict[str, ModalityProcessor] = {}
     for tower in reader.towers:
-        if readable.get(tower.kind):
+        # A family's own models may lack a tower.
+        section = "vision_config" if tower.kind == "image" else f"{tower.kind}_config"
+        if readable.get(tower.kind) and getattr(settings, section, 0) is not None:
             token = token_text(tokenizer, tower.token_id(settings))
             parts[tower.kind] = _part(processor, tower, token, files)
     if not parts:
@@ -118,7 +120,7 @@ def _load(
             options = {"backend": "pil", "revision": revision}
             given.append(AutoImageProcessor.from_pretrained(config.path, **options))
         elif part in ("feature_extractor", "audio_processor"):
-            given.append(AutoFeatureExtractor.from_pretrained(config.path, revision=revision))
+            given.append(_extractor(config.path, revision, known))
         else:
             given.append(None)
     # Parts may be missing, and transformers' own processors of clips need torchvision.
@@ -133,6 +135,16 @@ def _load(
         own = fields.get("video_processor") or json.loads(files.get(PROCESSOR_FILES[1], "{}"))
         processor.video_processor = _Frames(own)
     return processor, files
+
+
+def _extractor(path: str, revision: str, known: Any) -> Any:
+    """Return the processor of sounds, or ``None`` if a model that reads pictures has none."""
+    try:
+        return AutoFeatureExtractor.from_pretrained(path, revision=revision)
+    except (OSError, ValueError):
+        if "image_processor" in known.get_attributes():
+            return None
+        raise
 
 
 def _lenient(self: Any, name: str, argument: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -51,14 +51,14 @@ class _Row:
 
     Attributes:
         tokens: Special tokens, by the attribute of the tokenizer or processor that names each.
-        written: Text that the chat template writes for a picture.
+        written: Text that the chat template writes for a picture. Empty for families that read
+            sounds alone.
         clip: Text that it writes for a clip. Empty for families whose clips are not read here.
         config: Fields of the config.
         text: Fields of the text config.
         vision: Fields of the tower's config.
         picture: Settings of the picture processor.
-        sound: Text that it writes for a sound, which replaces pictures. Empty for families that
-            read pictures.
+        sound: Text that it writes for a sound. Empty for families that read none.
         extractor: Class of the processor of sounds.
         processor: Settings of the processor.
         ids: Config fields with the id of a token of ``tokens``.
@@ -134,8 +134,37 @@ _ROWS: dict[str, _Row] = {
     "glm4v": replace(_GLM_46V, text=_ROPE),
     "glm4v_moe": replace(_GLM_46V, like="glm4v"),
     "glm46v": _GLM_46V,
+    "gemma4": _Row(
+        {
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "video_token": "<|video|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        "<|image|>",
+        sound="<|audio|>",
+        # Its attention is not scaled, so that more layers would amplify rounding.
+        text={
+            "vocab_size_per_layer_input": 200,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 0,
+            "initializer_range": 0.05,
+        },
+        picture={"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+        vision={
+            "pooling_kernel_size": 2,
+            "patch_size": 4,
+            "subsampling_conv_channels": [128, 4],
+            "output_proj_dims": 32,
+        },
+    ),
     "glmasr": _Row(
         {"audio_token": "<|pad|>"},
+        "",
         sound="<|pad|>",
         vision={"num_mel_bins": 16, "max_position_embeddings": 50},
     ),
@@ -145,6 +174,7 @@ _ROWS: dict[str, _Row] = {
             "audio_bos_token": "<|audio_start|>",
             "audio_eos_token": "<|audio_end|>",
         },
+        "",
         extractor="Qwen3ASRFeatureExtractor",
         sound="<|audio_start|><|audio_pad|><|audio_end|>",
         vision={
@@ -227,16 +257,16 @@ def _config(model_type: str, row: _Row) -> Callable[[Fields, dict[str, int], Fie
         kind: Any = CONFIG_MAPPING[model_type]
         sections: Fields = {}
         of_tokens = {k: v for k, v in sizes.items() if k in _OF_TOKENS}
-        for name, section in vars(kind()).items():
-            if not isinstance(section, PreTrainedConfig):
-                continue
+        for name, section in kind.sub_configs.items():
+            if section is AutoConfig:
+                section = type(getattr(kind(), name))
             is_text = name == "text_config"
             fields = {**text_sizes(section.model_type), **of_tokens} if is_text else _TOWER | tower
             known = {k: v for k, v in fields.items() if v is not None}
             sections[name] = {
                 "model_type": section.model_type,
-                **_fitting(type(section), known),
-                **(row.text if is_text else row.vision),
+                **_fitting(section, known),
+                **(row.text if is_text else _fitting(section, row.vision)),
             }
         fields = {**row.config}
         names = {item.name for item in dataclasses.fields(kind)}
@@ -271,7 +301,7 @@ def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
     def build(**settings: Any) -> SavedProcessor:
         kind = row.like or model_type
         fields = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **row.processor}
-        if row.sound:
+        if not row.written:
             return _Files(audio.extractor(row.extractor, **settings), {}, fields)
         name = str(IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"])
         picture = getattr(transformers, name)(**{**row.picture, **settings})
@@ -283,9 +313,11 @@ def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
 FAMILIES: dict[str, Tiny] = {
     name: Tiny(
         tuple(row.tokens.values()),
-        {"audio": row.sound}
-        if row.sound
-        else {"image": row.written, **({"video": row.clip} if row.clip else {})},
+        {
+            kind: text
+            for kind, text in (("image", row.written), ("video", row.clip), ("audio", row.sound))
+            if text
+        },
         _config(name, row),
         _processor(name, row),
         dict(row.tokens),

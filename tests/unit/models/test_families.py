@@ -101,7 +101,6 @@ UNKNOWN_WITH_PARTS = (
         "llama4",
         "mistral3",
         "idefics2",
-        "gemma4",
         "ovis2",
         "aria",
     ),

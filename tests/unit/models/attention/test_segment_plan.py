@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lightrft.models.attention.segment_plan import SegmentPlan
+from lightrft.models.attention.segment_plan import SegmentPlan, Spans
 
 WINDOWS = (None, 1, 2, 3, 5, 9)
 
@@ -49,7 +49,7 @@ def plan_of(prompts, answers, spans, positions):
         if members:
             shared.append((head, members))
             heads.append(head)
-    return SegmentPlan(runs, shared, positions, heads, last_layer=1, spans=spans)
+    return SegmentPlan(runs, shared, positions, heads, last_layer=1, spans=Spans(spans))
 
 
 def dense(query, key, value, mask, scale, softcap):

@@ -211,8 +211,8 @@ def test_spans_are_found_at_every_copy_of_a_prompt_and_end_where_it_ends(tmp_pat
     )
     first, second, third = range(9), range(9, 19), range(19, 38)
     row = [*first, *first, *second, *first, *third, -1, -1]
-    assert seen.spans(torch.tensor(row)) == [(0, 9), (9, 9), (18, 9), (28, 9), (38, 18)]
-    assert seen.spans(torch.tensor([18, -1])) == []
+    assert seen.spans(torch.tensor(row)).runs == [(0, 9), (9, 9), (18, 9), (28, 9), (38, 18)]
+    assert seen.spans(torch.tensor([18, -1])).runs == []
 
 
 def test_a_sampled_placeholder_belongs_to_no_span(tmp_path):
@@ -221,4 +221,4 @@ def test_a_sampled_placeholder_belongs_to_no_span(tmp_path):
     media = {"pixel_values": Ragged(torch.rand(1, 3, 24, 24), torch.tensor([1]))}
     row = [5, *[token] * 9, token, token]
     seen = merge_multimodal_inputs(actor.base, actor.family, Segments.of([row], media), begun=[2])
-    assert seen.spans(torch.arange(len(row))) == [(1, 9)]
+    assert seen.spans(torch.arange(len(row))).runs == [(1, 9)]

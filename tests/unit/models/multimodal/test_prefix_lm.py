@@ -16,13 +16,14 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models import ActorVL
+from lightrft.models.attention.layouts import pack
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
-from lightrft.models.multimodal.merge_inputs import media_token_ids
+from lightrft.models.multimodal.merge_inputs import media_token_ids, own_inputs
 from lightrft.models.tiny.text_families import text_sizes
 from lightrft.types import Batch, Prompt, Request, Segments
 from lightrft.utils.errors import ModelError
-from tests.media_helpers import Rig, rig, rig_in
+from tests.media_helpers import Rig, mixed_batch, mixed_prompts, rig, rig_in
 
 QUESTION = [5, 6, 7, 8, 9, 10, 11, 12]
 ANSWER = [20, 30, 40]
@@ -134,6 +135,40 @@ def test_without_a_chat_template_a_message_is_written_as_the_processor_writes_it
     mine = str(text).replace("<image>", part.written * 16)
     assert tokenizer(mine, add_special_tokens=False)["input_ids"] == made["input_ids"][0]
     answered = [message, {"role": "assistant", "content": "a cat"}]
-    assert tokenizer.apply_chat_template(answered, tokenize=False) == text + "a cat" + tokenizer.eos_token
+    assert (
+        tokenizer.apply_chat_template(answered, tokenize=False)
+        == text + "a cat" + tokenizer.eos_token
+    )
     with pytest.raises(Exception, match="PaliGemma reads one question"):
         tokenizer.apply_chat_template([*answered, message], tokenize=False)
+
+
+@pytest.mark.parametrize("layout", ["prefix_shared", "padded"])
+def test_pictures_of_gemma_4_attend_ahead_in_windows_alone_where_the_config_says_so(
+    layout: str, tmp_path: Path
+) -> None:
+    first = rig("gemma4", tmp_path)
+    config = first.actor.base.config
+    config.text_config.use_bidirectional_attention = "vision"
+    first.actor.base.save_pretrained(first.path)
+    r = rig_in(first.path)
+    causal = mixed_batch(mixed_prompts(first)[1:3])
+    r.actor.layout = layout
+    with torch.no_grad():
+        expected = r.actor.own_logprobs(causal)
+        torch.testing.assert_close(r.actor.score(causal).logprobs, expected, atol=2e-5, rtol=0)
+        assert (first.actor.score(causal).logprobs - expected).abs().max() > 1e-3
+    assert r.actor.family.reader.both_ways == "windowed media"
+    engine = NativeEngine(KVDecoder(r.actor.base), r.tokenizer, EngineConfig())
+    prompts = mixed_prompts(r)[1:2]
+    [found] = engine.generate([Request(prompts[0], 3)], SamplingConfig(max_new_tokens=6))
+    tokens = Segments.of([list(found.token_ids)])
+    batch = Batch(Segments.of_prompts(prompts), tokens, torch.tensor([0]))
+    packed = pack(batch, "padded")
+    r.actor.use_attention("padded")
+    with torch.no_grad():
+        inputs = own_inputs(r.actor.base, r.actor.family, batch, packed)
+        logits = r.actor.base(**inputs).logits.flatten(0, 1)[packed.gather]
+    logits[:, list(media_token_ids(r.actor.base.config, r.actor.family))] = -torch.inf
+    again = logits.log_softmax(-1).gather(1, tokens.tokens[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found.logprobs), again, atol=2e-5, rtol=0)
