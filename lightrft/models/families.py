@@ -313,7 +313,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     if row.own is None:
         return row
     text = config.get_text_config(decoder=True).model_type
-    near = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    near = vars(config.get_text_config()).get("use_bidirectional_attention") == "vision"
     return _with_reader(config.model_type, text, near=near)
 
 

@@ -100,7 +100,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class AttentionSpans:
     """Parts of runs with attention in both directions.
 
     Attributes:
@@ -132,7 +132,7 @@ class SegmentPlan:
     positions: Tensor
     heads: Sequence[Run] = ()
     last_layer: int | None = None
-    spans: Spans | None = None
+    spans: AttentionSpans | None = None
     places: Tensor | None = None
     _parts: dict[tuple[int | None, bool, bool], Parts] = field(default_factory=dict)
     _varlen: dict[str, varlen_cuda.Keys] = field(default_factory=dict)

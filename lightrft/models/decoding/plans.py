@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.models.attention.segment_plan import SegmentPlan, Spans
+from lightrft.models.attention.segment_plan import AttentionSpans, SegmentPlan
 from lightrft.utils.device_transfer import to_device
 
 
@@ -110,7 +110,7 @@ class PrefillPlan:
         first: int,
         lengths: np.ndarray,
         device: torch.device,
-        spans: Spans | None = None,
+        spans: AttentionSpans | None = None,
     ) -> None:
         self._store = store
         self._first = first

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
 
 from lightrft.models.attention.layouts import Packed
-from lightrft.models.attention.segment_plan import Spans
+from lightrft.models.attention.segment_plan import AttentionSpans
 from lightrft.models.families import Family
 from lightrft.models.multimodal.kept_features import KeptFeatures, TowerOutputs
 from lightrft.models.multimodal.towers import Features, ModalityEncoder, Tower, in_dtype
@@ -75,7 +75,7 @@ class MergedInputs:
             made["deepstack_visual_embeds"] = [d[taken].to(flat.dtype) for d in self.deep]
         return made
 
-    def spans(self, source: Tensor) -> Spans | None:
+    def spans(self, source: Tensor) -> AttentionSpans | None:
         """Return the copies of blocks in a row of tokens.
 
         ``source [T]`` are the indices of the row's tokens.
@@ -89,7 +89,7 @@ class MergedInputs:
         lengths = torch.diff(starts, append=starts.new_tensor([len(source)]))
         runs = list(zip(starts.tolist(), lengths.tolist()))
         found = [run for run, number in zip(runs, block[starts].tolist()) if number >= 0]
-        return Spans(found, self.windowed)
+        return AttentionSpans(found, self.windowed)
 
     def masks(
         self,
@@ -113,7 +113,7 @@ class MergedInputs:
         block = self._block_of(source).view(embeddings.shape[:2])
         masks: dict[str, object] = {}
         # a config without kinds of layers has one mask
-        for kind in set(getattr(config, "layer_types", None) or ("",)):
+        for kind in set(vars(config).get("layer_types") or ("",)):
             # the blocks are added to the causal mask by ``or``, so a window must be applied again
             # by ``and``
             near, ahead = None, blockwise_overlay(block)
@@ -144,12 +144,12 @@ def _per_layer(model: PreTrainedModel, ids: Tensor, is_media: Tensor) -> dict[st
         ids: ``[S, T]`` token ids.
         is_media: ``[S, T]``, ``True`` for placeholders, which are read as padding.
     """
-    config = model.config.get_text_config(decoder=True)
-    if not getattr(config, "hidden_size_per_layer_input", 0):
+    text: Any = model.config.get_text_config(decoder=True)
+    if not getattr(text, "hidden_size_per_layer_input", 0):
         return {}
-    ids = torch.where(is_media, config.pad_token_id, ids)
-    text: Any = model.get_decoder()
-    return {"per_layer_inputs": text.get_per_layer_inputs(ids)}
+    ids = torch.where(is_media, text.pad_token_id, ids)
+    decoder: Any = model.get_decoder()
+    return {"per_layer_inputs": decoder.get_per_layer_inputs(ids)}
 
 
 def merge_multimodal_inputs(
@@ -402,7 +402,8 @@ def _of_prompts(model: PreTrainedModel, lengths: Tensor, count: int, inside: Ten
     """
     run = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     blocks = torch.where((run < count) & inside, run, -1)
-    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    text: Any = model.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None)
     longest = int(torch.bincount(blocks[blocks >= 0], minlength=1).max())
     if window is not None and longest > window:
         raise ModelError(

@@ -84,7 +84,7 @@ def build(
     for tower in reader.towers:
         # A family's own models may lack a tower.
         section = "vision_config" if tower.kind == "image" else f"{tower.kind}_config"
-        if readable.get(tower.kind) and getattr(settings, section, 0) is not None:
+        if readable.get(tower.kind) and vars(settings).get(section, 0) is not None:
             token = token_text(tokenizer, tower.token_id(settings))
             parts[tower.kind] = _part(processor, tower, token, files)
     if not parts:

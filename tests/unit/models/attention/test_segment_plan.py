@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lightrft.models.attention.segment_plan import SegmentPlan, Spans
+from lightrft.models.attention.segment_plan import AttentionSpans, SegmentPlan
 
 WINDOWS = (None, 1, 2, 3, 5, 9)
 
@@ -49,7 +49,7 @@ def plan_of(prompts, answers, spans, positions):
         if members:
             shared.append((head, members))
             heads.append(head)
-    return SegmentPlan(runs, shared, positions, heads, last_layer=1, spans=Spans(spans))
+    return SegmentPlan(runs, shared, positions, heads, last_layer=1, spans=AttentionSpans(spans))
 
 
 def dense(query, key, value, mask, scale, softcap):
@@ -62,7 +62,7 @@ def dense(query, key, value, mask, scale, softcap):
 
 
 def cut(draw, start, length):
-    """Spans inside one run: neighbours may touch, one may have a single token, one may fill the run."""
+    """AttentionSpans inside one run: neighbours may touch, one may have a single token, one may fill the run."""
     spans, at = [], 0
     while at < length and draw(st.booleans()):
         at += draw(st.integers(0, min(3, length - at)))
