@@ -21,10 +21,12 @@ class Computer:
 
     def __init__(self) -> None:
         self.gate = threading.Event()
+        self.begun = threading.Semaphore(0)
         self.batches: list[list[int]] = []
 
     def __call__(self, works: Sequence[Work[int]]) -> list[int]:
-        self.gate.wait(10)
+        self.begun.release()
+        self.gate.wait(60)
         self.batches.append([work.payload for work in works])
         if 13 in self.batches[-1]:
             raise ValueError("13")
@@ -44,7 +46,7 @@ def test_waiting_works_share_a_batch_up_to_the_tokens_and_only_with_equal_keys()
     computer = Computer()
     made = batcher(computer)
     futures = [made.submit(work(0))]
-    time.sleep(0.3)  # the first is taken alone, and computes until the gate opens
+    assert computer.begun.acquire(timeout=60)  # the first is taken alone, until the gate opens
     rows = [work(1, 6), work(2, 6), work(3, 4), work(4, key="x"), work(5, 99)]
     futures += [made.submit(one) for one in rows]
     computer.gate.set()
@@ -56,15 +58,14 @@ def test_waiting_works_share_a_batch_up_to_the_tokens_and_only_with_equal_keys()
 def test_a_work_waits_for_others_no_longer_than_it_may():
     computer = Computer()
     computer.gate.set()
-    made = batcher(computer, wait_ms=300)
+    made = batcher(computer, wait_ms=2000)
     start = time.monotonic()
     first = made.submit(work(1))
-    time.sleep(0.1)
-    assert (made.submit(work(2)).result(10), first.result(10)) == (4, 2)
-    assert 0.25 < time.monotonic() - start < 5
+    assert (made.submit(work(2)).result(60), first.result(60)) == (4, 2)
+    assert time.monotonic() - start > 1.9
     full = made.submit(work(3, 10))  # enough tokens: it does not wait
     start = time.monotonic()
-    assert full.result(10) == 6 and time.monotonic() - start < 0.2
+    assert full.result(60) == 6 and time.monotonic() - start < 1.9
     assert computer.batches == [[1, 2], [3]]
     made.close()
 
@@ -84,7 +85,7 @@ def test_a_work_past_its_deadline_or_given_up_is_not_computed():
     computer = Computer()
     made = batcher(computer, wait_ms=0)
     first = made.submit(work(0))
-    time.sleep(0.1)
+    assert computer.begun.acquire(timeout=60)
     late, dropped = made.submit(work(1, seconds=0.05)), made.submit(work(2))
     dropped.cancel()
     time.sleep(0.1)
@@ -134,7 +135,7 @@ def test_a_work_that_is_given_up_while_it_is_computed_ends_no_other():
     computer = Computer()
     made = batcher(computer, wait_ms=0)
     first = made.submit(work(1))
-    time.sleep(0.1)
+    assert computer.begun.acquire(timeout=60)
     assert first.cancel()
     computer.gate.set()
     assert made.submit(work(2)).result(10) == 4

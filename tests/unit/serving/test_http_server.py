@@ -180,11 +180,25 @@ def test_a_full_server_refuses_with_the_time_to_wait_and_still_tells_its_health(
 
 
 def test_a_repeated_request_is_computed_once_also_while_the_first_one_runs():
-    slow = Slow(0.3)
-    with answering(slow.endpoint, remembered=2) as (url, server):
+    slow, begun, may_end = Slow(0), threading.Event(), threading.Event()
+
+    async def held(call: HTTPCall) -> Any:
+        begun.set()
+        await asyncio.to_thread(may_end.wait, 60)
+        return await slow.answer(call)
+
+    with answering(Endpoint(("/slow",), held), remembered=2) as (url, server):
         headers = {"X-Request-Id": "a"}
-        with pytest.raises(httpx.ReadTimeout):  # the client is gone, its request is not
-            httpx.post(f"{url}/slow", json={"q": 1}, headers=headers, timeout=0.1)
+        host, port = url.removeprefix("http://").split(":")
+        body = httpx.Request("POST", url, json={"q": 1}).content
+        with socket.create_connection((host, int(port)), timeout=60) as sock:
+            head = (
+                f"POST /slow HTTP/1.1\r\nHost: x\r\nX-Request-Id: a\r\nContent-Length: {len(body)}"
+            )
+            sock.sendall(f"{head}\r\n\r\n".encode() + body)
+            assert begun.wait(60)
+        # the client is gone, its request is not
+        threading.Timer(0.1, may_end.set).start()
         again = httpx.post(f"{url}/slow", json={"q": 1}, headers=headers)
         assert again.json() == {"call": 1} and again.headers["x-request-id"] == "a"
         other = httpx.post(f"{url}/slow", json={"q": 2}, headers=headers)
