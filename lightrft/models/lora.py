@@ -445,7 +445,9 @@ def merged_model(model: nn.Module) -> PreTrainedModel:
     if (quantised := _quantised_layer(model)) is not None:
         way_out = "write the adapters alone, by lightrft export with adapters=keep"
         raise ModelError(f"{quantised} is quantised, so adapters cannot be added in: {way_out}")
-    tensors = (*model.parameters(), *model.buffers())
+    # A recurrent layer keeps the state of its last forward, which no copy is allowed of.
+    states = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor))
+    tensors = (*model.parameters(), *model.buffers(), *states)
     copied: Any = deepcopy(model, {id(tensor): tensor for tensor in tensors})
     adapted = [m.get_base_layer() for m in copied.modules() if isinstance(m, BaseTunerLayer)]
     # peft adds adapters in place, so each layer gets weights that nothing shares

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from lightrft.config.model import Layout
 from lightrft.models.families import attention_reach, context_length
@@ -88,7 +89,7 @@ def _long_rows(actor: Actor, batch: Batch) -> list[Batch]:
     if length < 16:
         return []
     # the eager implementation holds the scores of all heads in float32
-    score_bytes = 4 * actor.text_config.num_attention_heads * length**2
+    score_bytes = 4 * _most_heads(actor.text_config) * length**2
     if actor.padded_attention == "eager" and score_bytes > LONG_ROW_BYTES:
         return []
     row = tokens.repeat(length // len(tokens) + 1)[:length].tolist()
@@ -96,6 +97,15 @@ def _long_rows(actor: Actor, batch: Batch) -> list[Batch]:
     # two responses of unequal length: prefix_shared shares the prompt, padded pads a row
     responses = Segments.of([row[:8], row[4:8]])
     return [Batch(prompts, responses, torch.zeros(2, dtype=torch.long)).to(actor.device)]
+
+
+def _most_heads(config: PreTrainedConfig) -> int:
+    """Return the largest number of attention heads of a layer, 0 for a model without attention."""
+    # Some configs refuse one number for layers that differ. Older transformers knows no such ones.
+    layers: Any = [config]
+    if hasattr(config, "per_layer_config"):
+        layers = config.per_layer_config
+    return max(getattr(layer, "num_attention_heads", 0) for layer in layers)
 
 
 def _compared(actor: Actor, batch: Batch) -> Tensor:

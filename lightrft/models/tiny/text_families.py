@@ -260,6 +260,7 @@ _ROWS: dict[str, Fields] = {
         "log_scaling_n_floor": 8,
     },
     "inkling_text": {
+        "logits_mup_width_multiplier": 2.0,
         "layer_types": ["hybrid_sliding", "hybrid"],
         "mlp_layer_types": ["dense", "sparse"],
         "swa_num_attention_heads": 4,

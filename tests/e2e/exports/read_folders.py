@@ -2,7 +2,7 @@
 
 With ``item.json`` in the folder, a prompt with a picture or a sound, print its token ids by the folder's own processor instead.
 
-usage: read_folders.py FOLDER ...   (prints one JSON object: folder to result)
+usage: read_folders.py   (a line [KIND, [FOLDER, ...]] gives a line with a JSON object: folder to result. KIND is read or rewrite.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import transformers
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
+MARK = "results: "
 IDS = torch.arange(4, 12)[None]
 
 
@@ -39,13 +40,18 @@ def processed(folder: Path, item: dict[str, Any]) -> dict[str, Any]:
     return {"ids": np.asarray(made["input_ids"])[0].tolist()}
 
 
+def class_of(folder: Path) -> Any:
+    """Return the class of the folder's model, or its name if this version has none."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name, name)
+
+
 def read(folder: Path) -> dict[str, Any]:
     if (folder / "item.json").exists():
         return processed(folder, json.loads((folder / "item.json").read_text()))
-    fields = json.loads((folder / "config.json").read_text())
-    loader = getattr(transformers, fields["architectures"][0], None)
-    if loader is None:
-        return {"unknown": fields["architectures"][0]}
+    loader = class_of(folder)
+    if isinstance(loader, str):
+        return {"unknown": loader}
     # as the folder's own class, by its own attention, which every version has
     model, info = loader.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager"
@@ -59,16 +65,41 @@ def read(folder: Path) -> dict[str, Any]:
     return {"gap": gap, "wrong": wrong, "ids": tokenizer("1+1=")["input_ids"]}
 
 
-def main(folders: list[str]) -> None:
-    transformers.utils.logging.set_verbosity_error()
-    results = {"version": transformers.__version__}
+def rewrite(folder: Path) -> dict[str, Any]:
+    """Replace the weights of a folder by random ones, with the names and the config of this version."""
+    loader = class_of(folder)
+    if isinstance(loader, str):
+        return {"unknown": loader}
+    torch.manual_seed(1)
+    model = loader(loader.config_class.from_pretrained(folder)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # A zero projector would hide the picture.
+            if parameter.ndim > 1 and not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.1)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+    return {}
+
+
+def answer(kind: str, folders: list[str]) -> dict[str, Any]:
+    results: dict[str, Any] = {"version": transformers.__version__}
     for folder in folders:
         try:
-            results[folder] = read(Path(folder))
+            results[folder] = {"read": read, "rewrite": rewrite}[kind](Path(folder))
         except Exception as error:
             results[folder] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    sys.stdout.write("\n" + json.dumps(results) + "\n")
+    return results
+
+
+def main() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        # Libraries may print too, without an end of line.
+        sys.stdout.write("\n" + MARK + json.dumps(answer(*json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -11,6 +11,7 @@ from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import load_model, save_model
 from lightrft.models.lora import apply_lora_configuration, can_merge, linear_modules, merged_state
 from lightrft.models.tiny.text import FAMILIES, tiny_tokenizer
+from lightrft.models.tiny.text_families import family_model
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
 from tests.model_helpers import float32_bound, gradients, hard_batch, small_actor, small_model
@@ -273,3 +274,10 @@ def test_own_log_probs_at_some_places_are_those_of_all_tokens():
     bound = float32_bound(actor) * float(every.abs().max())
     assert torch.allclose(actor.own_logprobs(batch, at), every[at], rtol=0, atol=bound)
     assert torch.allclose(every, actor.score(batch).logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "xlstm", "dots3_note_text"])
+def test_layouts_of_layers_without_one_number_of_heads_are_checked(family: str) -> None:
+    actor = Actor(family_model(family))
+    assert check_layout(actor, hard_batch()) == ""
+    assert actor.layout == "padded"

@@ -13,6 +13,7 @@ from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.loading.sharded_read import build_model
+from lightrft.models.lora import merged_model
 from lightrft.models.tiny.text_families import family_model
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -76,3 +77,14 @@ def test_the_scale_and_the_dropout_of_adapters_are_written_too(tmp_path, kind):
 def test_experts_without_adapters_are_said(tmp_path, caplog):
     check_written_adapters("mixtral", "dora", tmp_path)
     assert "the experts get no adapters" in caplog.text
+
+
+def test_layers_that_keep_the_state_of_a_training_forward_are_merged(tmp_path):
+    family_model("recurrent_gemma").save_pretrained(tmp_path)
+    settings = ModelConfig(path=str(tmp_path), lora=LoRAConfig(rank=2))
+    model: Any = build_model(settings, "cpu", None)[0]
+    with torch.no_grad():
+        expected = model(input_ids=IDS, use_cache=False).logits
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    merged = merged_model(model)
+    assert merged(input_ids=IDS, use_cache=False).logits.allclose(expected, atol=1e-5)
