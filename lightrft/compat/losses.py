@@ -210,7 +210,40 @@ class HPSLoss(LogExpLoss):
     """
 
 
-class DPOLoss(nn.Module):
+class _PairLoss(nn.Module):
+    """A loss of pairs of responses, by their log-probs under the policy and the reference."""
+
+    def __init__(self, settings: PreferenceConfig) -> None:
+        super().__init__()
+        self.beta = settings.beta
+        self._settings = settings
+
+    def _losses(self, chosen: Responses, rejected: Responses) -> Tensor:
+        """Return the losses, of which the mean is taken."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean loss, and the implicit rewards of chosen and rejected responses ``[B]``.
+
+        Args:
+            policy_chosen_logps: ``[B]`` log-probs of chosen responses under the policy.
+            policy_rejected_logps: ``[B]`` log-probs of rejected responses under the policy.
+            reference_chosen_logps: ``[B]`` log-probs of chosen responses under the reference.
+            reference_rejected_logps: ``[B]`` log-probs of rejected responses under the reference.
+        """
+        chosen = _responses(policy_chosen_logps, reference_chosen_logps)
+        rejected = _responses(policy_rejected_logps, reference_rejected_logps)
+        losses = self._losses(chosen, rejected)
+        return losses.mean(), _rewards(self.beta, chosen), _rewards(self.beta, rejected)
+
+
+class DPOLoss(_PairLoss):
     """The loss of DPO (arXiv 2305.18290, eq. 7), of conservative DPO, or of IPO.
 
     Args:
@@ -223,40 +256,21 @@ class DPOLoss(nn.Module):
     """
 
     def __init__(self, beta: float, label_smoothing: float = 0.0, ipo: bool = False) -> None:
-        super().__init__()
         if ipo and label_smoothing:
             raise ConfigError(
                 f"label_smoothing = {label_smoothing} changes nothing with ipo = True; leave one "
                 "of them out"
             )
-        self.beta = beta
+        super().__init__(PreferenceConfig(beta=beta, label_smoothing=label_smoothing))
         self.label_smoothing = label_smoothing
         self.ipo = ipo
-        self._settings = PreferenceConfig(beta=beta, label_smoothing=label_smoothing)
 
-    def forward(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean loss, and the implicit rewards of chosen and rejected responses ``[B]``.
-
-        Args:
-            policy_chosen_logps: ``[B]`` log-probs of chosen responses under the policy.
-            policy_rejected_logps: ``[B]`` log-probs of rejected responses under the policy.
-            reference_chosen_logps: ``[B]`` log-probs of chosen responses under the reference.
-            reference_rejected_logps: ``[B]`` log-probs of rejected responses under the reference.
-        """
-        chosen = _responses(policy_chosen_logps, reference_chosen_logps)
-        rejected = _responses(policy_rejected_logps, reference_rejected_logps)
+    def _losses(self, chosen: Responses, rejected: Responses) -> Tensor:
         loss = PREFERENCE_LOSSES["ipo_sum" if self.ipo else "sigmoid"]
-        losses = loss(Pairs(chosen, rejected), self._settings)
-        return losses.mean(), _rewards(self.beta, chosen), _rewards(self.beta, rejected)
+        return loss(Pairs(chosen, rejected), self._settings)
 
 
-class VanillaKTOLoss(nn.Module):
+class VanillaKTOLoss(_PairLoss):
     """The loss of KTO for equal numbers of chosen and rejected responses.
 
     The KL of the rejected responses is the reference point of the chosen ones, and the other way
@@ -267,34 +281,15 @@ class VanillaKTOLoss(nn.Module):
     """
 
     def __init__(self, beta: float) -> None:
-        super().__init__()
-        self.beta = beta
-        self._settings = PreferenceConfig(beta=beta)
+        super().__init__(PreferenceConfig(beta=beta))
 
-    def forward(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean loss, and the implicit rewards of chosen and rejected responses ``[B]``.
-
-        Args:
-            policy_chosen_logps: ``[B]`` log-probs of chosen responses under the policy.
-            policy_rejected_logps: ``[B]`` log-probs of rejected responses under the policy.
-            reference_chosen_logps: ``[B]`` log-probs of chosen responses under the reference.
-            reference_rejected_logps: ``[B]`` log-probs of rejected responses under the reference.
-        """
-        chosen = _responses(policy_chosen_logps, reference_chosen_logps)
-        rejected = _responses(policy_rejected_logps, reference_rejected_logps)
-        losses = torch.cat(
+    def _losses(self, chosen: Responses, rejected: Responses) -> Tensor:
+        return torch.cat(
             [
                 _kto(chosen, True, rejected.log_ratio.mean(), self._settings, 1.0),
                 _kto(rejected, False, chosen.log_ratio.mean(), self._settings, 1.0),
             ]
         )
-        return losses.mean(), _rewards(self.beta, chosen), _rewards(self.beta, rejected)
 
 
 class KTOLoss(nn.Module):
