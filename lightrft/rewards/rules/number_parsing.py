@@ -34,6 +34,8 @@ _WRAPPED = [
     re.compile(r"\\\[(.*)\\\]", re.DOTALL),
     re.compile(r"\*\*(.*)\*\*", re.DOTALL),
 ]
+_LEVELS = 16
+_SPACE = "".join(filter(str.isspace, map(chr, range(0x3001))))
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
 )
@@ -147,12 +149,11 @@ class Quantity:
 
 def tidy(text: str) -> str:
     """Reduce ``text`` to bare LaTeX, without delimiters, sizes, spacing and final full stop."""
-    text = text.translate(_UNICODE).strip()
-    before = None
-    # Delimiters are nested in any order, e.g. **$5$.**, so repeat until nothing changes.
-    while before != text:
+    text = text.translate(_UNICODE)
+    # Delimiters are nested in any order, e.g. **$5$.**. A written answer has few levels of them.
+    for _ in range(_LEVELS):
         before = text
-        text = text.strip(" \n\t;:").removesuffix(".").removesuffix(",").removesuffix("\\").strip()
+        text = text.lstrip(_SPACE + ";:").rstrip(_SPACE + ";:.,\\")
         for wrapped in _WRAPPED:
             whole = wrapped.fullmatch(text)
             if whole is None:
@@ -161,6 +162,8 @@ def tidy(text: str) -> str:
             # "$1$ and $2$" begins and ends with a delimiter, too.
             if "$" not in inner and "**" not in inner:
                 text = inner
+        if text == before:
+            break
     text = _without_delimiters(text)
     text = re.sub(
         r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\s*", "", text

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -17,8 +16,9 @@ from lightrft.rewards.rules.verdicts import VerdictForm, read_verdict
 from tests.unit.rewards.test_rules import answer
 
 SIZE = 20_000
-"""Characters of a text. A linear rule needs milliseconds, a quadratic one many seconds."""
-CPU_SECONDS = 3.0
+"""Characters of a text."""
+SHORTER = 4
+"""A text of a quarter of the size takes a quarter of the time where time is linear, a sixteenth where it is quadratic."""
 
 HEADS = ("", "The answer", "The answer is ", "**", "\\boxed{", "<answer>", "A", "[[", "1")
 UNITS = (
@@ -42,25 +42,23 @@ UNITS = (
 )
 
 
-@contextmanager
-def budget(text: str) -> Iterator[None]:
-    """Raise after ``CPU_SECONDS`` of this process, so that the load of the machine does not count."""
-
-    def stop(*_: object) -> None:
-        raise AssertionError(f"more than {CPU_SECONDS:g} s for {text[:40]!r}... of {len(text)}")
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-def texts() -> Iterator[str]:
+def texts(size: int) -> Iterator[str]:
     for head, unit in itertools.product(HEADS, UNITS):
-        yield head + unit * (SIZE // len(unit)) + ("x" if len(head) % 2 else "")
+        yield head + unit * (size // len(unit)) + ("x" if len(head) % 2 else "")
+
+
+def seconds(rule: Callable[[str], object], text: str) -> float:
+    """CPU seconds, which the load of the machine hardly changes."""
+    start = time.process_time()
+    rule(text)
+    return time.process_time() - start
+
+
+def grows_faster_than_the_text(rule: Callable[[str], object], long: str, short: str) -> bool:
+    """Whether the time of ``long`` is twice what ``short`` allows, in each of five measurements."""
+    if seconds(rule, long) < 0.02:
+        return False
+    return all(seconds(rule, long) > 2 * SHORTER * seconds(rule, short) for _ in range(5))
 
 
 def rule(name: str, label: str = "A", **options: bool) -> Callable[[str], object]:
@@ -93,12 +91,23 @@ RULES: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_long_text_of_repeated_characters_takes_linear_time(name: str) -> None:
-    tried = 0
-    for text in texts():
-        with budget(text):
-            RULES[name](text)
-        tried += len(text) >= SIZE // 2
-    assert tried > 10
+    pairs = list(zip(texts(SIZE), texts(SIZE // SHORTER), strict=True))
+    assert len(pairs) > 10 and all(len(long) >= SIZE // 2 for long, _ in pairs)
+    slow = [
+        long[:40] for long, short in pairs if grows_faster_than_the_text(RULES[name], long, short)
+    ]
+    assert slow == []
+
+
+def test_a_rule_of_quadratic_time_is_noticed() -> None:
+    def quadratic(text: str) -> int:
+        return sum(letter == "a" for _ in range(0, len(text), 50) for letter in text)
+
+    long, short = "," * SIZE, "," * (SIZE // SHORTER)
+    assert grows_faster_than_the_text(quadratic, long, short)
+    assert not grows_faster_than_the_text(
+        lambda text: [ord(letter) for letter in text * 50], long, short
+    )
 
 
 def test_every_rule_of_texts_is_fuzzed() -> None:
