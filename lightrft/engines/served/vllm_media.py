@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import torch
 from torch import Tensor
 
@@ -95,6 +94,9 @@ class ServedMedia:
         return last[2]
 
     def _features(self, prompt: Prompt, weights: str) -> dict[str, Any]:
+        # Imported here, since runs of text do not need it.
+        import msgpack
+
         hashes, places, data = {}, {}, {}
         for kind in self._kinds:
             tensors = tensors_of(kind, prompt)
