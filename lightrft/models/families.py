@@ -130,6 +130,7 @@ and a line break."""
 
 _OWN_MEDIA = {
     "aya_vision": derived.Own(plain_head=True),
+    "cohere2_vision": derived.Own(plain_head=True),
     "cosmos3_edge": _OWN,
     "cosmos3_omni": _OWN,
     "deepseek_vl": _OWN,
@@ -144,8 +145,11 @@ _OWN_MEDIA = {
     "glmga": _OWN,
     "hyperclovax_vision_v2": _OWN,
     "janus": _OWN,
+    "kimi_k25": _OWN,
+    "lfm2_vl": _OWN,
     "lfm3_vl": _OWN,
     "lighton_ocr": _OWN,
+    "mistral3": _OWN,
     "paligemma": derived.Own(prefix=True, chat_template=_PALIGEMMA),
     "llava": _OWN,
     "llava_next": _OWN,

@@ -103,7 +103,14 @@ _TOWERS = (
 )
 _PROJECTORS = (
     *("multi_modal_projector", "projector", "connector", "aligner", "merger", "visual.merger"),
-    *("vision_projection", "vision_resampler", "image_newline", "embed_vision", "embed_audio"),
+    *(
+        "mm_projector",
+        "vision_projection",
+        "vision_resampler",
+        "image_newline",
+        "embed_vision",
+        "embed_audio",
+    ),
 )
 _PARTS = {
     "tower": tuple(f"model.{name}." for name in _TOWERS),

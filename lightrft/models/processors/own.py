@@ -24,9 +24,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
+from transformers.utils import is_torchvision_available
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
@@ -108,8 +110,15 @@ def _load(
     known: Any = getattr(transformers, name, None) if name else None
     if known is None:
         raise ValueError(f"transformers {transformers.__version__} has no processor {name!r}")
-    if not issubclass(known, ProcessorMixin):
-        raise ValueError(f"{name} needs torchvision; install the one of your torch")
+    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(settings.model_type, {"pil": None})
+    # Where there are two, the processor without torchvision gives the numbers of the tests.
+    backend = "pil" if "pil" in names else "torchvision"
+    needs_torchvision = backend == "torchvision" or not issubclass(known, ProcessorMixin)
+    if needs_torchvision and not is_torchvision_available():
+        raise ValueError(
+            f"{name} needs torchvision, which is not installed; install the release that fits "
+            f"torch {torch.__version__}: pip install torchvision"
+        )
     revision = config.revision or "main"
     given: list[Any] = []
     for part in known.get_attributes():
@@ -117,7 +126,7 @@ def _load(
             # Some processors add tokens.
             given.append(copy.deepcopy(tokenizer))
         elif part == "image_processor":
-            options = {"backend": "pil", "revision": revision}
+            options = {"backend": backend, "revision": revision}
             given.append(AutoImageProcessor.from_pretrained(config.path, **options))
         elif part in ("feature_extractor", "audio_processor"):
             given.append(_extractor(config.path, revision, known))

@@ -149,3 +149,6 @@ OWN_MEDIA_FAMILIES: tuple[str, ...] = tuple(own.FAMILIES)
 """Families that read media by their own processor and methods."""
 
 ALL_MEDIA_FAMILIES: tuple[str, ...] = (*MEDIA_FAMILIES, *OWN_MEDIA_FAMILIES)
+
+TORCHVISION_FAMILIES = own.TORCHVISION_FAMILIES
+"""Families whose processors need torchvision."""

@@ -129,6 +129,17 @@ _ROWS: dict[str, _Row] = {
         processor={"patch_size": 4, "img_size": 16, "downsample_factor": 2},
         ids={"image_token_id": "<|IMG_PATCH|>"},
     ),
+    "cohere2_vision": _Row(
+        {
+            "image_token": "<image>",
+            "boi_token": "<boi>",
+            "eoi_token": "<eoi>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+        # The square of this size is the number of placeholders of a tile.
+        picture={**_SQUARE, "patch_size": 2, "max_patches": 4},
+        config={"alignment_intermediate_size": 64},
+    ),
     "deepseek_vl": _Row(picture=_SQUARE, processor={"num_image_tokens": 16}),
     "exaone4_5": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
     "glm4v": replace(_GLM_46V, text=_ROPE),
@@ -197,6 +208,30 @@ _ROWS: dict[str, _Row] = {
         vision={"projection_dim": 32},
         processor={"num_image_tokens": 16},
     ),
+    "kimi_k25": _Row(
+        {"image_token": "<|media_pad|>", "video_token": "<|video_pad|>"},
+        "<|media_pad|>",
+        picture={"patch_size": 4, "size": {"max_height": 8, "max_width": 8}},
+        vision={"pos_emb_height": 4, "pos_emb_width": 4},
+        config={"projection_hidden_size": 32},
+    ),
+    "lfm2_vl": _Row(
+        {
+            "image_token": "<image>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail_token": "<|img_thumbnail|>",
+        },
+        picture={
+            "encoder_patch_size": 4,
+            "tile_size": 16,
+            "max_tiles": 4,
+            "min_image_tokens": 1,
+            "max_image_tokens": 6,
+        },
+        vision={"num_patches": 16},
+        config={"projector_hidden_size": 32},
+    ),
     "lfm3_vl": _VISION_MARKS,
     "lighton_ocr": _Row(
         {
@@ -220,6 +255,17 @@ _ROWS: dict[str, _Row] = {
         picture={**_CROPPED, "image_grid_pinpoints": _GRIDS},
         processor=_LLAVA,
         config={"image_grid_pinpoints": _GRIDS},
+    ),
+    "mistral3": _Row(
+        {
+            "image_token": "[IMG]",
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+        },
+        "[IMG]",
+        text={"sliding_window": None},
+        picture={"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
+        processor={"patch_size": 4, "spatial_merge_size": 2},
     ),
     "paligemma": _Row(picture={**_SQUARE, "image_seq_length": 16}, config={"projection_dim": 32}),
     "qianfan_ocr": _Row(
@@ -303,8 +349,9 @@ def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
         fields = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **row.processor}
         if not row.written:
             return _Files(audio.extractor(row.extractor, **settings), {}, fields)
-        name = str(IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"])
-        picture = getattr(transformers, name)(**{**row.picture, **settings})
+        names = IMAGE_PROCESSOR_MAPPING_NAMES[kind]
+        name = names.get("pil") or names["torchvision"]
+        picture = getattr(transformers, str(name))(**{**row.picture, **settings})
         return _Files(picture, _CROPPED if row.clip else {}, fields)
 
     return build
@@ -325,3 +372,5 @@ FAMILIES: dict[str, Tiny] = {
     for name, row in _ROWS.items()
     if name in CONFIG_MAPPING
 }
+TORCHVISION_FAMILIES = ("cohere2_vision", "kimi_k25", "lfm2_vl", "mistral3")
+"""Families whose processors need torchvision."""

@@ -10,15 +10,16 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.utils import is_torchvision_available
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
-from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
 from lightrft.models.multimodal.derived import SHAPE, _joined
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.processors import load_processor
 from lightrft.models.processors.base import bounded
-from lightrft.models.tiny import own
+from lightrft.models.tiny import own, tiny_media_model, tiny_media_tokenizer
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
 from lightrft.utils.errors import DataError, ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
@@ -219,6 +220,17 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path):
     config = ModelConfig(path=str(r.path))
     with pytest.raises(ModelError, match="how it reads media cannot be loaded"):
         load_processor(config, load_tokenizer(config))
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+@pytest.mark.parametrize("missing", ["PixtralProcessor", "Kimi_K25Processor"])
+def test_a_processor_that_needs_torchvision_is_refused_without_it(missing, tmp_path):
+    """Transformers has a picture processor without torchvision for the first one alone."""
+    family = {"PixtralProcessor": "mistral3", "Kimi_K25Processor": "kimi_k25"}[missing]
+    tokenizer = tiny_media_tokenizer(family)
+    save_model(tiny_media_model(family, tokenizer), tokenizer, tmp_path)
+    with pytest.raises(ModelError, match=rf"{missing} needs torchvision.*fits torch.*pip install"):
+        load_processor(ModelConfig(path=str(tmp_path)), tokenizer)
 
 
 def test_the_text_model_inside_decides_about_the_layout(tmp_path):
