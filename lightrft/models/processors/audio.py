@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, WhisperFeatu
 from lightrft.config.model import ModelConfig
 from lightrft.models.multimodal import audio_towers
 from lightrft.models.processors import qwen
-from lightrft.models.processors.base import ModalityProcessor, known, token_text
+from lightrft.models.processors.base import ModalityProcessor, known, token_text, write_settings
 from lightrft.types import Extent
 
 
@@ -209,6 +209,8 @@ class OmniClip(Clip):
 
     def save(self, path: Path) -> None:
         save_beside_pictures(self.extractor, path)
+        # transformers has a processor for the whole model alone.
+        write_settings(path / "processor_config.json", {"processor_class": "Qwen2_5OmniProcessor"})
 
 
 def save_beside_pictures(extractor: WhisperFeatureExtractor, path: Path) -> None:

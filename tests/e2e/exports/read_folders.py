@@ -1,6 +1,7 @@
 """Load model folders by plain transformers, of any version, and print how far their logits are from ``expected.pt``.
 
 With ``item.json`` in the folder, a prompt with a picture or a sound, print its token ids by the folder's own processor instead.
+Many processors need torchvision.
 
 usage: read_folders.py   (a line [KIND, [FOLDER, ...]] gives a line with a JSON object: folder to result. KIND is read or rewrite.)
 """
@@ -16,28 +17,24 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 MARK = "results: "
 IDS = torch.arange(4, 12)[None]
 
 
 def processed(folder: Path, item: dict[str, Any]) -> dict[str, Any]:
-    """Return the token ids that the folder's own processor makes of ``item``, or the patches that its picture processor makes."""
-    if item["kind"] == "patches":
-        pictures = AutoImageProcessor.from_pretrained(folder, use_fast=False)
-        value = np.array(item["value"], dtype=np.uint8)
-        return {
-            "grid": np.asarray(pictures(images=[Image.fromarray(value)])["image_grid_thw"]).tolist()
-        }
+    """Return the token ids that the folder's own processor makes of ``item``, and those of its text with placeholders."""
     processor = AutoProcessor.from_pretrained(folder)
+    plain = {"add_special_tokens": False}
     if item["kind"] == "image":
         value = np.array(item["value"], dtype=np.uint8)
-        made = processor(text=[item["text"]], images=[[Image.fromarray(value)]])
+        made = processor(text=[item["text"]], images=[[Image.fromarray(value)]], **plain)
     else:
         value = np.array(item["value"], dtype=np.float32)
-        made = processor(text=[item["text"]], audio=[value], sampling_rate=16000)
-    return {"ids": np.asarray(made["input_ids"])[0].tolist()}
+        made = processor(text=[item["text"]], audio=[value], sampling_rate=16000, **plain)
+    expected = processor.tokenizer(item["expanded"], **plain)["input_ids"]
+    return {"ids": np.asarray(made["input_ids"])[0].tolist(), "expected": expected}
 
 
 def class_of(folder: Path) -> Any:
