@@ -490,7 +490,7 @@ class TrainingStrategy:
         Args:
             model: A prepared model.
             save_dir: Folder of all checkpoints.
-            tag: Name of the checkpoint. ``None`` takes the number of checkpoints.
+            tag: Name of the checkpoint. ``None`` takes the number after the largest one.
             max_num: Most checkpoints.
             max_mem: Most GiB of all checkpoints.
             client_state: Plain data.
@@ -498,8 +498,9 @@ class TrainingStrategy:
         """
         folder = Path(save_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        tag = f"step_{len(_checkpoints(folder))}" if tag is None else tag
-        shutil.rmtree(folder / tag, ignore_errors=True)
+        if tag is None:
+            steps = [path.name.removeprefix("step_") for path in _checkpoints(folder)]
+            tag = f"step_{max([-1, *map(int, filter(str.isdecimal, steps))]) + 1}"
         with whole_folder(folder / tag) as target:
             self.inner.save(self._state(model), target)
             write_json(target / CLIENT_STATE, client_state or {})

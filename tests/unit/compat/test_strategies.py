@@ -112,6 +112,25 @@ def test_old_checkpoints_are_removed_and_other_folders_stay(tmp_path):
         strategy.load_ckpt(model, str(tmp_path), load_optimizer_states=False)
 
 
+def test_checkpoints_without_a_tag_are_numbered_on(tmp_path):
+    strategy = get_strategy(args())
+    model = prepared(strategy)[0]
+    for step in range(5):
+        strategy.save_ckpt(model, str(tmp_path), max_num=2, client_state={"step": step})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_3", "step_4"]
+    assert strategy.load_ckpt(model, str(tmp_path))[1] == {"step": 4}
+    assert strategy.load_ckpt(model, str(tmp_path), "step_3")[1] == {"step": 3}
+
+
+def test_a_checkpoint_that_fails_leaves_the_one_of_its_name(tmp_path):
+    strategy = get_strategy(args())
+    model = prepared(strategy)[0]
+    strategy.save_ckpt(model, str(tmp_path), "a", client_state={"step": 1})
+    with pytest.raises(TypeError):
+        strategy.save_ckpt(model, str(tmp_path), "a", client_state={"step": object()})
+    assert strategy.load_ckpt(model, str(tmp_path))[1] == {"step": 1}
+
+
 def test_a_gradient_that_is_not_finite_updates_nothing():
     strategy = get_strategy(args(train_batch_size=2))
     model, optimizer, scheduler = prepared(strategy)
