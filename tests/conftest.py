@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import httpx
 import hypothesis
 import pytest
 
@@ -42,6 +43,9 @@ LONGEST = (
 A worker of pytest-xdist that has nothing left takes tests from the end of the other's list. With a long test there, one core
 would be idle at the end of all.
 """
+
+# A request of a test waits for a busy machine. httpx gives up after five seconds.
+httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(300.0)
 
 # An example may take long on a busy machine. The search for mutants, which takes 15 examples of most properties, has a profile of
 # its own, which is loaded by then.

@@ -12,9 +12,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 import torch
 
 from lightrft.config.base import build
@@ -28,6 +30,7 @@ from lightrft.serving.http_server import Endpoint, EventStream, HTTPServer
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.serving.reward_server import open_reward_server
 from lightrft.serving.server_metrics import ServerMetrics
+from lightrft.utils.http_client import circuit_breaker, server_client
 from tests import warm
 from tests.e2e.command import ROOT
 
@@ -43,13 +46,32 @@ def save_judge(folder: Path, **settings: Any) -> Path:
     return folder
 
 
+def advanced_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return the function that advances the clock of clients by seconds, which then need not pass."""
+    skipped = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(skipped), sleep=time.sleep)
+    for module in (server_client, circuit_breaker):
+        monkeypatch.setattr(module, "time", clock)
+    return skipped.append
+
+
+def skip_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the waits of clients between two trials pass at once, each by ten seconds of their clock.
+
+    A long deadline is then over after a number of trials, on a machine of any speed.
+    """
+    advance = advanced_clock(monkeypatch)
+    monkeypatch.setattr(server_client.time, "sleep", advance)
+    monkeypatch.setattr(server_client, "FIRST_WAIT", server_client.LONGEST_WAIT)
+
+
 @contextmanager
 def running(server: HTTPServer) -> Generator[str]:
     """Run ``server`` in a thread, and yield its address."""
     url = server.bind()
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while server._server is None or not server._server.started:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -57,7 +79,7 @@ def running(server: HTTPServer) -> Generator[str]:
         yield url
     finally:
         server.stop()
-        thread.join(30)
+        thread.join(300)
     assert not thread.is_alive()
 
 
@@ -114,7 +136,7 @@ def altered(url: str, edit: Edit, **settings: Any) -> Generator[str]:
 
     def passed(path: str) -> Any:
         async def post(call: HTTPCall) -> object:
-            async with httpx.AsyncClient(timeout=60) as client:
+            async with httpx.AsyncClient() as client:
                 answer = await client.post(url + path, json=dict(call.body))
             if answer.status_code != 200:
                 raise HTTPProblem(answer.status_code, answer.text)
@@ -128,7 +150,7 @@ def altered(url: str, edit: Edit, **settings: Any) -> Generator[str]:
 
         async def events() -> Any:
             async with (
-                httpx.AsyncClient(timeout=60) as client,
+                httpx.AsyncClient() as client,
                 client.stream("POST", f"{url}/v1/completions", json=dict(call.body)) as answer,
             ):
                 async for line in answer.aiter_lines():
@@ -164,7 +186,7 @@ class Seen:
 def judge_at(folder: Path, seconds: float = 0.0, together: int = 1) -> Generator[tuple[str, Seen]]:
     """Serve ``folder``, each request for at least ``seconds``, and yield what the server sees.
 
-    A request waits for others until ``together`` of them are open, but not for long.
+    A request waits for others until ``together`` of them have been open at once.
     """
     seen = Seen()
     with judge_server(folder) as (url, server):
@@ -177,11 +199,10 @@ def judge_at(folder: Path, seconds: float = 0.0, together: int = 1) -> Generator
             seen.open += 1
             seen.most = max(seen.most, seen.open)
             await asyncio.sleep(seconds)
-            for _ in range(100):
+            async with asyncio.timeout(300):
                 # A busy machine may start the threads of a client one after the other.
-                if seen.most >= together:
-                    break
-                await asyncio.sleep(0.01)
+                while seen.most < together:
+                    await asyncio.sleep(0.01)
             seen.open -= 1
             return await enter(endpoint, request)
 
@@ -207,12 +228,12 @@ def serve_process(folder: Path, port: int, *words: str, verb: str = "serve-rm") 
     return warm.Process(given, env, folder)
 
 
-def wait_for(url: str, seconds: float = 60.0) -> None:
+def wait_for(url: str, seconds: float = 300.0) -> None:
     """Wait until the server at ``url`` is healthy."""
     until = time.monotonic() + seconds
     while True:
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health").status_code == 200:
                 return
         except httpx.TransportError:
             pass
@@ -220,10 +241,10 @@ def wait_for(url: str, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def wait_for_gauge(url: str, name: str, value: float, seconds: float = 60.0) -> None:
+def wait_for_gauge(url: str, name: str, value: float, seconds: float = 300.0) -> None:
     """Wait until the metrics of the server at ``url`` show ``value``."""
     until = time.monotonic() + seconds
-    while f"{name} {value:g}\n" not in (text := httpx.get(f"{url}/metrics", timeout=5).text):
+    while f"{name} {value:g}\n" not in (text := httpx.get(f"{url}/metrics").text):
         assert time.monotonic() < until, text
         time.sleep(0.02)
 
@@ -260,7 +281,7 @@ def killing_server(
         yield kills
     finally:
         over.set()
-        thread.join(90)
+        thread.join(300)
 
 
 def free_port() -> int:

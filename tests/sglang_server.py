@@ -401,7 +401,7 @@ PACKAGE = Path(__file__).parent / "sglang_package"
 
 def started_sglang(folder: Path, tokenizer: Any, **settings: Any) -> SGLangEngine:
     """An engine over a server in a process of its own, as a run without ``engine.url`` starts it."""
-    config = EngineConfig(kind="sglang", **{"deadline": 60.0, **settings})
+    config = EngineConfig(kind="sglang", **settings)
     model = ModelConfig(path=str(folder), dtype="float32")
     options = own_server_options(model, config, torch.device("cpu"))
     return SGLangEngine.start(config, tokenizer, [tokenizer.eos_token_id], options)

@@ -52,7 +52,7 @@ class VLLMServer:
 
     def kill(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(300)
 
 
 @contextmanager

@@ -211,7 +211,7 @@ def _server() -> socket.socket:
         theirs.close()
         entrance.close()
         _servers.append((ours, path))
-        atexit.register(lambda: (ours.close(), server.wait(30), shutil.rmtree(path.parent)))
+        atexit.register(lambda: (ours.close(), server.wait(300), shutil.rmtree(path.parent)))
     return _servers[0][0]
 
 

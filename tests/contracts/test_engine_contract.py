@@ -74,7 +74,7 @@ def own_server(folder: Path, keys: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(300)
 
 
 @pytest.fixture(scope="module", params=ENGINES)

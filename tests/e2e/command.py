@@ -53,7 +53,7 @@ def process(
     else:
         command = [sys.executable, *program]
         done = subprocess.run(
-            command, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=300
+            command, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=1000
         )
     return Outcome(done.returncode, done.stdout, done.stderr)
 

@@ -45,12 +45,12 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
         if at == entry.get("stop"):
             os.kill(os.getpid(), signal.SIGTERM)
             # On a busy machine all would be drawn before the main thread came to look.
-            assert heard.wait(60)
+            assert heard.wait(300)
         if at == entry.get("fail", [])[:2]:
             known = (RewardError, ResourceError, ZeroDivisionError)
             raise {kind.__name__: kind for kind in known}[entry["fail"][2]]("broken")
         if at == entry.get("slow"):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while not (marks / f"began-{at[1] + 1}-{1 - rank}").exists():
                 assert time.monotonic() < deadline, "the other rank waits"
                 time.sleep(0.01)
@@ -62,7 +62,7 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
 
 def main() -> None:
     local_async_engine = local.local_async_engine
-    with init_process_group(2.0) as ranks:
+    with init_process_group(10.0) as ranks:
         for entry in json.loads(Path(sys.argv[1]).read_text()):
             file = Path(entry["config"])
 

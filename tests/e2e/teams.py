@@ -203,7 +203,7 @@ def runs(ranks: ProcessGroup, files: list[str]) -> list[dict[str, int]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same models on every rank
-    with init_process_group(2.0) as together:
+    with init_process_group(10.0) as together:
         everyone = together.gather(
             models(together, Path(sys.argv[1])) | {"runs": runs(together, sys.argv[2:])}
         )

@@ -113,7 +113,7 @@ def test_generation_runs_while_the_policy_is_trained(rl_config, monkeypatch):
 
     def learning(roles: Any, config: Any, requirements: Any, step: int, *rest: Any) -> Any:
         if step == 0:
-            began.append(drawn.wait(timeout=60))
+            began.append(drawn.wait(timeout=300))
         return learn(roles, config, requirements, step, *rest)
 
     monkeypatch.setattr(async_generation, "collect_rollouts", collecting)
@@ -252,7 +252,7 @@ def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_
     def interrupted(roles: Any, config: Any, step: int, *rest: Any) -> Any:
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert heard.wait(60)  # the main thread may come to look when all is drawn
+            assert heard.wait(300)  # the main thread may come to look when all is drawn
         return collect(roles, config, step, *rest)
 
     monkeypatch.setattr(async_generation, "collect_rollouts", interrupted)

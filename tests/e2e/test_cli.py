@@ -251,7 +251,7 @@ def _interrupting(module: str, name: str) -> str:
     """Python that makes the process get Ctrl-C inside a function, also where whoever started it has it ignored."""
     interrupt = (
         "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), "
-        "signal.SIGINT); time.sleep(5)"
+        "signal.SIGINT); time.sleep(600)"
     )
     return f"import {module} as m, os, signal, time\ndef f(*a):\n    {interrupt}\nm.{name} = f"
 

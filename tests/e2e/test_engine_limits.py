@@ -146,7 +146,7 @@ def small_server(model_folder: Path, keys: Path) -> Iterator[str]:
 def test_a_prompt_that_the_server_cannot_hold_is_refused_before_the_first_step(
     verb: str, rl_tree: dict[str, Any], long_prompts: Any, small_server: str
 ) -> None:
-    engine = {"kind": "http", "url": small_server, "api_key_env": KEY, "deadline": 60.0}
+    engine = {"kind": "http", "url": small_server, "api_key_env": KEY}
     tree = in_verb(verb, {**rl_tree, "engine": engine}, long_prompts)
     key = "eval.sampling" if verb in ("sft", "eval") else "sampling"
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_a_prompt_that_the_server_cannot_hold_is_refused_before_the_first_step(
 def test_a_batch_that_is_generated_ahead_has_the_limits_of_its_server(
     rl_tree: dict[str, Any], long_prompts: Any, small_server: str
 ) -> None:
-    engine = {"kind": "http", "url": small_server, "api_key_env": KEY, "deadline": 60.0}
+    engine = {"kind": "http", "url": small_server, "api_key_env": KEY}
     ahead = {
         "rollout": {"staleness": 1},
         "algorithm": {"importance_sampling": ["tis"]},
@@ -189,7 +189,7 @@ def test_a_temperature_that_a_server_would_change_is_refused_by_the_name_of_its_
 
     monkeypatch.setattr(HTTPEngine, "check_limits", of_another_server)
     with model_server(model_folder, weights_token_file=str(keys)) as (url, _):
-        engine = {"kind": "http", "url": url, "api_key_env": KEY, "deadline": 60.0}
+        engine = {"kind": "http", "url": url, "api_key_env": KEY}
         tree = in_verb(verb, {**rl_tree, "engine": engine}, rl_tree["data"]["sources"])
         cold: dict[str, Any] = {"sampling": {"temperature": 0.005}}
         tree = deep_merge(tree, {"eval": cold} if verb == "eval" else cold)

@@ -140,7 +140,7 @@ def test_a_judge_that_is_killed_and_restarted_under_a_run_changes_no_number(
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     # sampled judgements: the seeds of requests are those of the responses
-    judge = {"url": url, "deadline": 120.0, "samples": 2, "max_in_flight": 1}
+    judge = {"url": url, "samples": 2, "max_in_flight": 1}
     started.append(serve_process(place / "model", port))
     wait_for(url)
     undisturbed = rewards_of(place, tmp_path, judge, "undisturbed")

@@ -145,7 +145,7 @@ def test_the_script_prints_a_table_writes_it_down_and_fails_where_a_cell_is_abov
         *kept,
     ]
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT
+        words, capture_output=True, text=True, timeout=1000, check=False, env=ENVIRONMENT
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = tmp_path.glob("parity-*.md")
@@ -158,7 +158,7 @@ def test_the_script_prints_a_table_writes_it_down_and_fails_where_a_cell_is_abov
         [sys.executable, "-c", prelude],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1000,
         check=False,
         env=ENVIRONMENT,
     )

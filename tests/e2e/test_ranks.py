@@ -67,7 +67,7 @@ def in_group(plan: list[dict[str, Any]], folder: Path) -> None:
     file = folder / "plan.json"
     file.write_text(json.dumps([{**entry, "config": str(entry["config"])} for entry in plan]))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = warm.run([*torchrun, GROUP, file], env=ENVIRONMENT, seats=2, timeout=550)
+    done = warm.run([*torchrun, GROUP, file], env=ENVIRONMENT, seats=2, timeout=1000)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

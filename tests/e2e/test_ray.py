@@ -41,7 +41,7 @@ from tests.e2e.several import PRESETS, beside, check_equal, config_file, rows_wi
 pytestmark = pytest.mark.slow
 RL = "lightrft.trainer.rl:run_rl"
 TWO = {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 1}}}
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds that ranks wait for one another where one of them is stopped."""
 
 Act = Callable[[RayLauncher], None]
@@ -115,7 +115,7 @@ class Paced:
 
     def update(self, row: Mapping[str, Any]) -> None:
         self.observer.update(row)
-        until = time.monotonic() + 240
+        until = time.monotonic() + 300
         while to_come(self.config, row["step"]).exists():
             assert time.monotonic() < until, f"nothing has happened after step {row['step']}"
             time.sleep(0.01)
@@ -255,7 +255,7 @@ def ended(
         "ray::RuntimeEnvAgent",
     )
     own = [p for p in began if not p.info["name"].startswith(agents)]
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while left := [p for p in own if belongs_to(p, {1, process.pid})]:
         assert time.monotonic() < until, left
         time.sleep(0.1)
@@ -372,7 +372,7 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     # Loads within it on a busy machine too.
     over = staffed(
         **{f"{role}s": count for role, count in staff.items()},
-        call_timeout_minutes=0.5,
+        call_timeout_minutes=1.0,
         restarts=9,
     )
     all_of = workers(*(f"{role} 0" for role in staff))
@@ -423,7 +423,9 @@ def test_a_sender_of_weights_that_is_killed_in_an_update_has_all_start_again_and
     summary = run_on_ray("tests.e2e.test_ray:with_a_sender_that_dies", config, NullObserver())
     assert summary["restarts"] == 1 and not mark.exists()
     (told,) = [record for record in caplog.records if "rank 1 on node" in record.getMessage()]
-    assert told.created - float(died(config).read_text()) < PATIENCE
+    assert (
+        told.created - float(died(config).read_text()) < 300
+    )  # ten minutes where they wait for it
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 

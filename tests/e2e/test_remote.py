@@ -36,7 +36,7 @@ from lightrft.workers.worker_group import FaultPolicy
 from tests.e2e.several import PRESETS, beside, check_equal, rows_with_pictures
 from tests.worker_helpers import ProcessWorker
 
-LIMITS = FaultPolicy(restarts=3, call_timeout=120.0)
+LIMITS = FaultPolicy(restarts=3, call_timeout=600.0)
 pytestmark = pytest.mark.slow
 
 

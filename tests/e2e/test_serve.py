@@ -149,16 +149,16 @@ def test_a_token_of_either_header_is_needed(folder, tmp_path):
 def test_a_stopped_server_finishes_what_it_has_accepted(folder, started):
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    process = serve_process(folder, port, verb="serve")
+    process = serve_process(folder, port, "http.drain_seconds=300", verb="serve")
     started.append(process)
     wait_for(url)
     body = {"prompt": "1+1=", "max_tokens": 200, "min_tokens": 200, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert process.wait(30) == 0
+    assert process.wait(300) == 0
 
 
 def test_wrong_settings_are_refused_before_the_server_listens(folder, capsys):

@@ -81,7 +81,7 @@ def test_a_server_that_is_killed_and_restarted_under_a_run_changes_no_number(
     monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    models = {"models": [{"url": url, "deadline": 120.0, "max_tokens_per_micro_batch": 30}]}
+    models = {"models": [{"url": url, "max_tokens_per_micro_batch": 30}]}
     tree = deep_merge(rl_tree, {"reward": models, "train": {"steps": 4}})
     started.append(serve_process(judge, port))
     wait_for(url)
@@ -96,14 +96,16 @@ def test_a_stopped_server_finishes_what_it_has_accepted_and_ends_with_0(judge, s
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     # the requests wait for others to share their batch when the signal comes
-    process = serve_process(judge, port, "batching.wait_ms=20000", "name=judge")
+    process = serve_process(
+        judge, port, "batching.wait_ms=900000", "http.drain_seconds=300", "name=judge"
+    )
     started.append(process)
     wait_for(url)
     answers: list[httpx.Response] = []
     threads = [
         threading.Thread(
             target=lambda: answers.append(
-                httpx.post(f"{url}/get_reward", json={"query": ["1+1=2"]}, timeout=30)
+                httpx.post(f"{url}/get_reward", json={"query": ["1+1=2"]})
             )
         )
         for _ in range(3)
@@ -115,7 +117,7 @@ def test_a_stopped_server_finishes_what_it_has_accepted_and_ends_with_0(judge, s
     for thread in threads:
         thread.join()
     assert [answer.status_code for answer in answers] == [200] * 3
-    assert process.wait(30) == 0
+    assert process.wait(300) == 0
     assert "judge (good, short; sha256:" in process.said(1) and url in process.said(1)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
@@ -130,7 +132,7 @@ def test_a_generative_model_answers_chat_and_says_so(tmp_path):
         def ask(**body: Any) -> httpx.Response:
             messages = [{"role": "user", "content": "1+1"}]
             tree = {"messages": messages, **body}
-            return httpx.post(f"{url}/v1/chat/completions", json=tree, timeout=30)
+            return httpx.post(f"{url}/v1/chat/completions", json=tree)
 
         first = ask().json()
         assert first["object"] == "chat.completion"

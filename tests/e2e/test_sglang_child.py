@@ -117,8 +117,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(done: Callable[[], bool], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
+def wait_until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 300
     while not done():
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -151,7 +151,7 @@ def test_an_engine_starts_its_server_and_updates_it_and_ends_it(
     assert {seed: r.token_ids for seed, r in answers(engine).items()} == expected
     engine.close()
     assert status == 401 and len(pids) >= 3
-    wait_until(lambda: not any(map(is_alive, pids)), 10)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_a_run_whose_server_is_killed_has_the_responses_of_one_whose_server_is_n
         assert row["step"] == other["step"]
         assert row["rollout/tokens_sampled"] == other["rollout/tokens_sampled"]
         assert row["reward/mean"] == pytest.approx(other["reward/mean"])
-    wait_until(lambda: not processes_of_server(), 10)
+    wait_until(lambda: not processes_of_server())
 
 
 @pytest.mark.slow
@@ -216,8 +216,8 @@ def test_the_server_ends_with_a_run_that_is_killed(tmp_path: Path, model_folder:
     pids = [int(word) for word in found.read_text().split()]
     assert len(pids) >= 3 and all(map(is_alive, pids))
     run.send_signal(signal.SIGKILL)
-    run.wait(10)
-    wait_until(lambda: not any(map(is_alive, pids)), 10)
+    run.wait(300)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_a_server_that_ends_early_is_told_with_its_last_words_and_without_its_key(
@@ -234,7 +234,7 @@ def test_a_server_that_ends_early_is_told_with_its_last_words_and_without_its_ke
 def test_a_server_that_is_not_ready_in_time_is_ended(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_SGLANG_LATE", "60")
+    monkeypatch.setenv("FAKE_SGLANG_LATE", "900")
     with pytest.raises(ResourceError, match=r"(?s)was not ready after 1 s.*engine\.deadline = 1"):
         started(model_folder, deadline=1.0)
     assert not processes_of_server()
@@ -254,7 +254,7 @@ def test_a_server_that_ends_is_started_again_when_it_is_needed_up_to_a_limit(
     expected = {seed: r.token_ids for seed, r in answers(engine).items()}
     engine.sleep(1)
     os.kill(processes_of_server()[1], signal.SIGKILL)
-    wait_until(lambda: not processes_of_server(), 10)
+    wait_until(lambda: not processes_of_server())
     time.sleep(2 * sglang_process.LOOK_SECONDS)
     assert not processes_of_server()
     engine.wake()

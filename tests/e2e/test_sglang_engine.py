@@ -39,7 +39,7 @@ def served(model_folder: Path) -> Iterator[Served]:
 
 
 def opened(url: str, **settings: Any) -> SGLangEngine:
-    config = EngineConfig(kind="sglang", url=url, **{"deadline": 20.0, **settings})
+    config = EngineConfig(kind="sglang", url=url, **settings)
     tokenizer = tiny_tokenizer()
     assert tokenizer.eos_token_id is not None
     return SGLangEngine.connect(config, tokenizer, [tokenizer.eos_token_id])
@@ -53,7 +53,7 @@ def answers(engine: SGLangEngine, **sampling: Any) -> dict[int, Rollout]:
 
 
 def on(tree: dict[str, Any], url: str, tmp_path: Path, **over: Any) -> dict[str, Any]:
-    engine = {"kind": "sglang", "url": url, "deadline": 30.0, "weights_dir": str(tmp_path / "w")}
+    engine = {"kind": "sglang", "url": url, "weights_dir": str(tmp_path / "w")}
     # rewards that differ, so that the first step changes the weights
     varied = tree["reward"]["terms"][0].replace(":ones", ":varied")
     return deep_merge({**tree, "engine": engine, "reward": {"terms": [varied]}}, over)

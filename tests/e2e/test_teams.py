@@ -172,7 +172,7 @@ class TestTeams:
             assert all(run["signs"] for run in found["runs"])
 
     def test_ranks_of_a_team_wait_for_one_another_as_long_as_all_ranks_do(self, found_in, ranks):
-        assert [found["limit"] for found in found_in(ranks)] == [120.0] * ranks
+        assert [found["limit"] for found in found_in(ranks)] == [600.0] * ranks
 
 
 def test_processes_that_teams_do_not_divide_are_refused():

@@ -39,7 +39,7 @@ def written(folder: Path, *more: str) -> Path:
         for rank in "01"
     ]
     for process in ranks:
-        _, said = process.communicate(timeout=300)
+        _, said = process.communicate(timeout=1000)
         assert process.returncode == 0, said.decode()[-3000:]
     return folder
 

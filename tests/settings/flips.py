@@ -28,11 +28,7 @@ ROWS, OTHER = "{root}/rows.jsonl", "{root}/other.jsonl"
 ADAPTERS: Tree = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
 READER: Tree = {"model": {"path": "{root}/reader", "lora": {"rank": 4, "alpha": 8.0}}}
 JUDGE: Tree = {"reward": {"models": [{"path": "{root}/judge"}]}}
-SERVED: Tree = {
-    "reward": {
-        "models": [{"url": "http://judge", "max_tokens_per_micro_batch": 1, "deadline": 60.0}]
-    }
-}
+SERVED: Tree = {"reward": {"models": [{"url": "http://judge", "max_tokens_per_micro_batch": 1}]}}
 STEPS: Tree = {"reward": {"models": [{"path": "{root}/steps", "aggregate": "min"}]}}
 TWO: list[Tree] = [{"path": "{root}/judge"}, {"path": "{root}/strict", "name": "strict"}]
 GATED: Tree = {"reward": {"models": TWO, "gates": {"strict": "good"}}}
@@ -74,7 +70,7 @@ RAY: Tree = {"launch": {"kind": "ray", "processes": 2}}
 STAFF: Tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1, "references": 1}}}
 FAR: Tree = {"algorithm": {"preset": None, "old_logprobs": "rollout"}}
 
-OVER_HTTP: Tree = {"engine": {"kind": "http", "url": "http://engine", "deadline": 3.0}}
+OVER_HTTP: Tree = {"engine": {"kind": "http", "url": "http://engine"}}
 OVER_SGLANG: Tree = {
     "engine": {"kind": "sglang", "url": "http://engine", "weights_dir": "{tmp}/weights"}
 }
@@ -225,23 +221,16 @@ SOFT = judge(read="probability")
 VOTES = judge(
     form="rating", scale=[0, 9], verdict="regex", pattern="([0-9])", samples=32, max_new_tokens=16
 )
-ASKED: Tree = {
-    "reward": {"judges": [{"url": "http://judge", "read": "probability", "deadline": 60.0}]}
-}
+ASKED: Tree = {"reward": {"judges": [{"url": "http://judge", "read": "probability"}]}}
 RATED_OVER_HTTP: Tree = {
     "reward": {"judges": [{**ASKED["reward"]["judges"][0], "form": "rating", "scale": [0, 9]}]}
 }
 JUDGES: dict[str, Flip] = {
-    "reward.judges.url": Flip(
-        "http://127.0.0.1:9",
-        "asked_over_http",
-        {"reward": {"judges": [{"url": "http://judge", "deadline": 5.0}]}},
-        refused=True,
-    ),
+    "reward.judges.url": Flip("http://127.0.0.1:9", "asked_over_http", ASKED, refused=True),
     "reward.judges.served_model": Flip("other", "asked_over_http", ASKED, refused=True),
     "reward.judges.digest": Flip("sha256:000000000000", "asked_over_http", ASKED, refused=True),
     "reward.judges.api_key_env": Flip("HOME", "asked_over_http", ASKED),
-    "reward.judges.deadline": Flip(0.2, "asked_over_http", ASKED),
+    "reward.judges.deadline": Flip(10.0, "asked_over_http", ASKED),
     "reward.judges.max_in_flight": Flip(1, "asked_over_http", ASKED),
     "reward.judges.top_logprobs": Flip(1, "asked_over_http", RATED_OVER_HTTP),
     "reward.judges.offload": Flip(True, "verdicts", SOFT),
@@ -504,7 +493,7 @@ FLIPS: dict[str, Flip] = {
     "engine.served_model": Flip("other", "sampled_from_a_server", OVER_HTTP, refused=True),
     "engine.digest": Flip("sha256:000000000000", "sampled_from_a_server", OVER_HTTP, refused=True),
     "engine.api_key_env": Flip("HOME", "sampled_from_a_server", OVER_HTTP),
-    "engine.timeout": Flip(0.2, "sampled_from_a_server", OVER_HTTP),
+    "engine.timeout": Flip(5.0, "sampled_from_a_server", OVER_HTTP),
     "engine.deadline": Flip(0.05, "sampled_from_a_server", OVER_HTTP, refused=True),
     "engine.weights_dir": Flip("{tmp}/other", "sampled_from_a_server", OVER_SGLANG),
     "engine.server_options": Flip(
@@ -519,16 +508,11 @@ FLIPS: dict[str, Flip] = {
     "reward.per_source.name": Flip("sum", "run", WIDE),
     "reward.per_source.options": Flip({"modulus": 3}, "run", WIDE),
     "reward.models.path": Flip("{root}/strict", "judged", JUDGE),
-    "reward.models.url": Flip(
-        "http://127.0.0.1:9",
-        "served",
-        {"reward": {"models": [{"url": "http://judge", "deadline": 5.0}]}},
-        refused=True,
-    ),
+    "reward.models.url": Flip("http://127.0.0.1:9", "served", SERVED, refused=True),
     "reward.models.protocol": Flip("openrlhf", "served", SERVED, refused=True),
     "reward.models.digest": Flip("sha256:000000000000", "served", SERVED, refused=True),
     "reward.models.token_file": Flip("{root}/reward.py", "served", SERVED),
-    "reward.models.deadline": Flip(0.2, "served", SERVED),
+    "reward.models.deadline": Flip(10.0, "served", SERVED),
     "reward.models.max_in_flight": Flip(1, "served", SERVED),
     "reward.models.weight": Flip(0.5, "judged", JUDGE),
     "reward.models.name": Flip("sum", "judged", JUDGE),
@@ -547,7 +531,7 @@ FLIPS: dict[str, Flip] = {
     "reward.combine": Flip("worst", "judged", {"reward": {"models": TWO}}),
     **JUDGES,
     "reward.workers": Flip(2, "workers"),
-    "reward.timeout": Flip(0.05, "run", SLOW),
+    "reward.timeout": Flip(300.0, "run", SLOW),
     "reward.memory_mb": Flip(64, "run", {"reward": {"terms": ["{root}/reward.py:large"]}}),
     "train.steps": Flip(2, "run"),
     "train.epochs": Flip(

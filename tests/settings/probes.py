@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +68,7 @@ from lightrft.workers.scoring.judge_scorer import comparisons as judge_questions
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from tests import warm
 from tests.numbers.test_explained_numbers import batch
-from tests.serving_helpers import altered, judge_at, model_server
+from tests.serving_helpers import Seen, altered, judge_at, model_server, skip_waits
 from tests.sglang_server import SGLangServer, sglang_server
 
 Tree = dict[str, Any]
@@ -386,7 +386,7 @@ def workers(tree: Tree, folder: Path) -> Any:
     """The processes that score, once they have all started."""
     config = config_in(tree, folder).reward
     with Scorer(config) as scorer:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while len(scorer._workers) < config.workers and time.monotonic() < until:
             time.sleep(0.01)
         return len(scorer._workers)
@@ -415,15 +415,23 @@ def judged(tree: Tree, folder: Path) -> Any:
     return [(one.reward, one.terms) for one in scorer.results(wait=True)], calls
 
 
+@contextlib.contextmanager
+def judges_at(folder: Path, terms: Sequence[Tree]) -> Generator[tuple[list[Tree], Seen]]:
+    """Serve ``folder`` for ``terms`` that ask for it, and later than a short deadline."""
+    deadline = min(term.get("deadline", 600.0) for term in terms)
+    together = min(2, *(term.get("max_in_flight", 2) for term in terms))
+    seconds = 1.5 * deadline if deadline < 60 else 0.0
+    with MonkeyPatch.context() as patch, judge_at(folder, seconds, together) as (url, seen):
+        skip_waits(patch)
+        # a free port is known only now
+        place = {"http://judge": url}
+        yield [{**term, "url": place.get(term["url"], term["url"])} for term in terms], seen
+
+
 def served(tree: Tree, folder: Path) -> Any:
     """The rewards by a served model, the tokens that it got, and the most requests at once."""
     (root,) = {Path(tree["model"]["path"]).parent}
-    with judge_at(root / "judge", seconds=0.3) as (url, seen):
-        # a free port is known only now
-        models = [
-            {**term, "url": url if term["url"] == "http://judge" else term["url"]}
-            for term in tree["reward"]["models"]
-        ]
+    with judges_at(root / "judge", tree["reward"]["models"]) as (models, seen):
         config = config_in({**tree, "reward": {**tree["reward"], "models": models}}, folder)
         tokenizer = load_tokenizer(config.model)
         device = torch.device("cpu")
@@ -462,11 +470,7 @@ def verdicts(tree: Tree, folder: Path) -> Any:
 def asked_over_http(tree: Tree, folder: Path) -> Any:
     """The scores by a served judge, the keys that the server got, and the most requests at once."""
     (root,) = {Path(tree["model"]["path"]).parent}
-    with judge_at(root / "policy", seconds=0.3, together=2) as (url, seen):
-        judges = [
-            {**term, "url": url if term["url"] == "http://judge" else term["url"]}
-            for term in tree["reward"]["judges"]
-        ]
+    with judges_at(root / "policy", tree["reward"]["judges"]) as (judges, seen):
         config = config_in({**tree, "reward": {**tree["reward"], "judges": judges}}, folder)
         request = [{"role": "user", "content": "say"}]
         prompt = Prompt("0", [5, 6], "say", request=request)
@@ -486,11 +490,12 @@ def sampled_from_a_server(tree: Tree, folder: Path) -> Any:
 
     def edit(number: int, event: dict[str, Any]) -> dict[str, Any] | None:
         trouble = troubles.pop() if troubles else ""
-        if trouble == "stalls":
-            time.sleep(0.6)
+        if trouble == "stalls" and given.get("timeout", 120.0) < 60:
+            time.sleep(1.5 * given["timeout"])
         return None if trouble == "breaks" else event
 
     with contextlib.ExitStack() as servers:
+        skip_waits(servers.enter_context(MonkeyPatch.context()))
         if given["kind"] == "sglang":
             url, server = servers.enter_context(sglang_server(root / "policy"))
         else:

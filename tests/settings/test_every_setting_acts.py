@@ -49,7 +49,7 @@ BASE: dict[str, Any] = {
 }
 FILES = {
     "reward.py": """
-import time
+import signal
 
 def digits(rollout, modulus=7):
     return sum(rollout.token_ids) % modulus / modulus
@@ -61,8 +61,11 @@ def length(rollout):
     return float(len(rollout.text))
 
 def slow(rollout):
-    if rollout.sample == 0:
-        time.sleep(0.2)
+    # Longer than a short deadline, which is over soon.
+    if rollout.sample == 0 and 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 60:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        while True:
+            pass
     return digits(rollout)
 
 def large(rollout):

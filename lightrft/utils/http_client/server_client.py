@@ -105,8 +105,11 @@ class OpenStream:
 class _Trials:
     """The trials of one request: when it began or last got something new, and the next pause."""
 
-    start: float = field(default_factory=time.monotonic)
-    wait: float = FIRST_WAIT
+    start: float = field(init=False)
+    wait: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progressed()
 
     def progressed(self) -> None:
         self.start, self.wait = time.monotonic(), FIRST_WAIT

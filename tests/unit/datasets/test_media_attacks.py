@@ -6,11 +6,9 @@ import base64
 import gzip
 import io
 import struct
-import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -24,6 +22,7 @@ import soundfile
 from PIL import Image, ImageFile
 
 from lightrft.config.data import MediaConfig
+from lightrft.datasets.media import audio
 from lightrft.datasets.media.access import Access
 from lightrft.datasets.media.audio import AudioSettings, read_sound, sound_length
 from lightrft.datasets.media.fetch import Fetch, Frames, Samples
@@ -73,13 +72,19 @@ def wav(rate: int, samples: int = 20, claimed: int | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("rate", [1, 7, 44_099, 767_999, 999_983, 4_294_967_291])
-def test_a_short_sound_of_an_odd_rate_takes_little_memory_and_time(rate: int) -> None:
+def test_a_short_sound_of_an_odd_rate_takes_little_memory_and_time(
+    rate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filters, coefficients = audio._filters, []
+
+    def counted(*phases: Any) -> Any:
+        coefficients.append((found := filters(*phases)).size)
+        return found
+
+    audio._whole_bank.cache_clear()
+    monkeypatch.setattr(audio, "_filters", counted)
     assert peak_mb(lambda: read_sound(wav(rate), HEAR)) < 64
-    # Anew: the trace of memory takes ten times as long as the sound, which takes 0.2 s at most.
-    began = time.process_time()
-    with suppress(ValueError):
-        read_sound(wav(rate), HEAR)
-    assert time.process_time() - began < 5
+    assert sum(coefficients) < 2**20  # 2 to 48 millions where all of a rate are computed
 
 
 def test_a_sound_whose_header_claims_more_than_there_is_takes_what_there_is() -> None:
@@ -354,15 +359,14 @@ HERE = Access(hosts=("127.0.0.1",))
 
 
 def test_headers_that_never_end_are_late(tmp_path: Path, trap: str) -> None:
-    began = time.monotonic()
+    # the headers go on until the test is over
     with pytest.raises(ValueError, match=r"within data\.media\.timeout = 0\.5 s"):
         Fetch(tmp_path, 0.5, access=HERE).content(f"{trap}/headers", tmp_path)
-    assert time.monotonic() - began < 60  # the headers go on until the test is over
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_compressed_body_is_bounded_by_what_it_becomes(tmp_path: Path, trap: str) -> None:
-    fetch = Fetch(tmp_path, 30.0, largest=4 * MB, access=HERE)
+    fetch = Fetch(tmp_path, 300.0, largest=4 * MB, access=HERE)
     assert peak_mb(lambda: fetch.content(f"{trap}/bomb", tmp_path)) < 210, (
         "100 MiB of them, twice, are the server's own"
     )
@@ -389,7 +393,7 @@ def test_a_private_address_is_refused_unless_it_is_listed_and_so_is_each_redirec
             ValueError,
             match=r"has the private address .*; add the host to data\.media\.allow\.hosts",
         ) as refused:
-            Fetch(tmp_path, 5.0).content(f"{host}/zipped", tmp_path)
+            Fetch(tmp_path, 300.0).content(f"{host}/zipped", tmp_path)
         assert "a:b@" not in str(refused.value)
     assert Trap.asked == []
     named = trap.replace("127.0.0.1", "localhost")
@@ -399,12 +403,12 @@ def test_a_private_address_is_refused_unless_it_is_listed_and_so_is_each_redirec
         "file": "only http and https",
     }.items():
         with pytest.raises(ValueError, match=problem):
-            Fetch(tmp_path, 5.0, access=Access(hosts=("localhost",))).content(
+            Fetch(tmp_path, 300.0, access=Access(hosts=("localhost",))).content(
                 f"{named}/{path}", tmp_path
             )
     assert "/zipped" not in Trap.asked
     for listed in (("localhost", "127.0.0.1"), ("127.0.0.0/8",), ("local*", "127.*")):
-        found = Fetch(tmp_path / listed[0][:4], 5.0, access=Access(hosts=listed)).content(
+        found = Fetch(tmp_path / listed[0][:4], 300.0, access=Access(hosts=listed)).content(
             f"{named}/away", tmp_path
         )
         assert isinstance(found, Path) and found.is_file()
@@ -424,7 +428,7 @@ def test_the_address_that_was_checked_is_the_one_that_is_asked(
 
     monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", connect)
     with pytest.raises(ValueError, match="ConnectError"):
-        Fetch(tmp_path, 5.0).content("http://rebinds.test/a.png", tmp_path)
+        Fetch(tmp_path, 300.0).content("http://rebinds.test/a.png", tmp_path)
     assert asked == ["93.184.215.14"]
 
 

@@ -122,7 +122,7 @@ def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(
             for _ in range(3):
                 if ranks.rank == 0:
                     sign()
-                token.wait(60)
+                token.wait(300)
             return ranks.rank
 
         return run_with_keepalive(ranks, work)
@@ -134,7 +134,7 @@ MEETINGS = """
 import sys, time
 from lightrft.distributed.process_group import init_process_group
 for meeting in range(3):
-    with init_process_group(1.0) as ranks:
+    with init_process_group(10.0) as ranks:
         assert ranks.gather((meeting, ranks.rank)) == [(meeting, 0), (meeting, 1)]
         time.sleep(1.5 * (ranks.rank == meeting % 2))  # the other one goes ahead to the next meeting
 """
@@ -142,7 +142,7 @@ for meeting in range(3):
 BLAMED = """
 import os
 from lightrft.distributed.process_group import TorchProcessGroup, init_process_group
-with init_process_group(1.0) as ranks:
+with init_process_group(10.0) as ranks:
     store = TorchProcessGroup.heartbeat._store
     store.set(f"about to leave/{ranks.rank}", "")
     store.wait(["about to leave/0", "about to leave/1"])  # neither is needed by the other any more
@@ -174,7 +174,7 @@ def ends(program: str, port: int, **more: str) -> list[int]:
         warm.Process(["-c", program], {**os.environ, **at(port, rank), **more}) for rank in range(2)
     ]
     try:
-        return [one.wait(240) for one in both]
+        return [one.wait(300) for one in both]
     finally:
         for one in both:
             one.send_signal(signal.SIGKILL)

@@ -34,7 +34,7 @@ from lightrft.utils.http_client import server_client
 from lightrft.utils.http_client.server_client import OpenStream, Passing
 from lightrft.workers.media_checks import check_server_media
 from tests.model_helpers import byte_pairs
-from tests.serving_helpers import altered, free_port, model_server
+from tests.serving_helpers import advanced_clock, altered, free_port, model_server, skip_waits
 
 KEY = "TEST_KEY_OF_SERVERS"
 VOCABULARY = len(tiny_tokenizer())
@@ -91,7 +91,7 @@ def opened(
     url: str, tokenizer: Any = None, vocabulary: int | None = None, **settings: Any
 ) -> Opened:
     tokenizer = tokenizer or tiny_tokenizer()
-    config = EngineConfig(kind="http", url=url, **{"deadline": 20.0, **settings})
+    config = EngineConfig(kind="http", url=url, **settings)
     return Opened(HTTPEngine.connect(config, tokenizer, [tokenizer.eos_token_id], vocabulary))
 
 
@@ -166,7 +166,7 @@ def test_a_folder_for_adapters_that_nothing_would_read_is_refused(
         "model": {"path": str(folder)},
         "reward": {"terms": ["math"]},
         "eval": {"data": {"sources": [str(rows)]}},
-        "engine": {"kind": "http", "url": url, "weights_dir": str(tmp_path), "deadline": 20.0},
+        "engine": {"kind": "http", "url": url, "weights_dir": str(tmp_path)},
         "run": {"dir": str(tmp_path)},
     }
     with pytest.raises(ConfigError, match=r"engine\.weights_dir = .* changes nothing here"):
@@ -275,16 +275,18 @@ def test_a_stream_that_stalls_is_asked_for_again_and_gives_the_same_tokens(
 
     def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
         if stalls and stalls.pop():
-            over.wait(30)
+            over.wait(900)
         return event
 
     with altered(url, edit) as other:
-        start = time.monotonic()
-        found = opened(other, timeout=1.0)
-        stalls += [True, False]
-        rollouts = found.run(max_new_tokens=12)
-        assert time.monotonic() - start < 20
-        over.set()
+        try:
+            start = time.monotonic()
+            found = opened(other, timeout=1.0)
+            stalls += [True, False]
+            rollouts = found.run(max_new_tokens=12)
+            assert time.monotonic() - start < 300
+        finally:
+            over.set()
     expected = native(folder, max_new_tokens=12)
     assert {s: r.token_ids for s, r in rollouts.items()} == {
         s: r.token_ids for s, r in expected.items()
@@ -292,7 +294,7 @@ def test_a_stream_that_stalls_is_asked_for_again_and_gives_the_same_tokens(
 
 
 def test_a_stream_that_answers_lets_other_requests_through_even_if_it_is_rejected(url: str) -> None:
-    client = opened(url, deadline=3.0).engine.client
+    client = opened(url).engine.client
     for _ in range(client.breaker.after):
         client.breaker.failed("silent")
     events: list[Any] = []
@@ -305,7 +307,7 @@ def test_a_stream_that_answers_lets_other_requests_through_even_if_it_is_rejecte
         return True
 
     body = {"prompt": [5, 6], "max_tokens": 1, "stream": True}
-    client.stream("/v1/completions", lambda: body, take, 10.0, OpenStream())
+    client.stream("/v1/completions", lambda: body, take, 300.0, OpenStream())
     assert len(events) > 1 and client.breaker.silent_for == 0
 
 
@@ -321,11 +323,15 @@ def test_a_watched_response_is_seen_once_in_spite_of_a_broken_stream(url: str) -
     assert len(seen) >= len(found) - 1
 
 
-def test_a_server_that_breaks_for_good_ends_the_run_with_the_cause(url: str) -> None:
+def test_a_server_that_breaks_for_good_ends_the_run_with_the_cause(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_broken: list[bool] = []
     with altered(url, lambda _, event: None if is_broken else event) as other:
-        found = opened(other, deadline=1.0)
+        found = opened(other)
+        found.engine.client.deadline = 100.0
         is_broken.append(True)
+        skip_waits(monkeypatch)
         with pytest.raises(ResourceError, match=r"the server broke.*The same command resumes"):
             found.run(max_new_tokens=12)
 
@@ -337,7 +343,7 @@ def test_a_refused_port_ends_the_run_after_the_deadline() -> None:
         opened(f"http://127.0.0.1:{free_port()}", deadline=0.3)
 
 
-@pytest.mark.parametrize("timeout", [1.5, 60.0])
+@pytest.mark.parametrize("timeout", [1.5, 900.0])
 def test_a_server_that_freezes_ends_the_run_by_the_deadline_whatever_the_timeout(
     timeout: float, url: str
 ) -> None:
@@ -346,32 +352,41 @@ def test_a_server_that_freezes_ends_the_run_by_the_deadline_whatever_the_timeout
 
     def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
         if freezes:
-            over.wait(30)
+            over.wait(900)
         return event
 
     with altered(url, edit) as other:
-        found = opened(other, deadline=2.0, timeout=timeout)
+        found = opened(other, timeout=timeout)
+        found.engine.client.deadline = 2.0
         freezes.append(True)
         start = time.monotonic()
-        with pytest.raises(ResourceError, match=r"did not answer within deadline = 2 s: .*resumes"):
-            found.run(max_new_tokens=12)
-        # 60 s, or as long as trials of ``timeout`` go on, without the deadline
-        assert 1.9 < time.monotonic() - start < 10
+        try:
+            with pytest.raises(
+                ResourceError, match=r"did not answer within deadline = 2 s: .*resumes"
+            ):
+                found.run(max_new_tokens=12)
+            # as long as trials of ``timeout`` go on, without the deadline
+            assert 1.9 < time.monotonic() - start < 300
+        finally:
+            over.set()
         assert found.engine.client.patience < 2
-        over.set()
 
 
-def test_steady_tokens_are_not_cut_by_a_deadline_that_all_of_them_exceed(url: str) -> None:
+def test_steady_tokens_are_not_cut_by_a_deadline_that_all_of_them_exceed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow: list[float] = []
 
     def edit(number: int, event: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(sum(slow))
+        for seconds in slow:
+            advance(seconds)
+            time.sleep(1.6)  # longer than a look at the deadline
         return event
 
     with altered(url, edit) as other:
-        found = opened(other, deadline=5.0, timeout=60.0)
-        # longer than a look at the deadline, and far from it on a busy machine
-        slow.append(1.6)
+        found = opened(other, timeout=600.0)
+        advance = advanced_clock(monkeypatch)
+        slow.append(200.0)
         [done] = found.engine.generate(requests(1), SamplingConfig(max_new_tokens=4))
     assert len(done) == 4
     assert found.engine.take_counts()["retries"] == 0
@@ -379,7 +394,7 @@ def test_steady_tokens_are_not_cut_by_a_deadline_that_all_of_them_exceed(url: st
 
 def test_a_key_that_expires_ends_the_run_at_once(folder: Path, keys: Path) -> None:
     with model_server(folder, http={"token_file": str(keys)}) as (url, _):
-        found = opened(url, api_key_env=KEY, deadline=600.0)
+        found = opened(url, api_key_env=KEY)
         keys.write_text("secret 2020-01-01T00:00:00Z\n")
         with pytest.raises(ConfigError, match=r"status 401: .*the token expired"):
             found.run()
@@ -429,7 +444,7 @@ def test_an_endpoint_of_text_alone_evaluates_if_nothing_compares_its_log_probs(
     expected = run_eval(build(EvaluateConfig, tree))
     with altered(url, without("token_ids")) as other:
         tree["run"]["name"] = "served"
-        tree["engine"] = {"kind": "http", "url": other, "deadline": 20.0}
+        tree["engine"] = {"kind": "http", "url": other}
         with pytest.raises(ConfigError, match=r"set engine\.check_logprobs=false"):
             run_eval(build(EvaluateConfig, tree))
         tree["engine"]["check_logprobs"] = False
@@ -582,8 +597,12 @@ def test_a_server_with_a_part_of_an_update_answers_no_one_until_a_run_sends_all_
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "has begun, and has not ended" in answer.text
         # a run that may send no weights waits for those of another
-        with pytest.raises(ResourceError, match="has begun, and has not ended"):
-            opened(url, deadline=1.0)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(ResourceError, match="has begun, and has not ended"),
+        ):
+            skip_waits(patch)
+            opened(url)
         # one that may does not wait for an answer first
         later = opened(url, api_key_env=KEY).engine
         assert isinstance(later, HTTPEngine) and later.is_paused
@@ -593,23 +612,28 @@ def test_a_server_with_a_part_of_an_update_answers_no_one_until_a_run_sends_all_
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["digest"].startswith("update:")
 
 
-def test_a_request_that_waits_while_others_get_tokens_has_not_failed(url: str) -> None:
-    begun = time.monotonic()
+def test_a_request_that_waits_while_others_get_tokens_has_not_failed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow: list[int] = []
 
     def edit(number: int, event: dict[str, Any]) -> dict[str, Any] | None:
-        # the first stream is slow, and longer than the deadline
-        if slow and event["choices"][0]["index"] == 0:
-            time.sleep(0.3)
+        # the first stream is longer than the deadline, and goes on until the second one has waited
+        if slow:
+            slow.append(number)
+            while len(slow) == 12 and found.engine.client.counts["retries"] < 2:
+                time.sleep(0.01)
+            advance(100.0)
         return event
 
-    slow: list[bool] = []
     with altered(url, edit, max_requests=1) as other:
-        found = opened(other, deadline=2.0)
-        slow.append(True)
+        found = opened(other)
+        advance = advanced_clock(monkeypatch)
+        slow.append(0)
         # watched, so that each is a call of its own
         asked = requests(2, watch=lambda tokens: True)
         done = list(found.engine.generate(asked, SamplingConfig(max_new_tokens=12)))
-    assert len(done) == 2 and time.monotonic() - begun > 3
+    assert len(done) == 2 and len(slow) > 12
 
 
 @pytest.mark.parametrize("has_bucket", [False, True], ids=["begun", "partly sent"])
@@ -627,8 +651,10 @@ def test_an_update_whose_run_is_gone_ends_by_itself(
             return
         raise KeyboardInterrupt
 
-    limits = {"max_body_mb": 0.05, "timeout": 2.0}
-    with model_server(folder, weights_token_file=str(keys), http=limits) as (url, _):
+    limits = {"max_body_mb": 0.05, "timeout": 600.0}
+    with model_server(folder, weights_token_file=str(keys), http=limits) as (url, server):
+        updates = server.service.updates
+        assert updates is not None
         engine = opened(url, api_key_env=KEY).engine
         engine.require_updates()
         start = engine._held()
@@ -638,10 +664,16 @@ def test_an_update_whose_run_is_gone_ends_by_itself(
                 engine.load_weights(weights.items(), 1)
         ask = {"prompt": "1+1=", "seed": 0}
         assert httpx.post(f"{url}/v1/completions", json=ask).status_code == 503
-        until = time.monotonic() + 60
+        assert updates._timer is not None and updates._timer.interval == 600
+        # as if the time of the next request were over
+        with updates._lock:
+            monkeypatch.setattr(updates, "patience", 0.0)
+            updates._await_next()
+        until = time.monotonic() + 300
         while httpx.post(f"{url}/v1/completions", json=ask).status_code == 503:
             assert time.monotonic() < until
             time.sleep(0.1)
+        monkeypatch.setattr(updates, "patience", 600.0)
         assert engine._held() == start
         # a later run is served as if there had been none
         again = opened(url, api_key_env=KEY).engine

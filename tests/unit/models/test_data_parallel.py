@@ -44,7 +44,7 @@ def work(rank: int, folder: str) -> None:
         init_method=f"file://{folder}/meeting",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=600),
     )
     found: dict[str, Any] = {}
     for family, r in rigs.items():

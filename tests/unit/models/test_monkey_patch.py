@@ -111,7 +111,7 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=600)
     )
     apply_monkey_patch_to_llama()
     apply_monkey_patch_to_qwen2()

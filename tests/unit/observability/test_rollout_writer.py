@@ -101,7 +101,7 @@ def test_the_queue_is_bounded_and_the_caller_waits(tmp_path, monkeypatch):
 
     producer = threading.Thread(target=produce)
     producer.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(accepted) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -109,7 +109,7 @@ def test_the_queue_is_bounded_and_the_caller_waits(tmp_path, monkeypatch):
     assert producer.is_alive()
     assert accepted == [0, 1]
     gate.set()
-    producer.join(timeout=60)
+    producer.join(timeout=300)
     writer.close()
     assert len(list(tmp_path.glob("*.jsonl"))) == 5
 

@@ -34,7 +34,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 def ask(url: str, path: str = "/v1/completions", **body: Any) -> Any:
-    answer = httpx.post(url + path, json=body, timeout=60)
+    answer = httpx.post(url + path, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -137,7 +137,7 @@ def test_a_request_that_cannot_begin_fails_and_no_other_does(folder, monkeypatch
     with model_server(folder) as (url, _):
         for temperature in (1.0, 0.5):
             body = {"prompt": "1+1=", "max_tokens": 3, "temperature": temperature}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+            answer = httpx.post(f"{url}/v1/completions", json=body)
             assert answer.status_code == 500
             assert "no room on the device" in answer.json()["error"]["message"]
             assert ask(url, **{**body, "max_tokens": 2})["choices"]
@@ -152,7 +152,7 @@ def test_a_server_whose_generation_has_ended_refuses_requests_and_says_so(folder
     with model_server(folder) as (url, _):
         assert httpx.get(f"{url}/health").status_code == 200
         for _ in range(2):
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "1"}, timeout=30)
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "1"})
             assert answer.status_code == 503 and "the device is lost" in answer.text
         answer = httpx.get(f"{url}/health")
         assert answer.status_code == 503 and "restart it" in answer.text
@@ -189,7 +189,7 @@ def test_tokenize_and_models_report_the_same_limit(folder):
     ],
 )
 def test_malformed_requests_are_refused_with_the_field(path, body, said, url):
-    answer = httpx.post(url + path, json=body, timeout=30)
+    answer = httpx.post(url + path, json=body)
     assert answer.status_code == 400 and said in answer.text, answer.text
 
 

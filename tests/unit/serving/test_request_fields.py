@@ -51,7 +51,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def ask(url: str, path: str, fields: Any) -> httpx.Response:
     # infinity is no JSON, but Python's encoder writes it
-    return httpx.post(url + path, content=json.dumps({**BODIES[path], **fields}), timeout=60)
+    return httpx.post(url + path, content=json.dumps({**BODIES[path], **fields}))
 
 
 def said(answer: httpx.Response) -> str:

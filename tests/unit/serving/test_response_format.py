@@ -101,7 +101,7 @@ def test_clients_of_every_api_get_the_form_that_they_ask_for(url: str) -> None:
         "messages": ASK,
         "output_config": {"format": {"type": "json_schema", "schema": CLOSED}},
     }
-    message = httpx.post(f"{url}/v1/messages", json=body, timeout=60).json()
+    message = httpx.post(f"{url}/v1/messages", json=body).json()
     assert set(json.loads(message["content"][0]["text"])) == {"ok"}
 
 
@@ -115,7 +115,7 @@ def test_clients_of_every_api_get_the_form_that_they_ask_for(url: str) -> None:
 )
 def test_a_form_that_cannot_be_followed_is_refused_with_its_field(url: str, fields: Any) -> None:
     body = {"messages": ASK, **fields}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert answer.status_code == 400
     (field,) = fields
     said = answer.json()["error"]["message"]

@@ -36,7 +36,7 @@ def url(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 
 def tokens(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/tokenize", json={"messages": ASK, **body}, timeout=60)
+    return httpx.post(f"{url}/tokenize", json={"messages": ASK, **body})
 
 
 @pytest.mark.parametrize("given", [{}, {"enable_thinking": False}, {"mood": "calm"}])
@@ -54,7 +54,7 @@ def test_every_address_that_takes_messages_gives_the_arguments_to_the_template(
     assert answer.prompt_token_ids == expected
     for path, key in (("/count_tokens", "input_tokens"), ("", "usage")):
         body = {"messages": ASK, "max_tokens": 1, **extra}
-        found = httpx.post(f"{url}/v1/messages{path}", json=body, timeout=60).json()[key]
+        found = httpx.post(f"{url}/v1/messages{path}", json=body).json()[key]
         if key == "usage":
             found = found["input_tokens"] + found["cache_read_input_tokens"]
         assert found == len(expected)

@@ -309,7 +309,7 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with init_process_group(2.0) as ranks:
+    with init_process_group(10.0) as ranks:
         if (folder / "large").is_dir():
             peak = peak_of_loading(
                 folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu"), ranks)

@@ -118,7 +118,7 @@ def test_a_loop_in_a_real_process_finishes_its_step_and_leaves():
         "import time\nfrom lightrft.utils.stop_signal import StopFlag\n"
         "with StopFlag() as stop:\n"
         "    print('ready', flush=True)\n"
-        "    for step in range(6000):\n"
+        "    for step in range(60_000):\n"
         "        time.sleep(0.02)\n"
         "        if stop: break\n"
         "print('left after', stop.reason, flush=True)\n"
@@ -143,7 +143,7 @@ def test_a_wait_in_which_nothing_can_be_lost_ends_at_the_first_signal(number):
         "        with stop.at_once(): print('not reached')\n"
         "    except Terminated: print('no later wait begins')\n"
     )
-    status, out, err = signalled(code, number, timeout=60)
+    status, out, err = signalled(code, number, timeout=300)
     raised = "Terminated SIGTERM" if number == signal.SIGTERM else "KeyboardInterrupt SIGINT"
     assert (status, out) == (0, f"{raised}\nno later wait begins\n")
     assert "stopping before the first step" in err

@@ -30,7 +30,7 @@ from tests.unit.trainer.test_rl_step import batch_of, roles_of
 from tests.worker_helpers import ProcessWorker
 
 CPU = StrategyConfig(device="cpu")
-LIMITS = FaultPolicy(restarts=2, call_timeout=60.0)
+LIMITS = FaultPolicy(restarts=2, call_timeout=600.0)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ class OneThread:
         return self._thread.submit(self._answer, args[0])
 
     def _answer(self, batch: Batch) -> torch.Tensor:
-        self._second.wait(2)
+        self._second.wait(300)
         with self._lock:
             self._pending -= 1
         return torch.zeros(batch.tokens)

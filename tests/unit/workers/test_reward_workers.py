@@ -20,7 +20,7 @@ from lightrft.workers.reward_workers import TRIES, RewardWorkerGroup, reward_sco
 from lightrft.workers.worker_group import FaultPolicy
 from tests.worker_helpers import ProcessWorker, time_out_after
 
-LIMITS = FaultPolicy(restarts=4, call_timeout=60.0)
+LIMITS = FaultPolicy(restarts=4, call_timeout=600.0)
 REWARD = """
 import time
 
@@ -39,7 +39,7 @@ def config_of(folder: Path, seconds: float = 0.0) -> RewardConfig:
         "options": {"seconds": seconds},
         "weight": 0.5,
     }
-    return build(RewardConfig, {"per_source": {"known": [term]}, "workers": 1, "timeout": 20.0})
+    return build(RewardConfig, {"per_source": {"known": [term]}, "workers": 1, "timeout": 300.0})
 
 
 def rollouts_of(count: int, first: int = 0) -> list[Rollout]:
@@ -141,7 +141,7 @@ def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(
     scorer = RewardWorkerGroup(workers, LIMITS)
     scorer.check_sources(["known"])
     for worker in workers:
-        worker.call("check_sources", ["known"]).result(60)
+        worker.call("check_sources", ["known"]).result(300)
     time_out_after(5.0, scorer.crew, workers[1])
     workers[1].signal(signal.SIGSTOP)
     given, began = rollouts_of(20), time.monotonic()

@@ -57,7 +57,7 @@ def evaluated(folder: Path, url: str, dtype: str = "float32", **engine: Any) -> 
         "model": {"path": str(folder), "dtype": dtype},
         "reward": {"terms": ["math"]},
         "eval": {"data": {"sources": [str(rows)]}, "sampling": sampling},
-        "engine": {"kind": "http", "url": url, "deadline": 20.0, **engine},
+        "engine": {"kind": "http", "url": url, **engine},
         "run": {"dir": str(folder.parent), "name": "run", "overwrite": True},
     }
     return run_eval(build(EvaluateConfig, tree))
@@ -96,7 +96,7 @@ def test_a_server_that_a_run_has_updated_is_evaluated_if_it_shows_that_its_weigh
     other = saved(tmp_path / "other", seed=2)
     weights = dict(AutoModelForCausalLM.from_pretrained(other).named_parameters())
     with model_server(folder, weights_token_file=str(keys)) as (url, _):
-        config = EngineConfig(kind="http", url=url, api_key_env=KEY, deadline=20.0)
+        config = EngineConfig(kind="http", url=url, api_key_env=KEY)
         tokenizer = tiny_tokenizer()
         engine = HTTPEngine.connect(config, tokenizer, [tokenizer.eos_token_id])
         engine.require_updates()
@@ -123,7 +123,7 @@ def test_a_vllm_server_that_a_run_has_updated_is_refused(
     routes = [Endpoint(("/weight_info" if version else "/other",), told, "GET")]
     actor = Actor.load(ModelConfig(path=str(folder)))
     with answering(*routes) as (url, _):
-        config = EngineConfig(kind="http", url=url, deadline=5.0)
+        config = EngineConfig(kind="http", url=url)
         engine = HTTPEngine(open_client(config), tiny_tokenizer(), config, [1])
         engine.is_vllm = True
         is_updated = version not in ("default", None)

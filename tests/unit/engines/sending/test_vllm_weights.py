@@ -20,12 +20,13 @@ def test_the_end_of_a_run_does_not_wait_a_second_deadline_to_drop_its_adapter(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         url = f"http://127.0.0.1:{frozen.getsockname()[1]}"
-        client = ServerClient(url, 3.0, 4, dict)
+        client = ServerClient(url, 0.1, 4, dict)
         refusal = lambda cause: ConfigError(f"{cause}")  # noqa: E731
         sending = AdapterToVLLM(client, str(tmp_path), LoRAConfig(), refusal, UpdateCost())
         sending._versions.append("run-1")
-        with pytest.raises(Unanswered, match="did not answer within deadline = 3 s"):
+        with pytest.raises(Unanswered, match=r"did not answer within deadline = 0\.1 s"):
             client.ask("GET", "/v1/models")
+        client.deadline = 400.0
         start = time.monotonic()
         sending.close()
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 300

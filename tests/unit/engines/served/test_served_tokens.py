@@ -80,7 +80,7 @@ def test_the_vocabulary_of_a_run_is_that_of_the_model_and_not_of_its_tokenizer(
     tokenizer.save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
     with model_server(tmp_path) as (url, _):
-        config = EngineConfig(kind="http", url=url, deadline=20.0)
+        config = EngineConfig(kind="http", url=url)
         engine = connect_server(model, config, tokenizer, [1], trains=False)
     assert isinstance(engine, HTTPEngine)
     assert engine.vocabulary == ROWS > len(tokenizer)

@@ -107,7 +107,7 @@ def work(rank: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     config = ModelConfig(path=f"{folder}/model")
-    with init_process_group(2.0) as ranks:
+    with init_process_group(10.0) as ranks:
         found = {}
         for name, fields in FORMS.items():
             settings = settings_of(**fields)

@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         if later and len(data["query"]) == 1:
             return {"rewards": [0.0]}
         if KIND == "later-hang":
-            time.sleep(30)
+            time.sleep(900)
         if later or KIND in WRONG:
             return WRONG[KIND.removeprefix("later-")]
         scorers = {

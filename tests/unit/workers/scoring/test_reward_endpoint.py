@@ -48,7 +48,8 @@ def reward_server(kind: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[
     process = subprocess.Popen([sys.executable, SERVER, kind, str(port), log])
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        until = time.monotonic() + 300
+        while time.monotonic() < until:
             try:
                 httpx.get(url)
                 break
@@ -61,7 +62,7 @@ def reward_server(kind: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[
 
 
 def endpoint(folder: Path, **tree: Any) -> Any:
-    term = build(ScoringModelConfig, {"deadline": 5.0, "protocol": "openrlhf", **tree})
+    term = build(ScoringModelConfig, {"protocol": "openrlhf", **tree})
     config = ModelConfig(path=str(folder), dtype="float32")
     return scoring_models([term], config, load_tokenizer(config), CPU)[0]
 
@@ -229,7 +230,10 @@ def test_a_rule_that_reads_rows_alone_may_refuse_the_query_of_the_start(folder, 
 def test_a_server_that_hangs_fails_its_responses_after_the_time_limit(folder, tmp_path):
     with reward_server("later-hang", tmp_path / "log") as (url, _):
         own = rollouts(folder, 2)
-        scorer = scored(endpoint(folder, url=url, deadline=0.5), own)
+        hung = endpoint(folder, url=url)
+        for client in hung.client.clients:
+            client.deadline = 0.5
+        scorer = scored(hung, own)
     assert all("deadline = 0.5 s" in one.failed for one in own)
     assert scorer.counts["unanswered"] == 2
 

@@ -32,7 +32,7 @@ from lightrft.workers.scoring.decisive_token import JudgementTokens
 from lightrft.workers.scoring.judge import Judge, LocalJudge, open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
 from lightrft.workers.scoring.served_judge import ServedJudge, normalized
-from tests.serving_helpers import answering, free_port, judge_server
+from tests.serving_helpers import answering, free_port, judge_server, skip_waits
 
 CPU = torch.device("cpu")
 CHARS = "AB01?x"
@@ -55,7 +55,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def judge_of(folder: Path, **tree: Any) -> Judge:
     given = {**SHORT, "template": str(folder / "question.jinja"), **tree}
-    given |= {"deadline": 5.0} if "url" in tree and "deadline" not in tree else {}
     given |= {} if "url" in tree else {"path": str(folder)}
     (found,) = open_judges(build(RewardConfig, {"judges": [given]}), ModelConfig(), CPU)
     return found
@@ -187,7 +186,8 @@ class Chat:
         ]
 
 
-def test_requests_are_repeated_and_after_the_deadline_counted_as_unanswered(folder):
+def test_requests_are_repeated_and_after_the_deadline_counted_as_unanswered(folder, monkeypatch):
+    skip_waits(monkeypatch)
     chat = Chat(500, 429, 503)
     with answering(*chat.endpoints()) as (url, _):
         given = rollouts(2)
@@ -196,9 +196,9 @@ def test_requests_are_repeated_and_after_the_deadline_counted_as_unanswered(fold
         assert counts["unanswered"] == 0 and len(chat.bodies) == 5
         chat.answers = [503] * 1000
         given = rollouts(2)
-        counts = scored(judge_of(folder, url=url, deadline=0.3), given).take_counts()
+        counts = scored(judge_of(folder, url=url), given).take_counts()
         assert counts == {"judgements": 2, "unparsed": 0, "partial": 0, "unanswered": 2}
-        assert all("deadline = 0.3 s" in one.failed for one in given)
+        assert all("deadline = 600 s" in one.failed for one in given)
         assert [one.reward for one in given] == [None, None]
 
 
@@ -236,8 +236,9 @@ def test_the_key_of_the_environment_is_sent_and_seeds_are_those_of_the_responses
         ]
         assert seeds[0] == seeds[1] and len(set(seeds[0])) == 4
         assert "secret" not in repr(chat.bodies)
+        skip_waits(monkeypatch)
         with pytest.raises(ResourceError, match="401"):
-            judge_of(folder, url=url, deadline=0.2)
+            judge_of(folder, url=url)
 
 
 def test_media_are_sent_as_base64_and_what_cannot_be_sent_fails_its_responses(folder, tmp_path):
@@ -299,7 +300,7 @@ def test_a_served_judge_sees_the_image_that_the_local_one_sees(tmp_path):
     said = []
     with judge_server(tmp_path / "model") as (url, _):
         local = {"path": str(tmp_path / "model")}
-        for place in (local, {"url": url, "deadline": 60.0}):
+        for place in (local, {"url": url}):
             tree = {**place, "temperature": 0.0, "max_new_tokens": 6}
             config = ModelConfig(dtype="float32")
             (judge,) = open_judges(build(RewardConfig, {"judges": [tree]}), config, CPU)

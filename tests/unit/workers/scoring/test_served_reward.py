@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lightrft.utils.errors import ConfigError, DataError, ResourceError
 from lightrft.utils.http_client.circuit_breaker import CircuitBreaker
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from lightrft.workers.scoring.reward_wire import batch_from_json, batch_to_json, vocabulary_digest
-from tests.serving_helpers import answering, free_port, judge_at, save_judge
+from tests.serving_helpers import answering, free_port, judge_at, save_judge, skip_waits
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def term_of(folder: Path, **tree: Any) -> Any:
     config = ModelConfig(path=str(folder), dtype="float32")
-    term = build(ScoringModelConfig, {"deadline": 5.0, **tree} if "url" in tree else tree)
+    term = build(ScoringModelConfig, tree)
     return scoring_models([term], config, load_tokenizer(config), CPU)[0]
 
 
@@ -132,18 +133,18 @@ def test_a_request_that_fails_is_repeated_with_the_same_id(folder):
         assert len(set(judge.ids)) == 2 and served.client.counts == {"requests": 2, "retries": 4}
 
 
-def test_after_the_deadline_the_samples_fail_and_are_counted_and_never_get_0(folder):
+def test_after_the_deadline_the_samples_fail_and_are_counted_and_never_get_0(folder, monkeypatch):
+    skip_waits(monkeypatch)
     judge = judged(folder, *[503] * 1000)
     with answering(*judge.endpoints()) as (url, _):
-        scorer = ModelScorer(NullScorer(0.0), [term_of(folder, url=url, deadline=0.3)], CPU)
-        start = time.monotonic()
+        scorer = ModelScorer(NullScorer(0.0), [term_of(folder, url=url)], CPU)
         prompt = Prompt("0", [5, 6])
         for _ in range(3):
             scorer.submit(Rollout(prompt, [4], [True], [0.0], [0], "stop", seed=0))
         found = list(scorer.results(wait=True))
-        assert 0.1 < time.monotonic() - start < 5
+        assert 1 < len(judge.ids) <= 600 / 10
         assert [one.reward for one in found] == [None] * 3
-        assert all("deadline = 0.3 s: status 503" in one.failed for one in found)
+        assert all("deadline = 600 s: status 503" in one.failed for one in found)
         assert scorer.counts == {"scored": 3, "nonfinite": 0, "unanswered": 3}
 
 
@@ -168,42 +169,67 @@ def test_scores_that_are_no_numbers_or_too_few_fail_their_samples(folder):
         assert "no score of 'good'" in str(served.scores([], batch(2))[1])
 
 
-def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_deadline(folder):
+def test_a_dead_server_is_tried_by_one_request_at_a_time_and_given_up_after_the_deadline(
+    folder, monkeypatch
+):
     judge = judged(folder)
     with answering(*judge.endpoints()) as (url, _):
-        served = term_of(folder, url=url, deadline=1.0, max_in_flight=4)
+        served = term_of(folder, url=url, max_in_flight=4)
     served.term = served.term.model_copy(update={"max_tokens_per_micro_batch": 1})
-    served.client.clients[0].breaker.pause = 0.2
-    start = time.monotonic()
+    skip_waits(monkeypatch)
+    [client] = served.client.clients
+    breaker, enter, request = client.breaker, client.breaker.enter, client._client.request
+    here, trials, trying = threading.local(), [], []
+
+    def entered(deadline: float) -> bool:
+        with breaker._changed:
+            found = enter(deadline)
+            here.is_held = breaker.holds  # it is the one that tries the server
+        return found
+
+    def tried(*args: Any, **options: Any) -> Any:
+        trying.append(here.is_held)
+        trials.append(sum(trying))
+        try:
+            return request(*args, **options)
+        finally:
+            trying.remove(here.is_held)
+
+    monkeypatch.setattr(breaker, "enter", entered)
+    monkeypatch.setattr(client._client, "request", tried)
     assert all(isinstance(score, str) for score in served.scores([], batch(8)))
-    assert time.monotonic() - start < 4  # eight requests, four at once
-    start = time.monotonic()
+    # Four requests wait for it at once, and then the other four.
+    assert 3 < len(trials) <= 8 + 2 * 600 / 10 and max(trials) == 1
+    trials.clear()
+    # They have waited for it before: each is tried once at most.
     assert all(isinstance(score, str) for score in served.scores([], batch(8)))
-    assert time.monotonic() - start < 4
+    assert len(trials) <= 8
     assert served.client.counts["unanswered"] == 16
 
 
 def test_a_breaker_holds_requests_back_until_a_trial_succeeds():
-    breaker = CircuitBreaker(after=2, pause=0.1)
-    far = time.monotonic() + 10
+    breaker = CircuitBreaker(after=2, pause=300.0)
+    now = time.monotonic
+    far = now() + 900
     breaker.failed("silent")
     assert breaker.enter(far) and breaker.enter(far)
     breaker.failed("silent")
-    assert not breaker.enter(time.monotonic())  # open
-    start = time.monotonic()
-    assert breaker.enter(far) and time.monotonic() - start >= 0.05  # the trial
-    assert not breaker.enter(time.monotonic() + 0.15)  # a second one has to wait for it
+    assert not breaker.enter(now())  # open
+    breaker.pause, start = 0.3, now()
+    breaker.failed("silent")
+    assert breaker.enter(far) and now() - start >= 0.3  # the trial
+    assert not breaker.enter(now() + 0.15)  # a second one has to wait for it
     breaker.failed("silent")
     assert breaker.silent_for > 0 and breaker.problem == "silent"
     assert breaker.enter(far)
     breaker.succeeded()
-    assert breaker.silent_for == 0 and breaker.enter(time.monotonic()) and breaker.enter(far)
+    assert breaker.silent_for == 0 and breaker.enter(now()) and breaker.enter(far)
 
 
 def test_a_token_is_read_for_each_request_and_requests_at_once_are_limited(folder, tmp_path):
     file = tmp_path / "token"
     file.write_text("one\n")
-    with judge_at(folder, seconds=0.1) as (url, seen):
+    with judge_at(folder, together=2) as (url, seen):
         served = term_of(
             folder, url=url, token_file=str(file), max_in_flight=2, max_tokens_per_micro_batch=1
         )
