@@ -78,13 +78,14 @@ $(TORCHVISION_VENV)/torchvision: pyproject.toml constraints.txt tests/environmen
 	$(call add_torchvision,$(TORCHVISION_VENV))
 	@touch $@
 
-# Written model folders in plain transformers 4.57, in an environment of its own, and all kinds of adapters on all families.
-test-exports: install $(EXPORTS_VENV)/installed
-	OMP_NUM_THREADS=1 OLDER_PYTHON="$(abspath $(EXPORTS_VENV))/bin/python" "$(BIN)/python" -m pytest -n $(JOBS) -o timeout=600 tests/e2e/exports $(ARGS)
+# Written model folders in plain transformers 5 and 4.57, each with torchvision, and all kinds of adapters on all families.
+test-exports: $(TORCHVISION_VENV)/torchvision $(EXPORTS_VENV)/installed
+	OMP_NUM_THREADS=1 OLDER_PYTHON="$(abspath $(EXPORTS_VENV))/bin/python" "$(TORCHVISION_VENV)/bin/python" -m pytest -n $(JOBS) -o timeout=600 tests/e2e/exports $(ARGS)
 
-$(EXPORTS_VENV)/installed:
+$(EXPORTS_VENV)/installed: constraints.txt tests/environment/torchvision_ops.py
 	$(or $(PYTHON),python3) -m venv "$(EXPORTS_VENV)"
 	"$(EXPORTS_VENV)/bin/python" -m pip install --quiet "transformers==4.57.*" "torch==$$(sed -n 's/^torch==//p' constraints.txt)" pillow
+	$(call add_torchvision,$(EXPORTS_VENV))
 	@touch $@
 
 check: install

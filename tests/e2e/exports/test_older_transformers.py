@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import subprocess
+import sys
 import wave
 from collections.abc import Callable
 from functools import cache
@@ -165,7 +166,7 @@ def trained(family: str, folder: Path, run: Callable[..., Any]) -> dict[str, Pat
 @cache
 def reader(version: str) -> subprocess.Popen[str]:
     """Start a process that reads folders by one version of transformers, until this process ends."""
-    python = os.environ["OLDER_PYTHON" if version == "4.57" else "NEWER_PYTHON"]
+    python = os.environ["OLDER_PYTHON"] if version == "4.57" else sys.executable
     pipe = subprocess.PIPE
     process = subprocess.Popen([python, str(READER)], stdin=pipe, stdout=pipe, text=True)
     atexit.register(process.communicate)
