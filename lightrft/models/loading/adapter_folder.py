@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
@@ -244,7 +245,7 @@ def with_saved_adapters(
         problem = f"{type(error).__name__}: {whole_message(error)}"
         raise ModelError(f"{where}: the adapters cannot be read ({problem})") from error
     unexpected = _without_copies(keys.unexpected_keys, folder)
-    if keys.missing_keys or unexpected:
+    if (keys.missing_keys or unexpected) and not _read_as_written(adapted, folder):
         raise ModelError(
             f"{where}: the adapters do not fit their base model, or are not complete: "
             f"{_misfits(keys.missing_keys, unexpected)}; "
@@ -257,6 +258,23 @@ def with_saved_adapters(
         )
     share_configs(adapted)
     return adapted.eval()
+
+
+def _read_as_written(adapted: nn.Module, folder: Path) -> bool:
+    """Copy the tensors of ``folder`` if their names and shapes are those that peft would write now.
+
+    peft renames the tensors of some families as it reads them, although the names fit.
+    """
+    from peft import get_peft_model_state_dict
+
+    places = get_peft_model_state_dict(adapted)
+    written = adapter_tensors(folder, str(folder))
+    if {k: t.shape for k, t in places.items()} != {k: t.shape for k, t in written.items()}:
+        return False
+    with torch.no_grad():
+        for name, tensor in written.items():
+            places[name].copy_(tensor)
+    return True
 
 
 def _other_vocabulary(folder: Path, base: PreTrainedModel) -> str:

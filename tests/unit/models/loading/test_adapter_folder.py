@@ -65,6 +65,12 @@ CHANGES_BASE = {
 
 def saved(folder: Path, family: str, fields: dict[str, Any], given: dict[str, Any]) -> Path:
     """Write a base and adapters with random weights, and return the folder of the adapters."""
+    return saved_with(folder, family, fields, given)[0]
+
+
+def saved_with(
+    folder: Path, family: str, fields: dict[str, Any], given: dict[str, Any]
+) -> tuple[Path, PeftModel]:
     base = folder / "base"
     family_model(family, **fields).save_pretrained(base)
     tiny_tokenizer().save_pretrained(base)
@@ -77,7 +83,7 @@ def saved(folder: Path, family: str, fields: dict[str, Any], given: dict[str, An
             if parameter.requires_grad:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     adapted.save_pretrained(str(folder / "adapters"))
-    return folder / "adapters"
+    return folder / "adapters", adapted
 
 
 @pytest.fixture
@@ -107,9 +113,8 @@ def test_the_log_probs_are_those_of_peft(tmp_path: Path, kind: str) -> None:
     assert (found - base).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_over_deferred_weights_give_the_same_log_probs(tmp_path: Path, kind: str) -> None:
-    adapters = saved(tmp_path, *KINDS[kind])
+def read_later(adapters: Path) -> Actor:
+    """Return the model of ``adapters``, which is built without weights and reads them then."""
     actor = Actor.load(ModelConfig(path=str(adapters)), device="meta")
     exchange(
         actor.model,
@@ -117,6 +122,23 @@ def test_adapters_over_deferred_weights_give_the_same_log_probs(tmp_path: Path, 
         buffers=True,
     )
     actor.read_weights()
+    return actor
+
+
+@pytest.mark.parametrize("family", ["laguna", "inkling2_text"])
+def test_adapters_that_peft_renames_wrongly_are_read_as_they_were_written(
+    tmp_path: Path, family: str
+) -> None:
+    adapters, adapted = saved_with(tmp_path, family, {}, {"target_modules": "all-linear"})
+    wanted = scores(Actor(adapted.eval(), ModelConfig(path=str(adapters))))
+    for actor in (Actor.load(ModelConfig(path=str(adapters))), read_later(adapters)):
+        torch.testing.assert_close(scores(actor), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_over_deferred_weights_give_the_same_log_probs(tmp_path: Path, kind: str) -> None:
+    adapters = saved(tmp_path, *KINDS[kind])
+    actor = read_later(adapters)
     torch.testing.assert_close(scores(actor), expected(adapters), atol=1e-5, rtol=1e-5)
 
 
