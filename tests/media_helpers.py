@@ -90,6 +90,7 @@ def rig_in(path: Path, dtype: torch.dtype = torch.float32) -> Rig:
     experts = ("num_experts", "moe_num_experts", "n_routed_experts")
     if dtype == torch.float64 and any(hasattr(actor.text_config, name) for name in experts):
         actor.base.set_experts_implementation("eager")  # the grouped kernel knows no float64
+        actor.double()  # transformers loads some routers in float32
     return Rig(actor, tokenizer, processor, path)
 
 

@@ -160,12 +160,8 @@ class Float64(TorchFunctionMode):
         asked = any(a is torch.float32 for a in args[1:]) or kwargs.get("dtype") is torch.float32
         if func is torch.Tensor.float or (func in (torch.Tensor.to, torch.Tensor.type) and asked):
             return first.double()  # positions and frequencies too, which some versions multiply with each other as they are
-        if (
-            isinstance(first, torch.Tensor)
-            and first.dtype == torch.float64
-            and asked
-            and "dtype" in kwargs
-        ):
+        is_double = isinstance(first, torch.Tensor) and first.dtype == torch.float64
+        if asked and "dtype" in kwargs and (is_double or func is torch.zeros):
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 

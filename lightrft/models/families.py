@@ -129,11 +129,13 @@ _PALIGEMMA = """{%- for message in messages -%}
 and a line break."""
 
 _OWN_MEDIA = {
+    "aria": _OWN,
     "aya_vision": derived.Own(plain_head=True),
     "cohere2_vision": derived.Own(plain_head=True),
     "cosmos3_edge": _OWN,
     "cosmos3_omni": _OWN,
     "deepseek_vl": _OWN,
+    "ernie4_5_vl_moe": derived.Own(marks=("image_start_token_id", "image_end_token_id")),
     "exaone4_5": _OWN,
     "gemma4": _OWN,
     "glm46v": _OWN,
@@ -150,7 +152,9 @@ _OWN_MEDIA = {
     "lfm3_vl": _OWN,
     "lighton_ocr": _OWN,
     "mistral3": _OWN,
+    "moss_transcribe_diarize": _OWN,
     "paligemma": derived.Own(prefix=True, chat_template=_PALIGEMMA),
+    "llama4": derived.Own(decoder="language_model.model", projector="multi_modal_projector"),
     "llava": _OWN,
     "llava_next": _OWN,
     "llava_next_video": _OWN,
@@ -340,7 +344,7 @@ def _with_reader(model_type: str, text: str, *, near: bool = False) -> Family:
         of_text = replace(of_text, multiplier=None, divisor=None)
     return replace(
         of_text,
-        decoder="",
+        decoder=row.own.decoder,
         loader=derived.loader_of(model_type),
         reader=reader,
         own=row.own,

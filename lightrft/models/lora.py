@@ -285,7 +285,8 @@ def target_modules(
     """
     targets = config.targets
     if targets == "all-linear":
-        named = linear_modules(model, exclude)
+        every = linear_modules(model, exclude)
+        named = [name for name in every if _is_linear(model.get_submodule(name))]
     else:
         excluded = set(exclude)
         endings = () if isinstance(targets, str) else tuple(f".{target}" for target in targets)

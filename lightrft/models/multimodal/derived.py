@@ -51,11 +51,20 @@ class Own:
     Attributes:
         plain_head: The logits are the head's outputs, although the text config has a scale.
         prefix: The tokens of a prompt attend to each other in both directions.
+        decoder: Path of the module that yields last hidden states, where the model's
+            ``get_decoder`` returns one with a head.
+        projector: Path of the module that maps the towers' last hidden states to features, where
+            the family's method leaves it out.
+        marks: Config fields with the ids of tokens that the model reads as media, besides
+            placeholders.
         chat_template: Template that writes a prompt as the processor does, where no file has one.
     """
 
     plain_head: bool = False
     prefix: bool = False
+    decoder: str = ""
+    projector: str = ""
+    marks: tuple[str, ...] = ()
     chat_template: str = ""
 
 
@@ -84,7 +93,7 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
         token = _token_field(config, kind)
         inputs = _inputs(kind, model_class, inner)
         if token is not None and inputs:
-            towers.append(_tower(kind, inputs, token))
+            towers.append(_tower(kind, inputs, token, own.projector))
     positions = rope_index if hasattr(inner, "get_rope_index") else None
     return ModalityEncoder(
         tuple(towers),
@@ -92,6 +101,7 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
         parts=_PARTS,
         both_ways="prompt" if own.prefix else None,
         alone=True,
+        marks=own.marks,
         has_blanks=False,
     )
 
@@ -105,6 +115,7 @@ _PROJECTORS = (
     *("multi_modal_projector", "projector", "connector", "aligner", "merger", "visual.merger"),
     *(
         "mm_projector",
+        "resampler_model",
         "vision_projection",
         "vision_resampler",
         "image_newline",
@@ -112,9 +123,10 @@ _PROJECTORS = (
         "embed_audio",
     ),
 )
+# A class without a head's own module has the parts itself.
 _PARTS = {
-    "tower": tuple(f"model.{name}." for name in _TOWERS),
-    "projector": tuple(f"model.{name}" for name in _PROJECTORS),
+    "tower": tuple(f"{root}{name}." for root in ("model.", "") for name in _TOWERS),
+    "projector": tuple(f"{root}{name}" for root in ("model.", "") for name in _PROJECTORS),
 }
 
 
@@ -148,7 +160,7 @@ def _inputs(kind: str, model_class: Any, inner: Any) -> tuple[str, ...]:
     return ()
 
 
-def _tower(kind: str, inputs: Sequence[str], token: str) -> Tower:
+def _tower(kind: str, inputs: Sequence[str], token: str, projector: str = "") -> Tower:
     stored = [*inputs, *(name + SHAPE for name in inputs), places_name(kind)]
 
     def adapt(config: PreTrainedConfig, media: dict[str, Tensor]) -> dict[str, object]:
@@ -169,7 +181,11 @@ def _tower(kind: str, inputs: Sequence[str], token: str) -> Tower:
             output = getattr(owner, getter)(
                 **in_dtype(keywords, inputs, model.dtype), return_dict=True
             )
-            found.append(_flat(getattr(output, "pooler_output", output), _seen(output)))
+            if projector:
+                values = model.get_submodule(projector)(output.last_hidden_state)
+            else:
+                values = getattr(output, "pooler_output", output)
+            found.append(_flat(values, _seen(output)))
         return Features(torch.cat(found))
 
     return Tower(

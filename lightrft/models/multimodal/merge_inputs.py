@@ -38,6 +38,7 @@ class MergedInputs:
         blocks: ``[N]`` number of the span with attention in both directions, -1 outside. ``None``
             if there are none.
         windowed: The spans hold only in layers with a sliding window.
+        expert_tokens: Tokens that go to the experts of media. ``None`` if the model has none.
         idle: A zero that depends on towers that ran on a blank, so that zero gradients reach them.
             ``None`` if none did.
     """
@@ -48,6 +49,7 @@ class MergedInputs:
     positions: Tensor | None
     blocks: Tensor | None = None
     windowed: bool = False
+    expert_tokens: Tensor | None = None
     idle: Tensor | None = None
 
     def inputs(self, model: PreTrainedModel, ids: Tensor, source: Tensor) -> dict[str, object]:
@@ -70,6 +72,7 @@ class MergedInputs:
             flat = flat + self.idle.to(flat.dtype)
         made: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
         made |= _per_layer(model, ids, (row >= 0).view(ids.shape))
+        made |= _expert_types(self.expert_tokens, ids)
         if self.deep:
             made["visual_pos_masks"] = (row >= 0).view(ids.shape)
             made["deepstack_visual_embeds"] = [d[taken].to(flat.dtype) for d in self.deep]
@@ -152,6 +155,21 @@ def _per_layer(model: PreTrainedModel, ids: Tensor, is_media: Tensor) -> dict[st
     return {"per_layer_inputs": decoder.get_per_layer_inputs(ids)}
 
 
+def _expert_tokens(model: PreTrainedModel, reader: ModalityEncoder) -> Tensor | None:
+    """Return the tokens that go to the experts of media, or ``None`` for a model without such."""
+    if _EXPERT_TYPES not in inspect.signature(model.forward).parameters:
+        return None
+    return torch.tensor(_tokens_of(model.config, reader), device=model.device)
+
+
+def _expert_types(tokens: Tensor | None, ids: Tensor) -> dict[str, object]:
+    """Return the type ids ``[S, T]`` by which experts are chosen: 1 for ``tokens``."""
+    return {} if tokens is None else {_EXPERT_TYPES: torch.isin(ids, tokens).long()}
+
+
+_EXPERT_TYPES = "moe_mm_token_type_ids"
+
+
 def merge_multimodal_inputs(
     model: PreTrainedModel,
     family: Family,
@@ -228,7 +246,8 @@ def merge_multimodal_inputs(
     # without features, an empty tensor of the right width, dtype and device
     values = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
     windowed = reader.both_ways == "windowed media"
-    return MergedInputs(row, values, deep, positions, blocks, windowed, outputs.idle)
+    experts = _expert_tokens(model, reader)
+    return MergedInputs(row, values, deep, positions, blocks, windowed, experts, outputs.idle)
 
 
 def _run_towers(
@@ -282,11 +301,16 @@ def media_token_ids(config: PreTrainedConfig, family: Family) -> tuple[int, ...]
     """
     if family.reader is None:
         return ()
-    read = [tower.token_id(config) for tower in family.reader.towers]
-    read += [getattr(config, name) for name in family.reader.marks]
     # A placeholder beyond the vocabulary has no logit.
     size = config.get_text_config(decoder=True).vocab_size
-    return tuple(token for token in dict.fromkeys(read) if token < size)
+    read = dict.fromkeys(_tokens_of(config, family.reader))
+    return tuple(token for token in read if token < size)
+
+
+def _tokens_of(config: PreTrainedConfig, reader: ModalityEncoder) -> list[int]:
+    """Return the placeholders and the marks of media."""
+    placeholders = [tower.token_id(config) for tower in reader.towers]
+    return [*placeholders, *(getattr(config, name) for name in reader.marks)]
 
 
 def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
@@ -544,4 +568,5 @@ def own_keywords(
     # families name the same keyword differently
     accepted = set(inspect.signature(model.forward).parameters)
     names = {"mm_token_type_ids", "token_type_ids"} & accepted
+    made |= _expert_types(_expert_tokens(model, reader), ids)
     return made | dict.fromkeys(names, types)

@@ -299,7 +299,10 @@ def _around(tokenizer: Any, kind: str, written: str) -> tuple[str, str]:
     return before.removeprefix(start), after.partition("(word)")[0]
 
 
-_TEXT = ("labels", "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_TEXT = (
+    *("labels", "input_ids", "attention_mask", "token_type_ids"),
+    *("mm_token_type_ids", "moe_mm_token_type_ids"),
+)
 
 
 def _rules(

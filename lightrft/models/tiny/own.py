@@ -57,7 +57,7 @@ class _Row:
         config: Fields of the config.
         text: Fields of the text config.
         vision: Fields of the tower's config.
-        picture: Settings of the picture processor.
+        picture: Settings of the processor of pictures, or of sounds where it reads no pictures.
         sound: Text that it writes for a sound. Empty for families that read none.
         extractor: Class of the processor of sounds.
         processor: Settings of the processor.
@@ -115,6 +115,12 @@ _VISION_MARKS = _Row(
     vision=_MERGED,
 )
 _ROWS: dict[str, _Row] = {
+    "aria": _Row(
+        # Its processor pads every picture to this size.
+        processor={"size_conversion": {"980": 4}},
+        config={"projector_patch_to_query_dict": {"100": 4}},
+        vision={"patch_size": 98, "image_size": 980},
+    ),
     "aya_vision": _Row(
         {
             "image_token": "<image>",
@@ -141,6 +147,26 @@ _ROWS: dict[str, _Row] = {
         config={"alignment_intermediate_size": 64},
     ),
     "deepseek_vl": _Row(picture=_SQUARE, processor={"num_image_tokens": 16}),
+    "ernie4_5_vl_moe": _Row(
+        {
+            "image_token": "<|IMAGE_PLACEHOLDER|>",
+            "image_start_token": "<|IMAGE_START|>",
+            "image_end_token": "<|IMAGE_END|>",
+            "video_token": "<|VIDEO_PLACEHOLDER|>",
+            "video_start_token": "<|VIDEO_START|>",
+            "video_end_token": "<|VIDEO_END|>",
+        },
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        picture=_PATCHES,
+        text={
+            "rope_parameters": {**_ROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
+            "moe_intermediate_size": [32, 32],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     "exaone4_5": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
     "glm4v": replace(_GLM_46V, text=_ROPE),
     "glm4v_moe": replace(_GLM_46V, like="glm4v"),
@@ -243,6 +269,25 @@ _ROWS: dict[str, _Row] = {
         picture={"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
         processor={"patch_size": 4, "spatial_merge_size": 2},
     ),
+    "llama4": _Row(
+        {
+            "fake_image_token": "<|image|>",
+            "image_token": "<|patch|>",
+            "start_of_image_token": "<|image_start|>",
+            "end_of_image_token": "<|image_end|>",
+            "tile_x_separator_token": "<|tile_x_separator|>",
+            "tile_y_separator_token": "<|tile_y_separator|>",
+        },
+        "<|image|>",
+        picture={**_SQUARE, "max_patches": 4},
+        vision={
+            "intermediate_size": 128,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        processor={"patch_size": 4},
+    ),
     "llava": _Row(picture=_CROPPED, processor=_LLAVA),
     "llava_next": _Row(
         picture={**_CROPPED, "image_grid_pinpoints": _GRIDS},
@@ -266,6 +311,19 @@ _ROWS: dict[str, _Row] = {
         text={"sliding_window": None},
         picture={"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
         processor={"patch_size": 4, "spatial_merge_size": 2},
+    ),
+    "moss_transcribe_diarize": _Row(
+        {
+            "audio_token": "<|audio_pad|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+        "",
+        sound="<|audio_start|><|audio_pad|><|audio_end|>",
+        extractor="MossTranscribeDiarizeFeatureExtractor",
+        picture={"chunk_length": 2},
+        vision={"num_mel_bins": 16, "max_source_positions": 100},
+        config={"audio_chunk_size": 32000},
     ),
     "paligemma": _Row(picture={**_SQUARE, "image_seq_length": 16}, config={"projection_dim": 32}),
     "qianfan_ocr": _Row(
@@ -348,7 +406,8 @@ def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
         kind = row.like or model_type
         fields = {"processor_class": PROCESSOR_MAPPING_NAMES[kind], **row.processor}
         if not row.written:
-            return _Files(audio.extractor(row.extractor, **settings), {}, fields)
+            extractor = audio.extractor(row.extractor, **{**row.picture, **settings})
+            return _Files(extractor, {}, fields)
         names = IMAGE_PROCESSOR_MAPPING_NAMES[kind]
         name = names.get("pil") or names["torchvision"]
         picture = getattr(transformers, str(name))(**{**row.picture, **settings})
@@ -372,5 +431,5 @@ FAMILIES: dict[str, Tiny] = {
     for name, row in _ROWS.items()
     if name in CONFIG_MAPPING
 }
-TORCHVISION_FAMILIES = ("cohere2_vision", "kimi_k25", "lfm2_vl", "mistral3")
+TORCHVISION_FAMILIES = ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "mistral3")
 """Families whose processors need torchvision."""

@@ -17,8 +17,10 @@ from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
 from lightrft.models.multimodal.derived import SHAPE, _joined
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
+from lightrft.models.multimodal.towers import in_dtype
 from lightrft.models.processors import load_processor
 from lightrft.models.processors.base import bounded
+from lightrft.models.processors.own import _TEXT
 from lightrft.models.tiny import own, tiny_media_model, tiny_media_tokenizer
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
 from lightrft.utils.errors import DataError, ModelError
@@ -55,6 +57,9 @@ def check_scores(r, prompt, inputs):
     extra = {}
     if "mm_token_type_ids" in inspect.signature(r.actor.base.forward).parameters:
         extra = {"mm_token_type_ids": (ids == r.processor.tokens["image"]).long()}
+    if "moe_mm_token_type_ids" in inspect.signature(r.actor.base.forward).parameters:
+        types = r.processor.parts["image"].processor.create_moe_mm_token_type_ids(ids.tolist())
+        extra["moe_mm_token_type_ids"] = torch.tensor(types)
     if r.actor.family.is_prefix_lm:
         extra = {
             "token_type_ids": (torch.arange(ids.shape[1]) >= len(prompt.token_ids)).long()[None]
@@ -84,8 +89,8 @@ def test_ids_and_log_probs_are_those_of_the_familys_processor_and_forward(family
         text_kwargs={"add_special_tokens": False},
     )
     assert prompt.token_ids == made["input_ids"][0].tolist()
-    text_names = ("input_ids", "attention_mask", "token_type_ids", "labels", "mm_token_type_ids")
-    media = {name: value for name, value in made.items() if name not in text_names}
+    media = {name: value for name, value in made.items() if name not in _TEXT}
+    media = in_dtype(media, tuple(media), r.actor.base.dtype)  # Llama 4's processor writes bfloat16
     check_scores(r, prompt, media)
 
 

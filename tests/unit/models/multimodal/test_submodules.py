@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import save_model
-from lightrft.models.lora import apply_lora_configuration
+from lightrft.models.lora import apply_lora_configuration, target_modules
 from lightrft.models.multimodal.equal_towers import has_constant_towers
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.multimodal.submodules import part_of
-from lightrft.models.tiny import ALL_MEDIA_FAMILIES
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES, tiny_media_model
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.strategy.base import TrainState
 from lightrft.strategy.single import SingleStrategy
@@ -241,6 +241,15 @@ def test_adapters_land_on_the_parts_that_were_asked_for_and_nowhere_else(made, p
     actor = load(r, lora={"rank": 2, "alpha": 4.0, "parts": parts})
     assert trained_parts(actor) == set(parts)
     assert all("lora_" in name for name, p in actor.named_parameters() if p.requires_grad)
+
+
+def test_routers_that_only_inherit_from_a_linear_layer_get_no_adapters():
+    model = tiny_media_model("llama4")
+    named = target_modules(model, LoRAConfig())
+    assert "language_model.model.layers.0.self_attn.q_proj" in named
+    router = "language_model.model.layers.1.feed_forward.router"
+    assert isinstance(model.get_submodule(router), nn.Linear)
+    assert router not in named
 
 
 def test_adapters_stay_out_of_towers_unless_asked_for(made):
