@@ -32,6 +32,10 @@ from lightrft.utils.errors import ModelError
 SHAPE = ".shape"
 """Ending of the name of the shapes ``[items, axes]`` of an input whose items differ in shape."""
 
+AXIS = ".axis"
+"""Ending of the name of the axis ``[items, 1]`` along which the items of an input are joined. The
+stored input has this axis first."""
+
 KINDS = ("image", "video", "audio")
 
 _TYPES = {"image": 1, "video": 2, "audio": 3}
@@ -55,6 +59,8 @@ class Own:
             ``get_decoder`` returns one with a head.
         projector: Path of the module that maps the towers' last hidden states to features, where
             the family's method leaves it out.
+        featured: Config field with the ids of tokens that get features of their own. The method
+            returns them as ``visual_indicator_features``.
         marks: Config fields with the ids of tokens that the model reads as media, besides
             placeholders.
         chat_template: Template that writes a prompt as the processor does, where no file has one.
@@ -64,6 +70,7 @@ class Own:
     prefix: bool = False
     decoder: str = ""
     projector: str = ""
+    featured: str = ""
     marks: tuple[str, ...] = ()
     chat_template: str = ""
 
@@ -93,7 +100,7 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
         token = _token_field(config, kind)
         inputs = _inputs(kind, model_class, inner)
         if token is not None and inputs:
-            towers.append(_tower(kind, inputs, token, own.projector))
+            towers.append(_tower(kind, inputs, token, own))
     positions = rope_index if hasattr(inner, "get_rope_index") else None
     return ModalityEncoder(
         tuple(towers),
@@ -116,6 +123,7 @@ _PROJECTORS = (
     *(
         "mm_projector",
         "resampler_model",
+        "visual_embeddings_table",
         "vision_projection",
         "vision_resampler",
         "image_newline",
@@ -160,8 +168,9 @@ def _inputs(kind: str, model_class: Any, inner: Any) -> tuple[str, ...]:
     return ()
 
 
-def _tower(kind: str, inputs: Sequence[str], token: str, projector: str = "") -> Tower:
-    stored = [*inputs, *(name + SHAPE for name in inputs), places_name(kind)]
+def _tower(kind: str, inputs: Sequence[str], token: str, own: Own) -> Tower:
+    facts = [name + fact for name in inputs for fact in (SHAPE, AXIS)]
+    stored = [*inputs, *facts, places_name(kind)]
 
     def adapt(config: PreTrainedConfig, media: dict[str, Tensor]) -> dict[str, object]:
         if kind == "video":
@@ -171,7 +180,7 @@ def _tower(kind: str, inputs: Sequence[str], token: str, projector: str = "") ->
     def features(model: PreTrainedModel, media: dict[str, Tensor]) -> Features:
         getter = f"get_{kind}_features"
         owner: Any = model if hasattr(model, getter) else model.base_model
-        found = []
+        found, marks = [], None
         # Padded frames would get features, so that each clip and sound is computed alone.
         alone = kind != "image" and any(name.endswith(SHAPE) for name in media)
         given = [name for name in inputs if name in media]
@@ -181,12 +190,13 @@ def _tower(kind: str, inputs: Sequence[str], token: str, projector: str = "") ->
             output = getattr(owner, getter)(
                 **in_dtype(keywords, inputs, model.dtype), return_dict=True
             )
-            if projector:
-                values = model.get_submodule(projector)(output.last_hidden_state)
+            if own.projector:
+                values = model.get_submodule(own.projector)(output.last_hidden_state)
             else:
                 values = getattr(output, "pooler_output", output)
             found.append(_flat(values, _seen(output)))
-        return Features(torch.cat(found))
+            marks = output.visual_indicator_features if own.featured else None
+        return Features(torch.cat(found), marks=marks)
 
     return Tower(
         kind,
@@ -194,6 +204,7 @@ def _tower(kind: str, inputs: Sequence[str], token: str, projector: str = "") ->
         token,
         adapt=adapt,
         compute=features,
+        marks=own.featured,
         type_id=_TYPES[kind],
     )
 
@@ -215,6 +226,8 @@ def _refuse_unequal(
 
 def _joined(name: str, media: dict[str, Tensor]) -> Tensor:
     """Return the input ``name`` of all items, as transformers' processors join them."""
+    if name + AXIS in media:
+        return media[name].movedim(0, int(media[name + AXIS][0]))
     return padded(_items(name, media)) if name + SHAPE in media else media[name]
 
 

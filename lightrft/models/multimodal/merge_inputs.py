@@ -218,6 +218,7 @@ def merge_multimodal_inputs(
         if kept is not None:
             kept.put(key, outputs)
     found: list[Features] = []
+    values: list[Tensor] = []
     placed = 0
     inside = _inside(both.lengths, begun)
     for tower in reader.towers:
@@ -233,6 +234,12 @@ def merge_multimodal_inputs(
         row[places] = torch.arange(count, device=row.device) + placed
         placed += count
         found.append(features)
+        values.append(features.values)
+        if features.marks is not None:
+            for token, mark in zip(getattr(model.config, tower.marks), features.marks, strict=True):
+                row[_places(model, tower, both, inside, token)] = placed
+                values.append(mark[None])
+                placed += 1
     deep = tuple(torch.cat(level) for level in zip(*(features.deep for features in found)))
     positions = None
     if reader.positions is not None and found:
@@ -244,10 +251,10 @@ def merge_multimodal_inputs(
         blocks = _blocks(row, both.lengths)
     embeddings: Any = model.get_input_embeddings()
     # without features, an empty tensor of the right width, dtype and device
-    values = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
+    merged = torch.cat(values) if values else embeddings.weight[:0]
     windowed = reader.both_ways == "windowed media"
     experts = _expert_tokens(model, reader)
-    return MergedInputs(row, values, deep, positions, blocks, windowed, experts, outputs.idle)
+    return MergedInputs(row, merged, deep, positions, blocks, windowed, experts, outputs.idle)
 
 
 def _run_towers(
@@ -309,8 +316,10 @@ def media_token_ids(config: PreTrainedConfig, family: Family) -> tuple[int, ...]
 
 def _tokens_of(config: PreTrainedConfig, reader: ModalityEncoder) -> list[int]:
     """Return the placeholders and the marks of media."""
-    placeholders = [tower.token_id(config) for tower in reader.towers]
-    return [*placeholders, *(getattr(config, name) for name in reader.marks)]
+    read = [tower.token_id(config) for tower in reader.towers]
+    for tower in reader.towers:
+        read += getattr(config, tower.marks) if tower.marks else ()
+    return read + [getattr(config, name) for name in reader.marks]
 
 
 def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
@@ -395,12 +404,27 @@ def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:
     return step < (lengths - held)[runs]
 
 
-def _places(model: PreTrainedModel, tower: Tower, both: Segments, inside: Tensor) -> Tensor:
+def _places(
+    model: PreTrainedModel,
+    tower: Tower,
+    both: Segments,
+    inside: Tensor,
+    token: int | None = None,
+) -> Tensor:
     """Return the placeholders of ``tower`` in the runs with its media. In other runs such a token
-    was sampled, or is plain text."""
+    was sampled, or is plain text.
+
+    Args:
+        model: The transformers model.
+        tower: The tower.
+        both: All runs.
+        inside: ``[N]``, ``False`` for a response that is resumed.
+        token: Another token than the placeholder.
+    """
+    token = tower.token_id(model.config) if token is None else token
     rows = next(both.media[name].lengths for name in tower.inputs if name in both.media)
     with_media = torch.repeat_interleave(rows > 0, both.lengths)
-    return ((both.tokens == tower.token_id(model.config)) & with_media & inside).nonzero()[:, 0]
+    return ((both.tokens == token) & with_media & inside).nonzero()[:, 0]
 
 
 def _blocks(row: Tensor, lengths: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ Each turns one kind of input into features, which replace placeholder tokens.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +21,15 @@ class Features:
 
     Attributes:
         values: ``[K, H]``, replace the embeddings of K placeholders, in order.
+        marks: ``[M, H]``, replace the embeddings of M tokens that mark parts of an item, wherever
+            they are. ``None`` for none.
         deep: ``[K, H]`` each, added to the hidden states of the placeholders after the first layers
             (DeepStack, arXiv 2406.04334).
     """
 
     values: Tensor
     deep: tuple[Tensor, ...] = ()
+    marks: Tensor | None = None
 
 
 Adapt = Callable[[PreTrainedConfig, dict[str, Tensor]], dict[str, object]]
@@ -56,6 +60,7 @@ class Tower:
         adapt: Maps media to keywords of the model's own forward. By default, these are the media.
         compute: Replaces ``getter`` and ``adapt``, for families without such a method, or whose
             method needs more than the media hold.
+        marks: Config field with the ids of the M tokens of ``Features.marks``.
         type_id: Entry of this kind in ``mm_token_type_ids``.
         hints: Names of media that only positions depend on.
         arrange: Builds media from the arrays of transformers' processors, where the two differ.
@@ -68,6 +73,7 @@ class Tower:
     getter: str = ""
     adapt: Adapt = lambda config, inputs: dict(inputs)
     compute: Callable[[PreTrainedModel, dict[str, Tensor]], Features] | None = None
+    marks: str = ""
     type_id: int = 1
     hints: tuple[str, ...] = ()
     arrange: Arrange | None = None
@@ -181,9 +187,9 @@ def rope_index(
         mask: ``[P, L]``, 0 for padding.
         media: Media by name.
     """
-    known = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    grids = {name: media[name] for name in known if name in media}
-    return model.model.get_rope_index(ids, mm_token_type_ids=types, attention_mask=mask, **grids)[0]
+    own: Any = model.model.get_rope_index
+    grids = {name: media[name] for name in inspect.signature(own).parameters if name in media}
+    return own(ids, mm_token_type_ids=types, attention_mask=mask, **grids)[0]
 
 
 # The table of ``families.py`` refers to these readers.

@@ -32,7 +32,7 @@ from transformers.utils import is_torchvision_available
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
-from lightrft.models.multimodal.derived import SHAPE, padded, places_name
+from lightrft.models.multimodal.derived import AXIS, SHAPE, padded, places_name
 from lightrft.models.multimodal.towers import Tower
 from lightrft.models.processors.base import (
     PROCESSOR_FILES,
@@ -131,7 +131,7 @@ def _load(
         elif part in ("feature_extractor", "audio_processor"):
             given.append(_extractor(config.path, revision, known))
         else:
-            given.append(None)
+            given.append(_Absent() if part == "video_processor" else None)
     # Parts may be missing, and transformers' own processors of clips need torchvision.
     changes: dict[str, Any] = {"check_argument_for_proper_class": _lenient}
     own = family_of(settings).own
@@ -156,10 +156,20 @@ def _extractor(path: str, revision: str, known: Any) -> Any:
         raise
 
 
+class _Absent(dict):
+    """Stands for transformers' own processor of clips. It has no settings: each is ``None``."""
+
+    model_input_names = ()
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 def _lenient(self: Any, name: str, argument: Any) -> Any:
     """Accept a part that is missing."""
-    if argument is None:
-        return type(None)
+    if argument is None or isinstance(argument, _Absent):
+        return type(argument)
     return ProcessorMixin.check_argument_for_proper_class(self, name, argument)
 
 
@@ -224,11 +234,12 @@ def _call(
 
 def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) -> OwnPart:
     kind = tower.kind
-    names = tuple(name for name in tower.inputs if not name.endswith(SHAPE))[:-1]
+    names = tuple(name for name in tower.inputs if not name.endswith((SHAPE, AXIS)))[:-1]
     tried = [_blank(kind, shape) for shape in _TRIED[kind]]
     written = _written(processor, kind, token, tried[0])
     alone = [_call(processor, kind, written, [item]) for item in tried]
-    rules = _rules(processor, names, [made for _, made in alone])
+    joint = _together(processor, kind, written, tried)
+    rules = _rules(processor, names, [made for _, made in alone], joint)
     return OwnPart(
         processor,
         kind,
@@ -236,7 +247,7 @@ def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) ->
         token,
         rules,
         files,
-        several=_reads_several(processor, kind, written, tried, alone, rules),
+        several=_reads_several(alone, joint, rules),
         fixed=len({text.count(token) for text, _ in alone}) == 1,
         around=_around(processor.tokenizer, kind, written),
         rate=_sounds(processor).sampling_rate if kind == "audio" else 0,
@@ -305,14 +316,32 @@ _TEXT = (
 )
 
 
-def _rules(
-    processor: Any, names: tuple[str, ...], alone: Sequence[Mapping[str, Any]]
-) -> dict[str, str]:
-    """Return the rule of each tensor, from the outputs for some items alone.
+Outputs = tuple[str, Mapping[str, Any]]
+"""The text with placeholders and the tensors of one prompt."""
 
-    The first axis of ``rows`` joins items. Items of a ``flat`` input differ in shape.
+
+def _together(
+    processor: Any, kind: str, written: str, items: Sequence[np.ndarray]
+) -> Outputs | None:
+    """Return the outputs for ``items`` of one prompt; ``None`` for a family of one item."""
+    try:
+        return _call(processor, kind, written * len(items), items)
+    except Exception:  # processors raise arbitrary errors
+        return None
+
+
+def _rules(
+    processor: Any,
+    names: tuple[str, ...],
+    alone: Sequence[Mapping[str, Any]],
+    joint: Outputs | None,
+) -> dict[str, str | int]:
+    """Return the rule of each tensor, from the outputs for some items alone and together.
+
+    The first axis of ``rows`` joins items, or the axis of that number. Items of a ``flat`` input
+    differ in shape and are padded.
     """
-    rules: dict[str, str] = {}
+    rules: dict[str, str | int] = {}
     for name in names:
         tensors = [_tensor(made[name]) for made in alone if name in made]
         if tensors:
@@ -320,6 +349,11 @@ def _rules(
             many = any(t.ndim > 4 for t in tensors)
             same = len({t.shape[1:] for t in tensors}) == 1 and not many
             rules[name] = "rows" if same else "flat"
+            if not same and joint is not None:
+                whole = _tensor(joint[1][name])
+                for axis in range(1, whole.ndim):
+                    if _joins(tensors, whole, axis):
+                        rules[name] = axis
     unread = sorted({name for made in alone for name in made} - {*names, *_TEXT})
     if unread:
         raise ValueError(f"{type(processor).__name__} makes {', '.join(unread)}, which are unread")
@@ -327,29 +361,23 @@ def _rules(
 
 
 def _reads_several(
-    processor: Any,
-    kind: str,
-    written: str,
-    items: Sequence[np.ndarray],
-    alone: Sequence[tuple[str, Mapping[str, Any]]],
-    rules: Mapping[str, str],
+    alone: Sequence[Outputs], joint: Outputs | None, rules: Mapping[str, str | int]
 ) -> bool:
-    """Return ``True`` if the processor reads ``items`` of one prompt as it reads them ``alone``."""
-    try:
-        text, joint = _call(processor, kind, written * len(items), items)
-    except Exception:  # a family of one item per prompt
-        return False
-    if text != "".join(one for one, _ in alone):
+    """Return ``True`` if the processor reads items of one prompt as it reads them ``alone``."""
+    if joint is None or joint[0] != "".join(text for text, _ in alone):
         return False
     for name, rule in rules.items():
         parts = [_tensor(made[name]) for _, made in alone]
-        if not _joins(parts, _tensor(joint[name]), rule):
+        if not _joins(parts, _tensor(joint[1][name]), rule):
             return False
     return True
 
 
-def _joins(parts: list[Tensor], whole: Tensor, rule: str) -> bool:
+def _joins(parts: list[Tensor], whole: Tensor, rule: str | int) -> bool:
     """Return ``True`` if ``whole`` is made of ``parts`` as the model's inputs are."""
+    if isinstance(rule, int):
+        rest = {(*part.shape[:rule], *part.shape[rule + 1 :]) for part in parts}
+        return len(rest) == 1 and torch.equal(torch.cat(parts, rule), whole)
     if rule == "rows":
         joined = torch.cat(parts)
         return whole.numel() == joined.numel() and torch.equal(joined, whole.reshape(joined.shape))
@@ -388,7 +416,7 @@ class OwnPart:
     kind: str
     written: str
     token: str
-    rules: Mapping[str, str]
+    rules: Mapping[str, str | int]
     files: Mapping[str, str]
     several: bool = True
     fixed: bool = False
@@ -423,6 +451,9 @@ class OwnPart:
             if rule == "flat":
                 stored[name] = tensor.flatten()
                 stored[name + SHAPE] = torch.tensor([list(tensor.shape)])
+            elif isinstance(rule, int):
+                stored[name] = tensor.movedim(rule, 0)
+                stored[name + AXIS] = torch.tensor([[rule]])
             else:
                 stored[name] = tensor
         stored[places_name(self.kind)] = torch.tensor([text.count(self.token)])

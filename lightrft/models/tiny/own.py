@@ -61,7 +61,7 @@ class _Row:
         sound: Text that it writes for a sound. Empty for families that read none.
         extractor: Class of the processor of sounds.
         processor: Settings of the processor.
-        ids: Config fields with the id of a token of ``tokens``.
+        ids: Config fields with the id of a token of ``tokens``, or with those of several.
         like: Family whose processor is used. Empty for its own.
     """
 
@@ -75,7 +75,7 @@ class _Row:
     vision: Fields = field(default_factory=dict)
     picture: Fields = field(default_factory=dict)
     processor: Fields = field(default_factory=dict)
-    ids: Mapping[str, str] = field(default_factory=dict)
+    ids: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     like: str = ""
 
 
@@ -113,6 +113,28 @@ _VISION_MARKS = _Row(
     "<|vs|><|image_pad|><|ve|>",
     picture=_PATCHES,
     vision=_MERGED,
+)
+_MINICPM = _Row(
+    {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "image_start_token": "<image>",
+        "image_end_token": "</image>",
+        "slice_start_token": "<slice>",
+        "slice_end_token": "</slice>",
+        "image_id_start_token": "<image_id>",
+        "image_id_end_token": "</image_id>",
+    },
+    "<|image_pad|>",
+    picture={"patch_size": 4, "scale_resolution": 32, "max_slice_nums": 4},
+    vision={"insert_layer_id": 0},
+    config={"insert_layer_id": 0, "image_size": 32},
+    ids={
+        "image_start_id": "<image>",
+        "image_end_id": "</image>",
+        "slice_start_id": "<slice>",
+        "slice_end_id": "</slice>",
+    },
 )
 _ROWS: dict[str, _Row] = {
     "aria": _Row(
@@ -301,6 +323,8 @@ _ROWS: dict[str, _Row] = {
         processor=_LLAVA,
         config={"image_grid_pinpoints": _GRIDS},
     ),
+    "minicpmv4_6": replace(_MINICPM, ids={}),
+    "minicpmv4_7": _MINICPM,
     "mistral3": _Row(
         {
             "image_token": "[IMG]",
@@ -324,6 +348,26 @@ _ROWS: dict[str, _Row] = {
         picture={"chunk_length": 2},
         vision={"num_mel_bins": 16, "max_source_positions": 100},
         config={"audio_chunk_size": 32000},
+    ),
+    "ovis2": _Row(
+        {
+            "image_token": "<image>",
+            "image_atom_token": "<IMG_ATOM>",
+            "image_start_token": "<IMG_START>",
+            "image_grid_token": "<IMG_GRID>",
+            "image_column_token": "<IMG_COL>",
+            "image_row_token": "<IMG_ROW>",
+            "image_end_token": "<IMG_END>",
+        },
+        picture={**_SQUARE, "crop_to_patches": True, "max_patches": 4},
+        vision={"vocab_size": 64, "num_visual_indicator_tokens": 5},
+        processor={"image_seq_length": 16},
+        ids={
+            "image_token_id": "<IMG_ATOM>",
+            "visual_indicator_token_ids": (
+                *("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+            ),
+        },
     ),
     "paligemma": _Row(picture={**_SQUARE, "image_seq_length": 16}, config={"projection_dim": 32}),
     "qianfan_ocr": _Row(
@@ -372,13 +416,17 @@ def _config(model_type: str, row: _Row) -> Callable[[Fields, dict[str, int], Fie
                 **_fitting(section, known),
                 **(row.text if is_text else _fitting(section, row.vision)),
             }
-        fields = {**row.config}
         names = {item.name for item in dataclasses.fields(kind)}
+        # A config may repeat sizes of its text config.
+        text = sections["text_config"]
+        repeated = {name: text[name] for name in ("vocab_size", "hidden_size") if name in names}
+        fields = {**repeated, **row.config}
         for attribute, token in row.tokens.items():
             for name in (f"{attribute}_id", f"{attribute}_index"):
                 if name in names:
                     fields[name] = ids[token]
-        fields |= {name: ids[token] for name, token in row.ids.items()}
+        for name, token in row.ids.items():
+            fields[name] = ids[token] if isinstance(token, str) else [ids[one] for one in token]
         return kind(**sections, **fields)
 
     return build

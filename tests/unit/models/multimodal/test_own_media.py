@@ -15,7 +15,7 @@ from transformers.utils import is_torchvision_available
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
-from lightrft.models.multimodal.derived import SHAPE, _joined
+from lightrft.models.multimodal.derived import AXIS, SHAPE, _joined
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.multimodal.towers import in_dtype
 from lightrft.models.processors import load_processor
@@ -208,6 +208,17 @@ def test_items_of_unequal_shape_are_padded_at_the_end_of_each_axis():
     assert torch.equal(whole[:1, :2, :3], first)
     assert torch.equal(whole[1:, :, :2], second)
     assert whole.sum() == first.sum() + second.sum()
+
+
+def test_the_axis_along_which_a_processor_joins_items_is_found(tmp_path):
+    part = rig("minicpmv4_6", tmp_path).processor.parts["image"]
+    assert part.rules == {"pixel_values": 3, "target_sizes": "rows"}
+    first, second = torch.ones(1, 3, 4, 2), 2 * torch.ones(1, 3, 4, 5)
+    media = {
+        "x": torch.cat([first.movedim(3, 0), second.movedim(3, 0)]),
+        "x" + AXIS: torch.tensor([[3], [3]]),
+    }
+    assert torch.equal(_joined("x", media), torch.cat([first, second], 3))
 
 
 def test_media_without_places_are_an_error(tmp_path):
