@@ -135,6 +135,7 @@ _OWN_MEDIA = {
     "cosmos3_edge": _OWN,
     "cosmos3_omni": _OWN,
     "deepseek_vl": _OWN,
+    "deepseek_vl_hybrid": _OWN,
     "ernie4_5_vl_moe": derived.Own(marks=("image_start_token_id", "image_end_token_id")),
     "exaone4_5": _OWN,
     "gemma4": _OWN,

@@ -116,12 +116,15 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
 _TOWERS = (
     *("vision_tower", "vision_model", "vision_encoder", "visual", "audio_tower", "image_tower"),
     *("video_tower", "encoder", "vqmodel", "generation_embeddings"),
-    *("generation_aligner", "generation_head"),
+    *("high_res_vision_model", "generation_aligner", "generation_head"),
 )
 _PROJECTORS = (
     *("multi_modal_projector", "projector", "connector", "aligner", "merger", "visual.merger"),
     *(
         "mm_projector",
+        "high_res_vision_alpha",
+        "high_res_vision_neck",
+        "high_res_vision_proj",
         "resampler_model",
         "visual_embeddings_table",
         "vision_projection",

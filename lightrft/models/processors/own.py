@@ -377,7 +377,8 @@ def _joins(parts: list[Tensor], whole: Tensor, rule: str | int) -> bool:
     """Return ``True`` if ``whole`` is made of ``parts`` as the model's inputs are."""
     if isinstance(rule, int):
         rest = {(*part.shape[:rule], *part.shape[rule + 1 :]) for part in parts}
-        return len(rest) == 1 and torch.equal(torch.cat(parts, rule), whole)
+        alike = len(rest) == 1 and parts[0].ndim == whole.ndim
+        return alike and torch.equal(torch.cat(parts, rule), whole)
     if rule == "rows":
         joined = torch.cat(parts)
         return whole.numel() == joined.numel() and torch.equal(joined, whole.reshape(joined.shape))

@@ -169,6 +169,17 @@ _ROWS: dict[str, _Row] = {
         config={"alignment_intermediate_size": 64},
     ),
     "deepseek_vl": _Row(picture=_SQUARE, processor={"num_image_tokens": 16}),
+    "deepseek_vl_hybrid": _Row(
+        picture={**_SQUARE, "high_res_size": {"height": 16, "width": 16}},
+        processor={"num_image_tokens": 16},
+        vision={
+            "output_channels": 8,
+            "window_size": 2,
+            "global_attn_indexes": [1],
+            "num_pos_feats": 16,
+            "mlp_dim": 64,
+        },
+    ),
     "ernie4_5_vl_moe": _Row(
         {
             "image_token": "<|IMAGE_PLACEHOLDER|>",
