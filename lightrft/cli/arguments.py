@@ -72,7 +72,7 @@ def _flag(cls: type[Settings], flag: str, rest: Sequence[str]) -> str:
 
 
 def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> list[str]:
-    """Replace each folder without a key in ``arguments`` by ``key=folder``.
+    """Replace each folder or GGUF file without a key in ``arguments`` by ``key=folder``.
 
     Args:
         arguments: YAML files, ``key=value`` and folders.
@@ -87,7 +87,8 @@ def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> 
         return list(arguments)  # a word is then a section to print
     for word in arguments:
         # JSON quotes the path, so that YAML does not read e.g. a folder ``1e6`` as a number.
-        if is_bare_word(word) and Path(word).expanduser().is_dir():
+        path = Path(word).expanduser()
+        if is_bare_word(word) and (path.is_dir() or word.lower().endswith(".gguf")):
             named[word] = f"{key}={json.dumps(word)}"
     if several and named:
         rest = [word for word in arguments if word not in named]

@@ -294,11 +294,11 @@ class ConvertConfig(Settings):
     path: str = ""
     """Model to convert: a Hugging Face folder with safetensors or ``pytorch_model.bin``, a name on
     the hub, a folder of PEFT adapters, a run folder or a checkpoint. Or a checkpoint of DeepSpeed
-    or FSDP that LightRFT, OpenRLHF or another framework wrote."""
-    layout: Literal["auto", "model", "deepspeed", "fsdp"] = "auto"
+    or FSDP that LightRFT, OpenRLHF or another framework wrote. Or a GGUF file."""
+    layout: Literal["auto", "model", "deepspeed", "fsdp", "gguf"] = "auto"
     """Layout of ``path``, for which ``from=deepspeed`` may stand: a ``model``, a checkpoint of
-    ``deepspeed`` (ZeRO 0 to 3), or one of ``fsdp``, which is torch's distributed checkpoint.
-    ``auto`` tells it from the files."""
+    ``deepspeed`` (ZeRO 0 to 3), one of ``fsdp``, which is torch's distributed checkpoint, or a
+    ``gguf`` file. ``auto`` tells it from the files."""
     base: str | None = None
     """Model that the training of a checkpoint of DeepSpeed or FSDP started from. It gives the
     config, the tokenizer and the processor."""

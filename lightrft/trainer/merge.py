@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from lightrft.models.loading.from_pretrained import (
     read_tokenizer,
 )
 from lightrft.models.loading.older_readers import add_older_names
+from lightrft.models.merging.gguf_file import write_gguf_as_folder
 from lightrft.models.merging.methods import merge_tensors
 from lightrft.models.merging.stored_model import (
     StoredModel,
@@ -35,7 +37,12 @@ from lightrft.models.merging.stored_model import (
     tokenizer_folder,
     without_tied_copies,
 )
-from lightrft.models.merging.training_checkpoint import layout_of, open_training_checkpoint
+from lightrft.models.merging.training_checkpoint import (
+    TRAINING,
+    Layout,
+    layout_of,
+    open_training_checkpoint,
+)
 from lightrft.models.merging.write_model import (
     WeightWriter,
     copy_small_files,
@@ -62,12 +69,14 @@ class WrittenModel:
     tensors: int
     files: int
     bytes: int
+    about: str = ""
 
     def line(self) -> str:
         """Return a line about the folder, and the command to use it."""
         size = f"{self.tensors} tensors, {human_bytes(self.bytes)}"
         files = "1 file" if self.files == 1 else f"{self.files} files"
-        return f"{self.folder}: {size} in {files}\n  lightrft chat model={self.folder}"
+        about = f"  {self.about}\n" if self.about else ""
+        return f"{self.folder}: {size} in {files}\n{about}  lightrft chat model={self.folder}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +103,21 @@ class _Inputs:
 def run_convert(config: ConvertConfig) -> WrittenModel:
     """Write the model of ``config.path`` in another dtype or in files of another size.
 
-    The model may be in a checkpoint of DeepSpeed or FSDP.
+    The model may be in a checkpoint of DeepSpeed or FSDP, or in a GGUF file.
 
     Raises ``ConfigError`` and ``ModelError`` as ``run_merge`` does.
     """
     if not config.path:
         raise ConfigError("path is empty; name a model, e.g. lightrft convert path/to/a/model")
-    opened = _of_training(config)
+    layout = config.layout if config.layout != "auto" else layout_of(config.path)
+    if config.base is not None and layout not in TRAINING:
+        raise ConfigError(
+            f"base = {config.base!r} changes nothing: {config.path} is no checkpoint of DeepSpeed "
+            "or FSDP; leave it out"
+        )
+    if layout == "gguf":
+        return _of_gguf(config)
+    opened = _of_training(config, layout) if layout in TRAINING else None
     # The mean of one model is that model, bit for bit.
     merge = MergeConfig(
         models=(MergeInput(model=config.path),),
@@ -112,16 +129,21 @@ def run_convert(config: ConvertConfig) -> WrittenModel:
     return run_merge(merge, title="convert", opened=opened)
 
 
-def _of_training(config: ConvertConfig) -> StoredModel | None:
-    """Return the weights of a checkpoint of DeepSpeed or FSDP; ``None`` for a model."""
-    layout = config.layout if config.layout != "auto" else layout_of(config.path)
-    if layout == "model":
-        if config.base is not None:
-            raise ConfigError(
-                f"base = {config.base!r} changes nothing: {config.path} is no checkpoint of "
-                "DeepSpeed or FSDP; leave it out"
-            )
-        return None
+def _of_gguf(config: ConvertConfig) -> WrittenModel:
+    """Write the model of a GGUF file, which is written as a temporary folder first."""
+    output = Path(config.output).expanduser()
+    if output.exists():
+        check_replaceable(output, config.overwrite)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".gguf-", dir=output.parent) as scratch:
+        folder = Path(scratch) / "model"
+        about = write_gguf_as_folder(config.path, folder)
+        plain = config.model_copy(update={"path": str(folder), "layout": "model"})
+        return replace(run_convert(plain), about=about)
+
+
+def _of_training(config: ConvertConfig, layout: Layout) -> StoredModel:
+    """Return the weights of a checkpoint of DeepSpeed or FSDP."""
     if config.base is None:
         raise ConfigError(
             f"{config.path} is a checkpoint of {layout}, which has no config and no tokenizer; set "

@@ -205,12 +205,17 @@ def where_of(config: ModelConfig) -> str:
         raise ModelError("model.path is not set: give a Hugging Face folder or name")
     path = base_of(config).path
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"model.path = {path!r}: not a model folder, since it has no config.json"
-            )
+    is_folder = folder.is_dir()
+    if is_folder and (folder / "config.json").is_file():
         return str(folder)
+    file = next(folder.glob("*.gguf"), None) if is_folder else folder
+    if file is not None and file.suffix.lower() == ".gguf":
+        raise ModelError(
+            f"model.path = {path!r}: a GGUF file must be written as a model folder first: lightrft "
+            f"convert {file} output=FOLDER"
+        )
+    if is_folder:
+        raise ModelError(f"model.path = {path!r}: not a model folder, since it has no config.json")
     if looks_like_path(path) or folder.exists():
         raise ModelError(f"model.path = {path!r}: there is no such folder{nearest_name(folder)}")
     return path

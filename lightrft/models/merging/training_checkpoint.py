@@ -36,7 +36,9 @@ from lightrft.models.loading.from_pretrained import model_settings, where_of
 from lightrft.models.merging.stored_model import StoredModel, check_plain, stored_tensors
 from lightrft.utils.errors import ModelError, first_line
 
-Layout = Literal["model", "deepspeed", "fsdp"]
+Layout = Literal["model", "deepspeed", "fsdp", "gguf"]
+TRAINING: tuple[Layout, ...] = ("deepspeed", "fsdp")
+"""Layouts of checkpoints."""
 MODEL_FILES, OPTIMIZER_FILES = "*_model_states.pt", "*_optim_states.pt"
 METADATA = ".metadata"
 
@@ -59,8 +61,10 @@ _INERT = (
 
 
 def layout_of(path: str) -> Layout:
-    """Return the layout of the folder ``path``: a checkpoint of training, or a model."""
+    """Return the layout of ``path``: a checkpoint of training, a GGUF file, or a model."""
     folder = Path(path).expanduser()
+    if folder.suffix.lower() == ".gguf":
+        return "gguf"
     if (folder / METADATA).is_file():
         return "fsdp"
     if (folder / "latest").is_file() or any(folder.glob(MODEL_FILES)):
