@@ -82,3 +82,6 @@ class LogConfig(Settings):
     """Measure how much of each response repeats an earlier part of it: the share of its substrings
     that occurred before, as ``response/repetition``. It takes some milliseconds for each thousand
     characters."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Peak of the device in TFLOP/s, for ``perf/mfu``. ``null`` takes the dense peak in bfloat16 of
+    a GPU that is known, and measures no ``perf/mfu`` on other devices."""

@@ -19,6 +19,7 @@ from lightrft.models.attention import interface
 from lightrft.models.attention.embedding_noise import noisy_embeddings
 from lightrft.models.attention.layout_check import LAYOUTS
 from lightrft.models.attention.layouts import Packed, pack
+from lightrft.models.attention.training_flops import TrainingFlops
 from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
 from lightrft.models.divergence.token_divergence import AnyTarget, Target, divergence_of
 from lightrft.models.expert_replay import ExpertReplay
@@ -102,6 +103,8 @@ class Backbone(nn.Module):
     """Replays the experts that the sampler chose. ``None`` leaves the choice to the routers."""
     router_loss: RouterLoss | None = None
     """The load-balancing loss of experts in training. ``None`` for none."""
+    flops: TrainingFlops | None = None
+    """Counts the FLOPs of training. ``None`` counts nothing."""
 
     def __init__(self, model: nn.Module, config: ModelConfig | None = None) -> None:
         super().__init__()
@@ -117,8 +120,7 @@ class Backbone(nn.Module):
         self._has_reported = False
         self.unread: DeferredWeights | None = None
         self.longest_row: int | None = None
-        """Tokens of the longest row that the run allows, if known. ``check_layout`` tries no longer
-        row."""
+        """Most tokens of a row that the run allows, if known. ``check_layout`` tries no more."""
         # New adapters and heads are in training mode, whatever the mode of the model is.
         self.eval()
 
@@ -226,10 +228,8 @@ class Backbone(nn.Module):
     def read(self, batch: Batch, final: bool = False) -> tuple[HiddenStates, HiddenStates | None]:
         """Return the states of ``hidden``, and which of all requested states they are."""
         states, packed = self.compute(batch, final)
-        read = self.read_at(states, packed, packed.gather)
-        if packed.final is None:
-            return read, None
-        return read, self.read_at(states, packed, packed.final)
+        after = None if packed.final is None else self.read_at(states, packed, packed.final)
+        return self.read_at(states, packed, packed.gather), after
 
     def compute(
         self, batch: Batch, final: bool = False, whole: bool = False
@@ -263,6 +263,8 @@ class Backbone(nn.Module):
             packed.final = packed.final if final else None
         if (whole or routed) and packed.plan is not None:
             packed.plan.heads = ()
+        if self.flops is not None and torch.is_grad_enabled():
+            self.flops.add(packed)
         return self.states(packed, seen).flatten(0, 1), packed
 
     def read_at(self, states: Tensor, packed: Packed, places: Tensor) -> HiddenStates:
@@ -315,12 +317,8 @@ class Backbone(nn.Module):
             raise _rows_of_their_own(self._team)
         row = Row(self._team, packed.input_ids.numel())
         ids, positions = row.own(packed.input_ids), row.own(packed.position_ids)
-        inputs = {
-            "input_ids": ids,
-            "position_ids": positions,
-            "attention_plan": Exchanged(plan, row),
-        }
-        return inputs, row.own(packed.source, -1)
+        own = {"input_ids": ids, "position_ids": positions, "attention_plan": Exchanged(plan, row)}
+        return own, row.own(packed.source, -1)
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -634,8 +632,7 @@ class Actor(Backbone):
             return
         kind = self.base.config.model_type
         if not states:
-            decoder = type(self.decoder).__name__
-            problem = f"its own forward does not call {decoder}"
+            problem = f"its own forward does not call {type(self.decoder).__name__}"
             raise ModelError(f"model type {kind!r} cannot be scored: {problem}")
         found = self.logits(states[-1])
         # half precision rounds the two ways to the logits differently

@@ -171,6 +171,21 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("eval/media_errors", SUM, "prompts whose media are gone"),
     MetricRow("eval/terms/<term>", "scored responses to the eval set", "a term of the reward"),
     MetricRow("time/<phase>", SUM, "seconds of a phase"),
+    MetricRow(
+        "perf/mfu",
+        STEP,
+        "model FLOPs utilization: FLOPs that the updates need by the model's formula, over "
+        "`time/update` and the peak of the device; of the first rank",
+        "the peak is neither known nor set by `log.peak_tflops`, or nothing is trained",
+    ),
+    MetricRow(
+        "gpu/utilization",
+        "samples, one each second",
+        "share of the time in which a kernel runs; of the first rank's GPU",
+        "no CUDA, or the package `nvidia-ml-py` is missing (extra `gpu`)",
+    ),
+    MetricRow("gpu/memory_used", STEP, "GiB in use on the first rank's GPU", "no CUDA"),
+    MetricRow("gpu/memory_peak", "largest", "GiB of the first rank's tensors", "no CUDA"),
 )
 """Metrics of ``rl`` and of evaluations. A mean of several optimizer steps is over their tokens."""
 

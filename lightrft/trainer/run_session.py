@@ -89,6 +89,7 @@ class RunSession:
     seconds_before_resume: float = 0.0
     ranks: ProcessGroup = SINGLE_PROCESS
     saved_step: int | None = None
+    peak_tflops: float | None = None
     at_risk: tuple[float, int] = (0.0, 0)
     _saved_time: float = field(default_factory=_now)
     _tried_time: float = field(default_factory=_now)
@@ -468,6 +469,7 @@ def open_session(
             observer if ranks.rank == 0 else NullObserver(),
             stop,
             ranks=ranks,
+            peak_tflops=logs.peak_tflops,
         )
         try:
             yield session

@@ -20,6 +20,7 @@ from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.manifest import load_manifest
 from lightrft.trainer.checks.preflight import check_best
+from lightrft.trainer.device_use import DeviceUse, watched
 from lightrft.trainer.run_session import UNEVALUATED, RunSession, close_session
 from lightrft.utils.errors import (
     RESUMES,
@@ -63,6 +64,7 @@ class TrainingRun(ABC):
     Attributes:
         is_unevaluated: The run has resumed from a step whose weights the engine did not get, or
             whose evaluation failed.
+        use: Measures the use of the device.
     """
 
     session: RunSession
@@ -72,6 +74,7 @@ class TrainingRun(ABC):
     values: ReadRow = field(default_factory=dict)
     health: Health = field(default_factory=Health)
     is_unevaluated: bool = False
+    use: DeviceUse | None = None
 
     @property
     @abstractmethod
@@ -182,6 +185,11 @@ def resume_from_checkpoint(run: TrainingRun) -> None:
 
 def run_steps(run: TrainingRun) -> Summary:
     """Take all remaining steps, write the summary and return it."""
+    with watched(run.trained, run.strategy.device, run.session.peak_tflops) as run.use:
+        return _run_steps(run)
+
+
+def _run_steps(run: TrainingRun) -> Summary:
     session = run.session
     session.observer.begin(session.phase, run.steps, run.step)
     values = run.values
@@ -303,6 +311,8 @@ def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -
     # Before the row is written: a step in ``metrics.jsonl`` without a checkpoint is repeated, but
     # a checkpoint whose row is missing carries the row itself (``RunDirectory.recall``).
     metrics.merge(session.save_if_due(run.step, last, run.strategy, run.trained, run.state, values))
+    if run.use is not None:
+        metrics.merge(run.use.take(session.timers.seconds("update")))
     return session.record(run.step, metrics)
 
 
