@@ -124,7 +124,7 @@ class TrainingFlops:
         if head is not None:
             passes = 3 if any(weight.requires_grad for weight in head.parameters()) else 2
         self.rates = FlopRates.of(config, full, trained, passes)
-        self._counts: list[Tensor] = []
+        self._counts: Tensor | None = None
         self._responses = 0
 
     def add(self, packed: Packed) -> None:
@@ -137,15 +137,16 @@ class TrainingFlops:
         near = keys.clamp(max=self.rates.window)
         self._responses += packed.gather.numel()
         # On the device: the count does not wait for it.
-        self._counts.append(torch.stack([is_token.sum(), keys.sum(), near.sum()]))
+        counts = torch.stack([is_token.sum(), keys.sum(), near.sum()])
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def take(self) -> float:
         """Return the FLOPs since the last call."""
-        counts, self._counts = self._counts, []
+        counts, self._counts = self._counts, None
         responses, self._responses = self._responses, 0
-        if not counts:
+        if counts is None:
             return 0.0
-        tokens, keys, near = torch.stack(counts).sum(0).tolist()
+        tokens, keys, near = counts.tolist()
         rates = self.rates
         of_tokens = rates.token * tokens + rates.response_token * responses
         return of_tokens + rates.pair * keys + rates.near_pair * near
