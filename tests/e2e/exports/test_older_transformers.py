@@ -40,25 +40,17 @@ TEXT = [name for name in TEXT_FAMILIES if not FAMILIES[name].refused]
 ABSENT = frozenset(
     (
         *("afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "cosmos3_edge"),
-        *("cosmos3_omni", "cwm", "deepseek_v32", "deepseek_v4", "dots3_note_text", "exaone4_5"),
-        *("exaone_moe", "flint", "gemma4", "gemma4_text", "gemma4_unified_text", "glm46v"),
-        *("glm4_moe_lite", "glm_moe_dsa", "glm_ocr", "glmasr", "glmga", "granite_swa"),
-        *("granitemoe_swa", "hrm_text", "hy_v3", "hy_v4", "hyperclovax"),
-        *("hyperclovax_vision_v2", "inkling2_text", "inkling_text", "jais2", "kimi_k25"),
-        *(
-            "kimi_linear",
-            "kolibri1",
-            "laguna",
-            "lfm2_moe",
-            "lfm3",
-            "lfm3_vl",
-            "lighton_ocr",
-            "mellum",
-        ),
-        *("mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral3"),
-        *("nanochat", "nemotron_h", "olmo_hybrid", "qianfan_ocr", "qwen3_5", "qwen3_5_moe"),
-        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_asr", "qwen4_exp_text", "solar_open"),
-        *("video_llama_3", "zaya"),
+        *("cosmos3_omni", "cwm", "deepseek_v32", "deepseek_v4", "dots3_note_text"),
+        *("ernie4_5_vl_moe", "exaone4_5", "exaone_moe", "flint", "gemma4", "gemma4_text"),
+        *("gemma4_unified_text", "glm46v", "glm4_moe_lite", "glm_moe_dsa", "glm_ocr"),
+        *("glmasr", "glmga", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "hy_v4"),
+        *("hyperclovax", "hyperclovax_vision_v2", "inkling2_text", "inkling_text", "jais2"),
+        *("kimi_k25", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "lfm3", "lfm3_vl"),
+        *("lighton_ocr", "mellum", "mimo_v2_flash", "minicpm3", "minicpmv4_6"),
+        *("minicpmv4_7", "minimax_m2", "minimax_m3_vl_text", "ministral3"),
+        *("moss_transcribe_diarize", "nanochat", "nemotron_h", "olmo_hybrid"),
+        *("qianfan_ocr", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+        *("qwen3_asr", "qwen4_exp_text", "solar_open", "video_llama_3", "zaya"),
     )
 )
 """Families that 4.57 has no class for: they came with 5."""
