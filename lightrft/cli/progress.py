@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -173,5 +174,7 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
     commands = list(summary.get("next", []))
     # The program was started by the path of its environment, which the commands do not name.
     if commands and shutil.which("lightrft") is None:
-        commands.insert(0, f"source {os.path.relpath(sys.prefix)}/bin/activate")
+        prefix, here = Path(sys.prefix).absolute(), Path.cwd()
+        script = (prefix.relative_to(here) if here in prefix.parents else prefix) / "bin/activate"
+        commands.insert(0, f"source {shlex.quote(str(script))}")
     return lines + [f"  {command}" for command in commands]

@@ -1,6 +1,7 @@
 """What is said when a run ends."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -24,11 +25,22 @@ def test_the_last_lines_are_commands_that_can_be_typed(monkeypatch) -> None:
 
 def test_where_the_environment_is_not_active_its_activation_comes_first(monkeypatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("sys.prefix", ".venv")
+    monkeypatch.setattr("sys.prefix", str(Path.cwd() / ".venv"))
     assert closing_lines(RunConfig(), SUMMARY)[-2:] == [
         "  source .venv/bin/activate",
         "  lightrft chat model=m",
     ]
+
+
+def test_an_environment_of_another_folder_is_named_whole(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "my env"))
+    monkeypatch.chdir(tmp_path / ".." / "..")
+    assert closing_lines(RunConfig(), SUMMARY)[-2].startswith("  source '")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    line = closing_lines(RunConfig(), SUMMARY)[-2]
+    assert line == f"  source '{tmp_path}/my env/bin/activate'"
 
 
 def test_a_run_that_was_stopped_says_how_it_goes_on() -> None:
