@@ -182,8 +182,9 @@ SHAPES = {"image": ((20, 30, 3), (64, 40, 3)), "audio": ((4000,), (15000,))}
 """Shapes of items by kind."""
 OMNI = {"image": "IMAGE", "video": "VIDEO", "audio": "AUDIO"}
 OMNI |= {f"{kind}_{end}": f"{kind}_{end}" for kind in ("vision", "audio") for end in ("bos", "eos")}
+IMAGE = {"image_token": "<image>"}
 TOKENS = {
-    "deepseek_vl": {"image_token": "<image>"},
+    **dict.fromkeys(("aria", "deepseek_vl", "deepseek_vl_hybrid", "ovis2"), IMAGE),
     "janus": {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
     "gemma3": OF_GEMMA,
     "internvl": {
