@@ -372,8 +372,14 @@ def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
     return torch.stack([0 * level.sum() for level in (features.values, *features.deep)]).sum()
 
 
+_MEDIA_EXPERTS = (".vision_moe.", ".moe_statics.")
+"""Parts of the names of parameters of experts that text alone gives no gradient."""
+
+
 def _zero_of_parameters(model: PreTrainedModel, reader: ModalityEncoder) -> Tensor:
-    """Return 0, computed from every trained parameter of the towers, so that each gets a gradient.
+    """Return 0, computed from every trained parameter that text alone does not reach.
+
+    Each gets a gradient then: those of the towers, and those of experts of media.
 
     Raises ``ModelError`` if the parameters are sharded, since each process must then run the
     towers.
@@ -381,10 +387,16 @@ def _zero_of_parameters(model: PreTrainedModel, reader: ModalityEncoder) -> Tens
     prefixes = tuple(prefix for part in reader.parts.values() for prefix in part)
     zero = torch.zeros((), device=model.device)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not name.startswith(prefixes):
+        of_tower = name.startswith(prefixes)
+        if not parameter.requires_grad or not (of_tower or any(x in name for x in _MEDIA_EXPERTS)):
             continue
         if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
             kind = model.config.model_type
+            if not of_tower:
+                raise ModelError(
+                    f"model type {kind!r}: its experts of media are trained with sharded weights "
+                    "in several processes, of which some may have no media; train it in one process"
+                )
             raise ModelError(
                 f"model type {kind!r}: its towers are trained with sharded weights in several "
                 "processes, of which some may have no media, and no input is known on which they "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightrft.models.onednn.layers import is_plain_linear
-from lightrft.models.onednn.products import multiply
+from lightrft.models.onednn.products import multiply, onednn_has_bfloat16
 
 PACKED_BYTES = 2**28
 """Largest memory of packed copies. Further layers are multiplied from their own memory, which takes
@@ -177,7 +177,10 @@ def _fits(layer: nn.Linear) -> bool:
     return (
         type(weight) in (nn.Parameter, Tensor)
         and weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
+        and (
+            weight.dtype == torch.float32
+            or (weight.dtype == torch.bfloat16 and onednn_has_bfloat16())
+        )
         and weight.numel() >= SMALLEST
     )
 

@@ -36,6 +36,11 @@ def onednn_available() -> bool:
     )
 
 
+def onednn_has_bfloat16() -> bool:
+    """Return whether oneDNN multiplies bfloat16 matrices on this processor."""
+    return onednn_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 @cache
 def is_faster_than_mkl() -> bool:
     """Return whether oneDNN uses wider vectors than MKL on this processor."""

@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightrft.models.families import FAMILIES
-from lightrft.models.tiny import ALL_MEDIA_FAMILIES
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES, TORCHVISION_FAMILIES
 from lightrft.types import Batch
 from tests import warm
 from tests.media_helpers import Rig, mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, gap, gradients, weights
+
+WITHOUT_TORCHVISION = [name for name in ALL_MEDIA_FAMILIES if name not in TORCHVISION_FAMILIES]
+"""Families of the processes, which make all of them at once."""
 
 
 def shares(batch: Batch) -> list[torch.Tensor]:
@@ -37,7 +40,7 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     rigs = {
         family: rig(family, Path(folder) / str(rank), torch.float64)
-        for family in ALL_MEDIA_FAMILIES
+        for family in WITHOUT_TORCHVISION
     }
     dist.init_process_group(
         "gloo",
@@ -71,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
+@pytest.mark.parametrize("family", WITHOUT_TORCHVISION)
 def test_two_processes_of_which_one_has_no_media_get_the_gradient_of_the_joined_batch(
     family, found, tmp_path
 ):

@@ -223,3 +223,11 @@ def test_a_layer_that_gets_a_forward_of_its_own_keeps_it() -> None:
     model[1].forward = torch.zeros_like
     assert not outputs(products, model, rows).any()
     assert model[1].forward is torch.zeros_like
+
+
+def test_half_precision_is_left_to_torch_where_onednn_has_none(monkeypatch) -> None:
+    model, rows = layers(128, 160, dtype=torch.bfloat16), torch.randn(3, 128).bfloat16()
+    monkeypatch.setattr(packed_layers, "onednn_has_bfloat16", lambda: False)
+    products = PackedLayers(model)
+    assert calls_of_onednn(products, model, rows) == 0 and products.held_bytes == 0
+    assert outputs(products, model, rows).equal(model(rows))
