@@ -23,6 +23,7 @@ from lightrft.config.base import (
     section_defaults,
     unknown_setting,
 )
+from lightrft.utils.atomic_files import is_gguf
 from lightrft.utils.errors import ConfigError, ResourceError, first_line
 
 S = TypeVar("S", bound=Settings)
@@ -88,7 +89,7 @@ def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> 
     for word in arguments:
         # JSON quotes the path, so that YAML does not read e.g. a folder ``1e6`` as a number.
         path = Path(word).expanduser()
-        if is_bare_word(word) and (path.is_dir() or word.lower().endswith(".gguf")):
+        if is_bare_word(word) and (path.is_dir() or is_gguf(path)):
             named[word] = f"{key}={json.dumps(word)}"
     if several and named:
         rest = [word for word in arguments if word not in named]

@@ -210,7 +210,8 @@ ONE_PROCESS = {
     "convert": OneProcessVerb(
         ConvertConfig,
         "Write a model folder with weights of another type, in files of another size, of a GGUF "
-        "file, or of a checkpoint of DeepSpeed or FSDP: lightrft convert MODEL dtype=bfloat16 output=FOLDER",
+        "file, or of a checkpoint of DeepSpeed or FSDP: lightrft convert MODEL dtype=bfloat16 "
+        "output=FOLDER",
         "lightrft.trainer.merge:run_convert",
         "path",
         lambda config, written: written.line(),

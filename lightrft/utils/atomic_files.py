@@ -48,6 +48,11 @@ _MARKS_OF_A_PATH = re.compile(
 )
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Return True if ``path`` is named as a GGUF file, the format of llama.cpp."""
+    return Path(path).suffix.lower() == ".gguf"
+
+
 def looks_like_path(name: str, folder: Path = Path()) -> bool:
     """Return True if ``name`` can only be a path and not a name on the hub.
 

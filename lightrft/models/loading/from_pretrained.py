@@ -35,7 +35,7 @@ from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.submodules import PARTS, check_parts, is_selected
 from lightrft.models.multimodal.tower_attention import join_segments, kept_implementations
 from lightrft.models.onednn.layers import use_onednn
-from lightrft.utils.atomic_files import looks_like_path, nearest_name, write_json
+from lightrft.utils.atomic_files import is_gguf, looks_like_path, nearest_name, write_json
 from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ModelError, first_line, install_extra
 
@@ -209,7 +209,7 @@ def where_of(config: ModelConfig) -> str:
     if is_folder and (folder / "config.json").is_file():
         return str(folder)
     file = next(folder.glob("*.gguf"), None) if is_folder else folder
-    if file is not None and file.suffix.lower() == ".gguf":
+    if file is not None and is_gguf(file):
         raise ModelError(
             f"model.path = {path!r}: a GGUF file must be written as a model folder first: lightrft "
             f"convert {file} output=FOLDER"

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint import (
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.from_pretrained import model_settings, where_of
 from lightrft.models.merging.stored_model import StoredModel, check_plain, stored_tensors
+from lightrft.utils.atomic_files import is_gguf
 from lightrft.utils.errors import ModelError, first_line
 
 Layout = Literal["model", "deepspeed", "fsdp", "gguf"]
@@ -63,7 +64,7 @@ _INERT = (
 def layout_of(path: str) -> Layout:
     """Return the layout of ``path``: a checkpoint of training, a GGUF file, or a model."""
     folder = Path(path).expanduser()
-    if folder.suffix.lower() == ".gguf":
+    if is_gguf(folder):
         return "gguf"
     if (folder / METADATA).is_file():
         return "fsdp"

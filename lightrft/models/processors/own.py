@@ -238,7 +238,7 @@ def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) ->
     tried = [_blank(kind, shape) for shape in _TRIED[kind]]
     written = _written(processor, kind, token, tried[0])
     alone = [_call(processor, kind, written, [item]) for item in tried]
-    joint = _together(processor, kind, written, tried)
+    joint = _joint_outputs(processor, kind, written, tried)
     rules = _rules(processor, names, [made for _, made in alone], joint)
     return OwnPart(
         processor,
@@ -320,7 +320,7 @@ Outputs = tuple[str, Mapping[str, Any]]
 """The text with placeholders and the tensors of one prompt."""
 
 
-def _together(
+def _joint_outputs(
     processor: Any, kind: str, written: str, items: Sequence[np.ndarray]
 ) -> Outputs | None:
     """Return the outputs for ``items`` of one prompt; ``None`` for a family of one item."""
