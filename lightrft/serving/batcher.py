@@ -35,7 +35,14 @@ class Batcher(WorkQueue[P]):
         super().__init__("batches", "computes scores", metrics)
         self.compute = compute
         self.config = config
+        self._stopping = False
         self._thread.start()
+
+    def stop(self) -> None:
+        """Let no batch wait for further works, since the server accepts no more."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
 
     def _loop(self) -> None:
         while batch := self._next():
@@ -51,9 +58,9 @@ class Batcher(WorkQueue[P]):
                     return []
                 self._changed.wait()
             until = time.monotonic() + self.config.wait_ms / 1000
-            while not self._closed and self._tokens_waiting() < self.config.max_tokens:
+            while self._tokens_waiting() < self.config.max_tokens:
                 left = until - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
+                if left <= 0 or self._stopping or self._closed or not self._changed.wait(left):
                     break
             return self._taken()
 

@@ -44,6 +44,8 @@ class Service(Protocol):
 
     def endpoints(self) -> list[Endpoint]: ...
 
+    def stop(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -117,6 +119,9 @@ class GenerationService:
             *([] if self.updates is None else self.updates.endpoints()),
         ]
 
+    def stop(self) -> None:
+        """No request waits for others here."""
+
     def close(self) -> None:
         """Finish the requests that wait, and stop."""
         if self.updates is not None:
@@ -175,7 +180,7 @@ def listening(
         Endpoint(("/v1/models/{name:path}",), retrieved, "GET"),
     ]
     try:
-        http = HTTPServer(endpoints, config.http, metrics)
+        http = HTTPServer(endpoints, config.http, metrics, service.stop)
         return ModelServer(http, service, http.bind())
     except BaseException:
         service.close()

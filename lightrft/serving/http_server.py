@@ -131,16 +131,22 @@ class HTTPServer:
         endpoints: The addresses.
         config: Address, tokens and limits.
         metrics: Counts requests, by path and status.
+        on_stop: Called once no further request is accepted, before the open ones are finished.
 
     Raises:
         ConfigError: starlette and uvicorn are missing, or the token file cannot be used.
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], config: HTTPConfig, metrics: ServerMetrics
+        self,
+        endpoints: Sequence[Endpoint],
+        config: HTTPConfig,
+        metrics: ServerMetrics,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.metrics = metrics
+        self.on_stop = on_stop
         self.tokens = None
         if config.token_file is not None:
             self.tokens = BearerTokens(Path(config.token_file).expanduser())
@@ -165,11 +171,12 @@ class HTTPServer:
         """Answer until SIGTERM or Ctrl-C, then finish the accepted requests."""
         import uvicorn
 
-        drop, seconds = self._drop, self.config.drain_seconds
+        stop, drop, seconds = self.on_stop, self._drop, self.config.drain_seconds
 
         class Draining(uvicorn.Server):
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
                 timer = asyncio.get_running_loop().call_later(seconds, drop)
+                stop()
                 await super().shutdown(sockets)
                 timer.cancel()
 

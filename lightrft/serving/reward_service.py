@@ -181,6 +181,10 @@ class RewardService:
             Endpoint((PATH,), self.rewards, fields=REWARDS),
         ]
 
+    def stop(self) -> None:
+        """Let no request wait for others to share its batch."""
+        self.batcher.stop()
+
     def close(self) -> None:
         """Finish the requests that wait, and stop."""
         self._threads.shutdown()

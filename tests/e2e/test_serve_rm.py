@@ -95,7 +95,7 @@ def test_a_server_that_is_killed_and_restarted_under_a_run_changes_no_number(
 def test_a_stopped_server_finishes_what_it_has_accepted_and_ends_with_0(judge, started):
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    # the requests wait for others to share their batch when the signal comes
+    # the requests wait for others to share their batch until the signal comes
     process = serve_process(
         judge, port, "batching.wait_ms=900000", "http.drain_seconds=300", "name=judge"
     )
