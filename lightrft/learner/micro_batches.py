@@ -17,6 +17,8 @@ from lightrft.types import Batch
 
 SLACK = 1.05
 """Largest load of a rank relative to an equal share of the work."""
+EXCESS = 1 / 32
+"""Fraction of the budget by which a group that shares its prompt may exceed it."""
 
 
 class _Piece(NamedTuple):
@@ -220,7 +222,8 @@ def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
     """Split a batch into micro-batches of at most ``budget`` tokens and return their row indices.
 
     A single longer response is a micro-batch on its own. The longest groups are placed first, each
-    into the first part with room (first fit decreasing). A group that does not fit is cut.
+    into the first part with room (first fit decreasing). A group that does not fit is cut. A group
+    that shares its prompt may exceed the budget by 1/32, since each cut computes the prompt again.
 
     Args:
         batch: The batch.
@@ -230,6 +233,7 @@ def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
     prompt_length = batch.prompts.lengths.tolist()
     answer_length = batch.lengths.tolist()
     cost = _cost(batch, layout)
+    limit = budget + int(EXCESS * budget) if layout == "prefix_shared" else budget
     pieces: list[tuple[int, int, list[int]]] = []  # cost, longest row, rows
     for prompt, rows in _members(batch).items():
         # The first row of a piece is its longest. Ties by index: all ranks find the same pieces.
@@ -238,6 +242,8 @@ def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
             count = 1
             while count < len(left) and cost(prompt, left[: count + 1]) <= budget:
                 count += 1
+            if cost(prompt, left) <= limit:
+                count = len(left)
             longest = prompt_length[prompt] + answer_length[left[0]]
             pieces.append((cost(prompt, left[:count]), longest, left[:count]))
             left = left[count:]

@@ -62,6 +62,11 @@ def cost(batch: Batch, index: torch.Tensor, layout: str) -> int:
     return int(both.max()) * len(part) if layout == "padded" else int(both.sum())
 
 
+def limit_of_group(budget: int, layout: str) -> int:
+    """A cut would compute the shared prompt again, so a group may be a little larger."""
+    return budget + budget // 32 if layout == "prefix_shared" else budget
+
+
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 80), st.sampled_from(LAYOUTS))
 def test_micro_batches_hold_every_row_once_within_the_budget(
@@ -71,7 +76,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget(
     parts = micro_batches(batch, budget, layout)
     assert sorted(i for part in parts for i in part.tolist()) == list(range(len(batch)))
     for part in parts:
-        assert len(part) == 1 or cost(batch, part, layout) <= budget
+        is_one_group = len(batch.prompt_of[part].unique()) == 1
+        limit = limit_of_group(budget, layout) if is_one_group else budget
+        assert len(part) == 1 or cost(batch, part, layout) <= limit
 
 
 @settings(deadline=None)
@@ -81,7 +88,7 @@ def test_groups_that_fit_stay_whole(rows: list[tuple[int, int]], budget: int, la
     parts = [set(part.tolist()) for part in micro_batches(batch, budget, layout)]
     for p in range(len(batch.prompts)):
         members = (batch.prompt_of == p).nonzero()[:, 0]
-        if cost(batch, members, layout) <= budget:
+        if cost(batch, members, layout) <= limit_of_group(budget, layout):
             assert any(set(members.tolist()) <= part for part in parts)
 
 
@@ -106,6 +113,14 @@ def test_a_prompt_is_paid_once_a_group_where_it_is_shared() -> None:
     batch = batch_of([(0, 2)] * 4, prompt_length=10)
     assert [len(p) for p in micro_batches(batch, 18, "prefix_shared")] == [4]
     assert [len(p) for p in micro_batches(batch, 24, "packed")] == [2, 2]
+
+
+def test_a_long_prompt_is_not_computed_again_for_a_few_tokens_more() -> None:
+    batch = batch_of([(0, 40)] * 4, prompt_length=1600)
+    assert cost(batch, torch.arange(4), "prefix_shared") == 1760
+    assert [len(p) for p in micro_batches(batch, 1707, "prefix_shared")] == [4]
+    assert [len(p) for p in micro_batches(batch, 1706, "prefix_shared")] == [2, 2]
+    assert [len(p) for p in micro_batches(batch, 6400, "packed")] == [3, 1]
 
 
 def test_padding_is_paid_for() -> None:
@@ -176,7 +191,9 @@ def test_over_all_ranks_every_row_occurs_once_in_as_many_micro_batches_on_each(
         range(len(batch))
     )
     for index in (index for part in parts for index in part if len(index) > 1):
-        assert cost(batch, index, layout) <= budget
+        is_one_group = len(batch.prompt_of[index].unique()) == 1
+        limit = limit_of_group(budget, layout) if is_one_group else budget
+        assert cost(batch, index, layout) <= limit
 
 
 @settings(deadline=None)
