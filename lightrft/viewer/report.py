@@ -106,7 +106,7 @@ def _hashes(texts: Sequence[str]) -> str:
 
 
 def _header(run: RunData) -> str:
-    if run.summary:
+    if run.summary and run.summary.get("finished", True):
         seconds = run.number("seconds")
         lede = "Finished." if seconds is None else f"Finished in {duration(seconds)}."
     elif run.rows:

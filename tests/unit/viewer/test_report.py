@@ -141,6 +141,15 @@ def test_a_run_that_has_little_is_shown_all_the_same(tmp_path, row):
     assert "Not finished" in text if row else "No step has been written yet" in text
 
 
+def test_a_run_that_was_stopped_is_not_called_finished(tmp_path):
+    make_run(tmp_path / "a")
+    summary = json.loads((tmp_path / "a/summary.json").read_text())
+    assert "Finished" in page_of(tmp_path / "a").text
+    (tmp_path / "a/summary.json").write_text(json.dumps({**summary, "finished": False}))
+    text = page_of(tmp_path / "a").text
+    assert "Not finished: these are the numbers up to step" in text and "Finished" not in text
+
+
 def test_values_that_are_not_finite_are_left_out(tmp_path):
     make_run(tmp_path / "a")
     row = '{"step": %d, "phase": "rl", "reward/mean": %s, "loss": NaN, "time/generate": Infinity}\n'
