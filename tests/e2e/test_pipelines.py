@@ -323,15 +323,29 @@ def test_other_settings_are_refused_by_name_once_a_run_has_begun(rounds, capsys,
     assert_refused(other, "training of an earlier round", "optimizer.lr: 0.01 in the folder")
 
 
-def test_another_selection_or_batch_size_continues_a_run_that_they_had_stopped(
-    rounds, tmp_path, monkeypatch
-):
+def test_another_selection_continues_a_run_that_the_first_had_stopped(rounds, monkeypatch):
     with pytest.raises(DataError, match="leaves no row"):
         rounds(select={"keep": "correct", "threshold": 9.0}, rounds=1)
     monkeypatch.setattr("lightrft.trainer.pipelines.generate.local_policy", None)
-    with pytest.raises(ConfigError, match="batch_size = 64, and the data has 10 examples"):
-        rounds(rounds=1, sft={"batch_size": 64})
     assert rounds(rounds=1)["finished"]
+
+
+@pytest.mark.parametrize("rows", ["new", "all"])
+def test_a_round_with_fewer_rows_than_a_batch_trains_on_all_of_them_at_once(
+    rounds, tmp_path, caplog, rows
+):
+    few = {"batch_size": 15, "train": {"steps": None, "epochs": 2}}
+    found = rounds(rows=rows, sft=few)
+    sizes = [10, 15] if rows == "all" else [10, 10]
+    folders = [tmp_path / "run" / f"round_0{k}" / "train" for k in (1, 2)]
+    assert [config_in(folder)["batch_size"] for folder in folders] == sizes
+    assert [entry["steps_trained"] for entry in found["rounds"]] == [2, 3 if rows == "all" else 2]
+    said = [line for line in caplog.messages if "sft.batch_size = 15" in line]
+    assert said[0] == (
+        "round 1 has 10 rows, and sft.batch_size = 15: its optimizer steps take 10 rows each"
+    )
+    assert len(said) == (1 if rows == "all" else 2)
+    assert rounds(rows=rows, sft=few) == found
 
 
 REFUSED: list[tuple[Tree, list[str]]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightrft.trainer.sft import run_sft
 from lightrft.utils.atomic_files import write_json
 from lightrft.utils.errors import ConfigError
 
+log = logging.getLogger(__name__)
 PHASE = "iterate"
 SECONDS = "generation_seconds"
 """Time of a generation in the numbers of its round, without that of interrupted parts."""
@@ -131,11 +133,11 @@ def generate_rows(part: RoundPlan, observer: Observer) -> dict[str, Any]:
         part.folder.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
         run_generate(part.generation(), part.indices, part.reader(), observer)
-        numbers = json.loads(summary_of(part.rows).read_text(encoding="utf-8"))
-        write_json(summary_of(part.rows), {**numbers, SECONDS: time.monotonic() - begun})
+        numbers = {**_counts(part.rows), SECONDS: time.monotonic() - begun}
+        write_json(summary_of(part.rows), numbers)
         # Training needs the memory of the model that has generated.
         gc.collect()
-    counts = json.loads(summary_of(part.rows).read_text(encoding="utf-8"))
+    counts = _counts(part.rows)
     before = dict(dotted(counts.pop("select")))
     now = dict(dotted(part.config.select.model_dump(mode="json")))
     differing = [name for name, value in now.items() if before.get(name) != value]
@@ -148,9 +150,17 @@ def generate_rows(part: RoundPlan, observer: Observer) -> dict[str, Any]:
     return counts
 
 
+def _counts(rows: Path) -> dict[str, Any]:
+    """Return the numbers of the generation that wrote ``rows``."""
+    return json.loads(summary_of(rows).read_text(encoding="utf-8"))
+
+
 def train(part: RoundPlan, observer: Observer) -> Summary:
     """Train on the rows of a round, unless that is done, and return the summary of the training."""
     settings = part.training()
+    kept = sum(_counts(Path(source.path))["rows"] for source in settings.data.sources)
+    wanted = settings.batch_size
+    settings = settings.model_copy(update={"batch_size": min(wanted, kept)})
     done = finished_summary(part.run)
     if done is not None:
         problem = (
@@ -159,6 +169,11 @@ def train(part: RoundPlan, observer: Observer) -> Summary:
         )
         check_same_settings(part.run / "config.yaml", settings, FINISHED_MAY_DIFFER, problem)
         return done
+    if kept < wanted:
+        log.warning(
+            "round %d has %d rows, and %s.batch_size = %d: its optimizer steps take %d rows each",
+            *(part.number, kept, settings.verb, wanted, kept),
+        )
     if isinstance(settings, DPOConfig):
         return run_preference(settings, observer)
     return run_sft(settings, observer)
