@@ -37,7 +37,7 @@ class HTTPConfig(Settings):
     ``2027-01-31T12:00:00Z``. It is read again when it changes. ``null`` answers everybody."""
     max_body_mb: float = Field(64.0, gt=0)
     """Largest request body in MiB. A larger one is refused with status 413 before it is read."""
-    max_requests: int = Field(256, ge=1)
+    max_requests: int = Field(2048, ge=1)
     """Most requests that are open at once: read, waiting or computed. More are refused with status
     429 and ``Retry-After``."""
     timeout: float = Field(120.0, gt=0)
